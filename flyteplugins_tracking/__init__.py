@@ -1,0 +1,32 @@
+"""One decorator gives a training function its experiment-tracking run, on exactly the ranks that should have one."""
+
+from flyteplugins_tracking.decorator import tracking_init
+from flyteplugins_tracking.errors import (
+    ConfigError,
+    IdentityError,
+    TopologyError,
+    TrackerNotInstalledError,
+    TrackerUnavailableError,
+    TrackingError,
+)
+from flyteplugins_tracking.lifecycle import get_run
+from flyteplugins_tracking.policy import RankScope, RunMode, RunPlan, plan
+from flyteplugins_tracking.topology import DistributedInfo, get_distributed_info, override_distributed_info
+
+__all__ = [
+    "ConfigError",
+    "DistributedInfo",
+    "IdentityError",
+    "RankScope",
+    "RunMode",
+    "RunPlan",
+    "TopologyError",
+    "TrackerNotInstalledError",
+    "TrackerUnavailableError",
+    "TrackingError",
+    "get_distributed_info",
+    "get_run",
+    "override_distributed_info",
+    "plan",
+    "tracking_init",
+]

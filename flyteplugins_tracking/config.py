@@ -1,0 +1,181 @@
+"""What the user asked for: `TrackingConfig`, checked when the decorator is applied."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES, RankScope, RunMode
+
+IfUnavailable = Literal["raise", "degrade"]
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """The arguments of one `tracking_init`.
+
+    Attributes:
+        tracker: The tracker's name.
+        run_mode: See `flyteplugins_tracking.policy.plan`.
+        rank_scope: See `flyteplugins_tracking.policy.plan`.
+        id: The base id; None for one that the ranks agree on by themselves.
+        project: The project of the runs; None for the tracker's own default.
+        group: The group of the runs; None for the plan's.
+        name: The run's name; None for the tracker's choice.
+        tags: The run's tags.
+        notes: The run's notes.
+        config: The run's config, held as plain JSON values; or the path of a file that the tracker reads.
+        secret: Gives the API key, inside the worker.
+        if_unavailable: What happens when the service cannot be reached, or there is no key for it, at opening.
+        init_timeout_s: Seconds that opening may take.
+        finish_timeout_s: Seconds that finishing may take.
+        options: The tracker's own arguments, passed through.
+    """
+
+    tracker: str = "wandb"
+    run_mode: RunMode = "auto"
+    rank_scope: RankScope = "global"
+    id: str | None = None
+    project: str | None = None
+    group: str | None = None
+    name: str | None = None
+    tags: Sequence[str] | None = None
+    notes: str | None = None
+    config: Mapping[str, Any] | str = field(default_factory=dict)
+    secret: Any = field(default=None, repr=False)
+    if_unavailable: IfUnavailable = "raise"
+    init_timeout_s: float = 30.0
+    finish_timeout_s: float = 25.0
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        check_choice("run_mode", self.run_mode, RUN_MODES)
+        check_choice("rank_scope", self.rank_scope, RANK_SCOPES)
+        check_choice("if_unavailable", self.if_unavailable, ("raise", "degrade"))
+        _check_seconds("init_timeout_s", self.init_timeout_s)
+        _check_seconds("finish_timeout_s", self.finish_timeout_s)
+        for name in ("id", "project", "group", "name", "notes"):
+            _check_text(name, getattr(self, name))
+        _check_secret(self.secret)
+        object.__setattr__(self, "tags", _texts("tags", self.tags))
+        if not isinstance(self.config, str):
+            object.__setattr__(self, "config", plain_config(self.config))
+
+
+def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
+    """Refuse a `value` that is not one of `allowed`, with the nearest one that is.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{name}={value!r} is none of {', '.join(sorted(allowed))}{_nearest(value, allowed)}")
+
+
+def check_arguments(owner: str, given: Collection[str], allowed: Collection[str]) -> None:
+    """Refuse argument names that `owner` does not have.
+
+    Raises:
+        ConfigError: At least one is unknown.
+    """
+    for name in given:
+        if name not in allowed:
+            raise ConfigError(f"{owner} has no argument {name!r}{_nearest(name, allowed)}")
+
+
+def plain_config(config: object) -> dict[str, Any]:
+    """`config` as plain JSON values: a copy, so that a later change of the original does nothing.
+
+    Takes mappings, dataclasses and namespaces; in them also NumPy and torch scalars and arrays, paths and enums.
+
+    Raises:
+        ConfigError: JSON cannot hold it; the text says where.
+    """
+    if config is None:
+        return {}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    elif not isinstance(config, Mapping) and hasattr(config, "__dict__") and not callable(config):
+        config = vars(config)  # argparse.Namespace, types.SimpleNamespace
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config= takes a mapping, a dataclass or a namespace, not {type(config).__name__}")
+    plain: dict[str, Any] = _plain(config, "config", ())
+    return plain
+
+
+def _plain(value: Any, where: str, parents: tuple[int, ...]) -> Any:
+    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+        return value
+    if id(value) in parents:
+        raise ConfigError(f"{where} contains itself: JSON cannot hold it")
+    parents = (*parents, id(value))
+    if isinstance(value, Mapping):
+        return {_plain_key(key, where): _plain(v, f"{where}[{key!r}]", parents) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v, f"{where}[{i}]", parents) for i, v in enumerate(value)]
+    return _plain_object(value, where, parents)
+
+
+def _plain_key(key: Any, where: str) -> str:
+    if isinstance(key, (str, int, float, bool)):
+        return key if isinstance(key, str) else json.dumps(key)
+    raise ConfigError(f"{where} has the key {key!r} of type {type(key).__name__}: JSON keys are text")
+
+
+def _plain_object(value: Any, where: str, parents: tuple[int, ...]) -> Any:
+    if isinstance(value, enum.Enum):
+        return _plain(value.value, where, parents)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _plain(dataclasses.asdict(value), where, parents)
+    if callable(getattr(value, "tolist", None)):  # NumPy and torch, scalars and arrays
+        return _plain(value.tolist(), where, parents)
+    if isinstance(value, (int, float)):  # a subclass
+        return float(value) if isinstance(value, float) else int(value)
+    raise ConfigError(
+        f"{where} is a {type(value).__name__}: JSON cannot hold it. Pass text, numbers, lists or mappings."
+    )
+
+
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ConfigError(f"{name}={value!r} is no positive number of seconds")
+
+
+def _check_text(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise ConfigError(f"{name}={value!r} is no text")
+
+
+def _texts(name: str, values: object) -> tuple[str, ...] | None:
+    if values is None:
+        return None
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ConfigError(f"{name}={values!r} is no sequence of texts")
+    texts = tuple(values)
+    for text in texts:
+        _check_text(f"an entry of {name}", text)
+    return texts
+
+
+def _check_secret(secret: object) -> None:
+    """The value is never shown: it may be a key."""
+    if secret is None or callable(secret) or (hasattr(secret, "group") and hasattr(secret, "key")):
+        return
+    raise ConfigError(
+        f"secret= takes a flytekit Secret or a callable that returns the key, not a {type(secret).__name__}: "
+        "a key in the source would be pickled and registered with the task"
+    )
+
+
+def _nearest(value: object, allowed: Collection[str]) -> str:
+    close = difflib.get_close_matches(str(value), allowed, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

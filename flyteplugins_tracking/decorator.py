@@ -1,0 +1,145 @@
+"""`tracking_init`: gives a training function its tracking run."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
+
+from flyteplugins_tracking import integrations
+from flyteplugins_tracking.config import IfUnavailable, TrackingConfig
+from flyteplugins_tracking.lifecycle import open_run
+from flyteplugins_tracking.policy import RankScope, RunMode
+from flyteplugins_tracking.trackers.base import Tracker, find_tracker
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def tracking_init(function: F, /) -> F: ...
+
+
+@overload
+def tracking_init(
+    *,
+    tracker: str = "wandb",
+    run_mode: RunMode = "auto",
+    rank_scope: RankScope = "global",
+    id: str | None = None,
+    project: str | None = None,
+    group: str | None = None,
+    name: str | None = None,
+    tags: Sequence[str] | None = None,
+    notes: str | None = None,
+    config: Any = None,
+    secret: Any = None,
+    if_unavailable: IfUnavailable = "raise",
+    init_timeout_s: float = 30.0,
+    finish_timeout_s: float = 25.0,
+    **options: Any,
+) -> Callable[[F], F]: ...
+
+
+def tracking_init(
+    function: Any = None,
+    /,
+    *,
+    tracker: str = "wandb",
+    run_mode: RunMode = "auto",
+    rank_scope: RankScope = "global",
+    id: str | None = None,
+    project: str | None = None,
+    group: str | None = None,
+    name: str | None = None,
+    tags: Sequence[str] | None = None,
+    notes: str | None = None,
+    config: Any = None,
+    secret: Any = None,
+    if_unavailable: IfUnavailable = "raise",
+    init_timeout_s: float = 30.0,
+    finish_timeout_s: float = 25.0,
+    **options: Any,
+) -> Any:
+    """Give a training function its tracking run, on exactly the ranks that should have one.
+
+    Works on a plain function, sync or async, under any launcher or none, and on a Flyte 1 task, above or below
+    `@task`. Inside, `get_run()` is the tracker's own run object on the ranks that have a run, and None on the others.
+    The run ends when the function ends, with its true status.
+
+    Args:
+        function: The function or task, where the decorator is used without arguments.
+        tracker: The tracker's name.
+        run_mode: "auto": one run for the scope, on its first rank. "new": a run for every rank. "shared": one run
+            for the scope, on all its ranks.
+        rank_scope: "global": the scope is the whole job. "worker": it is each worker (= node).
+        id: The base of the run ids; the same on every rank, and another for each job. Left out, the ranks agree on one.
+        project: The runs' project.
+        group: The runs' group, in place of the planned one.
+        name: The run's name, passed by the primary rank alone, like `tags`, `notes` and `config`.
+        tags: The run's tags.
+        notes: The run's notes.
+        config: The run's config: a mapping, dataclass or namespace that JSON can hold.
+        secret: A flytekit `Secret`, or a callable without arguments that returns the API key. Read inside the worker.
+        if_unavailable: "raise" a `TrackerUnavailableError` when the service cannot be used at the start, or "degrade"
+            to the tracker's local fallback, with one warning.
+        init_timeout_s: Seconds that opening the run may take.
+        finish_timeout_s: Seconds that ending it may take.
+        **options: The tracker's own arguments: for W&B those of `wandb.init`.
+
+    Raises:
+        ConfigError: At decoration: an argument that cannot work, or something that cannot be tracked.
+        TopologyError: At the call: the launcher's variables contradict each other, or do not tell what is needed.
+        IdentityError: At the call: nothing that the ranks could agree on as a run id.
+        TrackerUnavailableError: At the call: the service, or a key for it, is not there.
+        TrackerNotInstalledError: At the call: the tracker's package is missing.
+    """
+    wanted = TrackingConfig(
+        tracker=tracker,
+        run_mode=run_mode,
+        rank_scope=rank_scope,
+        id=id,
+        project=project,
+        group=group,
+        name=name,
+        tags=tags,
+        notes=notes,
+        config=config,
+        secret=secret,
+        if_unavailable=if_unavailable,
+        init_timeout_s=init_timeout_s,
+        finish_timeout_s=finish_timeout_s,
+        options=options,
+    )
+    service = find_tracker(tracker)
+    service.check(wanted)
+    wrap = functools.partial(_wrap, config=wanted, tracker=service)
+
+    def decorate(target: Any) -> Any:
+        return integrations.adapt(target, wrap, service.link(wanted))
+
+    return decorate if function is None else decorate(function)
+
+
+def _wrap(function: Callable[..., Any], config: TrackingConfig, tracker: Tracker) -> Callable[..., Any]:
+    """A real function, so that it pickles, binds and shows itself like the one that it wraps."""
+    if _is_async(function):
+
+        @functools.wraps(function)
+        async def tracked_async(*args: Any, **kwargs: Any) -> Any:
+            with open_run(config, tracker, integrations.surroundings):
+                return await function(*args, **kwargs)
+
+        return tracked_async
+
+    @functools.wraps(function)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        with open_run(config, tracker, integrations.surroundings):
+            return function(*args, **kwargs)
+
+    return tracked
+
+
+def _is_async(function: Any) -> bool:
+    """Also for an object whose call is async."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -1,0 +1,204 @@
+"""The base id: one name for this invocation of the job, that every rank agrees on and that restarts keep.
+
+Another invocation gets another one, also with a constant `--rdzv-id`. What the user or Flyte gives stands first; then
+what the launcher that gave the topology offers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from flyteplugins_tracking.errors import IdentityError
+from flyteplugins_tracking.topology import DistributedInfo
+
+Env = Mapping[str, str]
+
+_STORE_KEY = "flyteplugins_tracking/base_id"
+_STORE_TIMEOUT = timedelta(seconds=30)
+# Trackers allow 64 characters or more; the longest suffix, "-worker-9999-rank-99", and an ordinal need 25 of them.
+_MAX_LENGTH = 39
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A base id, and the group that its runs belong to where the plan gives none.
+
+    Attributes:
+        base_id: None for a random id of the tracker's.
+        group: Set where a retry cannot have the same base id.
+    """
+
+    base_id: str | None
+    group: str | None = None
+
+
+def from_variables(env: Env, names: tuple[str, ...]) -> Identity | None:
+    """The id that the tracker's own variables give, for instance `WANDB_RUN_ID`."""
+    return next((Identity(env[name]) for name in names if env.get(name)), None)
+
+
+def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) -> Identity:
+    """What the launcher that gave the topology offers.
+
+    Args:
+        info: This rank; None outside a distributed job.
+        env: The environment's variables.
+        agreement: Whether several ranks need the id. Where one rank alone does, a random one will do.
+
+    Raises:
+        IdentityError: There is nothing that all nodes agree on.
+    """
+    if info is None:
+        return Identity(None)
+    offer = _OFFERS.get(info.launcher, _launcher_process)
+    base_id = offer(info, env) or _process_group_token(info)
+    if base_id is None and agreement:
+        nodes = "all nodes" if info.num_workers is None else f"all {info.num_workers} nodes"
+        raise IdentityError(
+            f"no run id that {nodes} agree on: {info.launcher} offers none. "
+            "Pass id=..., the same on every rank and another for each job, or call the decorated function after "
+            "torch.distributed.init_process_group()."
+        )
+    return Identity(base_id)
+
+
+def readable(*parts: str | None) -> str:
+    """Join `parts` to an id that every tracker takes: letters, digits, '.', '_' and '-', at most 39 characters."""
+    text = re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(part for part in parts if part)).strip("-.")
+    if len(text) <= _MAX_LENGTH:
+        return text
+    return f"{text[: _MAX_LENGTH - 9].rstrip('-.')}-{_digest(text)}"
+
+
+def _torchelastic(info: DistributedInfo, env: Env) -> str | None:
+    """The run id ("none" for a static rendezvous), and a token: constant run ids are common."""
+    name = info.job_id if info.job_id not in (None, "none") else "torchrun"
+    token = _agent_store_token(env) or (_agent_token(env) if info.num_workers == 1 else None)
+    token = token or _process_group_token(info)
+    return None if token is None else readable(name, token)
+
+
+def _agent_store_token(env: Env) -> str | None:
+    """A token in the store of the agents, which outlives worker-group restarts and ends with the invocation.
+
+    torch 2.5 and later: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/rendezvous.py
+    """
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    from torch.distributed import TCPStore
+
+    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    try:
+        return _agree(TCPStore(address, int(port), is_master=False, timeout=_STORE_TIMEOUT))
+    except (RuntimeError, ValueError) as error:
+        raise IdentityError(
+            f"the store of the torchelastic agents at MASTER_ADDR={address} MASTER_PORT={port} does not answer, "
+            f"so the ranks cannot agree on a run id: {error}. Pass id=... to do without."
+        ) from error
+
+
+def _agent_token(env: Env) -> str | None:
+    """Where the agents' store is not shared and there is one agent: its private directory of this invocation.
+
+    The agent makes `{run_id}_{random}` once and a subfolder in it for each attempt.
+    """
+    match = re.match(r"(.+)/attempt_\d+/\d+/error\.json$", env.get("TORCHELASTIC_ERROR_FILE", ""))
+    return _digest(_machine(), match[1]) if match else None
+
+
+def _slurm(info: DistributedInfo, env: Env) -> str | None:
+    """Job and step: a requeued job keeps its number, and several steps of one job are several trainings."""
+    return readable("slurm", env.get("SLURM_CLUSTER_NAME"), info.job_id, env.get("SLURM_STEP_ID"))
+
+
+def _job_name(info: DistributedInfo, _: Env) -> str | None:
+    return readable(info.job_id) if info.job_id else None
+
+
+def _openmpi(info: DistributedInfo, env: Env) -> str | None:
+    """The namespace that all nodes have; it is made from mpirun's host and process id, which can come again."""
+    if not info.job_id:
+        return _launcher_process(info, env)
+    return readable("mpi", info.job_id, _launcher_process(info, env))
+
+
+def _launcher_process(info: DistributedInfo, env: Env) -> str | None:
+    """On one node: the process that started the ranks, by its id and start."""
+    marker = _RANK_VARIABLES.get(info.launcher)
+    if info.num_workers != 1 or marker is None:
+        return None
+    pid = os.getppid()
+    while pid > 1 and marker in _environment_at_start(pid):  # a shell or a wrapper script between
+        pid = _parent(pid)
+    return readable(info.launcher, _digest(_machine(), pid, _start_time(pid), env.get("MASTER_PORT")))
+
+
+_OFFERS: dict[str, Callable[[DistributedInfo, Env], str | None]] = {
+    "torchelastic": _torchelastic,
+    "slurm": _slurm,
+    "konduktor": _job_name,
+    "skypilot": _job_name,
+    "openmpi": _openmpi,
+}
+_RANK_VARIABLES = {
+    "env": "RANK",
+    "horovod": "HOROVOD_RANK",
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "mvapich": "MV2_COMM_WORLD_RANK",
+    "mpich": "PMI_RANK",
+}
+
+
+def _process_group_token(info: DistributedInfo) -> str | None:
+    """A token in the store of a process group that the user's code has initialised for the whole world."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    if dist.get_world_size() != info.world_size:
+        return None
+    return _agree(dist.distributed_c10d._get_default_store())
+
+
+def _agree(store: Any) -> str:
+    """The token of the first rank to come: `compare_set` writes where nothing is written and returns what is."""
+    token: bytes = store.compare_set(_STORE_KEY, "", uuid.uuid4().hex[:8])
+    return token.decode()
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:8]
+
+
+def _machine() -> str:
+    return _read("/proc/sys/kernel/random/boot_id") + os.uname().nodename
+
+
+def _environment_at_start(pid: int) -> set[str]:
+    return {entry.partition("=")[0] for entry in _read(f"/proc/{pid}/environ").split("\0")}
+
+
+def _parent(pid: int) -> int:
+    match = re.search(r"^PPid:\s*(\d+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    return int(match[1]) if match else 0
+
+
+def _start_time(pid: int) -> str:
+    """Clock ticks since boot, field 22 of proc(5)'s stat; empty where there is no /proc."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if len(fields) > 19 else ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""

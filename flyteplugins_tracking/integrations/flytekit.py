@@ -1,0 +1,204 @@
+"""Flyte 1. flytekit is never imported here: what needs it runs only where the user's code has loaded it.
+
+Task objects are told by the names of their classes. A task is changed in place: another object in its place would
+run in the agent instead of the workers, and could not be serialized.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.identity import Identity
+from flyteplugins_tracking.lifecycle import Surroundings
+
+_TASK = "flytekit.core.python_function_task.PythonFunctionTask"
+_ELASTIC_TASK = "flytekitplugins.kfpytorch.task.PytorchElasticFunctionTask"
+_OTHER_ENTITIES = {
+    "flytekit.core.base_task.Task": "task without a Python function",
+    "flytekit.core.workflow.WorkflowBase": "workflow",
+    "flytekit.core.launch_plan.LaunchPlan": "launch plan",
+}
+_LINK_TYPE = "link_type"
+
+
+class TaskFunction:
+    """A tracked function, as flytekit wants one that brings links: see `flytekit.core.utils.ClassDecorator`.
+
+    Its `task_function` is the user's own function: by it flytekit finds a task's module in a `__main__` script.
+    """
+
+    def __init__(self, tracked: Callable[..., Any], link: Mapping[str, str]) -> None:
+        functools.update_wrapper(self, tracked, updated=())
+        self._tracked = tracked
+        self._link = dict(link)
+        self.task_function = _users_own(tracked)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the tracked function."""
+        return self._tracked(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind like a function does."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        """The attributes that make a function one for `inspect`, which flytekit asks whether this is async."""
+        if name in ("__code__", "__defaults__", "__kwdefaults__"):
+            return getattr(self._tracked, name)
+        raise AttributeError(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By name like a function, where the name leads here; else by value: Elastic's spawn uses cloudpickle."""
+        if self.__module__ != "__main__" and _lookup(self.__module__, self.__qualname__) is self:
+            return self.__qualname__
+        return TaskFunction, (self._tracked, self._link)
+
+    def get_extra_config(self) -> dict[str, str]:
+        """The links of this decorator and of those inside it."""
+        inner: dict[str, str] = getattr(getattr(self._tracked, "__wrapped__", None), "get_extra_config", dict)()
+        both = [links for links in (inner.get(_LINK_TYPE), self._link[_LINK_TYPE]) if links]
+        return {**inner, **self._link, _LINK_TYPE: ",".join(both)}
+
+
+def is_entity(target: Any) -> bool:
+    """Whether `target` is something of flytekit's that is no function."""
+    return not _class_names(target).isdisjoint({_TASK, *_OTHER_ENTITIES})
+
+
+def adapt_task(task: Any, wrap: Callable[[Any], Any], link: Mapping[str, str]) -> Any:
+    """Put `wrap` around the function of `task`, and return the same task.
+
+    Raises:
+        ConfigError: It is no Python function task, or an async one with Elastic workers.
+    """
+    names = _class_names(task)
+    if _TASK not in names:
+        kind = next(kind for name, kind in _OTHER_ENTITIES.items() if name in names)
+        raise ConfigError(f"{task.name!r} is a {kind}: put tracking_init on the Python task that trains")
+    if _ELASTIC_TASK in names and inspect.iscoroutinefunction(task.task_function):
+        raise ConfigError(
+            f"{task.name!r} is async and has Elastic workers, which run plain functions only: write `def`, "
+            "not `async def`"
+        )
+    task._task_function = adapt_function(wrap(task.task_function), link)
+    return task
+
+
+def adapt_function(tracked: Any, link: Mapping[str, str]) -> Any:
+    """Where flytekit is loaded, `tracked` may be about to become a task's function: let it bring its link."""
+    utils = sys.modules.get("flytekit.core.utils")
+    if utils is None:
+        return tracked
+    utils.ClassDecorator.register(TaskFunction)
+    _pickle_by_name_for_multiprocessing()
+    return TaskFunction(tracked, link)
+
+
+def surroundings() -> Surroundings:
+    """What flytekit knows of this execution."""
+    flytekit = sys.modules.get("flytekit")
+    if flytekit is None:
+        return Surroundings()
+    base_task = sys.modules["flytekit.core.base_task"]
+    # Not is_local_execution(): in a local spawn worker it says False. This variable every pod has, and nothing else.
+    execution = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID")
+    return Surroundings(
+        identity=None if execution is None else _identity(execution, flytekit.current_context().raw_output_prefix),
+        facts={} if execution is None else {"flyte": _facts(execution)},
+        on_cluster=execution is not None,
+        read_secret=functools.partial(_read_secret, on_cluster=execution is not None),
+        successes=(base_task.IgnoreOutputs,),
+    )
+
+
+def _identity(execution: str, raw_output_prefix: str) -> Identity:
+    """`{execution}-{node}`: the raw output prefix ends in the task execution's name, `{execution}-{node}-{attempt}`.
+
+    HOSTNAME differs per node, and no variable holds the node. Where that name is too long for the backend, it is an
+    8-character hash, with the attempt in it: then a retry is a new run, in the group of the execution.
+    https://github.com/flyteorg/flyte/blob/v1.16.0/flytepropeller/pkg/utils/encoder.go
+    """
+    name = os.path.basename(raw_output_prefix.rstrip("/"))
+    index = _map_index()
+    if re.fullmatch(r"f[a-z1-6]{7}", name):
+        return Identity(name + index, group=execution)
+    name = name.removesuffix(f"-{os.environ.get('FLYTE_ATTEMPT_NUMBER', '0')}")
+    if name != execution and not name.startswith(f"{execution}-"):
+        name = f"{execution}-{name}"
+    return Identity(name + index)
+
+
+def _map_index() -> str:
+    """Which element of a map task this is, as `flytekit.bin.entrypoint` reads it; empty outside of one."""
+    variable = os.environ.get("BATCH_JOB_ARRAY_INDEX_VAR_NAME")
+    if not variable or variable not in os.environ:
+        return ""
+    return f"-{int(os.environ.get('BATCH_JOB_ARRAY_INDEX_OFFSET') or 0) + int(os.environ[variable])}"
+
+
+def _facts(execution: str) -> dict[str, Any]:
+    env = os.environ
+    found = {
+        "execution": execution,
+        "project": env.get("FLYTE_INTERNAL_EXECUTION_PROJECT"),
+        "domain": env.get("FLYTE_INTERNAL_EXECUTION_DOMAIN"),
+        "task": env.get("FLYTE_INTERNAL_TASK_NAME"),
+        "attempt": int(env.get("FLYTE_ATTEMPT_NUMBER", "0")),
+        "url": env.get("FLYTE_EXECUTION_URL"),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _read_secret(secret: Any, on_cluster: bool) -> str | None:
+    """The value of a flytekit `Secret`. At home, where it may not be set, the tracker's own credentials will do."""
+    secrets = sys.modules["flytekit"].current_context().secrets
+    try:
+        value: str = secrets.get(secret.group, secret.key, getattr(secret, "group_version", None))
+        return value
+    except Exception as error:
+        if not on_cluster:
+            return None
+        named = f"Secret(group={secret.group!r}, key={secret.key!r})"
+        raise TrackerUnavailableError(
+            f"the secret {named} is not there: add secret_requests=[{named}] to the task"
+        ) from error
+
+
+def _class_names(target: Any) -> set[str]:
+    return {f"{t.__module__}.{t.__qualname__}" for t in type(target).__mro__}
+
+
+def _users_own(function: Any) -> Any:
+    """The innermost function, through wrappers and other class decorators."""
+    while True:
+        inner = getattr(function, "__wrapped__", None) or getattr(function, "task_function", None)
+        if inner is None:
+            return function
+        function = inner
+
+
+def _lookup(module: str, qualname: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _pickle_by_name_for_multiprocessing() -> None:
+    """The children of multiprocessing import the parent's `__main__`, so a name is enough there too."""
+    from multiprocessing.reduction import ForkingPickler
+
+    def reduce(function: TaskFunction) -> Any:
+        if _lookup(function.__module__, function.__qualname__) is function:
+            return function.__qualname__
+        return function.__reduce_ex__(2)
+
+    ForkingPickler.register(TaskFunction, reduce)

@@ -1,0 +1,108 @@
+"""Who gets which run: `plan()`, a pure function, and the only source of run ids and groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from flyteplugins_tracking.errors import TopologyError
+from flyteplugins_tracking.topology import DistributedInfo
+
+RunMode = Literal["auto", "shared", "new"]
+RankScope = Literal["global", "worker"]
+RUN_MODES: tuple[str, ...] = get_args(RunMode)
+RANK_SCOPES: tuple[str, ...] = get_args(RankScope)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What one rank does about runs.
+
+    Attributes:
+        opens: Whether this rank gets a run.
+        run_id: The run's id. None where this rank gets no run, and where the tracker shall make a random one.
+        group: The group that the run belongs to, if any.
+        primary: Whether this rank's end is the run's end. One rank of each run is primary.
+        label: This rank's name among the writers of its run, for instance "worker-0". None outside a distributed job.
+        writers: How many ranks write to the run; 0 where this rank gets none. None where the launcher does not tell.
+    """
+
+    opens: bool
+    run_id: str | None = None
+    group: str | None = None
+    primary: bool = False
+    label: str | None = None
+    writers: int | None = 0
+
+
+def plan(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope, base_id: str | None) -> RunPlan:
+    """Decide what the rank `info` does, without looking at anything else.
+
+    The suffix of an id follows the scope that was asked for, never the world's size today: an elastic job that
+    shrinks to one node keeps its ids.
+
+    Args:
+        info: The rank; None outside a distributed job.
+        run_mode: "auto": the scope's first rank has the run. "shared": all ranks of the scope have the same run.
+            "new": every rank has its own.
+        rank_scope: "global": the scope is the job. "worker": it is a worker (= node).
+        base_id: The id that all ranks of the job agree on. None for a random one of the tracker's.
+
+    Raises:
+        TopologyError: `rank_scope` is "worker" and the launcher does not tell which worker this is.
+    """
+    if info is None:
+        return RunPlan(opens=True, run_id=base_id, primary=True, writers=1)
+    _require_worker(info, rank_scope)
+    if not opens_a_run(info, run_mode, rank_scope):
+        return RunPlan(opens=False)
+    suffix, group_suffix = _suffixes(info, run_mode, rank_scope)
+    return RunPlan(
+        opens=True,
+        run_id=_joined(base_id, suffix),
+        group=None if group_suffix is None else _joined(base_id, group_suffix),
+        primary=run_mode == "new" or _is_first(info, rank_scope),
+        label=f"rank-{info.rank}" if info.worker_index is None else f"worker-{info.worker_index}",
+        writers=_writers(info, run_mode, rank_scope),
+    )
+
+
+def opens_a_run(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
+    """Whether this rank gets a run. The one question that every rank can answer without the job's base id."""
+    return info is None or run_mode != "auto" or _is_first(info, rank_scope)
+
+
+def needs_agreement(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
+    """Whether several ranks must know the same base id: not where one rank alone has a run."""
+    return info is not None and (run_mode, rank_scope) != ("auto", "global")
+
+
+def _is_first(info: DistributedInfo, rank_scope: RankScope) -> bool:
+    return (info.rank if rank_scope == "global" else info.local_rank) == 0
+
+
+def _require_worker(info: DistributedInfo, rank_scope: RankScope) -> None:
+    if rank_scope == "worker" and (info.worker_index is None or info.local_rank is None):
+        raise TopologyError(
+            f"rank_scope='worker', but {info.launcher} does not tell which worker (node) and which local rank rank "
+            f"{info.rank} is: worker_index={info.worker_index}, local_rank={info.local_rank}. Use rank_scope='global', "
+            "start with torchrun or srun, or set NODE_RANK, LOCAL_RANK, RANK and WORLD_SIZE in each process."
+        )
+
+
+def _suffixes(info: DistributedInfo, run_mode: RunMode, rank_scope: RankScope) -> tuple[str, str | None]:
+    """What is put behind the base id for the run's id and for its group (None: no group)."""
+    worker = f"-worker-{info.worker_index}"
+    if run_mode == "new":
+        return (f"{worker}-rank-{info.local_rank}", worker) if rank_scope == "worker" else (f"-rank-{info.rank}", "")
+    return (worker, "") if rank_scope == "worker" else ("", None)
+
+
+def _joined(base_id: str | None, suffix: str) -> str | None:
+    return None if base_id is None else base_id + suffix
+
+
+def _writers(info: DistributedInfo, run_mode: RunMode, rank_scope: RankScope) -> int | None:
+    if run_mode != "shared":
+        return 1
+    return info.world_size if rank_scope == "global" else info.local_world_size

@@ -1,0 +1,60 @@
+"""What a tracker is, and how it is found by its name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from flyteplugins_tracking.config import TrackingConfig, check_choice
+from flyteplugins_tracking.lifecycle import RunRequest
+
+
+class Handle(Protocol):
+    """An open run."""
+
+    @property
+    def run(self) -> Any:
+        """The vendor's own object."""
+
+    def finish(self, exit_code: int) -> None:
+        """End the run: 0 is success, anything else is failure. Called once."""
+
+
+class Tracker(Protocol):
+    """One tracking service. Its module is imported on every rank: the vendor's package only in `open`."""
+
+    name: str
+    run_id_variables: tuple[str, ...]
+
+    def check(self, config: TrackingConfig) -> None:
+        """Refuse, at decoration, what cannot work.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+
+    def link(self, config: TrackingConfig) -> Mapping[str, str]:
+        """What flytekit's task template gains so that the console links to the run: text values, own key names."""
+
+    def open(self, request: RunRequest) -> Handle:
+        """Open this rank's run; to go on with it where the id exists.
+
+        Raises:
+            TrackerUnavailableError: The service, or a key for it, is not there.
+            TrackerNotInstalledError: The vendor's package is not installed.
+        """
+
+
+_BUILT_IN = {"wandb": "flyteplugins_tracking.trackers.wandb"}
+
+
+def find_tracker(name: str) -> Tracker:
+    """The tracker called `name`.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    check_choice("tracker", name, _BUILT_IN)
+    tracker: Tracker = importlib.import_module(_BUILT_IN[name]).TRACKER
+    return tracker
