@@ -80,21 +80,15 @@ class WandbTracker:
         """See `Tracker.open`."""
         _check_id(request.plan.run_id)
         _require_wandb()
-        import wandb
-
         _drop_inherited_service()
         try:
-            arguments = _init_arguments(request)
-            run = wandb.init(**arguments)
-        except (wandb.errors.CommError, wandb.errors.AuthenticationError, TrackerUnavailableError) as error:
-            unavailable = _unavailable(error)
+            run = _init(request)
+        except TrackerUnavailableError as unavailable:
             if request.config.if_unavailable == "raise":
-                raise unavailable from error
-            run = wandb.init(**_init_arguments(request, mode="offline"))
+                raise
+            run = _init(request, mode="offline")
             logger.warning(
-                "%s This run is logged offline. Send it when W&B is there: wandb sync %s",
-                unavailable,
-                os.path.dirname(run.dir),
+                "%s This run is logged offline. Send it when W&B is there: wandb sync %s", unavailable, _directory(run)
             )
         if isinstance(request.config.config, str):
             run.config.update(dict(request.facts), allow_val_change=True)
@@ -126,7 +120,7 @@ class WandbHandle:
                 "W&B did not take all of run %s within finish_timeout_s=%g. Nothing is lost: wandb sync %s",
                 self.run.id,
                 self._finish_timeout_s,
-                os.path.dirname(self.run.dir),
+                _directory(self.run),
             )
         finally:
             if self._before is not None and not getattr(self._before, "_is_finished", False):
@@ -138,6 +132,19 @@ def _leave_open(*_: object, **__: object) -> None:
 
     Accelerate's `end_training()` and hyperparameter searches call `finish`; after it a crash would be a success.
     """
+
+
+def _init(request: RunRequest, mode: str | None = None) -> Any:
+    import wandb
+
+    try:
+        return wandb.init(**_init_arguments(request, mode))
+    except (wandb.errors.CommError, wandb.errors.AuthenticationError) as error:
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise TrackerUnavailableError(
+            f"W&B cannot be used: {cause}. Check WANDB_BASE_URL, the API key and the network; or log offline with "
+            "WANDB_MODE=offline or if_unavailable='degrade'."
+        ) from error
 
 
 def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, Any]:
@@ -207,23 +214,13 @@ def _authenticate(settings: Any, host: str, request: RunRequest) -> None:
 
     key = request.read_secret()
     if key:
-        settings.api_key = key
+        settings.api_key = key.strip()  # a trailing line end would be refused, with the key in the text
     elif not request.may_prompt and not wandb.login(host=host, prompt=False, verify=False):
         raise TrackerUnavailableError(
             "W&B: there is no API key for this process. Run `wandb login`, set WANDB_API_KEY, or pass secret= to "
             "tracking_init (under flytekit, secret_requests= to the task too); or log offline with "
             "WANDB_MODE=offline or if_unavailable='degrade'."
         )
-
-
-def _unavailable(error: Exception) -> TrackerUnavailableError:
-    if isinstance(error, TrackerUnavailableError):
-        return error
-    cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return TrackerUnavailableError(
-        f"W&B cannot be used: {cause}. Check WANDB_BASE_URL, the API key and the network; or log offline with "
-        "WANDB_MODE=offline or if_unavailable='degrade'."
-    )
 
 
 def _check_id(run_id: str | None) -> None:
@@ -236,6 +233,11 @@ def _has_api_key(settings: Any) -> bool:
     if isinstance(settings, Mapping):
         return bool(settings.get("api_key"))
     return bool(getattr(settings, "api_key", None))
+
+
+def _directory(run: Any) -> str:
+    """What `wandb sync` takes."""
+    return os.path.dirname(run.dir)
 
 
 def _require_wandb() -> None:

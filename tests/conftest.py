@@ -1,0 +1,17 @@
+"""Fixtures and the search path of the support modules."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.jobs import environment
+
+
+@pytest.fixture
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """This process's environment without any launcher's variables."""
+    for name in set(os.environ) - set(environment(Path())):
+        monkeypatch.delenv(name)
+    return monkeypatch

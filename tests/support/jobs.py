@@ -1,0 +1,144 @@
+"""Run real jobs: torchrun, agents as nodes, mpirun, plain Python. Each with a deadline and an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wandb_files import StoredRun, read_runs
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAIN = SCRIPTS / "train.py"
+_LAUNCHERS = re.compile(
+    "RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|NODE_RANK|MASTER_|TORCH|PET_|SLURM_|OMPI_|PMIX?_|MPI_|MV2_|HOROVOD_|JSM_|"
+    "CROSS_|KONDUKTOR_|SKYPILOT_|NUM_NODES|WANDB_|PLUTO_|FLYTE_|_F_|BATCH_JOB_"
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A job that has ended.
+
+    Attributes:
+        reports: What each process of `train.py` reported, by rank; several attempts of one rank are several reports.
+    """
+
+    returncode: int
+    output: str
+    directory: Path
+
+    @property
+    def runs(self) -> list[StoredRun]:
+        return read_runs(self.directory / "wandb")
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        reports = [json.loads(path.read_text()) for path in (self.directory / "reports").glob("*.json")]
+        return sorted(reports, key=lambda report: (report["rank"], report["restart_count"]))
+
+
+def environment(directory: Path, **more: str) -> dict[str, str]:
+    """This environment without any launcher's or tracker's variables, with W&B offline in `directory`."""
+    kept = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
+    return {
+        **kept,
+        "HOME": str(directory),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(directory),
+        "WANDB_SILENT": "true",
+        "TRAIN_DIR": str(directory),
+        **more,
+    }
+
+
+def run(
+    command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None, timeout_s: float = 120
+) -> Done:
+    """Run `command` to its end; its whole process group is killed at the deadline."""
+    return finish(start(command, directory, env), directory, timeout_s)
+
+
+def start(
+    command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    directory.mkdir(parents=True, exist_ok=True)
+    return subprocess.Popen(
+        [str(part) for part in command],
+        cwd=directory,
+        env=environment(directory, **(env or {})),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], directory: Path, timeout_s: float = 120) -> Done:
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout_s} s:\n{output}") from None
+    return Done(process.returncode, output, directory)
+
+
+def train(**arguments: Any) -> list[str]:
+    """The arguments that have Python run `train.py`: see there."""
+    return [str(TRAIN), json.dumps(arguments)]
+
+
+def python(directory: Path, *arguments: str | Path, env: Mapping[str, str] | None = None) -> Done:
+    return run([sys.executable, *arguments], directory, env)
+
+
+def torchrun(*options: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *options]
+
+
+def one_node(directory: Path, processes: int, options: Sequence[str] = (), **arguments: Any) -> Done:
+    """`train.py` under one agent."""
+    return run([*torchrun("--standalone", f"--nproc-per-node={processes}", *options), *train(**arguments)], directory)
+
+
+def nodes(
+    directory: Path,
+    processes: Sequence[int],
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    **arguments: Any,
+) -> Done:
+    """`train.py` under one agent per entry of `processes`: each is a node to torchelastic."""
+    rendezvous = f"127.0.0.1:{free_port()}"
+    agents = [
+        start(
+            [
+                *torchrun(f"--nnodes={len(processes)}", f"--nproc-per-node={n}", "--rdzv-backend=c10d"),
+                *(f"--rdzv-endpoint={rendezvous}", *options, *train(**arguments)),
+            ],
+            directory,
+            env,
+        )
+        for n in processes
+    ]
+    done = [finish(agent, directory) for agent in agents]
+    return Done(max(d.returncode for d in done), "\n".join(d.output for d in done), directory)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,78 @@
+"""A training that does what its argument, a JSON object, says, and reports what this rank saw.
+
+Keys: `tracking`: the decorator's arguments. `rows`: how many to log. `end`: {rank: how it ends}, with "raise",
+"interrupt" or an exit code; `fail_attempts`: `end` holds for the attempts below it. `process_group`: whether to
+initialise one before. `calls`: how often the function is called.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+
+SETTINGS = json.loads(sys.argv[-1])
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+@tracking_init(**{"project": "tests", **SETTINGS.get("tracking", {})})
+def train(rows: int) -> None:
+    run, info = get_run(), get_distributed_info()
+    for row in range(rows):
+        if run is not None:
+            run.log({"row": row, "attempt": ATTEMPT})
+    report(run, info)
+    if SETTINGS.get("fail_attempts", 1) > ATTEMPT:
+        end(SETTINGS.get("end", {}).get(str(info.rank if info else 0)))
+
+
+def end(how: object) -> None:
+    if how == "raise":
+        raise ValueError("made to fail")
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    if how is not None:
+        sys.exit(how)
+
+
+def report(run: object, info: object) -> None:
+    directory = Path(os.environ["TRAIN_DIR"], "reports")
+    directory.mkdir(exist_ok=True)
+    seen = {
+        "rank": info.rank if info else None,
+        "local_rank": info.local_rank if info else None,
+        "worker_index": info.worker_index if info else None,
+        "num_workers": info.num_workers if info else None,
+        "world_size": info.world_size if info else None,
+        "launcher": info.launcher if info else None,
+        "restart_count": ATTEMPT,
+        "run_id": run.id if run else None,
+        "wandb_loaded": "wandb" in sys.modules,
+        "torch_loaded": "torch" in sys.modules,
+        "children": children(),
+        "argv": sys.argv[1:-1],
+    }
+    Path(directory, f"{os.getpid()}-{len(list(directory.iterdir()))}.json").write_text(json.dumps(seen))
+
+
+def children() -> list[str]:
+    """The command lines of this process's children."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        for pid in Path(task, "children").read_text().split():
+            found.append(Path("/proc", pid, "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+def join_process_group() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+
+
+if __name__ == "__main__":
+    if SETTINGS.get("process_group"):
+        join_process_group()
+    for _ in range(SETTINGS.get("calls", 1)):
+        train(SETTINGS.get("rows", 3))

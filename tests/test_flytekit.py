@@ -1,0 +1,210 @@
+"""Real Flyte 1 tasks: in this process, with Elastic workers, and as their pods run them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from support import jobs, pods
+
+pytest.importorskip("flytekit", reason='flytekit is not installed: pip install "flyteplugins-tracking[flytekit]"')
+TASKS = jobs.SCRIPTS / "flyte_tasks.py"
+
+
+def reports(directory: Path) -> dict[str, list[dict]]:
+    """What each task's processes reported, by task and rank."""
+    found: dict[str, list[dict]] = {}
+    for path in sorted(directory.glob("*.json")):
+        seen = json.loads(path.read_text())
+        found.setdefault(seen["tag"], []).append(seen)
+    return {tag: sorted(seen, key=lambda report: report["rank"] or 0) for tag, seen in found.items()}
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("in-process")
+    done = jobs.python(directory, TASKS, "in-process")
+    assert done.returncode == 0, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("elastic")
+    done = jobs.python(directory, TASKS, "elastic")
+    assert done.returncode == 0, done.output
+    return done
+
+
+@pytest.mark.parametrize(
+    ("task", "calls"),
+    [
+        ("below", 3),  # once, and twice in a map_task
+        ("above", 3),
+        ("inner_links", 1),
+        ("async_below", 1),
+        ("async_above", 1),
+        ("cached", 1),
+        ("dynamic", 1),
+        ("pytorch_job", 1),
+    ],
+)
+def test_each_kind_of_task_has_one_run_per_call(in_process, task, calls):
+    opened = [report["run_id"] for report in reports(in_process.directory)[task]]
+    assert len(set(opened)) == len(opened) == calls
+    stored = {run.id: run for run in in_process.runs}
+    for run_id in opened:
+        assert [row["row"] for row in stored[run_id].rows] == [0, 1, 2]
+        assert stored[run_id].exit_code == 0
+
+
+def test_elastic_workers_have_their_runs_and_the_others_none(elastic):
+    seen = reports(elastic.directory)
+    assert [report["run_id"] for report in seen["spawn_above"] if report["rank"] == 1] == [None, None]
+    assert [report["run_id"] for report in seen["fork_below"] if report["rank"] == 1] == [None, None]
+    for task in ("spawn_below", "fork_above"):
+        assert len({report["run_id"] for report in seen[task]}) == 4
+    stored = {run.id: run for run in elastic.runs}
+    opened = [report["run_id"] for task in seen.values() for report in task if report["run_id"]]
+    assert sorted(opened) == sorted(stored)
+    for run in stored.values():
+        assert run.exit_code == 0
+        assert len(run.rows) == 3
+        assert run.config["distributed"]["launcher"] == "torchelastic"
+
+
+def test_two_local_executions_in_a_row_make_two_runs(elastic):
+    for task in ("spawn_above", "fork_below"):
+        opened = [report["run_id"] for report in reports(elastic.directory)[task] if report["run_id"]]
+        assert len(set(opened)) == 2
+
+
+def test_an_exception_in_an_elastic_worker_is_a_failed_run(tmp_path):
+    done = jobs.python(tmp_path, TASKS, "failing")
+    assert done.returncode != 0
+    assert "made to fail" in done.output
+    assert [run.exit_code for run in done.runs] == [1]
+
+
+def test_pyflyte_run(tmp_path):
+    pyflyte = Path(sys.executable).with_name("pyflyte")
+    done = jobs.run([pyflyte, "run", TASKS, "above", "--n", "1"], tmp_path)
+    assert done.returncode == 0, done.output
+    assert [run.exit_code for run in done.runs] == [0]
+
+
+def test_a_pod_runs_a_task_and_its_retry_goes_on_with_the_run(tmp_path):
+    first, second = (pods.run("below", tmp_path, attempt) for attempt in (0, 1))
+    assert (tmp_path / "out" / "outputs.pb").exists(), first.output + second.output
+    assert [run.id for run in second.runs] == ["f7c3a-n0", "f7c3a-n0"]
+    assert [run.config["flyte"]["attempt"] for run in second.runs] == [0, 1]
+    assert second.runs[0].config["flyte"] == {
+        "execution": "f7c3a",
+        "project": "proj",
+        "domain": "development",
+        "task": "flyte_tasks.below",
+        "attempt": 0,
+    }
+
+
+def test_the_pods_of_an_elastic_job_agree(tmp_path):
+    rendezvous = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{jobs.free_port()}"}
+    env = pods.environment("on_two_nodes", FLYTE_EXECUTION_URL="http://flyte/x", **rendezvous)
+    agents = [jobs.start(pods.command("on_two_nodes", tmp_path), tmp_path, env) for _ in range(2)]
+    done = [jobs.finish(agent, tmp_path) for agent in agents]
+    assert (tmp_path / "out" / "outputs.pb").exists(), done[0].output
+    assert sorted(run.id for run in done[0].runs) == ["f7c3a-n0-worker-0", "f7c3a-n0-worker-1"]
+    assert {run.group for run in done[0].runs} == {"f7c3a-n0"}
+    assert {run.config["flyte"]["url"] for run in done[0].runs} == {"http://flyte/x"}
+    assert [report["run_id"] is None for report in reports(tmp_path)["on_two_nodes"]].count(False) == 2
+
+
+@pytest.mark.parametrize("task", ["spawn_above", "fork_below"])
+def test_a_pod_with_elastic_workers(tmp_path, task):
+    done = pods.run(task, tmp_path)
+    assert (tmp_path / "out" / "outputs.pb").exists(), done.output
+    assert [(run.id, run.exit_code) for run in done.runs] == [("f7c3a-n0", 0)]
+
+
+def test_a_failing_pod_writes_its_error_and_a_failed_run(tmp_path):
+    done = pods.run("failing", tmp_path)
+    assert list((tmp_path / "out").glob("error*.pb")), done.output
+    assert [(run.id, run.exit_code) for run in done.runs] == [("f7c3a-n0", 1)]
+
+
+def test_outputs_to_ignore_are_no_failure(tmp_path):
+    done = pods.run("ignored", tmp_path)
+    assert [run.exit_code for run in done.runs] == [0], done.output
+
+
+def test_pods_of_a_pytorch_job_are_ranks(tmp_path):
+    shape = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for rank in ("0", "1"):
+        done = pods.run("pytorch_job", tmp_path, RANK=rank, **shape)
+        assert done.returncode == 0, done.output
+    assert sorted(run.id for run in done.runs) == ["f7c3a-n0-worker-0-rank-0", "f7c3a-n0-worker-1-rank-0"]
+
+
+def test_the_agent_of_a_pytorch_job_is_no_rank(tmp_path):
+    done = pods.run("pytorch_job", tmp_path, RANK="1", WORLD_SIZE="16", PET_NPROC_PER_NODE="8")
+    assert "RANK=1 is a node, not a process: PET_NPROC_PER_NODE=8" in done.output
+    assert done.runs == []
+
+
+def test_a_hashed_name_is_the_id_and_its_execution_the_group(tmp_path):
+    done = pods.run("below", tmp_path, name="fabc123d")
+    assert [(run.id, run.group) for run in done.runs] == [("fabc123d", "f7c3a")], done.output
+
+
+def test_map_task_elements_in_one_prefix_are_runs_of_their_own(tmp_path):
+    for index in ("0", "1"):
+        done = pods.run(
+            "below", tmp_path, BATCH_JOB_ARRAY_INDEX_VAR_NAME="FLYTE_K8S_ARRAY_INDEX", FLYTE_K8S_ARRAY_INDEX=index
+        )
+    assert [run.id for run in done.runs] == ["f7c3a-n0-0", "f7c3a-n0-1"], done.output
+
+
+def test_a_missing_key_on_a_cluster_is_told_and_nothing_is_opened(tmp_path):
+    done = pods.run("below", tmp_path, WANDB_MODE="online")
+    assert "TrackerUnavailableError" in done.output
+    assert "set WANDB_API_KEY, or pass secret=" in done.output
+    assert list((tmp_path / "out").glob("error*.pb"))
+    assert done.runs == []
+
+
+def test_a_missing_secret_on_a_cluster_is_told(tmp_path):
+    done = pods.run("with_secret", tmp_path, WANDB_MODE="online")
+    assert "add secret_requests=[Secret(group='wandb', key='api_key')] to the task" in done.output
+    assert done.runs == []
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory):
+    """The config of each task's serialized template, from a process that imports the tasks."""
+    tasks = ["below", "above", "inner_links", "async_below", "spawn_below", "spawn_above"]
+    code = f"""
+import flyte_tasks, json
+print("TEMPLATES", json.dumps({{name: flyte_tasks.serialized(getattr(flyte_tasks, name)) for name in {tasks!r}}}))
+"""
+    done = jobs.python(tmp_path_factory.mktemp("templates"), "-c", code, env={"PYTHONPATH": str(jobs.SCRIPTS)})
+    assert done.returncode == 0, done.output
+    return json.loads(done.output.partition("TEMPLATES ")[2])
+
+
+def test_a_serialized_task_brings_its_link(templates):
+    link = {"link_type": "tracking-wandb", "wandb_host": "https://wandb.ai", "wandb_project": "tests"}
+    for task in ("below", "async_below", "spawn_below", "spawn_above"):
+        assert link.items() <= templates[task].items()
+    assert templates["above"] == {**link, "wandb_entity": "team"}
+
+
+def test_links_of_class_decorators_inside_are_kept(templates):
+    assert templates["inner_links"] == {
+        "link_type": "inner,tracking-wandb-id",
+        "port": "1234",
+        "wandb_host": "https://wandb.ai",
+        "wandb_project": "tests",
+        "wandb_id": "chosen",
+    }

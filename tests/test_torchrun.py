@@ -1,0 +1,207 @@
+"""Real torchrun jobs: who gets a run, with which id and group, and how it is said to have ended."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from support import jobs
+
+FOUR = 4
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory):
+    """Jobs of 4 ranks on one node, each mode and scope run once for all tests."""
+    done: dict[tuple[str, str], jobs.Done] = {}
+
+    def job(run_mode: str, rank_scope: str) -> jobs.Done:
+        if (run_mode, rank_scope) not in done:
+            directory = tmp_path_factory.mktemp(f"{run_mode}-{rank_scope}")
+            tracking = {
+                "run_mode": run_mode,
+                "rank_scope": rank_scope,
+                "name": "n",
+                "tags": ["t"],
+                "config": {"lr": 0.1},
+            }
+            done[run_mode, rank_scope] = jobs.one_node(directory, FOUR, tracking=tracking)
+        return done[run_mode, rank_scope]
+
+    return job
+
+
+@pytest.mark.parametrize("rank_scope", ["global", "worker"])
+@pytest.mark.parametrize("run_mode", ["auto", "new"])
+def test_each_mode_and_scope_gives_its_runs_with_rows_config_and_status(four_ranks, run_mode, rank_scope):
+    done = four_ranks(run_mode, rank_scope)
+    assert done.returncode == 0, done.output
+    opened = [report["run_id"] for report in done.reports if report["run_id"]]
+    assert sorted(run.id for run in done.runs) == sorted(opened)
+    assert len(set(opened)) == len(opened) == (1 if run_mode == "auto" else FOUR)
+    for run in done.runs:
+        assert [row["row"] for row in run.rows] == [0, 1, 2]
+        assert run.exit_code == 0
+        assert run.project == "tests"
+        assert run.config["lr"] == 0.1
+        assert run.config["restart_count"] == 0
+        assert run.config["distributed"] == {
+            "world_size": FOUR,
+            "num_workers": 1,
+            "local_world_size": FOUR,
+            "launcher": "torchelastic",
+        }
+        assert (run.name, run.tags) == ("n", ("t",))
+
+
+def test_ids_and_groups_follow_the_table(four_ranks):
+    base = four_ranks("auto", "global").runs[0]
+    assert base.group == ""
+    (worker,) = four_ranks("auto", "worker").runs
+    assert worker.id == f"{worker.group}-worker-0"
+    ranks = sorted(four_ranks("new", "global").runs, key=lambda run: run.id)
+    assert [run.id for run in ranks] == [f"{ranks[0].group}-rank-{rank}" for rank in range(FOUR)]
+    local = sorted(four_ranks("new", "worker").runs, key=lambda run: run.id)
+    assert [run.id for run in local] == [f"{local[0].group}-rank-{rank}" for rank in range(FOUR)]
+    assert local[0].group.endswith("-worker-0")
+    groups = [{run.group for run in runs} for runs in (ranks, local)]
+    assert [len(group) for group in groups] == [1, 1]
+
+
+@pytest.mark.parametrize("rank_scope", ["global", "worker"])
+def test_a_rank_without_a_run_loads_no_tracker_starts_nothing_and_writes_nothing(four_ranks, rank_scope):
+    done = four_ranks("auto", rank_scope)
+    others = [report for report in done.reports if report["run_id"] is None]
+    assert [report["rank"] for report in others] == [1, 2, 3]
+    for report in others:
+        assert not report["wandb_loaded"]
+        assert not report["torch_loaded"]
+        assert report["children"] == []
+    assert {path.name for path in done.directory.iterdir()} - {".cache", ".config"} == {"reports", "wandb"}
+    assert len([path for path in (done.directory / "wandb").iterdir() if path.is_dir() and not path.is_symlink()]) == 1
+
+
+def test_two_nodes_have_a_run_each_per_worker(tmp_path):
+    done = jobs.nodes(tmp_path, [2, 2], ["--rdzv-id=job"], tracking={"rank_scope": "worker"})
+    assert done.returncode == 0, done.output
+    ids = {report["worker_index"]: report["run_id"] for report in done.reports if report["run_id"]}
+    (group,) = {run.group for run in done.runs}
+    assert ids == {0: f"{group}-worker-0", 1: f"{group}-worker-1"}
+    assert {run.config["distributed"]["num_workers"] for run in done.runs} == {2}
+    assert [report["local_rank"] for report in done.reports if report["run_id"]] == [0, 0]
+
+
+def test_ragged_nodes_agree_on_ids(tmp_path):
+    done = jobs.nodes(tmp_path, [3, 1], ["--rdzv-id=job"], tracking={"run_mode": "new", "rank_scope": "worker"})
+    assert done.returncode == 0, done.output
+    sizes = {
+        worker: len([r for r in done.reports if r["worker_index"] == worker])
+        for worker in {r["worker_index"] for r in done.reports}
+    }
+    assert sorted(sizes.values()) == [1, 3]
+    base = done.runs[0].group.removesuffix("-worker-0").removesuffix("-worker-1")
+    for report in done.reports:
+        worker = f"{base}-worker-{report['worker_index']}"
+        assert report["run_id"] == f"{worker}-rank-{report['local_rank']}"
+    assert len({report["run_id"] for report in done.reports}) == 4
+
+
+def test_a_constant_rendezvous_id_makes_a_new_run_for_each_invocation(tmp_path):
+    twice = [jobs.nodes(tmp_path / str(i), [1, 1], ["--rdzv-id=job"], tracking={"run_mode": "new"}) for i in range(2)]
+    groups = [{run.group for run in done.runs} for done in twice]
+    assert [len(group) for group in groups] == [1, 1]
+    assert groups[0] != groups[1]
+    assert all(run.id.startswith("job-") for done in twice for run in done.runs)
+
+
+@pytest.mark.parametrize("shared_store", [True, False])
+def test_a_restarted_worker_group_goes_on_with_the_same_run(tmp_path, shared_store):
+    env = {} if shared_store else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")]
+    done = jobs.run([*command, *jobs.train(end={"1": "raise"}, tracking={"run_mode": "new"})], tmp_path, env)
+    assert done.returncode == 0, done.output
+    by_rank = {rank: [run for run in done.runs if run.id.endswith(f"-rank-{rank}")] for rank in (0, 1)}
+    for rank, attempts in by_rank.items():
+        assert len({run.id for run in attempts}) == 1
+        restarted = [run for run in attempts if run.config["restart_count"] == 1]
+        assert [run.exit_code for run in restarted] == [0]
+        assert [row["attempt"] for run in restarted for row in run.rows] == [1, 1, 1]
+        failed = [run for run in attempts if run.config["restart_count"] == 0]
+        assert [run.exit_code for run in failed] in ([[1]] if rank else [[0], [None]])
+
+
+def test_a_restarted_single_process_goes_on_with_the_same_run(tmp_path):
+    done = jobs.one_node(tmp_path, 1, ["--max-restarts=1"], end={"0": "raise"})
+    assert done.returncode == 0, done.output
+    assert [run.exit_code for run in done.runs] == [1, 0]
+    assert len({run.id for run in done.runs}) == 1
+
+
+def test_nodes_that_share_no_store_agree_through_their_process_group(tmp_path):
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = jobs.nodes(tmp_path, [1, 1], ["--rdzv-id=job"], env, process_group=True, tracking={"run_mode": "new"})
+    assert done.returncode == 0, done.output
+    assert len({run.group for run in done.runs}) == 1
+    assert len(done.runs) == 2
+
+
+def test_nodes_that_share_nothing_are_told_to_pass_an_id(tmp_path):
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = jobs.nodes(tmp_path, [1, 1], ["--rdzv-id=job"], env, tracking={"run_mode": "new"})
+    assert done.returncode != 0
+    assert "IdentityError" in done.output
+    assert "no run id that all 2 nodes agree on" in done.output
+    assert "id=" in done.output
+    assert done.runs == []
+
+
+def test_virtual_local_ranks_are_seen_through(tmp_path):
+    done = jobs.one_node(tmp_path, 2, ["--virtual-local-rank"], tracking={"rank_scope": "worker"})
+    assert done.returncode == 0, done.output
+    assert [report["local_rank"] for report in done.reports] == [0, 1]
+    assert len(done.runs) == 1
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), (3, 3), ("a message", 1), (0, 0), ("interrupt", 130)], ids=str)
+def test_the_status_is_the_true_one(tmp_path, how, code):
+    done = jobs.python(tmp_path, *jobs.train(end={"0": how}))
+    assert [run.exit_code for run in done.runs] == [code]
+    assert (done.returncode == 0) == (code == 0)
+
+
+def test_several_calls_in_one_job_are_several_runs_with_the_same_ids_on_all_ranks(tmp_path):
+    done = jobs.one_node(tmp_path, 2, calls=2, tracking={"run_mode": "new"})
+    assert done.returncode == 0, done.output
+    assert len({run.id for run in done.runs}) == 4
+    assert len({run.group for run in done.runs}) == 2
+
+
+def test_torch_distributed_launch_is_torchelastic(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node=2"]
+    done = jobs.run([*command, f"--master-port={jobs.free_port()}", *jobs.train()], tmp_path)
+    assert done.returncode == 0, done.output
+    assert [report["launcher"] for report in done.reports] == ["torchelastic"] * 2
+    assert sorted(report["argv"][0] for report in done.reports) == ["--local-rank=0", "--local-rank=1"]
+    assert len(done.runs) == 1
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed: apt-get install openmpi-bin")
+@pytest.mark.parametrize(("run_mode", "rank_scope"), [("auto", "global"), ("new", "worker")])
+def test_mpirun_on_one_node(tmp_path, run_mode, rank_scope):
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", "bash", "-c", 'exec "$0" "$@"']
+    tracking = {"run_mode": run_mode, "rank_scope": rank_scope}
+    done = [jobs.run([*mpirun, sys.executable, *jobs.train(tracking=tracking)], tmp_path / str(i)) for i in range(2)]
+    assert [d.returncode for d in done] == [0, 0], done[0].output
+    assert [report["launcher"] for report in done[0].reports] == ["openmpi"] * 3
+    assert len(done[0].runs) == (1 if run_mode == "auto" else 3)
+    assert len({run.group or run.id for run in done[0].runs}) == 1
+    assert {run.id for run in done[0].runs}.isdisjoint(run.id for run in done[1].runs)
+
+
+def test_a_plain_process_makes_a_new_run_each_time(tmp_path: Path):
+    done = jobs.python(tmp_path, *jobs.train(calls=2, tracking={"run_mode": "new", "rank_scope": "worker"}))
+    assert done.returncode == 0, done.output
+    assert len({run.id for run in done.runs}) == 2
+    assert "distributed" not in done.runs[0].config
