@@ -16,13 +16,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking import identity
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.policy import RunPlan, needs_agreement, opens_a_run, plan
 from flyteplugins_tracking.topology import DistributedInfo, detect
 
 if TYPE_CHECKING:
+    from flyteplugins_tracking.identity import Identity
     from flyteplugins_tracking.trackers.base import Handle, Tracker
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Surroundings:
         successes: Exceptions that are its way of ending well.
     """
 
-    identity: identity.Identity | None = None
+    identity: Identity | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     on_cluster: bool = False
     read_secret: Callable[[Any], str | None] = lambda _: None
@@ -191,18 +191,21 @@ def _decide(
 
 def _identity(
     config: TrackingConfig, tracker: Tracker, around: Surroundings, info: DistributedInfo | None, ordinal: int
-) -> identity.Identity:
+) -> Identity:
+    # Only ranks that open a run come here; the others are spared what it imports.
+    from flyteplugins_tracking.identity import Identity, from_launcher, from_variables
+
     if config.id is not None:
-        return identity.Identity(config.id)
-    chosen = identity.from_variables(os.environ, tracker.run_id_variables)
+        return Identity(config.id)
+    chosen = from_variables(os.environ, tracker.run_id_variables)
     if chosen is not None:
         return chosen
     agreement = needs_agreement(info, config.run_mode, config.rank_scope)
-    found = around.identity or identity.from_launcher(info, os.environ, agreement=agreement)
+    found = around.identity or from_launcher(info, os.environ, agreement=agreement)
     if found.base_id is None or ordinal == 1:
         return found
     # The second training of one process is another run, and a failure of the first stays one.
-    return identity.Identity(f"{found.base_id}-{ordinal}", found.group)
+    return Identity(f"{found.base_id}-{ordinal}", found.group)
 
 
 def _job_facts(info: DistributedInfo | None) -> dict[str, Any]:

@@ -13,11 +13,13 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.identity import Identity
 from flyteplugins_tracking.lifecycle import Surroundings
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking.identity import Identity
 
 _TASK = "flytekit.core.python_function_task.PythonFunctionTask"
 _ELASTIC_TASK = "flytekitplugins.kfpytorch.task.PytorchElasticFunctionTask"
@@ -126,6 +128,8 @@ def _identity(execution: str, raw_output_prefix: str) -> Identity:
     8-character hash, with the attempt in it: then a retry is a new run, in the group of the execution.
     https://github.com/flyteorg/flyte/blob/v1.16.0/flytepropeller/pkg/utils/encoder.go
     """
+    from flyteplugins_tracking.identity import Identity
+
     name = os.path.basename(raw_output_prefix.rstrip("/"))
     index = _map_index()
     if re.fullmatch(r"f[a-z1-6]{7}", name):

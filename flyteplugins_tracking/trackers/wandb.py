@@ -237,7 +237,7 @@ def _has_api_key(settings: Any) -> bool:
 
 def _directory(run: Any) -> str:
     """What `wandb sync` takes."""
-    return os.path.dirname(run.dir)
+    return os.path.dirname(str(run.dir))
 
 
 def _require_wandb() -> None:
@@ -260,7 +260,7 @@ def _global_run() -> Any:
 
 
 def _make_global(run: Any) -> None:
-    """Set `wandb.run`: `reinit="create_new"` leaves it, and the frameworks' integrations log to it."""
+    """Set `wandb.run`: `reinit="create_new"` leaves it, and the frameworks log to it."""
     if _global_run() is run:
         return
     with contextlib.suppress(ImportError):

@@ -20,6 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "srun", "sbatch", "salloc", "scontrol")
 INSTALL = "apt-get install munge slurmctld slurmd slurm-client"
@@ -30,7 +33,7 @@ _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", 
 _PASSED_ON = ("LANG", "LD_LIBRARY_PATH", "TMPDIR")
 _FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
 # cred_expire is also what a requeued job waits before it starts again, by default 120 s. KillWait is the time between
-# SIGTERM and SIGKILL.
+# SIGTERM and SIGKILL, by default 30 s.
 _CONFIGURATION = """\
 ClusterName={name}
 SlurmctldHost={host}(127.0.0.1)
@@ -43,7 +46,7 @@ StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool-%n
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/slurmd-%n.pid
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/{proctrack}
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
@@ -151,7 +154,7 @@ def missing_programs() -> list[str]:
     return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
 
 
-def wait_for(condition: Callable[[], Job | bool | None], what: str, timeout_s: float) -> Job | bool:
+def wait_for(condition: Callable[[], T | None], what: str, timeout_s: float) -> T:
     """Poll until `condition` gives something true, and return it.
 
     Raises:
@@ -165,12 +168,14 @@ def wait_for(condition: Callable[[], Job | bool | None], what: str, timeout_s: f
 
 
 @contextmanager
-def start_cluster(nodes: int = 3, cpus: int = 8) -> Iterator[Cluster]:
+def start_cluster(nodes: int = 3, cpus: int = 8, proctrack: str = "pgid") -> Iterator[Cluster]:
     """Run a Slurm of `nodes` nodes. At the end all that it started is stopped and its directory is removed.
 
     Args:
         nodes: How many.
         cpus: What each is said to have, however many this machine has.
+        proctrack: "pgid", with which SIGTERM reaches a task and not a daemon that it started in a session of its own,
+            as with the usual proctrack/cgroup, which containers do not allow. Or "linuxproc": it reaches both.
 
     Raises:
         AssertionError: A daemon ends, or a node is not ready in time; with the daemons' logs.
@@ -181,13 +186,13 @@ def start_cluster(nodes: int = 3, cpus: int = 8) -> Iterator[Cluster]:
         directory.chmod(0o711)
         names = tuple(f"node{i}" for i in range(nodes))
         cluster = Cluster(f"test{secrets.token_hex(2)}", directory, names)
-        _configure(cluster, cpus)
+        _configure(cluster, cpus, proctrack)
         stack.callback(_kill_strays, cluster)
         _start_daemons(cluster, stack)
         yield cluster
 
 
-def _configure(cluster: Cluster, cpus: int) -> None:
+def _configure(cluster: Cluster, cpus: int, proctrack: str) -> None:
     """Write the munge key and slurm.conf."""
     key = cluster.directory / "munge.key"
     key.touch(0o600)
@@ -196,7 +201,7 @@ def _configure(cluster: Cluster, cpus: int) -> None:
     for name in cluster.nodes:
         (cluster.directory / f"spool-{name}").mkdir()
     host = socket.gethostname().partition(".")[0]
-    port, *ports = _free_ports(1 + len(cluster.nodes))
+    port, *ports = free_ports(1 + len(cluster.nodes))
     lines = [
         f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={node_port} CPUs={cpus}"
         for name, node_port in zip(cluster.nodes, ports, strict=True)
@@ -207,13 +212,14 @@ def _configure(cluster: Cluster, cpus: int) -> None:
         port=port,
         user=pwd.getpwuid(os.getuid()).pw_name,
         directory=cluster.directory,
+        proctrack=proctrack,
         requeue_exit=REQUEUE_EXIT,
         nodes="\n".join(lines),
     )
     (cluster.directory / "slurm.conf").write_text(text)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports on loopback that nobody listens on; found while all are held, so that they differ."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(socket.socket()) for _ in range(count)]

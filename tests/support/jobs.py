@@ -1,4 +1,4 @@
-"""Run real jobs: torchrun, agents as nodes, mpirun, plain Python. Each with a deadline and an environment of its own."""
+"""Run real jobs: torchrun, agents as nodes, mpirun, plain Python. Each has a deadline and its own environment."""
 
 from __future__ import annotations
 

@@ -1,0 +1,315 @@
+"""Real Slurm jobs: batch shells, steps, interactive steps, torchrun in a step, requeues."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wandb_files import StoredRun, read_runs
+
+from slurm.cluster import INSTALL, REQUEUE_EXIT, Cluster, Job, free_ports, missing_programs, start_cluster, wait_for
+
+_MISSING = missing_programs()
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(bool(_MISSING), reason=f"{', '.join(_MISSING)} not installed: {INSTALL}"),
+]
+
+MODES = [("auto", "global"), ("auto", "worker"), ("new", "global"), ("new", "worker")]
+FOUR = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory where trainings store what they log and say what they saw, on one cluster."""
+
+    cluster: Cluster
+    directory: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {
+            "OMP_NUM_THREADS": "1",
+            "WANDB_MODE": "offline",
+            "WANDB_DIR": str(self.directory),
+            "WANDB_SILENT": "true",
+            "TRAIN_DIR": str(self.directory),
+        }
+
+    @property
+    def output(self) -> str:
+        path = self.directory / "output.txt"
+        return path.read_text() if path.exists() else ""
+
+    def runs(self, prefix: str = "") -> list[StoredRun]:
+        """The stored runs whose ids start with `prefix`."""
+        return [run for run in read_runs(self.directory) if run.id.startswith(prefix)]
+
+    def reports(self, **like: Any) -> list[dict[str, Any]]:
+        """What the processes saw, in the order of their ranks; of those with these values."""
+        reports = [json.loads(path.read_text()) for path in self.directory.glob("*.json")]
+        found = [report for report in reports if like.items() <= report.items()]
+        return sorted(found, key=lambda report: report["info"]["rank"] if report["info"] else 0)
+
+    def submit(self, script: str, *options: str) -> int:
+        path = self.directory / "output.txt"
+        return self.cluster.submit(script, *options, output=path, env=self.env, workdir=self.directory)
+
+    def batch(self, script: str, *options: str) -> tuple[int, Job]:
+        """Run a batch script to its end; the job's id and end."""
+        job_id = self.submit(script, *options)
+        return job_id, self.cluster.wait(job_id)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with start_cluster(nodes=3) as running:
+        yield running
+
+
+@pytest.fixture
+def place(cluster: Cluster, tmp_path: Path) -> Place:
+    return Place(cluster, tmp_path)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A batch job that ran one step of four tasks for each mode and scope."""
+
+    place: Place
+    job: int
+
+    def base(self, mode: tuple[str, str]) -> str:
+        return f"slurm-{self.place.cluster.name}-{self.job}-{MODES.index(mode)}"
+
+
+@pytest.fixture(scope="module")
+def steps(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    place = Place(cluster, tmp_path_factory.mktemp("steps"))
+    commands = [f"srun {train(tracking={'run_mode': mode, 'rank_scope': scope})}" for mode, scope in MODES]
+    job_id, job = place.batch("\n".join(commands), "--nodes=1", f"--ntasks={FOUR}")
+    assert job.state == "COMPLETED", place.output
+    return Steps(place, job_id)
+
+
+def train(**settings: Any) -> str:
+    """The shell command that runs `train.py`: see there."""
+    return shlex.join([sys.executable, str(Path(__file__).with_name("train.py")), json.dumps(settings)])
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffixes", "group"),
+    [
+        (("auto", "global"), [""], None),
+        (("auto", "worker"), ["-worker-0"], ""),
+        (("new", "global"), [f"-rank-{rank}" for rank in range(FOUR)], ""),
+        (("new", "worker"), [f"-worker-0-rank-{rank}" for rank in range(FOUR)], "-worker-0"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+def test_the_tasks_of_a_step_get_the_runs_of_their_mode_and_scope(
+    steps: Steps, mode: tuple[str, str], suffixes: list[str], group: str | None
+) -> None:
+    base = steps.base(mode)
+    runs = sorted(steps.place.runs(base), key=lambda run: run.id)
+    assert [run.id for run in runs] == [base + suffix for suffix in suffixes]
+    for run in runs:
+        assert run.group == ("" if group is None else base + group)
+        assert run.project == "p"
+        assert [row["row"] for row in run.rows] == [0, 1, 2]
+        assert run.exit_code == 0
+        assert run.config["restart_count"] == 0
+        assert run.config["distributed"] == {
+            "world_size": FOUR,
+            "num_workers": 1,
+            "local_world_size": FOUR,
+            "launcher": "slurm",
+        }
+
+
+@pytest.mark.parametrize("mode", MODES, ids="-".join)
+def test_each_task_of_a_step_knows_its_place_and_its_run(steps: Steps, mode: tuple[str, str]) -> None:
+    reports = steps.place.reports(step=str(MODES.index(mode)))
+    assert [report["info"]["rank"] for report in reports] == [0, 1, 2, 3]
+    assert [report["info"]["local_rank"] for report in reports] == [0, 1, 2, 3]
+    assert {report["info"]["worker_index"] for report in reports} == {0}
+    assert {report["info"]["job_id"] for report in reports} == {str(steps.job)}
+    opened = [report["run_id"] for report in reports if report["run_id"] is not None]
+    assert sorted(opened) == sorted(run.id for run in steps.place.runs(steps.base(mode)))
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids="-".join)
+def test_tasks_other_than_the_primary_have_no_run_and_load_no_tracker(steps: Steps, mode: tuple[str, str]) -> None:
+    primary, *others = steps.place.reports(step=str(MODES.index(mode)))
+    assert primary["wandb_loaded"]
+    assert [report["run_id"] for report in others] == [None] * 3
+    assert [report["wandb_loaded"] for report in others] == [False] * 3
+
+
+def test_steps_of_one_job_are_trainings_of_their_own(steps: Steps) -> None:
+    assert len({steps.base(mode) for mode in MODES}) == len(MODES)
+    assert len(steps.place.runs()) == sum(len(steps.place.runs(steps.base(mode))) for mode in MODES) == 10
+
+
+def test_uneven_nodes_have_a_run_each_per_worker(place: Place) -> None:
+    tasks = ["--distribution=arbitrary", f"--nodelist={','.join(place.cluster.nodes[i] for i in (0, 0, 1, 1, 2))}"]
+    command = shlex.join(["srun", "--nodes=3", "--ntasks=5", *tasks])
+    place.cluster.run("bash", "-c", f"{command} {train(tracking={'rank_scope': 'worker'})}", env=place.env)
+    reports = place.reports()
+    assert {report["slurm"]["SLURM_STEP_TASKS_PER_NODE"] for report in reports} == {"2(x2),1"}
+    infos = [report["info"] for report in reports]
+    assert [(info["worker_index"], info["local_rank"], info["local_world_size"]) for info in infos] == [
+        (0, 0, 2),
+        (0, 1, 2),
+        (1, 0, 2),
+        (1, 1, 2),
+        (2, 0, 1),
+    ]
+    base = f"slurm-{place.cluster.name}-{reports[0]['job']}-0"
+    runs = sorted(place.runs(), key=lambda run: run.id)
+    assert [run.id for run in runs] == [f"{base}-worker-{worker}" for worker in range(3)]
+    assert {run.group for run in runs} == {base}
+    assert [run.config["distributed"]["local_world_size"] for run in runs] == [2, 2, 1]
+    assert {run.config["distributed"]["num_workers"] for run in runs} == {3}
+
+
+def test_the_components_of_a_heterogeneous_job_are_one_world(place: Place) -> None:
+    _, job = place.batch(
+        f"srun --het-group=0,1 {train(tracking={'rank_scope': 'worker'})}",
+        *("--nodes=1", "--ntasks=1", ":", "--nodes=1", "--ntasks=2"),
+    )
+    assert job.state == "COMPLETED", place.output
+    infos = [report["info"] for report in place.reports()]
+    assert [(info["rank"], info["world_size"], info["worker_index"]) for info in infos] == [
+        (0, 3, 0),
+        (1, 3, 1),
+        (2, 3, 1),
+    ]
+    assert len({info["job_id"] for info in infos}) == 1
+    assert len({run.group for run in place.runs()}) == 1
+    assert [run.id.rpartition("-worker-")[2] for run in sorted(place.runs(), key=lambda run: run.id)] == ["0", "1"]
+
+
+def test_the_tasks_of_an_array_are_trainings_of_their_own(place: Place) -> None:
+    first = place.submit(f"srun {train()}", "--nodes=1", "--ntasks=2", "--array=0-1")
+    wait_for(lambda: len(place.runs()) == 2 and all(run.exit_code == 0 for run in place.runs()), "two runs", 60)
+    jobs = {report["slurm"]["SLURM_ARRAY_TASK_ID"]: report["job"] for report in place.reports()}
+    assert {report["slurm"]["SLURM_ARRAY_JOB_ID"] for report in place.reports()} == {str(first)}
+    assert {run.id for run in place.runs()} == {f"slurm-{place.cluster.name}-{job}-0" for job in jobs.values()}
+
+
+def test_a_batch_shell_is_one_process_whatever_the_tasks_of_its_job(place: Place) -> None:
+    _, job = place.batch(train(), "--nodes=1", f"--ntasks={FOUR}")
+    assert job.state == "COMPLETED", place.output
+    assert_one_process(place)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="a job that a step's task submits inherits the SLURM_STEP_* of that step"
+)
+def test_a_batch_shell_that_a_step_submitted_is_one_process(place: Place) -> None:
+    submit = f"sbatch --ntasks=1 --output={place.directory}/inner.txt --wrap {shlex.quote(train())}"
+    _, job = place.batch(f"srun bash -c {shlex.quote(f'[ $SLURM_PROCID != 0 ] || {submit}')}", "--ntasks=2")
+    assert job.state == "COMPLETED", place.output
+    wait_for(lambda: [run for run in place.runs() if run.exit_code is not None], "the inner job's run", 60)
+    assert_one_process(place)
+
+
+def test_a_step_of_one_task_is_one_process(place: Place) -> None:
+    command = f"srun --nodes=1 --ntasks=1 {train()}"
+    place.cluster.run("salloc", "--nodes=1", f"--ntasks={FOUR}", "bash", "-c", command, env=place.env)
+    assert_one_process(place)
+    assert place.reports()[0]["slurm"]["SLURM_STEP_NUM_TASKS"] == "1"
+
+
+def test_an_interactive_step_is_one_process_and_the_steps_started_in_it_are_not(place: Place) -> None:
+    shell = f"{train()}\nsrun {train()}\n"
+    place.cluster.run("salloc", "--nodes=1", "--ntasks=2", stdin=shell, env=place.env)
+    (interactive,) = [report for report in place.reports() if report["slurm"]["SLURM_STEP_NUM_TASKS"] == "1"]
+    assert interactive["slurm"]["SLURM_NTASKS"] == "2"
+    assert interactive["info"] is None
+    ranks = place.reports(step="0")
+    assert [report["info"]["rank"] for report in ranks] == [0, 1]
+    base = f"slurm-{place.cluster.name}-{interactive['job']}-0"
+    assert sorted(run.id for run in place.runs()) == sorted([interactive["run_id"], base])
+    assert not interactive["run_id"].startswith("slurm-")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_in_a_step_tells_the_ranks_not_slurm(place: Place, nodes: int) -> None:
+    (port,) = free_ports(1)
+    torchrun = [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=2", "--rdzv-id=job"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
+    ]
+    script = train().removeprefix(sys.executable)
+    job_id, job = place.batch(
+        f"srun {shlex.join(torchrun)} {script}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"
+    )
+    assert job.state == "COMPLETED", place.output
+    infos = [report["info"] for report in place.reports(job=str(job_id))]
+    assert [info["launcher"] for info in infos] == ["torchelastic"] * 2 * nodes
+    assert [info["rank"] for info in infos] == list(range(2 * nodes))
+    assert {(info["world_size"], info["local_world_size"], info["num_workers"]) for info in infos} == {
+        (2 * nodes, 2, nodes)
+    }
+    (run,) = place.runs()
+    assert run.id.startswith("job-")
+    assert (run.config["distributed"]["launcher"], run.exit_code, len(run.rows)) == ("torchelastic", 0, 3)
+
+
+def test_a_requeued_job_goes_on_with_the_same_runs(place: Place) -> None:
+    settings = {"tracking": {"run_mode": "new"}, "rows": 1000, "first_end": {"0": "hang", "1": "hang"}}
+    job_id = place.submit(f"srun {train(**settings)}", "--requeue", "--nodes=1", "--ntasks=2")
+    # W&B writes a block when it is full, else every 15 s: what it holds when it is killed is lost.
+    wait_for(lambda: [bool(run.rows) for run in place.runs()] == [True, True], "stored rows of both ranks", 60)
+    place.cluster.run("scontrol", "requeue", str(job_id))
+    assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
+    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0-rank-{rank}" for rank in (0, 1)], rows=1000)
+    assert {run.exit_code for run in place.runs() if run.config["restart_count"] == 0} <= {None, 143}
+
+
+def test_a_job_that_fails_and_is_requeued_goes_on_with_the_same_run(place: Place) -> None:
+    step = f"srun {train(first_end={'0': 'raise'})} || exit {REQUEUE_EXIT}"
+    job_id = place.submit(step, "--requeue", "--nodes=1", "--ntasks=2")
+    assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
+    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0"])
+    assert [run.exit_code for run in place.runs() if run.config["restart_count"] == 0] == [1]
+
+
+@pytest.mark.parametrize(("run_mode", "codes"), [("auto", [1]), ("new", [1, 0])])
+def test_a_task_that_raises_fails_its_run_and_its_step(place: Place, run_mode: str, codes: list[int]) -> None:
+    settings = {"tracking": {"run_mode": run_mode}, "first_end": {"0": "raise"}}
+    _, job = place.batch(f"srun {train(**settings)}", "--nodes=1", "--ntasks=2")
+    assert (job.state, job.exit_code) == ("FAILED", 1)
+    assert "ValueError: made to fail" in place.output
+    runs = sorted(place.runs(), key=lambda run: run.id)
+    assert [run.exit_code for run in runs] == codes
+    assert [len(run.rows) for run in runs] == [3] * len(codes)
+
+
+def assert_one_process(place: Place) -> None:
+    (report,) = place.reports()
+    assert report["info"] is None
+    (run,) = place.runs()
+    assert run.id == report["run_id"]
+    assert not run.id.startswith("slurm-")
+    assert run.group == ""
+    assert "distributed" not in run.config
+    assert (run.exit_code, len(run.rows)) == (0, 3)
+
+
+def assert_two_attempts(place: Place, ids: list[str], rows: int = 3) -> None:
+    """Each run was opened twice; the second time says so, logged all its rows and ended well."""
+    runs = sorted(place.runs(), key=lambda run: (run.config["restart_count"], run.id))
+    assert [(run.config["restart_count"], run.id) for run in runs] == [(n, run_id) for n in (0, 1) for run_id in ids]
+    for run in runs:
+        assert {row["attempt"] for row in run.rows} == {run.config["restart_count"]}
+    for run in runs[len(ids) :]:
+        assert (len(run.rows), run.exit_code) == (rows, 0)

@@ -1,0 +1,98 @@
+"""Arguments: what is taken, and what is refused at decoration, before anything is opened."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+from pathlib import Path
+
+import pytest
+
+from flyteplugins_tracking import ConfigError, tracking_init
+from flyteplugins_tracking.config import TrackingConfig, plain_config
+
+
+class Optimizer(enum.Enum):
+    ADAM = "adam"
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 0.1
+    path: Path = Path("/data")
+    optimizer: Optimizer = Optimizer.ADAM
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"run_mode": "atuo"}, "run_mode='atuo' is none of auto, new, shared; did you mean 'auto'?"),
+        ({"run_mode": None}, "run_mode=None is none of"),
+        ({"rank_scope": "node"}, "rank_scope='node' is none of global, worker"),
+        ({"tracker": "wanbd"}, "tracker='wanbd' is none of wandb; did you mean 'wandb'?"),
+        ({"if_unavailable": "ignore"}, "if_unavailable='ignore' is none of degrade, raise"),
+        ({"projetc": "p"}, "wandb.init has no argument 'projetc'"),
+        ({"entitty": "e"}, "wandb.init has no argument 'entitty'; did you mean 'entity'?"),
+        ({"init_timeout_s": 0}, "init_timeout_s=0 is no positive number of seconds"),
+        ({"finish_timeout_s": float("nan")}, "finish_timeout_s=nan is no positive number of seconds"),
+        ({"id": ""}, "id='' is no text"),
+        ({"id": 7}, "id=7 is no text"),
+        ({"id": "a/b:c"}, "run id 'a/b:c' has / :, which W&B does not take in an id"),
+        ({"tags": "a"}, "tags='a' is no sequence of texts"),
+        ({"tags": [1]}, "an entry of tags=1 is no text"),
+        ({"mode": "shared"}, "pass run_mode='shared'"),
+        ({"run_mode": "shared"}, "run_mode='shared' is not there yet"),
+        ({"config": 3}, "config= takes a mapping, a dataclass or a namespace, not int"),
+        ({"config": {"a": {"b": [1, {2, 3}]}}}, "config['a']['b'][1] is a set: JSON cannot hold it"),
+        ({"config": {"f": print}}, "config['f'] is a builtin_function_or_method: JSON cannot hold it"),
+        ({"config": {(1, 2): 3}}, "config has the key (1, 2) of type tuple: JSON keys are text"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_decoration(arguments, message):
+    with pytest.raises(ConfigError) as caught:
+        tracking_init(**arguments)
+    assert message in str(caught.value)
+
+
+def test_a_config_that_contains_itself_is_refused():
+    config: dict[str, object] = {}
+    config["self"] = [config]
+    with pytest.raises(ConfigError, match=r"config\['self'\]\[0\] contains itself"):
+        tracking_init(config=config)
+
+
+@pytest.mark.parametrize("key", ["0123456789" * 4, b"0123456789" * 4])
+def test_a_key_in_place_of_a_secret_is_refused_and_not_shown(key):
+    with pytest.raises(ConfigError, match="takes a flytekit Secret or a callable") as caught:
+        tracking_init(secret=key)
+    assert "0123456789" not in str(caught.value)
+
+
+def test_a_key_in_the_settings_is_refused_and_not_shown():
+    with pytest.raises(ConfigError, match="pass secret=") as caught:
+        tracking_init(settings={"api_key": "0123456789" * 4})
+    assert "0123456789" not in str(caught.value)
+
+
+def test_secrets_and_options_stay_out_of_the_repr():
+    config = TrackingConfig(secret=lambda: "canary", options={"settings": {"canary": 1}})
+    assert "canary" not in repr(config)
+    assert "lambda" not in repr(config)
+
+
+def test_configs_become_plain_json():
+    numpy = pytest.importorskip("numpy", reason='numpy is not installed: pip install "flyteplugins-tracking[examples]"')
+    plain = {"lr": 0.1, "path": "/data", "optimizer": "adam"}
+    assert plain_config(None) == {}
+    assert plain_config(Settings()) == plain
+    assert plain_config({"s": Settings(), 1: (True, None)}) == {"s": plain, "1": [True, None]}
+    assert plain_config(argparse.Namespace(lr=0.1)) == {"lr": 0.1}
+    assert plain_config({"a": numpy.float32(0.5), "b": numpy.arange(2)}) == {"a": 0.5, "b": [0, 1]}
+
+
+def test_the_config_is_a_copy():
+    original = {"layers": [1]}
+    config = TrackingConfig(config=original)
+    original["layers"].append(2)
+    assert config.config == {"layers": [1]}

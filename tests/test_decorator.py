@@ -1,0 +1,242 @@
+"""What the decorator makes of a function."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.recording import recorded
+
+from flyteplugins_tracking import ConfigError, DistributedInfo, get_run, override_distributed_info, tracking_init
+
+
+@tracking_init
+def bare(x: int, *, y: int = 2) -> int:
+    """What this does."""
+    return x + y
+
+
+@tracking_init(project="p")
+async def coroutine(x: int) -> int:
+    await asyncio.sleep(0)
+    return x
+
+
+class Trainer:
+    @tracking_init(project="p")
+    def fit(self, x: int) -> tuple[str, int]:
+        return type(self).__name__, x
+
+
+@pytest.mark.parametrize("function", [bare, coroutine])
+def test_the_function_still_shows_itself(function):
+    assert function.__module__ == __name__
+    assert function.__name__ == function.__qualname__
+    assert inspect.isfunction(function)
+    assert next(iter(inspect.signature(function).parameters)) == "x"
+    assert bare.__doc__ == "What this does."
+    assert inspect.iscoroutinefunction(coroutine)
+    assert not inspect.iscoroutinefunction(bare)
+
+
+@pytest.mark.parametrize("function", [bare, coroutine])
+def test_the_function_pickles_by_name(function):
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_arguments_and_results_pass(wandb_replaced):
+    assert bare(1, y=5) == 6
+    assert asyncio.run(coroutine(3)) == 3
+    assert Trainer().fit(4) == ("Trainer", 4)
+    assert tracking_init(functools.partial(lambda a, b: a - b, 5))(3) == 2
+
+
+class AsyncCallable:
+    async def __call__(self) -> str:
+        await asyncio.sleep(0)
+        return get_run().id
+
+
+def test_the_run_of_an_async_object_is_open_while_it_runs(wandb_replaced):
+    assert asyncio.run(tracking_init(AsyncCallable())()).startswith("random")
+    assert [run.exit_codes for run in wandb_replaced.runs] == [[0]]
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (Trainer, "decorates functions and Flyte tasks, not <class"),
+        (7, "decorates functions and Flyte tasks, not 7"),
+        ("project", "write @tracking_init(project='project')"),
+    ],
+)
+def test_what_is_no_function_is_refused(target, message):
+    with pytest.raises(ConfigError) as caught:
+        tracking_init(target)
+    assert message in str(caught.value)
+
+
+def test_generators_are_refused():
+    with pytest.raises(ConfigError, match="is a generator: its body runs after the call has returned"):
+
+        @tracking_init
+        def batches():
+            yield 1
+
+
+@pytest.fixture
+def wandb_replaced(monkeypatch, bare_environment):
+    """The W&B tracker's place taken by one that records, for what does not concern W&B."""
+    return recorded(monkeypatch)
+
+
+def test_errors_pass_unchanged_and_are_the_status(wandb_replaced):
+    error = ValueError("x")
+
+    @tracking_init
+    def train(raised):
+        raise raised
+
+    for raised in (error, SystemExit(3), SystemExit("text"), SystemExit(None), KeyboardInterrupt(), StopIteration()):
+        with pytest.raises(type(raised)) as caught:
+            train(raised)
+        assert caught.value is raised
+    assert [run.exit_codes for run in wandb_replaced.runs] == [[1], [3], [1], [0], [130], [1]]
+
+
+def test_a_tracker_that_cannot_finish_does_not_fail_the_training(wandb_replaced, caplog):
+    @tracking_init
+    def train(fails):
+        get_run().finish_error = OSError("server gone")
+        if fails:
+            raise ValueError("made to fail")
+        return "result"
+
+    assert train(False) == "result"
+    with pytest.raises(ValueError, match="made to fail"):
+        train(True)
+    assert "the run could not be finished with status 0" in caplog.text
+
+
+def test_get_run_is_the_run_inside_and_none_outside(wandb_replaced):
+    @tracking_init
+    def train():
+        with ThreadPoolExecutor(1) as pool:
+            return get_run(), get_run("wandb"), get_run("mlflow"), pool.submit(get_run).result()
+
+    assert get_run() is None
+    inside, named, other, in_a_thread = train()
+    assert inside is named is in_a_thread is wandb_replaced.runs[0]
+    assert other is None
+    assert get_run() is None
+
+
+def test_auto_joins_the_enclosing_run_and_new_opens_its_own(wandb_replaced):
+    @tracking_init
+    def joins():
+        return get_run()
+
+    @tracking_init(run_mode="new")
+    def opens():
+        return get_run()
+
+    @tracking_init
+    def outer():
+        return get_run(), joins(), opens(), get_run()
+
+    outer_run, joined, opened, after = outer()
+    assert joined is outer_run is after
+    assert opened is not outer_run
+    assert [run.exit_codes for run in wandb_replaced.runs] == [[0], [0]]
+
+
+def test_trainings_in_several_threads_at_once_are_several_runs(wandb_replaced):
+    together = threading.Barrier(2, timeout=10)
+
+    @tracking_init
+    def train():
+        together.wait()
+        run = get_run()
+        together.wait()
+        return run
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [future.result() for future in [pool.submit(train), pool.submit(train)]]
+    assert first is not second
+    assert get_run() is None
+
+
+def test_trainings_in_several_tasks_at_once_see_their_own_runs(wandb_replaced):
+    @tracking_init
+    async def train():
+        before = get_run()
+        await asyncio.sleep(0.01)
+        return before, get_run()
+
+    async def both():
+        return await asyncio.gather(train(), train())
+
+    (first, first_after), (second, second_after) = asyncio.run(both())
+    assert first is first_after is not second
+    assert second is second_after
+
+
+def test_a_forked_child_has_no_run_and_ends_none(wandb_replaced):
+    @tracking_init
+    def train():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if get_run() is None else 1)
+        _, status = os.waitpid(child, 0)
+        return os.waitstatus_to_exitcode(status)
+
+    assert train() == 0
+
+    @tracking_init
+    def returns_in_the_child():
+        return os.fork()
+
+    child = returns_in_the_child()
+    if child == 0:
+        os._exit(len([run for run in wandb_replaced.runs[1:] if run.exit_codes]))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert wandb_replaced.runs[1].exit_codes == [0]
+
+
+def test_ranks_without_a_run_get_none_also_where_a_neighbour_thread_has_one(wandb_replaced):
+    @tracking_init
+    def train():
+        return get_run()
+
+    @tracking_init(run_mode="new")
+    def outer():
+        with override_distributed_info(DistributedInfo(rank=1, world_size=2)), ThreadPoolExecutor(1) as pool:
+            assert train() is get_run()
+            return pool.submit(_as_rank_1, train).result()
+
+    assert outer() is None
+
+
+def _as_rank_1(train):
+    with override_distributed_info(DistributedInfo(rank=1, world_size=2)):
+        return train()
+
+
+def test_the_environment_is_read_at_entry_only(wandb_replaced, bare_environment):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        bare_environment.setenv(name, value)
+
+    @tracking_init
+    def train():
+        bare_environment.setenv("RANK", "nonsense")  # Lightning deletes WORLD_SIZE
+        return get_run()
+
+    assert train() is wandb_replaced.runs[0]
+    assert wandb_replaced.runs[0].exit_codes == [0]

@@ -1,0 +1,77 @@
+"""Base ids that need no running launcher to be seen; the others are in the torchrun and Flyte tests."""
+
+from __future__ import annotations
+
+import pytest
+
+from flyteplugins_tracking import DistributedInfo, IdentityError, identity
+from flyteplugins_tracking.identity import Identity, from_launcher, from_variables, readable
+
+TWO_NODES = DistributedInfo(rank=1, world_size=4, local_rank=1, local_world_size=2, launcher="env")
+
+
+def slurm(job: str) -> DistributedInfo:
+    return DistributedInfo(rank=0, world_size=2, launcher="slurm", job_id=job)
+
+
+def test_a_slurm_step_is_named_by_cluster_job_and_step():
+    step = {"SLURM_STEP_ID": "0", "SLURM_CLUSTER_NAME": "alpha"}
+    assert from_launcher(slurm("7"), step, agreement=True) == Identity("slurm-alpha-7-0")
+    assert from_launcher(slurm("7"), {**step, "SLURM_STEP_ID": "1"}, agreement=True) == Identity("slurm-alpha-7-1")
+
+
+def test_konduktor_gives_its_job_name():
+    info = DistributedInfo(rank=0, world_size=2, launcher="konduktor", job_id="my-job")
+    assert from_launcher(info, {}, agreement=True) == Identity("my-job")
+
+
+@pytest.mark.parametrize("launcher", ["env", "mpich", "mvapich", "horovod", "jsm", "kubeflow", "process_group"])
+def test_several_nodes_that_share_nothing_cannot_agree(launcher):
+    info = DistributedInfo(rank=1, world_size=4, num_workers=2, worker_index=1, launcher=launcher)
+    with pytest.raises(IdentityError, match=f"no run id that all 2 nodes agree on: {launcher} offers none.*id="):
+        from_launcher(info, {}, agreement=True)
+
+
+def test_one_rank_alone_needs_no_agreement():
+    assert from_launcher(TWO_NODES, {}, agreement=False) == Identity(None)
+
+
+def test_one_process_leaves_the_id_to_the_tracker():
+    assert from_launcher(None, {}, agreement=False) == Identity(None)
+
+
+def test_a_store_that_does_not_answer_is_told(monkeypatch):
+    pytest.importorskip("torch", reason='torch is not installed: pip install "flyteplugins-tracking[torch]"')
+    monkeypatch.setattr(identity, "_STORE_TIMEOUT", identity.timedelta(milliseconds=100))
+    info = DistributedInfo(rank=0, world_size=2, num_workers=2, launcher="torchelastic", job_id="job")
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    with pytest.raises(IdentityError, match=r"MASTER_ADDR=127.0.0.1 MASTER_PORT=9 does not answer.*Pass id="):
+        from_launcher(info, env, agreement=True)
+    with pytest.raises(IdentityError, match="MASTER_PORT=x"):
+        from_launcher(info, {**env, "MASTER_PORT": "x"}, agreement=True)
+
+
+def test_the_first_variable_of_the_tracker_that_is_set_gives_the_id():
+    names = ("PLUTO_RUN_ID", "MLOP_RUN_ID")
+    assert from_variables({"MLOP_RUN_ID": "b"}, names) == Identity("b")
+    assert from_variables({"MLOP_RUN_ID": "b", "PLUTO_RUN_ID": "a"}, names) == Identity("a")
+    assert from_variables({"PLUTO_RUN_ID": ""}, names) is None
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        (("job", "12ab"), "job-12ab"),
+        (("a/b:c d", "12ab"), "a-b-c-d-12ab"),
+        (("", None, "12ab"), "12ab"),
+        (("--x--",), "x"),
+    ],
+)
+def test_ids_are_what_every_tracker_takes(parts, expected):
+    assert readable(*parts) == expected
+
+
+def test_long_ids_are_cut_and_stay_different():
+    one, other = readable("x" * 60, "a"), readable("x" * 60, "b")
+    assert len(one) == len(other) == 39
+    assert one != other

@@ -1,0 +1,315 @@
+"""What each launcher's variables say, and what contradicts itself."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from flyteplugins_tracking import DistributedInfo, TopologyError, get_distributed_info, override_distributed_info
+from flyteplugins_tracking.topology import detect
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "9",
+    "SLURM_STEP_NUM_TASKS": "11",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_RESTART_COUNT": "1",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "PMIX_NAMESPACE": "ns",
+}
+
+
+def without(env: dict[str, str], *names: str, **changed: str) -> dict[str, str]:
+    return {name: value for name, value in {**env, **changed}.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        pytest.param(TORCHRUN, DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job"), id="torchrun"),
+        pytest.param(
+            {**TORCHRUN, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            DistributedInfo(3, 4, 0, 1, 1, 2, 2, "torchelastic", "job"),
+            id="torchrun on 3+1 processes",
+        ),
+        pytest.param(
+            {**TORCHRUN, "LOCAL_RANK": "0"},
+            DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job"),
+            id="torchrun with virtual local ranks",
+        ),
+        pytest.param(
+            {
+                **TORCHRUN,
+                "RANK": "2",
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "3",
+                "GROUP_RANK": "0",
+                "TORCHELASTIC_ERROR_FILE": "/tmp/x/job_1/attempt_0/2/error.json",
+            },
+            DistributedInfo(2, 4, 2, 3, 0, 2, 2, "torchelastic", "job"),
+            id="torchrun with virtual local ranks on 3+1 processes",
+        ),
+        pytest.param(
+            {**TORCHRUN, "NODE_RANK": "7", "SLURM_PROCID": "3", "OMPI_COMM_WORLD_RANK": "1"},
+            DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job"),
+            id="torchrun with leftovers from outside",
+        ),
+        pytest.param(
+            {**without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"), "NODE_RANK": "1", "JOBSET_RESTART_ATTEMPT": "1"},
+            DistributedInfo(5, 8, 1, 4, 1, None, 3, "torchelastic", "job"),
+            id="Flyte 2 Clustered",
+        ),
+        pytest.param(
+            without(TORCHRUN, "LOCAL_WORLD_SIZE"),
+            DistributedInfo(5, 8, 1, None, 1, 2, 2, "torchelastic", "job"),
+            id="torchrun without LOCAL_WORLD_SIZE",
+        ),
+        pytest.param(
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"},
+            DistributedInfo(3, 4, 1, 2, 1, None, launcher="env"),
+            id="Ray Train, Composer",
+        ),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"},
+            DistributedInfo(1, 2, 1, None, 0, None, launcher="env"),
+            id="notebook_launcher",
+        ),
+        pytest.param(
+            {
+                "RANK": "3",
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "1",
+                "LOCAL_SIZE": "2",
+                "CROSS_RANK": "1",
+                "CROSS_SIZE": "2",
+            },
+            DistributedInfo(3, 4, 1, 2, 1, 2, launcher="env"),
+            id="DeepSpeed",
+        ),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **OPENMPI},
+            DistributedInfo(1, 2, 1, 2, 0, 1, launcher="env"),
+            id="a launcher inside mpirun",
+        ),
+        pytest.param(
+            {
+                "HOROVOD_RANK": "3",
+                "HOROVOD_SIZE": "4",
+                "HOROVOD_LOCAL_RANK": "1",
+                "HOROVOD_LOCAL_SIZE": "2",
+                "HOROVOD_CROSS_RANK": "1",
+                "HOROVOD_CROSS_SIZE": "2",
+                **OPENMPI,
+            },
+            DistributedInfo(3, 4, 1, 2, 1, 2, launcher="horovod"),
+            id="Horovod over MPI",
+        ),
+        pytest.param(OPENMPI, DistributedInfo(3, 4, 1, 2, None, None, 0, "openmpi", "ns"), id="Open MPI"),
+        pytest.param(
+            {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+            DistributedInfo(3, 4, 3, 4, 0, 1, 0, "openmpi", "ns"),
+            id="Open MPI on one node",
+        ),
+        pytest.param(
+            {
+                "MV2_COMM_WORLD_RANK": "3",
+                "MV2_COMM_WORLD_SIZE": "4",
+                "MV2_COMM_WORLD_LOCAL_RANK": "1",
+                "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            DistributedInfo(3, 4, 1, 2, launcher="mvapich"),
+            id="MVAPICH",
+        ),
+        pytest.param(
+            {
+                "JSM_NAMESPACE_RANK": "3",
+                "JSM_NAMESPACE_SIZE": "4",
+                "JSM_NAMESPACE_LOCAL_RANK": "1",
+                "LSB_JOBID": "12",
+            },
+            DistributedInfo(3, 4, 1, launcher="jsm", job_id="12"),
+            id="JSM",
+        ),
+        pytest.param(
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            DistributedInfo(3, 4, 1, 2, launcher="mpich"),
+            id="MPICH",
+        ),
+        pytest.param(SLURM, DistributedInfo(9, 11, 1, 3, 2, 3, 1, "slurm", "77"), id="a Slurm step"),
+        pytest.param(
+            {**SLURM, "PMI_RANK": "9", "WORLD_SIZE": "11", "MASTER_ADDR": "x"},
+            DistributedInfo(9, 11, 1, 3, 2, 3, 1, "slurm", "77"),
+            id="a Slurm step with variables of its script",
+        ),
+        pytest.param(
+            {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", "WANDB_SERVICE": "x"},
+            DistributedInfo(1, 2, 1, None, 0, None, launcher="lightning"),
+            id="a child of Lightning",
+        ),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
+            id="a PyTorchJob pod",
+        ),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_NNODES": "1:2"},
+            DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
+            id="a pod of an elastic PyTorchJob",
+        ),
+        pytest.param(
+            {"PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_NNODES": "2"},
+            DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
+            id="a pod of Kubeflow Trainer",
+        ),
+        pytest.param(
+            {"KONDUKTOR_JOB_NAME": "j", "RANK": "1", "NUM_NODES": "2", "RESTART_ATTEMPT": "3"},
+            DistributedInfo(1, 2, 0, 1, 1, 2, 3, "konduktor", "j"),
+            id="a konduktor pod",
+        ),
+        pytest.param(
+            {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "t"},
+            DistributedInfo(1, 2, 0, 1, 1, 2, 0, "skypilot", "t"),
+            id="a SkyPilot task",
+        ),
+    ],
+)
+def test_each_launcher_is_understood(env, expected):
+    assert detect(env) == expected
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        pytest.param({}, id="nothing"),
+        pytest.param({"WORLD_SIZE": "8", "MASTER_ADDR": "x"}, id="a script's WORLD_SIZE alone"),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, id="a world of one"),
+        pytest.param(without(SLURM, "SLURM_STEP_ID"), id="an sbatch shell"),
+        pytest.param(
+            {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, id="an interactive step"
+        ),
+        pytest.param({"PMI_RANK": "1", "PMI_SIZE": "2"}, id="PMI_RANK without MPI_LOCALRANKID"),
+        pytest.param({"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "1"}, id="a konduktor pod alone"),
+        pytest.param({"NODE_RANK": "0", "MASTER_ADDR": "x"}, id="Lightning's parent on the first node"),
+        pytest.param({"PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_NNODES": "1"}, id="a Trainer pod alone"),
+    ],
+)
+def test_one_process_is_no_distributed_job(env):
+    assert detect(env) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"RANK": "abc", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='abc' is not a whole number"),
+        ({"RANK": "", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='' is not a whole number"),
+        ({"RANK": "abc", "WORLD_SIZE": "2"}, "RANK='abc' is not a whole number"),
+        ({"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=5 and WORLD_SIZE=2 contradict"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 and WORLD_SIZE=2 contradict"),
+        ({"RANK": "-1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=-1 is below 0"),
+        ({"RANK": "0", "WORLD_SIZE": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE=0 is below 1"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4 and LOCAL_WORLD_SIZE=4 contradict"),
+        ({**TORCHRUN, "GROUP_RANK": "2"}, "GROUP_RANK=2 and GROUP_WORLD_SIZE=2 contradict"),
+        (without(TORCHRUN, "RANK"), "RANK is not set, though the other variables of torchelastic are"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "NODE_RANK": "7"}, "NODE_RANK=7 and WORLD_SIZE=2"),
+        ({"RANK": "5"}, "RANK=5 is set and WORLD_SIZE is not"),
+        ({"RANK": "0"}, "RANK=0 is set and WORLD_SIZE is not"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 is set and RANK is not"),
+        ({"NODE_RANK": "1", "MASTER_ADDR": "x"}, "NODE_RANK=1 is set and RANK is not"),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "4", "NODE_RANK": "1"}, "NODE_RANK=1 and LOCAL_RANK=0 without RANK"),
+        ({"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}, "RANK=1 is a node, not a process"),
+        ({"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto"),
+        ({"RANK": "1", "WORLD_SIZE": "16", "PET_NNODES": "2"}, "WORLD_SIZE=16 and PET_NNODES=2 contradict"),
+        ({"PET_NODE_RANK": "1", "PET_NNODES": "1:4"}, "PET_NNODES=1:4 does not say"),
+        ({"PET_NODE_RANK": "0", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "4"}, "PET_NODE_RANK=0 is a node"),
+        (
+            {"KONDUKTOR_JOB_NAME": "j", "RANK": "1", "NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8"},
+            "RANK=1 is a node, not a process: NUM_GPUS_PER_NODE=8",
+        ),
+        (without(SLURM, "SLURM_PROCID"), "SLURM_PROCID is not set"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x"}, "SLURM_STEP_TASKS_PER_NODE='4x' is not of the form"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_NODEID=2 has no entry"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 and OMPI_COMM_WORLD_SIZE=4 contradict"),
+    ],
+)
+def test_bad_values_are_told_by_variable_and_value_and_nobody_becomes_rank_0(env, message):
+    with pytest.raises(TopologyError) as caught:
+        detect(env)
+    assert message in str(caught.value)
+
+
+def test_variables_are_read_at_the_call(bare_environment):
+    assert get_distributed_info() is None
+    for name, value in TORCHRUN.items():
+        bare_environment.setenv(name, value)
+    info = get_distributed_info()
+    assert info is not None
+    assert (info.rank, info["rank"], dict(info)["worker_index"]) == (5, 5, 1)
+    with pytest.raises(KeyError):
+        info["ranks"]
+
+
+def test_a_world_of_one_is_no_distributed_job_also_under_torchrun(bare_environment):
+    for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        bare_environment.setenv(name, value)
+    bare_environment.setenv("LOCAL_WORLD_SIZE", "1")
+    bare_environment.setenv("GROUP_RANK", "0")
+    bare_environment.setenv("GROUP_WORLD_SIZE", "1")
+    assert get_distributed_info() is None
+
+
+class Group(types.ModuleType):
+    """Stands in for an initialised `torch.distributed`; the real one is in the torchrun tests."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__("torch.distributed")
+        self.get_rank, self.get_world_size = (lambda: rank), (lambda: world_size)
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+
+def test_an_initialised_process_group_tells_where_no_variable_does(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed", Group(9, 16))
+    assert detect({}) == DistributedInfo(9, 16, launcher="process_group")
+    # mp.spawn in the pods of a PyTorchJob: RANK is the pod's.
+    assert detect({"RANK": "1", "WORLD_SIZE": "2"}) == DistributedInfo(9, 16, launcher="process_group")
+
+
+def test_the_variables_keep_the_identity_where_a_process_group_disagrees(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed", Group(0, 1))
+    assert detect(TORCHRUN) == DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job")
+
+
+def test_an_override_goes_before_everything():
+    mine = DistributedInfo(rank=1, world_size=3)
+    with override_distributed_info(mine):
+        assert detect(TORCHRUN) == mine
+    assert detect({}) is None
+    with pytest.raises(TopologyError, match="rank=3 and world_size=3"):
+        DistributedInfo(rank=3, world_size=3)

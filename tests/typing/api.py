@@ -1,0 +1,52 @@
+"""The public types, for mypy to check. Never run."""
+
+from __future__ import annotations
+
+import wandb
+from flytekit import Secret
+from typing_extensions import assert_type
+
+from flyteplugins_tracking import DistributedInfo, RunPlan, get_distributed_info, plan, tracking_init
+
+
+@tracking_init
+def bare(x: int, *, y: str = "") -> float:
+    return float(x)
+
+
+@tracking_init(project="p", run_mode="new", rank_scope="worker", entity="e", config={"a": 1})
+def with_arguments(x: int) -> list[int]:
+    return [x]
+
+
+@tracking_init(project="p", secret=Secret(group="g", key="k"), settings=wandb.Settings())
+async def coroutine(x: int) -> str:
+    return str(x)
+
+
+class Trainer:
+    @tracking_init
+    def fit(self, x: int) -> bytes:
+        return bytes(x)
+
+
+assert_type(bare(1, y="a"), float)
+assert_type(with_arguments(1), list[int])
+assert_type(Trainer().fit(1), bytes)
+
+
+async def use() -> None:
+    assert_type(await coroutine(1), str)
+
+
+bare("1")  # type: ignore[arg-type]
+with_arguments()  # type: ignore[call-arg]
+tracking_init(run_mode="atuo")  # type: ignore[call-overload]
+tracking_init(rank_scope="node")  # type: ignore[call-overload]
+
+info = get_distributed_info()
+if info is not None:
+    assert_type(info, DistributedInfo)
+    assert_type(info.rank, int)
+    assert_type(info.worker_index, int | None)
+assert_type(plan(info, "auto", "global", "base"), RunPlan)
