@@ -210,9 +210,7 @@ def test_a_batch_shell_is_one_process_whatever_the_tasks_of_its_job(place: Place
     assert_one_process(place)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="a job that a step's task submits inherits the SLURM_STEP_* of that step"
-)
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="sbatch exports that step's SLURM_STEP_* to it")
 def test_a_batch_shell_that_a_step_submitted_is_one_process(place: Place) -> None:
     submit = f"sbatch --ntasks=1 --output={place.directory}/inner.txt --wrap {shlex.quote(train())}"
     _, job = place.batch(f"srun bash -c {shlex.quote(f'[ $SLURM_PROCID != 0 ] || {submit}')}", "--ntasks=2")
@@ -267,7 +265,7 @@ def test_torchrun_in_a_step_tells_the_ranks_not_slurm(place: Place, nodes: int) 
 def test_a_requeued_job_goes_on_with_the_same_runs(place: Place) -> None:
     settings = {"tracking": {"run_mode": "new"}, "rows": 1000, "first_end": {"0": "hang", "1": "hang"}}
     job_id = place.submit(f"srun {train(**settings)}", "--requeue", "--nodes=1", "--ntasks=2")
-    # W&B writes a block when it is full, else every 15 s: what it holds when it is killed is lost.
+    # W&B keeps rows in memory until there are many or some 10 s have passed: a kill before that loses them.
     wait_for(lambda: [bool(run.rows) for run in place.runs()] == [True, True], "stored rows of both ranks", 60)
     place.cluster.run("scontrol", "requeue", str(job_id))
     assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output

@@ -1,0 +1,38 @@
+# `make demo` and `make test` do all the set-up themselves, in $(VENV).
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-slurm lint wheel clean
+
+demo: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/digits.py demo-output
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slurm"
+
+# A real Slurm on this machine's loopback: apt-get install slurmctld slurmd slurm-client munge
+test-slurm: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm tests/slurm
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+wheel: $(INSTALLED)
+	$(BIN)/python -m build --wheel --outdir dist .
+
+# torch first and by itself, at exactly the pinned version: what depends on it would take the newest one.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)" numpy -c constraints.txt
+	$(BIN)/pip install --quiet -e '.[dev]' -c constraints.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) dist demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,84 @@
+"""Every snippet of the README runs, and the demo shows what it says."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support import jobs
+
+from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SNIPPETS = {
+    code.splitlines()[0].removeprefix("# "): code for code in re.findall(r"```python\n(.+?)```", README, re.DOTALL)
+}
+# These set up this very environment, or run this very suite.
+SET_UP = ("make ", "pip install ")
+
+
+def test_every_python_snippet_has_a_file_name():
+    assert list(SNIPPETS) == ["train.py", "workflow.py", "arguments.py", "secret.py", "info.py"]
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_python_snippets_run(tmp_path, name):
+    (tmp_path / name).write_text(SNIPPETS[name])
+    done = jobs.python(tmp_path, name)
+    assert done.returncode == 0, done.output
+    calls = any(isinstance(node, ast.If) for node in ast.parse(SNIPPETS[name]).body)
+    assert [run.exit_code for run in done.runs] == [0] * {"train.py": 1, "workflow.py": 2}.get(name, 0)
+    assert calls == bool(done.runs)
+
+
+def test_console_snippets_run(tmp_path):
+    commands = [
+        line.partition("  #")[0].strip()
+        for block in re.findall(r"```console\n(.+?)```", README, re.DOTALL)
+        for line in block.splitlines()
+    ]
+    assert [command for command in commands if command.startswith(SET_UP)] == [
+        "make demo",
+        "make test",
+        'pip install "flyteplugins-tracking[wandb]"',
+    ]
+    for name, code in SNIPPETS.items():
+        (tmp_path / name).write_text(code)
+    others = [command for command in commands if not command.startswith(SET_UP)]
+    assert others
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for command in others:
+        done = jobs.run(command.split(), tmp_path, {"PATH": path})
+        assert done.returncode == 0, done.output
+    assert [(run.exit_code, len(run.rows)) for run in done.runs] == [(0, 10)]
+
+
+def test_the_tables_have_every_mode_and_scope():
+    for mode in RUN_MODES:
+        for scope in RANK_SCOPES:
+            assert f'| `"{mode}"` | `"{scope}"` | `{{base}}' in README
+
+
+def test_the_demo_shows_the_stored_runs(tmp_path):
+    env = {"PYTHONPATH": str(ROOT / "examples"), "WANDB_SILENT": "true"}
+    done = jobs.python(tmp_path, ROOT / "examples" / "digits.py", "out", "1", env=env)
+    assert done.returncode == 0, done.output
+    table = done.output.partition("run  ")[2].splitlines()[1:6]
+    assert [line.split()[1] for line in table] == ["finished"] * 5
+    assert sorted(line.split()[2] for line in table) == ["0", "0", "1", "2", "3"]
+    assert {line.split()[3] for line in table} == {"12"}
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_key_the_demo_logs_offline_and_says_so_in_one_line(tmp_path):
+    code = (
+        "import os; del os.environ['WANDB_MODE']; from pathlib import Path; import digits; "
+        "digits.log_offline_without_a_key(Path('out')); print(os.environ['WANDB_MODE'])"
+    )
+    done = jobs.python(tmp_path, "-c", code, env={"PYTHONPATH": str(ROOT / "examples")})
+    assert "logging offline. To send it later: wandb sync out/wandb/offline-run-*\noffline" in done.output
