@@ -36,11 +36,12 @@ def train_with_a_run_per_rank(epochs: int) -> float:
 
 @workflow
 def digits(epochs: int) -> tuple[float, float]:
+    """Both trainings; their accuracies."""
     return train(epochs=epochs), train_with_a_run_per_rank(epochs=epochs)
 
 
 def fit(epochs: int) -> float:
-    """Train on this rank's share of the digits, in step with the other ranks; the accuracy on all that were held out."""
+    """Train on this rank's share of the digits, in step with the other ranks; the accuracy on those held out."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -89,6 +90,7 @@ def load_digits(rank: int, world_size: int):  # type: ignore[no-untyped-def]
 
 
 def main(directory: Path, epochs: int) -> None:
+    """Run the workflow, and show what W&B stored."""
     from report import plot, print_table
     from wandb_files import read_runs
 
@@ -109,6 +111,7 @@ def main(directory: Path, epochs: int) -> None:
 
 
 def log_offline_without_a_key(directory: Path) -> None:
+    """Set `WANDB_MODE=offline` where W&B would ask for a key, and say how to send the runs later."""
     import wandb
 
     if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):

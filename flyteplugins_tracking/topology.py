@@ -259,6 +259,8 @@ def _slurm(env: Env) -> DistributedInfo | None:
     """
     if "SLURM_STEP_ID" not in env or _integer(env, "SLURM_STEP_NUM_TASKS") == 1:
         return None
+    if not _slurm_step_is_ours(env):
+        return None
     return _from_env(
         env,
         "slurm",
@@ -272,6 +274,12 @@ def _slurm(env: Env) -> DistributedInfo | None:
         job_id="SLURM_JOB_ID",
         local_world_size_value=_slurm_tasks_on_this_node(env),
     )
+
+
+def _slurm_step_is_ours(env: Env) -> bool:
+    """A task that calls sbatch hands its step on to the new job's shell, whose own SLURM_GTIDS is shorter."""
+    tasks, ranks_here = _slurm_tasks_on_this_node(env), env.get("SLURM_GTIDS")
+    return tasks is None or ranks_here is None or len(ranks_here.split(",")) == tasks
 
 
 def _slurm_tasks_on_this_node(env: Env) -> int | None:

@@ -158,6 +158,11 @@ def without(env: dict[str, str], *names: str, **changed: str) -> dict[str, str]:
             DistributedInfo(3, 4, 1, 2, launcher="mpich"),
             id="MPICH",
         ),
+        pytest.param(
+            {**SLURM, "SLURM_GTIDS": "8,9,10"},
+            DistributedInfo(9, 11, 1, 3, 2, 3, 1, "slurm", "77"),
+            id="a Slurm step with its ranks here",
+        ),
         pytest.param(SLURM, DistributedInfo(9, 11, 1, 3, 2, 3, 1, "slurm", "77"), id="a Slurm step"),
         pytest.param(
             {**SLURM, "PMI_RANK": "9", "WORLD_SIZE": "11", "MASTER_ADDR": "x"},
@@ -210,6 +215,7 @@ def test_each_launcher_is_understood(env, expected):
         pytest.param(
             {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, id="an interactive step"
         ),
+        pytest.param({**SLURM, "SLURM_PROCID": "0", "SLURM_GTIDS": "0"}, id="an sbatch shell that a step submitted"),
         pytest.param({"PMI_RANK": "1", "PMI_SIZE": "2"}, id="PMI_RANK without MPI_LOCALRANKID"),
         pytest.param({"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "1"}, id="a konduktor pod alone"),
         pytest.param({"NODE_RANK": "0", "MASTER_ADDR": "x"}, id="Lightning's parent on the first node"),

@@ -210,7 +210,6 @@ def test_a_batch_shell_is_one_process_whatever_the_tasks_of_its_job(place: Place
     assert_one_process(place)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="sbatch exports that step's SLURM_STEP_* to it")
 def test_a_batch_shell_that_a_step_submitted_is_one_process(place: Place) -> None:
     submit = f"sbatch --ntasks=1 --output={place.directory}/inner.txt --wrap {shlex.quote(train())}"
     _, job = place.batch(f"srun bash -c {shlex.quote(f'[ $SLURM_PROCID != 0 ] || {submit}')}", "--ntasks=2")
