@@ -59,8 +59,7 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
     """
     if info is None:
         return Identity(None)
-    offer = _OFFERS.get(info.launcher, _launcher_process)
-    base_id = offer(info, env) or _process_group_token(info)
+    base_id = _OFFERS.get(info.launcher, _nameless)(info, env)
     if base_id is None and agreement:
         nodes = "all nodes" if info.num_workers is None else f"all {info.num_workers} nodes"
         raise IdentityError(
@@ -124,17 +123,26 @@ def _job_name(info: DistributedInfo, _: Env) -> str | None:
     return readable(info.job_id) if info.job_id else None
 
 
+def _nameless(info: DistributedInfo, env: Env) -> str | None:
+    """A launcher that gives its job no name: the ranks' process group or, on one node, the launcher's process."""
+    token = _process_group_token(info)
+    return _launcher_process(info, env) if token is None else readable(info.launcher, token)
+
+
 def _openmpi(info: DistributedInfo, env: Env) -> str | None:
     """The namespace that all nodes have; it is made from mpirun's host and process id, which can come again."""
     if not info.job_id:
-        return _launcher_process(info, env)
+        return _nameless(info, env)
     return readable("mpi", info.job_id, _launcher_process(info, env))
 
 
 def _launcher_process(info: DistributedInfo, env: Env) -> str | None:
-    """On one node: the process that started the ranks, by its id and start."""
+    """On one node: the process that started the ranks, by its id and start.
+
+    Not where that is multiprocessing's parent: it can start one job after the other.
+    """
     marker = _RANK_VARIABLES.get(info.launcher)
-    if info.num_workers != 1 or marker is None:
+    if info.num_workers != 1 or marker is None or _is_child_of_multiprocessing():
         return None
     pid = os.getppid()
     while pid > 1 and marker in _environment_at_start(pid):  # a shell or a wrapper script between
@@ -166,6 +174,11 @@ def _process_group_token(info: DistributedInfo) -> str | None:
     if dist.get_world_size() != info.world_size:
         return None
     return _agree(dist.distributed_c10d._get_default_store())
+
+
+def _is_child_of_multiprocessing() -> bool:
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
 
 
 def _agree(store: Any) -> str:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking.config import TrackingConfig
@@ -74,6 +74,7 @@ class _Entry:
     run: Any
     parent: _Entry | None
     handle: Handle | None = None
+    run_id: str | None = None
     successes: tuple[type[BaseException], ...] = ()
     pid: int = field(default_factory=os.getpid)
 
@@ -167,7 +168,7 @@ def _open(
             may_prompt=info is None and not around.on_cluster and sys.stdin is not None and sys.stdin.isatty(),
         )
     )
-    return _Entry(tracker.name, handle.run, parent, handle, around.successes)
+    return _Entry(tracker.name, handle.run, parent, handle, run_plan.run_id, around.successes)
 
 
 def _decide(
@@ -184,9 +185,14 @@ def _decide(
     around = surroundings()
     found = _identity(config, tracker, around, info, ordinal)
     run_plan = plan(info, config.run_mode, config.rank_scope, found.base_id)
-    if run_plan.group is None and found.group is not None:
-        run_plan = RunPlan(**{**vars(run_plan), "group": found.group})
-    return around, run_plan
+    if _is_open(tracker, run_plan.run_id):  # one id, from the user, for several runs at once: two writers lose rows
+        run_plan = plan(info, config.run_mode, config.rank_scope, f"{found.base_id}-{ordinal}")
+    return around, replace(run_plan, group=run_plan.group or found.group)
+
+
+def _is_open(tracker: Tracker, run_id: str | None) -> bool:
+    with _lock:
+        return run_id is not None and any(e.tracker == tracker.name and e.run_id == run_id for e in _running)
 
 
 def _identity(

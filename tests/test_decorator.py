@@ -156,6 +156,23 @@ def test_auto_joins_the_enclosing_run_and_new_opens_its_own(wandb_replaced):
     assert [run.exit_codes for run in wandb_replaced.runs] == [[0], [0]]
 
 
+def test_an_id_that_is_open_is_not_opened_again(wandb_replaced, bare_environment):
+    bare_environment.setenv("WANDB_RUN_ID", "mine")
+
+    @tracking_init(run_mode="new")
+    def inner():
+        return get_run().id
+
+    @tracking_init
+    def outer():
+        return get_run().id, inner()
+
+    first, second = outer()
+    assert first == "mine"
+    assert second.startswith("mine-")
+    assert inner() == "mine"
+
+
 def test_trainings_in_several_threads_at_once_are_several_runs(wandb_replaced):
     together = threading.Barrier(2, timeout=10)
 

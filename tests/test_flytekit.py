@@ -158,6 +158,23 @@ def test_a_hashed_name_is_the_id_and_its_execution_the_group(tmp_path):
     assert [(run.id, run.group) for run in done.runs] == [("fabc123d", "f7c3a")], done.output
 
 
+def test_a_script_that_a_task_starts_is_no_task(tmp_path):
+    """It inherits the pod's variables: flytekit's context there has a random prefix in each process."""
+    code = """
+import flytekit
+from flyteplugins_tracking import get_run, tracking_init
+@tracking_init
+def train():
+    print(get_run().id)
+train()
+"""
+    done = jobs.python(tmp_path, "-c", code, env=pods.environment("below"))
+    assert done.returncode == 0, done.output
+    (run,) = done.runs
+    assert not run.id.startswith("f7c3a")
+    assert run.config["flyte"]["execution"] == "f7c3a"
+
+
 def test_map_task_elements_in_one_prefix_are_runs_of_their_own(tmp_path):
     for index in ("0", "1"):
         done = pods.run(

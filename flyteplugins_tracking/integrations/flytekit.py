@@ -109,16 +109,25 @@ def surroundings() -> Surroundings:
     flytekit = sys.modules.get("flytekit")
     if flytekit is None:
         return Surroundings()
-    base_task = sys.modules["flytekit.core.base_task"]
     # Not is_local_execution(): in a local spawn worker it says False. This variable every pod has, and nothing else.
     execution = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID")
+    is_task = execution is not None and _runs_a_task(flytekit)
     return Surroundings(
-        identity=None if execution is None else _identity(execution, flytekit.current_context().raw_output_prefix),
+        identity=_identity(str(execution), flytekit.current_context().raw_output_prefix) if is_task else None,
         facts={} if execution is None else {"flyte": _facts(execution)},
         on_cluster=execution is not None,
         read_secret=functools.partial(_read_secret, on_cluster=execution is not None),
-        successes=(base_task.IgnoreOutputs,),
+        successes=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
     )
+
+
+def _runs_a_task(flytekit: Any) -> bool:
+    """Whether flytekit runs this process: a script that a task starts inherits the variables, and nothing else.
+
+    Pods of Flyte 2 have the same variables and these two.
+    """
+    state = flytekit.FlyteContextManager.current_context().execution_state
+    return state is not None and state.mode is not None and not {"RUN_NAME", "ACTION_NAME"} <= os.environ.keys()
 
 
 def _identity(execution: str, raw_output_prefix: str) -> Identity:

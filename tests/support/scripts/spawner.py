@@ -1,0 +1,33 @@
+"""Spawn a job of two ranks for each port given, one after the other, with the launcher's variables set by hand.
+
+Arguments: the run mode, whether to initialise a process group ("group" or "none"), and the ports.
+"""
+
+import os
+import sys
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from flyteplugins_tracking import get_run, tracking_init
+
+
+@tracking_init(project="tests", run_mode=sys.argv[1])
+def train() -> None:
+    run = get_run()
+    if run is not None:
+        run.log({"x": 1})
+
+
+def worker(rank: int, port: str) -> None:
+    shape = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({name: str(value) for name, value in shape.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    if sys.argv[2] == "group":
+        dist.init_process_group("gloo")
+    train()
+
+
+if __name__ == "__main__":
+    for port in sys.argv[3:]:
+        mp.spawn(worker, args=(port,), nprocs=2)
