@@ -63,7 +63,7 @@ def environment(directory: Path, **more: str) -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None, timeout_s: float = 120
+    command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None, timeout_s: float = 240
 ) -> Done:
     """Run `command` to its end; its whole process group is killed at the deadline."""
     return finish(start(command, directory, env), directory, timeout_s)
@@ -85,7 +85,7 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str], directory: Path, timeout_s: float = 120) -> Done:
+def finish(process: subprocess.Popen[str], directory: Path, timeout_s: float = 240) -> Done:
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

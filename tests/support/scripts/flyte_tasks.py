@@ -93,7 +93,7 @@ def plain(n: int) -> str:
     return str(n)
 
 
-@task(task_config=PyTorch(worker=Worker(replicas=1)))
+@task(task_config=PyTorch(worker=Worker(replicas=1), increase_shared_mem=False))
 @tracking_init(project="tests", run_mode="new", rank_scope="worker")
 def pytorch_job(n: int) -> str:
     return training("pytorch_job")
