@@ -69,6 +69,10 @@ class TrackingConfig:
             object.__setattr__(self, "config", plain_config(self.config))
 
 
+# What `tracking_init` takes by name.
+OWN_ARGUMENTS = frozenset(TrackingConfig.__dataclass_fields__) - {"options"}
+
+
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Refuse a `value` that is not one of `allowed`, with the nearest one that is.
 

@@ -59,7 +59,8 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
     """
     if info is None:
         return Identity(None)
-    base_id = _OFFERS.get(info.launcher, _nameless)(info, env)
+    alone = info.num_workers == 1 or not agreement
+    base_id = _OFFERS.get(info.launcher, _nameless)(info, env, alone)
     if base_id is None and agreement:
         nodes = "all nodes" if info.num_workers is None else f"all {info.num_workers} nodes"
         raise IdentityError(
@@ -78,11 +79,12 @@ def readable(*parts: str | None) -> str:
     return f"{text[: _MAX_LENGTH - 9].rstrip('-.')}-{_digest(text)}"
 
 
-def _torchelastic(info: DistributedInfo, env: Env) -> str | None:
+def _torchelastic(info: DistributedInfo, env: Env, alone: bool) -> str | None:
     """The run id ("none" for a static rendezvous), and a token: constant run ids are common."""
     name = info.job_id if info.job_id not in (None, "none") else "torchrun"
-    token = _agent_store_token(env) or (_agent_token(env) if info.num_workers == 1 else None)
-    token = token or _process_group_token(info)
+    token = _agent_store_token(env)
+    if token is None:
+        token = _agent_token(env) if alone else _from_rank_0(info, _agent_token(env))
     return None if token is None else readable(name, token)
 
 
@@ -106,7 +108,7 @@ def _agent_store_token(env: Env) -> str | None:
 
 
 def _agent_token(env: Env) -> str | None:
-    """Where the agents' store is not shared and there is one agent: its private directory of this invocation.
+    """Where the agents' store is not shared: this worker's agent, by its private directory of this invocation.
 
     The agent makes `{run_id}_{random}` once and a subfolder in it for each attempt.
     """
@@ -114,51 +116,55 @@ def _agent_token(env: Env) -> str | None:
     return _digest(_machine(), match[1]) if match else None
 
 
-def _slurm(info: DistributedInfo, env: Env) -> str | None:
+def _slurm(info: DistributedInfo, env: Env, _: bool) -> str | None:
     """Job and step: a requeued job keeps its number, and several steps of one job are several trainings."""
     return readable("slurm", env.get("SLURM_CLUSTER_NAME"), info.job_id, env.get("SLURM_STEP_ID"))
 
 
-def _job_name(info: DistributedInfo, _: Env) -> str | None:
-    return readable(info.job_id) if info.job_id else None
+def _job_name(info: DistributedInfo, env: Env, alone: bool) -> str | None:
+    return readable(info.job_id) if info.job_id else _nameless(info, env, alone)
 
 
-def _nameless(info: DistributedInfo, env: Env) -> str | None:
-    """A launcher that gives its job no name: the ranks' process group or, on one node, the launcher's process."""
-    token = _process_group_token(info)
-    return _launcher_process(info, env) if token is None else readable(info.launcher, token)
-
-
-def _openmpi(info: DistributedInfo, env: Env) -> str | None:
+def _openmpi(info: DistributedInfo, env: Env, alone: bool) -> str | None:
     """The namespace that all nodes have; it is made from mpirun's host and process id, which can come again."""
     if not info.job_id:
-        return _nameless(info, env)
-    return readable("mpi", info.job_id, _launcher_process(info, env))
+        return _nameless(info, env, alone)
+    return readable("mpi", info.job_id, _launcher_process(info) if info.num_workers == 1 else None)
 
 
-def _launcher_process(info: DistributedInfo, env: Env) -> str | None:
+def _nameless(info: DistributedInfo, _: Env, alone: bool) -> str | None:
+    """A launcher that gives its job no name: the ranks' process group or, on one node, the launcher's process."""
+    token = _from_rank_0(info, uuid.uuid4().hex[:8])
+    if token is not None:
+        return readable(info.launcher, token)
+    process = _launcher_process(info) if alone else None
+    return None if process is None else readable(info.launcher, process)
+
+
+def _launcher_process(info: DistributedInfo) -> str | None:
     """On one node: the process that started the ranks, by its id and start.
 
-    Not where that is multiprocessing's parent: it can start one job after the other.
+    Not for ranks that a script, a shell or multiprocessing's parent may have started: those start one job after the
+    other.
     """
     marker = _RANK_VARIABLES.get(info.launcher)
-    if info.num_workers != 1 or marker is None or _is_child_of_multiprocessing():
+    if marker is None:
         return None
     pid = os.getppid()
     while pid > 1 and marker in _environment_at_start(pid):  # a shell or a wrapper script between
         pid = _parent(pid)
-    return readable(info.launcher, _digest(_machine(), pid, _start_time(pid), env.get("MASTER_PORT")))
+    return _digest(_machine(), pid, _start_time(pid))
 
 
-_OFFERS: dict[str, Callable[[DistributedInfo, Env], str | None]] = {
+_OFFERS: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
     "torchelastic": _torchelastic,
     "slurm": _slurm,
     "konduktor": _job_name,
     "skypilot": _job_name,
     "openmpi": _openmpi,
 }
+# Launchers that are one process per job, and what only the processes below that one have.
 _RANK_VARIABLES = {
-    "env": "RANK",
     "horovod": "HOROVOD_RANK",
     "openmpi": "OMPI_COMM_WORLD_RANK",
     "mvapich": "MV2_COMM_WORLD_RANK",
@@ -166,19 +172,30 @@ _RANK_VARIABLES = {
 }
 
 
-def _process_group_token(info: DistributedInfo) -> str | None:
-    """A token in the store of a process group that the user's code has initialised for the whole world."""
+def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
+    """Rank 0's `token`, through the store of a process group that the user's code has initialised for the whole world.
+
+    Raises:
+        IdentityError: Rank 0 has not called the decorated function.
+    """
     dist: Any = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
+    if token is None or dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     if dist.get_world_size() != info.world_size:
         return None
-    return _agree(dist.distributed_c10d._get_default_store())
-
-
-def _is_child_of_multiprocessing() -> bool:
-    process = sys.modules.get("multiprocessing.process")
-    return process is not None and process.parent_process() is not None
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set(_STORE_KEY, token)
+        return token
+    try:
+        store.wait([_STORE_KEY], _STORE_TIMEOUT)
+    except RuntimeError as error:
+        raise IdentityError(
+            f"rank 0 has named no run id for rank {info.rank} within {_STORE_TIMEOUT.seconds} s: call the decorated "
+            "function on every rank, or pass id=..."
+        ) from error
+    named: bytes = store.get(_STORE_KEY)
+    return named.decode()
 
 
 def _agree(store: Any) -> str:

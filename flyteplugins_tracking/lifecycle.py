@@ -22,6 +22,7 @@ from flyteplugins_tracking.policy import RunPlan, needs_agreement, opens_a_run, 
 from flyteplugins_tracking.topology import DistributedInfo, detect
 
 if TYPE_CHECKING:
+    from flyteplugins_tracking.claims import Claim
     from flyteplugins_tracking.identity import Identity
     from flyteplugins_tracking.trackers.base import Handle, Tracker
 
@@ -74,7 +75,7 @@ class _Entry:
     run: Any
     parent: _Entry | None
     handle: Handle | None = None
-    run_id: str | None = None
+    claim: Claim | None = None
     successes: tuple[type[BaseException], ...] = ()
     pid: int = field(default_factory=os.getpid)
 
@@ -85,6 +86,8 @@ _current: ContextVar[_Entry | None] = ContextVar("flyteplugins_tracking_entry", 
 _running: list[_Entry] = []
 _entered: Counter[str] = Counter()
 _lock = threading.Lock()
+# Vendors' own set-up is not made for several threads at once: wandb's settings are seen half read.
+_opening = threading.RLock()
 
 
 def get_run(tracker: str | None = None) -> Any:
@@ -95,7 +98,8 @@ def get_run(tracker: str | None = None) -> Any:
 
     Returns:
         None on ranks that have no run, outside a decorated function, and in a forked child such as a DataLoader's
-        worker. Threads started inside the function see its run.
+        worker. Threads started inside the function see its run; where several trainings run at once in threads, theirs
+        must be started with `contextvars.copy_context().run`, and get None without.
     """
     entry = _current.get()
     if entry is None and _running:
@@ -120,8 +124,10 @@ def open_run(config: TrackingConfig, tracker: Tracker, surroundings: Callable[[]
         exit_code = exit_code_of(error, entry.successes)
         raise
     finally:
-        _current.reset(token)
-        _leave(entry, exit_code)
+        try:
+            _leave(entry, exit_code)
+        finally:
+            _current.reset(token)
 
 
 def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...] = ()) -> int:
@@ -132,7 +138,8 @@ def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...
         return 130
     if isinstance(error, SystemExit):
         # https://docs.python.org/3/library/exceptions.html#SystemExit
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        # and of its code the system keeps the lowest 8 bits.
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
     return 1
 
 
@@ -159,16 +166,40 @@ def _open(
     around, run_plan = _decide(config, tracker, surroundings, info, ordinal)
     if not run_plan.opens:
         return _Entry(tracker.name, None, parent)
-    handle = tracker.open(
-        RunRequest(
+    with _opening:
+        run_plan, claim = _claim(tracker, run_plan, config.project)
+        request = RunRequest(
             plan=run_plan,
             config=config,
             facts={**_job_facts(info), **around.facts},
             read_secret=lambda: _read_secret(config.secret, around),
             may_prompt=info is None and not around.on_cluster and sys.stdin is not None and sys.stdin.isatty(),
         )
+        try:
+            handle = tracker.open(request)
+        except BaseException:
+            claim.release()
+            raise
+    return _Entry(tracker.name, handle.run, parent, handle, claim, around.successes)
+
+
+def _claim(tracker: Tracker, run_plan: RunPlan, project: str | None) -> tuple[RunPlan, Claim]:
+    """Make sure that no other process or thread here has the run open: two writers lose each other's rows.
+
+    A rank's own child processes look like the rank itself, and a user's id may be in use: theirs are runs beside it.
+    """
+    from flyteplugins_tracking.claims import Claim
+
+    if run_plan.run_id is None or not run_plan.primary:
+        return run_plan, Claim()
+    claim = Claim.take(f"{tracker.name}/{project}/{run_plan.run_id}")
+    if claim is not None:
+        return run_plan, claim
+    beside = f"{run_plan.run_id}-{os.urandom(3).hex()}"
+    logger.warning(
+        "%s: run %s is open in another process or thread: this one is %s", tracker.name, run_plan.run_id, beside
     )
-    return _Entry(tracker.name, handle.run, parent, handle, run_plan.run_id, around.successes)
+    return replace(run_plan, run_id=beside), Claim()
 
 
 def _decide(
@@ -185,14 +216,7 @@ def _decide(
     around = surroundings()
     found = _identity(config, tracker, around, info, ordinal)
     run_plan = plan(info, config.run_mode, config.rank_scope, found.base_id)
-    if _is_open(tracker, run_plan.run_id):  # one id, from the user, for several runs at once: two writers lose rows
-        run_plan = plan(info, config.run_mode, config.rank_scope, f"{found.base_id}-{ordinal}")
     return around, replace(run_plan, group=run_plan.group or found.group)
-
-
-def _is_open(tracker: Tracker, run_id: str | None) -> bool:
-    with _lock:
-        return run_id is not None and any(e.tracker == tracker.name and e.run_id == run_id for e in _running)
 
 
 def _identity(
@@ -227,9 +251,12 @@ def _read_secret(secret: Any, around: Surroundings) -> str | None:
     if not callable(secret):
         return around.read_secret(secret)
     try:
-        value: str | None = secret()
+        value = secret()
     except Exception as error:
-        raise TrackerUnavailableError(f"secret= raised {type(error).__name__} and gave no API key") from error
+        # Its text may hold the key.
+        raise TrackerUnavailableError(f"secret= raised {type(error).__name__} and gave no API key") from None
+    if value is not None and not isinstance(value, str):
+        raise TrackerUnavailableError(f"secret= gave a {type(value).__name__}, and no text that could be an API key")
     return value
 
 
@@ -244,11 +271,24 @@ def _leave(entry: _Entry, exit_code: int) -> None:
     except Exception:
         # The training has ended as it has: its tracker does not change that.
         logger.warning("%s: the run could not be finished with status %d", entry.tracker, exit_code, exc_info=True)
+    finally:
+        if entry.claim is not None:
+            entry.claim.release()
 
 
 def _innermost() -> _Entry | None:
+    """The one that is running, for a thread without a context; None where it could be either of several trainings."""
     with _lock:
-        return _running[-1] if _running else None
+        last = _running[-1] if _running else None
+        if len(_running) > 1 and any(entry is not last and not _encloses(entry, last) for entry in _running):
+            return None
+        return last
+
+
+def _encloses(entry: _Entry, inner: _Entry | None) -> bool:
+    while inner is not None and inner.parent is not entry:
+        inner = inner.parent
+    return inner is not None
 
 
 def _nearest(entry: _Entry | None, tracker: str) -> _Entry | None:
@@ -259,8 +299,11 @@ def _nearest(entry: _Entry | None, tracker: str) -> _Entry | None:
 
 def _forget_the_parents() -> None:
     """In a forked child: the runs are the parent's. The lock may be held by a thread that is not there any more."""
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _opening
+    _lock, _opening = threading.Lock(), threading.RLock()
+    for entry in _running:
+        if entry.claim is not None:
+            entry.claim.release()
     _running.clear()
     _entered.clear()
     _current.set(None)

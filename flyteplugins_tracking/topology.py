@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any
@@ -114,8 +114,14 @@ def detect(env: Env) -> DistributedInfo | None:
         return chosen
     for detector in _DETECTORS:
         info = detector(env)
-        if info is not None and (info.world_size > 1 or info.launcher == "torchelastic"):
+        if info is None:
+            continue
+        if info.launcher == "env":
+            _refuse_ranks_that_disagree(info, env)
+        if info.world_size > 1 or info.launcher == "torchelastic":
             return info
+        if info.launcher == "env":
+            return None  # a job of one process inside another launcher's, which is not asked
     _refuse_leftovers(env)
     return None
 
@@ -410,12 +416,30 @@ def _one_process_per_node(
     )
 
 
+def _refuse_ranks_that_disagree(info: DistributedInfo, env: Env) -> None:
+    """RANK=0 exported once for all processes of mpirun or srun: the same world, and another rank."""
+    for detector in (_openmpi, _mvapich, _jsm, _mpich, _slurm):
+        other = None
+        with suppress(TopologyError):
+            other = detector(env)
+        if other is not None and other.world_size == info.world_size > 1 and other.rank != info.rank:
+            raise TopologyError(
+                f"RANK={info.rank} and WORLD_SIZE={info.world_size} contradict {other.launcher}, for which this is "
+                f"rank {other.rank} of {other.world_size}: set RANK in each process, or unset it."
+            )
+
+
 def _refuse_leftovers(env: Env) -> None:
     """Variables of a launcher that is not there: nobody becomes rank 0 by default."""
     if "RANK" in env and "WORLD_SIZE" not in env and env.get("NUM_NODES") != "1":
         raise TopologyError(
             f"RANK={env['RANK']} is set and WORLD_SIZE is not: is it a process or a node? Start the job with torchrun, "
             "set WORLD_SIZE and LOCAL_RANK too, or unset RANK."
+        )
+    if (_integer(env, "PMI_SIZE") or 1) > 1 and "SLURM_JOB_ID" not in env:
+        raise TopologyError(
+            f"PMI_RANK={env.get('PMI_RANK')} of PMI_SIZE={env['PMI_SIZE']} without MPI_LOCALRANKID is no launcher that "
+            "is known here: set RANK, WORLD_SIZE and LOCAL_RANK in each process."
         )
     for name in ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK"):
         if (_integer(env, name) or 0) > 0 and "RANK" not in env:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import inspect
 import os
@@ -13,7 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.recording import recorded
 
-from flyteplugins_tracking import ConfigError, DistributedInfo, get_run, override_distributed_info, tracking_init
+from flyteplugins_tracking import (
+    ConfigError,
+    DistributedInfo,
+    TrackerUnavailableError,
+    get_run,
+    override_distributed_info,
+    tracking_init,
+)
 
 
 @tracking_init
@@ -57,6 +65,10 @@ def test_arguments_and_results_pass(wandb_replaced):
     assert tracking_init(functools.partial(lambda a, b: a - b, 5))(3) == 2
 
 
+def batches():
+    yield 1
+
+
 class AsyncCallable:
     async def __call__(self) -> str:
         await asyncio.sleep(0)
@@ -73,6 +85,10 @@ def test_the_run_of_an_async_object_is_open_while_it_runs(wandb_replaced):
     [
         (Trainer, "decorates functions and Flyte tasks, not <class"),
         (7, "decorates functions and Flyte tasks, not 7"),
+        (staticmethod(len), "put @tracking_init below @staticmethod"),
+        (classmethod(len), "put @tracking_init below @classmethod"),
+        (property(len), "put @tracking_init below @property"),
+        (functools.partial(batches), "is a generator: its body runs after the call has returned"),
         ("project", "write @tracking_init(project='project')"),
     ],
 )
@@ -80,14 +96,6 @@ def test_what_is_no_function_is_refused(target, message):
     with pytest.raises(ConfigError) as caught:
         tracking_init(target)
     assert message in str(caught.value)
-
-
-def test_generators_are_refused():
-    with pytest.raises(ConfigError, match="is a generator: its body runs after the call has returned"):
-
-        @tracking_init
-        def batches():
-            yield 1
 
 
 @pytest.fixture
@@ -103,11 +111,12 @@ def test_errors_pass_unchanged_and_are_the_status(wandb_replaced):
     def train(raised):
         raise raised
 
-    for raised in (error, SystemExit(3), SystemExit("text"), SystemExit(None), KeyboardInterrupt(), StopIteration()):
+    exits = [SystemExit(code) for code in (3, "text", None, -1, 256, True)]
+    for raised in (error, *exits, KeyboardInterrupt(), StopIteration()):
         with pytest.raises(type(raised)) as caught:
             train(raised)
         assert caught.value is raised
-    assert [run.exit_codes for run in wandb_replaced.runs] == [[1], [3], [1], [0], [130], [1]]
+    assert [run.exit_codes for run in wandb_replaced.runs] == [[1], [3], [1], [0], [255], [0], [1], [130], [1]]
 
 
 def test_a_tracker_that_cannot_finish_does_not_fail_the_training(wandb_replaced, caplog):
@@ -187,6 +196,36 @@ def test_trainings_in_several_threads_at_once_are_several_runs(wandb_replaced):
         first, second = [future.result() for future in [pool.submit(train), pool.submit(train)]]
     assert first is not second
     assert get_run() is None
+
+
+def test_a_helper_thread_does_not_get_the_run_of_another_training(wandb_replaced):
+    together = threading.Barrier(2, timeout=10)
+
+    @tracking_init
+    def train():
+        with ThreadPoolExecutor(1) as pool:
+            together.wait()
+            without = pool.submit(get_run).result()
+            within = pool.submit(contextvars.copy_context().run, get_run).result()
+            together.wait()
+            return get_run(), without, within
+
+    with ThreadPoolExecutor(2) as pool:
+        for own, without, within in [future.result() for future in [pool.submit(train), pool.submit(train)]]:
+            assert without is None
+            assert within is own is not None
+
+
+@pytest.mark.parametrize("secret", [lambda: 7, lambda: {"key": "canary"}, lambda: 1 / 0])
+def test_a_secret_that_is_no_text_is_told_and_not_shown(wandb_replaced, secret):
+    @tracking_init(secret=secret)
+    def train():
+        with pytest.raises(TrackerUnavailableError, match=r"secret= (gave a|raised Zero)") as caught:
+            get_run().request.read_secret()
+        assert "canary" not in str(caught.value)
+        assert caught.value.__cause__ is None
+
+    train()
 
 
 def test_trainings_in_several_tasks_at_once_see_their_own_runs(wandb_replaced):

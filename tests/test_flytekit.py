@@ -200,7 +200,7 @@ def test_a_missing_secret_on_a_cluster_is_told(tmp_path):
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory):
     """The config of each task's serialized template, from a process that imports the tasks."""
-    tasks = ["below", "above", "inner_links", "async_below", "spawn_below", "spawn_above"]
+    tasks = ["below", "above", "inner_links", "async_below", "spawn_below", "spawn_above", "cached"]
     code = f"""
 import flyte_tasks, json
 print("TEMPLATES", json.dumps({{name: flyte_tasks.serialized(getattr(flyte_tasks, name)) for name in {tasks!r}}}))
@@ -211,10 +211,14 @@ print("TEMPLATES", json.dumps({{name: flyte_tasks.serialized(getattr(flyte_tasks
 
 
 def test_a_serialized_task_brings_its_link(templates):
-    link = {"link_type": "tracking-wandb", "wandb_host": "https://wandb.ai", "wandb_project": "tests"}
-    for task in ("below", "async_below", "spawn_below", "spawn_above"):
-        assert link.items() <= templates[task].items()
-    assert templates["above"] == {**link, "wandb_entity": "team"}
+    link = {"wandb_host": "https://wandb.ai", "wandb_entity": "team", "wandb_project": "tests"}
+    for task in ("below", "async_below", "above", "spawn_above"):
+        assert {"link_type": "tracking-wandb", **link}.items() <= templates[task].items()
+    assert {"link_type": "tracking-wandb-project", **link}.items() <= templates["spawn_below"].items()
+
+
+def test_a_link_without_entity_or_project_would_dangle_and_is_left_out(templates):
+    assert templates["cached"] == {}
 
 
 def test_links_of_class_decorators_inside_are_kept(templates):
@@ -222,6 +226,42 @@ def test_links_of_class_decorators_inside_are_kept(templates):
         "link_type": "inner,tracking-wandb-id",
         "port": "1234",
         "wandb_host": "https://wandb.ai",
+        "wandb_entity": "team",
         "wandb_project": "tests",
         "wandb_id": "chosen",
     }
+
+
+@pytest.mark.parametrize("how", ["pickle", "cloudpickle", "multiprocessing", "registered"])
+def test_a_plain_function_pickles_as_without_flytekit(tmp_path, how):
+    """By name, also in `__main__`; by value for cloudpickle, for `__main__` and for modules registered with it."""
+    (tmp_path / "script.py").write_text(
+        f"""
+import pickle, subprocess, sys
+from multiprocessing.reduction import ForkingPickler
+import cloudpickle, flytekit
+from flyteplugins_tracking import tracking_init
+how = {how!r}
+
+@tracking_init
+def train(x):
+    return x + 1
+
+if __name__ == "__main__":
+    assert type(train).__name__ == "TaskFunction"
+    if how == "pickle":
+        assert pickle.loads(pickle.dumps(train)) is train
+    if how == "multiprocessing":
+        assert pickle.loads(ForkingPickler.dumps(train)) is train
+    if how == "registered":
+        import script
+        cloudpickle.register_pickle_by_value(script)
+        train = script.train
+    if how in ("cloudpickle", "registered"):
+        code = "import sys, pickle; print(pickle.load(sys.stdin.buffer)(1))"
+        done = subprocess.run([sys.executable, "-c", code], input=cloudpickle.dumps(train), cwd="/")
+        assert done.returncode == 0
+"""
+    )
+    done = jobs.python(tmp_path, "script.py")
+    assert done.returncode == 0, done.output

@@ -17,6 +17,7 @@ LAYERS = [
     "topology",
     "policy",
     "identity",
+    "claims",
     "config",
     "lifecycle",
     "trackers",

@@ -175,6 +175,11 @@ def without(env: dict[str, str], *names: str, **changed: str) -> dict[str, str]:
             id="a child of Lightning",
         ),
         pytest.param(
+            {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0", **SLURM, "SLURM_STEP_NUM_TASKS": "1"},
+            DistributedInfo(1, 2, 1, None, 0, None, launcher="lightning"),
+            id="a child of Lightning in an interactive step",
+        ),
+        pytest.param(
             {"RANK": "1", "WORLD_SIZE": "2"},
             DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
             id="a PyTorchJob pod",
@@ -216,7 +221,12 @@ def test_each_launcher_is_understood(env, expected):
             {**SLURM, "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, id="an interactive step"
         ),
         pytest.param({**SLURM, "SLURM_PROCID": "0", "SLURM_GTIDS": "0"}, id="an sbatch shell that a step submitted"),
-        pytest.param({"PMI_RANK": "1", "PMI_SIZE": "2"}, id="PMI_RANK without MPI_LOCALRANKID"),
+        pytest.param(
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_JOB_ID": "7"}, id="PMI_RANK handed on to an sbatch shell"
+        ),
+        pytest.param(
+            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **OPENMPI}, id="a job of one process inside mpirun"
+        ),
         pytest.param({"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "1"}, id="a konduktor pod alone"),
         pytest.param({"NODE_RANK": "0", "MASTER_ADDR": "x"}, id="Lightning's parent on the first node"),
         pytest.param({"PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_NNODES": "1"}, id="a Trainer pod alone"),
@@ -254,6 +264,12 @@ def test_one_process_is_no_distributed_job(env):
             {"KONDUKTOR_JOB_NAME": "j", "RANK": "1", "NUM_NODES": "2", "NUM_GPUS_PER_NODE": "8"},
             "RANK=1 is a node, not a process: NUM_GPUS_PER_NODE=8",
         ),
+        (
+            {**OPENMPI, "RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"},
+            "RANK=0 and WORLD_SIZE=4 contradict openmpi, for which this is rank 3 of 4",
+        ),
+        ({**SLURM, "RANK": "0", "WORLD_SIZE": "11", "LOCAL_RANK": "0"}, "contradict slurm, for which this is rank 9"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1 of PMI_SIZE=2 without MPI_LOCALRANKID"),
         (without(SLURM, "SLURM_PROCID"), "SLURM_PROCID is not set"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x"}, "SLURM_STEP_TASKS_PER_NODE='4x' is not of the form"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_NODEID=2 has no entry"),

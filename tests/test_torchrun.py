@@ -147,6 +147,54 @@ def test_nodes_that_share_no_store_agree_through_their_process_group(tmp_path):
     assert len(done.runs) == 2
 
 
+@pytest.mark.parametrize(("run_mode", "process_group"), [("auto", False), ("new", True)])
+def test_restarted_nodes_that_share_no_store_go_on_with_the_same_run(tmp_path, run_mode, process_group):
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    options = ["--rdzv-id=job", "--max-restarts=1"]
+    failing = {"end": {"0": "raise"}, "linger_s": 60}  # the agent that restarts waits for the other to come again
+    tracking = {"run_mode": run_mode}
+    done = jobs.nodes(tmp_path, [1, 1], options, env, process_group=process_group, tracking=tracking, **failing)
+    assert done.returncode == 0, done.output
+    opened = [report for report in done.reports if report["run_id"]]
+    assert {report["restart_count"] for report in opened} >= {0, 1}
+    assert len({report["run_id"].partition("-rank-")[0] for report in opened}) == 1
+    assert [run.exit_code for run in done.runs if run.config.get("restart_count") == 1][:1] == [0]
+
+
+@pytest.mark.parametrize(("start", "parent"), [("fork", "tracked"), ("spawn", "plain")])
+def test_processes_that_a_rank_starts_do_not_write_to_its_run(tmp_path, start, parent):
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), str(jobs.SCRIPTS / "pool.py"), start, parent]
+    done = jobs.run(command, tmp_path)
+    assert done.returncode == 0, done.output
+    assert "could not be finished" not in done.output
+    assert len({run.id for run in done.runs}) == len(done.runs) == (3 if parent == "tracked" else 2)
+    assert sorted(len(run.rows) for run in done.runs) == ([1, 20, 20] if parent == "tracked" else [20, 20])
+    assert {run.exit_code for run in done.runs} == {0}
+
+
+@pytest.mark.parametrize("run_mode", ["auto", "new"])
+def test_ranks_that_a_shell_starts_by_hand_are_another_run_each_time(tmp_path, run_mode):
+    """The shell is no name for a job: it starts the next one too."""
+    script = (
+        "for r in 0 1; do RANK=$r LOCAL_RANK=$r WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 "
+        'MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 "$@" & done; wait'
+    )
+    command = [
+        "bash",
+        "-c",
+        f"{script}\n{script}",
+        "bash",
+        sys.executable,
+        *jobs.train(tracking={"run_mode": run_mode}),
+    ]
+    done = jobs.run(command, tmp_path)
+    if run_mode == "auto":
+        assert len({run.id for run in done.runs}) == len(done.runs) == 2, done.output
+    else:
+        assert "IdentityError: no run id that all 1 nodes agree on: env offers none" in done.output
+        assert done.runs == []
+
+
 def test_nodes_that_share_nothing_are_told_to_pass_an_id(tmp_path):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     done = jobs.nodes(tmp_path, [1, 1], ["--rdzv-id=job"], env, tracking={"run_mode": "new"})

@@ -229,6 +229,27 @@ def test_a_new_run_inside_a_run_leaves_the_outer_one_open(tmp_path):
     assert [row["outer"] for row in stored["outer"].rows] == [1]
 
 
+def test_trainings_in_several_threads_open_their_runs(tmp_path):
+    """wandb's settings, read by the first thread, are seen half read by a second."""
+    done = python(
+        tmp_path,
+        """
+        from concurrent.futures import ThreadPoolExecutor
+
+        @tracking_init(id="given")
+        def train(number):
+            get_run().log({"number": number})
+            return get_run().id
+
+        with ThreadPoolExecutor(3) as pool:
+            assert len(set(pool.map(train, range(3)))) >= 1
+        """,
+    )
+    assert done.returncode == 0, done.output
+    assert sorted(row["number"] for run in done.runs for row in run.rows) == [0, 1, 2]
+    assert {run.exit_code for run in done.runs} == {0}
+
+
 def test_a_run_that_the_user_opened_before_is_left_alone(tmp_path):
     done = python(
         tmp_path,

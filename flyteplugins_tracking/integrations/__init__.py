@@ -47,10 +47,12 @@ def _is_flyte2_task(target: Any) -> bool:
 def _refuse_what_is_no_function(target: Any) -> None:
     if isinstance(target, str):
         raise ConfigError(f"tracking_init takes the function, not {target!r}: write @tracking_init(project={target!r})")
+    if isinstance(target, (staticmethod, classmethod, property)):
+        raise ConfigError(f"put @tracking_init below @{type(target).__name__}, on the function itself")
     if inspect.isclass(target) or not callable(target):
         raise ConfigError(f"tracking_init decorates functions and Flyte tasks, not {target!r}")
     if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
         raise ConfigError(
-            f"{target.__qualname__} is a generator: its body runs after the call has returned, outside of the run. "
-            "Decorate the function that consumes it."
+            f"{getattr(target, '__qualname__', target)} is a generator: its body runs after the call has returned, "
+            "outside of the run. Decorate the function that consumes it."
         )

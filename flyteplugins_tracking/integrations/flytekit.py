@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -58,16 +59,16 @@ class TaskFunction:
         raise AttributeError(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """By name like a function, where the name leads here; else by value: Elastic's spawn uses cloudpickle."""
-        if self.__module__ != "__main__" and _lookup(self.__module__, self.__qualname__) is self:
+        """By name like a function, where the name leads here; else by value, as Elastic's spawn does."""
+        if _lookup(self.__module__, self.__qualname__) is self:
             return self.__qualname__
         return TaskFunction, (self._tracked, self._link)
 
     def get_extra_config(self) -> dict[str, str]:
         """The links of this decorator and of those inside it."""
         inner: dict[str, str] = getattr(getattr(self._tracked, "__wrapped__", None), "get_extra_config", dict)()
-        both = [links for links in (inner.get(_LINK_TYPE), self._link[_LINK_TYPE]) if links]
-        return {**inner, **self._link, _LINK_TYPE: ",".join(both)}
+        types = [kind for links in (inner, self._link) for kind in links.get(_LINK_TYPE, "").split(",") if kind]
+        return {**inner, **self._link, **({_LINK_TYPE: ",".join(dict.fromkeys(types))} if types else {})}
 
 
 def is_entity(target: Any) -> bool:
@@ -100,7 +101,7 @@ def adapt_function(tracked: Any, link: Mapping[str, str]) -> Any:
     if utils is None:
         return tracked
     utils.ClassDecorator.register(TaskFunction)
-    _pickle_by_name_for_multiprocessing()
+    _pickle_like_a_function_for_cloudpickle()
     return TaskFunction(tracked, link)
 
 
@@ -205,13 +206,15 @@ def _lookup(module: str, qualname: str) -> Any:
     return found
 
 
-def _pickle_by_name_for_multiprocessing() -> None:
-    """The children of multiprocessing import the parent's `__main__`, so a name is enough there too."""
-    from multiprocessing.reduction import ForkingPickler
+def _pickle_like_a_function_for_cloudpickle() -> None:
+    """To cloudpickle, what is in `__main__` or in a module registered for it is no name that another process knows."""
+    cloudpickle = sys.modules["cloudpickle"]
 
     def reduce(function: TaskFunction) -> Any:
-        if _lookup(function.__module__, function.__qualname__) is function:
-            return function.__qualname__
-        return function.__reduce_ex__(2)
+        by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+        packages = itertools.accumulate(function.__module__.split("."), "{}.{}".format)
+        if by_value.isdisjoint(packages):
+            return function.__reduce_ex__(2)
+        return TaskFunction, (function._tracked, function._link)
 
-    ForkingPickler.register(TaskFunction, reduce)
+    cloudpickle.CloudPickler.dispatch_table[TaskFunction] = reduce

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from flyteplugins_tracking.config import TrackingConfig, check_arguments
+from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
 from flyteplugins_tracking.errors import ConfigError, TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.trackers.base import Handle
@@ -43,6 +43,13 @@ INIT_ARGUMENTS = frozenset(
 )
 # https://docs.wandb.ai/models/ref/python/functions/init: these may not stand in a run id.
 _NOT_IN_AN_ID = "/\\#?%:"
+_APP = "https://wandb.ai"
+# The texts that these arguments take.
+_CHOICES = {
+    "mode": {"online", "offline", "disabled", "dryrun"},
+    "resume": {"allow", "never", "must", "auto"},
+    "reinit": {"default", "return_previous", "finish_previous", "create_new"},
+}
 # What the vendor and the frameworks call to end "the" run. While the function runs it is ours to end.
 _ENDINGS = ("finish", "_finish")
 
@@ -55,11 +62,17 @@ class WandbTracker:
 
     def check(self, config: TrackingConfig) -> None:
         """See `Tracker.check`."""
-        check_arguments("wandb.init", config.options, INIT_ARGUMENTS)
+        options = config.options
+        check_arguments("wandb.init", options, INIT_ARGUMENTS | OWN_ARGUMENTS)
         _check_id(config.id)
-        if config.options.get("mode") == "shared":
+        if options.get("mode") == "shared":
             raise ConfigError("mode='shared' is W&B's: pass run_mode='shared'")
-        settings = config.options.get("settings")
+        for name, allowed in _CHOICES.items():
+            if isinstance(options.get(name), str):
+                check_choice(name, options[name], allowed)
+        settings = options.get("settings")
+        if settings is not None and not isinstance(settings, Mapping) and not hasattr(settings, "model_fields_set"):
+            raise ConfigError(f"settings= takes a mapping or wandb.Settings, not {type(settings).__name__}")
         if _has_api_key(settings):
             raise ConfigError("settings= holds an API key, which would be pickled with the task: pass secret=...")
         if config.run_mode == "shared":
@@ -67,13 +80,18 @@ class WandbTracker:
 
     def link(self, config: TrackingConfig) -> Mapping[str, str]:
         """See `Tracker.link`."""
-        values = {"entity": config.options.get("entity"), "project": config.project, "id": config.id}
-        named = {f"wandb_{name}": str(value) for name, value in values.items() if value is not None}
-        host = os.environ.get("WANDB_BASE_URL", "https://wandb.ai")
+        entity = config.options.get("entity")
+        if entity is None or config.project is None:
+            return {}
+        kind = "tracking-wandb" if config.id is None else "tracking-wandb-id"
+        if (config.run_mode, config.rank_scope) != ("auto", "global"):  # several runs: the page that lists them
+            kind = "tracking-wandb-project"
         return {
-            "link_type": "tracking-wandb" if config.id is None else "tracking-wandb-id",
-            "wandb_host": host,
-            **named,
+            "link_type": kind,
+            "wandb_host": os.environ.get("WANDB_BASE_URL", _APP).replace("https://api.wandb.ai", _APP).rstrip("/"),
+            "wandb_entity": str(entity),
+            "wandb_project": config.project,
+            **({} if config.id is None else {"wandb_id": config.id}),
         }
 
     def open(self, request: RunRequest) -> Handle:
@@ -254,9 +272,11 @@ def _drop_inherited_service() -> None:
 
 
 def _global_run() -> Any:
+    """What `wandb.run` is; None for a forked child, where it is the parent's."""
     import wandb
 
-    return wandb.run
+    inherited = wandb.run is not None and getattr(wandb.run, "_init_pid", os.getpid()) != os.getpid()
+    return None if inherited else wandb.run
 
 
 def _make_global(run: Any) -> None:

@@ -42,7 +42,7 @@ class InnerLinks(ClassDecorator):
 
 
 @task
-@tracking_init(project="tests")
+@tracking_init(project="tests", entity="team")
 def below(n: int) -> str:
     """What this task is for."""
     return training("below")
@@ -55,14 +55,14 @@ def above(n: int) -> str:
 
 
 @task
-@tracking_init(project="tests", id="chosen")
+@tracking_init(project="tests", entity="team", id="chosen")
 @InnerLinks
 def inner_links(n: int) -> str:
     return training("inner_links")
 
 
 @task
-@tracking_init(project="tests")
+@tracking_init(project="tests", entity="team")
 async def async_below(n: int) -> str:
     await asyncio.sleep(0)
     return training("async_below")
@@ -100,12 +100,12 @@ def pytorch_job(n: int) -> str:
 
 
 @task(task_config=spawn)
-@tracking_init(project="tests", run_mode="new")
+@tracking_init(project="tests", entity="team", run_mode="new")
 def spawn_below(n: int) -> str:
     return training("spawn_below")
 
 
-@tracking_init(project="tests")
+@tracking_init(project="tests", entity="team")
 @task(task_config=spawn)
 def spawn_above(n: int) -> str:
     return training("spawn_above")

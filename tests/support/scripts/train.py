@@ -1,13 +1,15 @@
 """A training that does what its argument, a JSON object, says, and reports what this rank saw.
 
 Keys: `tracking`: the decorator's arguments. `rows`: how many to log. `end`: {rank: how it ends}, with "raise",
-"interrupt" or an exit code; `fail_attempts`: `end` holds for the attempts below it. `process_group`: whether to
+"interrupt" or an exit code; `fail_attempts`: `end` holds for the attempts below it; `linger_s`: how long the
+others stay. `process_group`: whether to
 initialise one before. `calls`: how often the function is called.
 """
 
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
@@ -25,6 +27,7 @@ def train(rows: int) -> None:
     report(run, info)
     if SETTINGS.get("fail_attempts", 1) > ATTEMPT:
         end(SETTINGS.get("end", {}).get(str(info.rank if info else 0)))
+        time.sleep(SETTINGS.get("linger_s", 0))
 
 
 def end(how: object) -> None:
