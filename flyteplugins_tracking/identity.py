@@ -99,7 +99,8 @@ def _agent_store_token(env: Env) -> str | None:
 
     address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     try:
-        return _agree(TCPStore(address, int(port), is_master=False, timeout=_STORE_TIMEOUT))
+        store = TCPStore(address, int(port), is_master=False, timeout=_STORE_TIMEOUT)
+        return _agree(store, _random_token())
     except (RuntimeError, ValueError) as error:
         raise IdentityError(
             f"the store of the torchelastic agents at MASTER_ADDR={address} MASTER_PORT={port} does not answer, "
@@ -134,7 +135,7 @@ def _openmpi(info: DistributedInfo, env: Env, alone: bool) -> str | None:
 
 def _nameless(info: DistributedInfo, _: Env, alone: bool) -> str | None:
     """A launcher that gives its job no name: the ranks' process group or, on one node, the launcher's process."""
-    token = _from_rank_0(info, uuid.uuid4().hex[:8])
+    token = _from_rank_0(info, _random_token())
     if token is not None:
         return readable(info.launcher, token)
     process = _launcher_process(info) if alone else None
@@ -185,8 +186,7 @@ def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
         return None
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
-        store.set(_STORE_KEY, token)
-        return token
+        return _agree(store, token)
     try:
         store.wait([_STORE_KEY], _STORE_TIMEOUT)
     except RuntimeError as error:
@@ -194,14 +194,17 @@ def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
             f"rank 0 has named no run id for rank {info.rank} within {_STORE_TIMEOUT.seconds} s: call the decorated "
             "function on every rank, or pass id=..."
         ) from error
-    named: bytes = store.get(_STORE_KEY)
-    return named.decode()
+    return _agree(store, "")
 
 
-def _agree(store: Any) -> str:
-    """The token of the first rank to come: `compare_set` writes where nothing is written and returns what is."""
-    token: bytes = store.compare_set(_STORE_KEY, "", uuid.uuid4().hex[:8])
-    return token.decode()
+def _agree(store: Any, token: str) -> str:
+    """The token of the first to come: `compare_set` writes where nothing is written, and returns what is."""
+    agreed: bytes = store.compare_set(_STORE_KEY, "", token)
+    return agreed.decode()
+
+
+def _random_token() -> str:
+    return uuid.uuid4().hex[:8]
 
 
 def _digest(*parts: object) -> str:

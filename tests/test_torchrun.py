@@ -248,14 +248,16 @@ def test_mpirun_on_one_node(tmp_path, run_mode, rank_scope):
     assert {run.id for run in done[0].runs}.isdisjoint(run.id for run in done[1].runs)
 
 
-@pytest.mark.parametrize(("run_mode", "process_group", "runs"), [("new", "group", 4), ("auto", "none", 2)])
+@pytest.mark.parametrize(
+    ("run_mode", "process_group", "runs"), [("new", "group", 8), ("new", "tcp", 8), ("auto", "none", 4)]
+)
 def test_jobs_that_one_process_spawns_one_after_the_other_are_not_the_same_run(tmp_path, run_mode, process_group, runs):
-    """torch.multiprocessing.spawn, with the variables set by hand: the parent's process is no name for a job."""
+    """torch.multiprocessing.spawn: the parent's process is no name for a job."""
     ports = [str(jobs.free_port()) for _ in range(2)]
     done = jobs.python(tmp_path, jobs.SCRIPTS / "spawner.py", run_mode, process_group, *ports)
     assert done.returncode == 0, done.output
     assert len({run.id for run in done.runs}) == len(done.runs) == runs
-    assert len({run.group or run.id for run in done.runs}) == 2
+    assert len({run.group or run.id for run in done.runs}) == 4  # 2 jobs that train twice
 
 
 def test_a_plain_process_makes_a_new_run_each_time(tmp_path: Path):

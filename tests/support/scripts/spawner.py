@@ -1,6 +1,7 @@
-"""Spawn a job of two ranks for each port given, one after the other, with the launcher's variables set by hand.
+"""Spawn a job of two ranks for each port given, one after the other, as a script does by hand. Each trains twice.
 
-Arguments: the run mode, whether to initialise a process group ("group" or "none"), and the ports.
+Arguments: the run mode; how the ranks know of each other; and the ports. They know by variables ("none"), by variables
+and a process group ("group"), or by a process group alone ("tcp").
 """
 
 import os
@@ -20,12 +21,20 @@ def train() -> None:
 
 
 def worker(rank: int, port: str) -> None:
+    know_each_other(rank, port)
+    for _ in range(2):
+        train()
+
+
+def know_each_other(rank: int, port: str) -> None:
+    if sys.argv[2] == "tcp":
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+        return
     shape = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in shape.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     if sys.argv[2] == "group":
         dist.init_process_group("gloo")
-    train()
 
 
 if __name__ == "__main__":
