@@ -217,8 +217,9 @@ def test_a_serialized_task_brings_its_link(templates):
     assert {"link_type": "tracking-wandb-project", **link}.items() <= templates["spawn_below"].items()
 
 
-def test_a_link_without_entity_or_project_would_dangle_and_is_left_out(templates):
-    assert templates["cached"] == {}
+def test_a_link_without_entity_or_project_is_the_hosts_page(templates):
+    host = {"link_type": "tracking-wandb-host", "wandb_host": "https://wandb.ai", "wandb_project": "tests"}
+    assert templates["cached"] == host
 
 
 def test_links_of_class_decorators_inside_are_kept(templates):

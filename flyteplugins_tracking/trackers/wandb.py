@@ -80,18 +80,11 @@ class WandbTracker:
 
     def link(self, config: TrackingConfig) -> Mapping[str, str]:
         """See `Tracker.link`."""
-        entity = config.options.get("entity")
-        if entity is None or config.project is None:
-            return {}
-        kind = "tracking-wandb" if config.id is None else "tracking-wandb-id"
-        if (config.run_mode, config.rank_scope) != ("auto", "global"):  # several runs: the page that lists them
-            kind = "tracking-wandb-project"
+        values = {"entity": config.options.get("entity"), "project": config.project, "id": config.id}
         return {
-            "link_type": kind,
+            "link_type": _link_type(config),
             "wandb_host": os.environ.get("WANDB_BASE_URL", _APP).replace("https://api.wandb.ai", _APP).rstrip("/"),
-            "wandb_entity": str(entity),
-            "wandb_project": config.project,
-            **({} if config.id is None else {"wandb_id": config.id}),
+            **{f"wandb_{name}": str(value) for name, value in values.items() if value is not None},
         }
 
     def open(self, request: RunRequest) -> Handle:
@@ -143,6 +136,15 @@ class WandbHandle:
         finally:
             if self._before is not None and not getattr(self._before, "_is_finished", False):
                 _make_global(self._before)
+
+
+def _link_type(config: TrackingConfig) -> str:
+    """The page that the link can name: the run's, the project's where there are several runs, or the host's."""
+    if config.project is None or "entity" not in config.options:
+        return "tracking-wandb-host"
+    if (config.run_mode, config.rank_scope) != ("auto", "global"):
+        return "tracking-wandb-project"
+    return "tracking-wandb" if config.id is None else "tracking-wandb-id"
 
 
 def _leave_open(*_: object, **__: object) -> None:
