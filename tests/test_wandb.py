@@ -318,6 +318,8 @@ def test_an_unreachable_server_is_told_in_time(tmp_path, if_unavailable):
     began = time.monotonic()
     done = python(tmp_path, TRAIN.replace("@tracking_init", arguments), **ONLINE, WANDB_BASE_URL=url, WANDB_API_KEY=KEY)
     assert time.monotonic() - began < 25
+    assert not (tmp_path / ".config" / "wandb" / "settings").exists()  # the user's own, which wandb.login changes
+    assert not (tmp_path / ".netrc").exists()
     if if_unavailable == "raise":
         assert done.returncode == 1
         assert "TrackerUnavailableError: W&B cannot be used:" in done.output

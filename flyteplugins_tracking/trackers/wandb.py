@@ -230,17 +230,24 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
 
 def _authenticate(settings: Any, host: str, request: RunRequest) -> None:
     """Put the user's secret into `settings`, or make sure that W&B finds a key rather than prompt on a rank."""
-    import wandb
-
     key = request.read_secret()
     if key:
         settings.api_key = key.strip()  # a trailing line end would be refused, with the key in the text
-    elif not request.may_prompt and not wandb.login(host=host, prompt=False, verify=False):
+    elif not request.may_prompt and not _has_credentials(host):
         raise TrackerUnavailableError(
             "W&B: there is no API key for this process. Run `wandb login`, set WANDB_API_KEY, or pass secret= to "
             "tracking_init (under flytekit, secret_requests= to the task too); or log offline with "
             "WANDB_MODE=offline or if_unavailable='degrade'."
         )
+
+
+def _has_credentials(host: str) -> bool:
+    """Whether `wandb.init` will find a key. `wandb.login(host=)` would ask the server and write to the user's files."""
+    try:
+        from wandb.sdk.lib.wbauth import authenticate_session
+    except ImportError:
+        return True  # then wandb.init tells
+    return authenticate_session(host=host, source="tracking_init", prompt=False) is not None
 
 
 def _check_id(run_id: str | None) -> None:
