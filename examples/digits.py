@@ -70,9 +70,8 @@ def fit(epochs: int) -> float:
         with torch.no_grad():
             accuracy = (model(held_out_images).argmax(1) == held_out_labels).float().mean().item()
         if rank == 0:
-            print(
-                f"{run.id if run else '-'}: epoch {epoch + 1}/{epochs}, loss {loss.item():.4f}, accuracy {accuracy:.3f}"
-            )
+            name = run.id if run else "-"
+            print(f"{name}: epoch {epoch + 1}/{epochs}, loss {loss.item():.4f}, accuracy {accuracy:.3f}", flush=True)
     dist.destroy_process_group()
     return accuracy
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.errors import TrackerUnavailableError
-from flyteplugins_tracking.policy import RunPlan, needs_agreement, opens_a_run, plan
+from flyteplugins_tracking.policy import RunPlan, needs_agreement, plan
 from flyteplugins_tracking.topology import DistributedInfo, detect
 
 if TYPE_CHECKING:
@@ -210,9 +210,9 @@ def _decide(
     ordinal: int,
 ) -> tuple[Surroundings, RunPlan]:
     """The plan of this rank. A rank that gets no run asks nobody for an id: that would cost it imports and waits."""
-    if not opens_a_run(info, config.run_mode, config.rank_scope):
-        return Surroundings(), plan(info, config.run_mode, config.rank_scope, None)
-    plan(info, config.run_mode, config.rank_scope, None)  # refuses what the topology cannot do, before any wait
+    unnamed = plan(info, config.run_mode, config.rank_scope, None)
+    if not unnamed.opens:
+        return Surroundings(), unnamed
     around = surroundings()
     found = _identity(config, tracker, around, info, ordinal)
     run_plan = plan(info, config.run_mode, config.rank_scope, found.base_id)

@@ -54,7 +54,7 @@ def plan(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope,
     if info is None:
         return RunPlan(opens=True, run_id=base_id, primary=True, writers=1)
     _require_worker(info, rank_scope)
-    if not opens_a_run(info, run_mode, rank_scope):
+    if run_mode == "auto" and not _is_first(info, rank_scope):
         return RunPlan(opens=False)
     suffix, group_suffix = _suffixes(info, run_mode, rank_scope)
     return RunPlan(
@@ -65,11 +65,6 @@ def plan(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope,
         label=f"rank-{info.rank}" if info.worker_index is None else f"worker-{info.worker_index}",
         writers=_writers(info, run_mode, rank_scope),
     )
-
-
-def opens_a_run(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
-    """Whether this rank gets a run. The one question that every rank can answer without the job's base id."""
-    return info is None or run_mode != "auto" or _is_first(info, rank_scope)
 
 
 def needs_agreement(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:

@@ -24,16 +24,17 @@ def reports(directory: Path) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def in_process(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("in-process")
-    done = jobs.python(directory, TASKS, "in-process")
-    assert done.returncode == 0, done.output
-    return done
+    return all_of("in-process", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("elastic")
-    done = jobs.python(directory, TASKS, "elastic")
+    return all_of("elastic", tmp_path_factory)
+
+
+def all_of(kind: str, tmp_path_factory: pytest.TempPathFactory) -> jobs.Done:
+    """All tasks of a kind, run by `flyte_tasks.py` in one process."""
+    done = jobs.python(tmp_path_factory.mktemp(kind), TASKS, kind)
     assert done.returncode == 0, done.output
     return done
 

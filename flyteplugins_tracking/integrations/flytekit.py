@@ -62,6 +62,10 @@ class TaskFunction:
         """By name like a function, where the name leads here; else by value, as Elastic's spawn does."""
         if _lookup(self.__module__, self.__qualname__) is self:
             return self.__qualname__
+        return self.by_value()
+
+    def by_value(self) -> tuple[Any, ...]:
+        """How `pickle` makes this again where no name leads to it."""
         return TaskFunction, (self._tracked, self._link)
 
     def get_extra_config(self) -> dict[str, str]:
@@ -215,6 +219,6 @@ def _pickle_like_a_function_for_cloudpickle() -> None:
         packages = itertools.accumulate(function.__module__.split("."), "{}.{}".format)
         if by_value.isdisjoint(packages):
             return function.__reduce_ex__(2)
-        return TaskFunction, (function._tracked, function._link)
+        return function.by_value()
 
     cloudpickle.CloudPickler.dispatch_table[TaskFunction] = reduce
