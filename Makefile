@@ -6,7 +6,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slurm lint wheel clean
+.PHONY: demo test test-slurm reliability soak lint wheel clean
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/digits.py demo-output
@@ -17,6 +17,14 @@ test: $(INSTALLED)
 # A real Slurm on this machine's loopback: apt-get install slurmctld slurmd slurm-client munge
 test-slurm: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm tests/slurm
+
+# The fault matrix of docs/reliability.md, measured anew.
+reliability: $(INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m reliability docs/reliability.md
+
+# 200 restarts in a row of a 4-rank job.
+soak: $(INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m reliability.soak
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .

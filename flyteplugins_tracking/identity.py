@@ -7,16 +7,15 @@ what the launcher that gave the topology offers.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking import processes
 from flyteplugins_tracking.errors import IdentityError
 from flyteplugins_tracking.topology import DistributedInfo
 
@@ -82,29 +81,48 @@ def readable(*parts: str | None) -> str:
 def _torchelastic(info: DistributedInfo, env: Env, alone: bool) -> str | None:
     """The run id ("none" for a static rendezvous), and a token: constant run ids are common."""
     name = info.job_id if info.job_id not in (None, "none") else "torchrun"
-    token = _agent_store_token(env)
-    if token is None:
+    token = _rendezvous_token(env)
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        token = _agent_store_token(env, token or _random_token())
+    elif token is None:
         token = _agent_token(env) if alone else _from_rank_0(info, _agent_token(env))
     return None if token is None else readable(name, token)
 
 
-def _agent_store_token(env: Env) -> str | None:
+def _rendezvous_token(env: Env) -> str | None:
+    """A token in the store of a c10d rendezvous: it is the same when rank 0 has moved to another node.
+
+    Workers are not told where it is. The agent is, by its command line or by variables that its workers inherit.
+    """
+    agent = processes.command_line(processes.nearest_without("TORCHELASTIC_RUN_ID"))
+    backend = _option(agent, "rdzv-backend") or env.get("PET_RDZV_BACKEND")
+    endpoint = _option(agent, "rdzv-endpoint") or env.get("PET_RDZV_ENDPOINT") or ""
+    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/c10d_rendezvous_backend.py
+    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "29400")
+    if backend != "c10d" or not host or "/" in host or not port.isdecimal() or port == "0":
+        return None
+    key = f"{_STORE_KEY}/{env.get('TORCHELASTIC_RUN_ID', '')}"
+    return _agree(_store(f"the c10d rendezvous at {endpoint}", host.strip("[]"), port), _random_token(), key)
+
+
+def _agent_store_token(env: Env, token: str) -> str:
     """A token in the store of the agents, which outlives worker-group restarts and ends with the invocation.
 
     torch 2.5 and later: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/rendezvous.py
     """
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
+    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    return _agree(_store(f"the torchelastic agents at MASTER_ADDR={host} MASTER_PORT={port}", host, port), token)
+
+
+def _store(whose: str, host: str, port: str) -> Any:
     from torch.distributed import TCPStore
 
-    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     try:
-        store = TCPStore(address, int(port), is_master=False, timeout=_STORE_TIMEOUT)
-        return _agree(store, _random_token())
+        return TCPStore(host, int(port), is_master=False, timeout=_STORE_TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise IdentityError(
-            f"the store of the torchelastic agents at MASTER_ADDR={address} MASTER_PORT={port} does not answer, "
-            f"so the ranks cannot agree on a run id: {error}. Pass id=... to do without."
+            f"the store of {whose} does not answer, so the ranks cannot agree on a run id: {error}. "
+            "Pass id=... to do without."
         ) from error
 
 
@@ -114,7 +132,7 @@ def _agent_token(env: Env) -> str | None:
     The agent makes `{run_id}_{random}` once and a subfolder in it for each attempt.
     """
     match = re.match(r"(.+)/attempt_\d+/\d+/error\.json$", env.get("TORCHELASTIC_ERROR_FILE", ""))
-    return _digest(_machine(), match[1]) if match else None
+    return _digest(processes.machine(), match[1]) if match else None
 
 
 def _slurm(info: DistributedInfo, env: Env, _: bool) -> str | None:
@@ -151,10 +169,8 @@ def _launcher_process(info: DistributedInfo) -> str | None:
     marker = _RANK_VARIABLES.get(info.launcher)
     if marker is None:
         return None
-    pid = os.getppid()
-    while pid > 1 and marker in _environment_at_start(pid):  # a shell or a wrapper script between
-        pid = _parent(pid)
-    return _digest(_machine(), pid, _start_time(pid))
+    pid = processes.nearest_without(marker)
+    return _digest(processes.machine(), pid, processes.start_time(pid))
 
 
 _OFFERS: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
@@ -197,9 +213,9 @@ def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
     return _agree(store, "")
 
 
-def _agree(store: Any, token: str) -> str:
+def _agree(store: Any, token: str, key: str = _STORE_KEY) -> str:
     """The token of the first to come: `compare_set` writes where nothing is written, and returns what is."""
-    agreed: bytes = store.compare_set(_STORE_KEY, "", token)
+    agreed: bytes = store.compare_set(key, "", token)
     return agreed.decode()
 
 
@@ -211,27 +227,11 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:8]
 
 
-def _machine() -> str:
-    return _read("/proc/sys/kernel/random/boot_id") + os.uname().nodename
-
-
-def _environment_at_start(pid: int) -> set[str]:
-    return {entry.partition("=")[0] for entry in _read(f"/proc/{pid}/environ").split("\0")}
-
-
-def _parent(pid: int) -> int:
-    match = re.search(r"^PPid:\s*(\d+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
-    return int(match[1]) if match else 0
-
-
-def _start_time(pid: int) -> str:
-    """Clock ticks since boot, field 22 of proc(5)'s stat; empty where there is no /proc."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 else ""
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
+def _option(command_line: list[str], name: str) -> str | None:
+    """The last value of `--name=value` or `--name value`, with '-' or '_' in it."""
+    found = None
+    for argument, following in zip(command_line, [*command_line[1:], ""], strict=True):
+        given, equals, value = argument.partition("=")
+        if given.replace("_", "-") == f"--{name}":
+            found = value if equals else following
+    return found

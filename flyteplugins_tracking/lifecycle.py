@@ -9,9 +9,10 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.policy import RunPlan, needs_agreement, plan
+from flyteplugins_tracking.signals import TERMINATED, Watch
 from flyteplugins_tracking.topology import DistributedInfo, detect
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ class RunRequest:
         facts: What the run's config gains: the job's shape, its restarts, the Flyte execution.
         read_secret: Gives the API key, or None where the user named no secret. For the tracker to call once, if at all.
         may_prompt: Whether somebody sits at this process's terminal, alone, and can be asked for a key.
+        watch: To be renewed whenever something is logged; and to be waited for before a run that was ended early is
+            opened again, since a handler that is still to run may end the process.
+        deadline: When the run must be open, in seconds of `time.monotonic`.
     """
 
     plan: RunPlan
@@ -46,6 +51,8 @@ class RunRequest:
     facts: Mapping[str, Any]
     read_secret: Callable[[], str | None]
     may_prompt: bool
+    watch: Watch
+    deadline: float
 
 
 @dataclass(frozen=True)
@@ -72,11 +79,12 @@ class _Entry:
     """One decorated function that is running."""
 
     tracker: str
-    run: Any
     parent: _Entry | None
+    run: Any = None
     handle: Handle | None = None
     claim: Claim | None = None
     successes: tuple[type[BaseException], ...] = ()
+    watch: Watch | None = None
     pid: int = field(default_factory=os.getpid)
 
 
@@ -113,12 +121,18 @@ def get_run(tracker: str | None = None) -> Any:
 def open_run(config: TrackingConfig, tracker: Tracker, surroundings: Callable[[], Surroundings]) -> Iterator[None]:
     """Run a block with its tracking run open, where this rank has one, and end the run with the block's status.
 
-    The status is 0 for a return, 1 for an exception, the code of a SystemExit and 130 for a KeyboardInterrupt.
+    The status is 0 for a return, 1 for an exception, the code of a SystemExit, 130 for a KeyboardInterrupt, and 143
+    after a SIGTERM, however the block ends.
     """
-    entry = _enter(config, tracker, surroundings)
-    token = _current.set(entry)
+    # Only this thread's own parent: decorated functions in several threads at once are several trainings.
+    entry = _Entry(tracker.name, parent=_current.get())
+    token = None
     exit_code = 0
     try:
+        _enter(entry, config, tracker, surroundings)
+        token = _current.set(entry)
+        if entry.watch is not None:
+            entry.watch.settle()
         yield
     except BaseException as error:
         exit_code = exit_code_of(error, entry.successes)
@@ -127,7 +141,8 @@ def open_run(config: TrackingConfig, tracker: Tracker, surroundings: Callable[[]
         try:
             _leave(entry, exit_code)
         finally:
-            _current.reset(token)
+            if token is not None:
+                _current.reset(token)
 
 
 def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...] = ()) -> int:
@@ -143,56 +158,54 @@ def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...
     return 1
 
 
-def _enter(config: TrackingConfig, tracker: Tracker, surroundings: Callable[[], Surroundings]) -> _Entry:
-    # Only this thread's own: decorated functions in several threads at once are several trainings.
-    parent = _current.get()
-    enclosing = _nearest(parent, tracker.name)
+def _enter(entry: _Entry, config: TrackingConfig, tracker: Tracker, surroundings: Callable[[], Surroundings]) -> None:
+    enclosing = _nearest(entry.parent, tracker.name)
     if enclosing is not None and config.run_mode != "new":
-        entry = _Entry(tracker.name, enclosing.run, parent)
+        entry.run = enclosing.run
     else:
-        entry = _open(config, tracker, surroundings, parent)
+        _open(entry, config, tracker, surroundings)
     with _lock:
         _running.append(entry)
-    return entry
 
 
-def _open(
-    config: TrackingConfig, tracker: Tracker, surroundings: Callable[[], Surroundings], parent: _Entry | None
-) -> _Entry:
+def _open(entry: _Entry, config: TrackingConfig, tracker: Tracker, surroundings: Callable[[], Surroundings]) -> None:
     with _lock:
         _entered[tracker.name] += 1
         ordinal = _entered[tracker.name]
     info = detect(os.environ)
     around, run_plan = _decide(config, tracker, surroundings, info, ordinal)
     if not run_plan.opens:
-        return _Entry(tracker.name, None, parent)
+        return
+    entry.successes = around.successes
+    deadline = time.monotonic() + config.init_timeout_s
+    if _watch.enter(tracker.package, config.finish_timeout_s):
+        entry.watch = _watch
     with _opening:
-        run_plan, claim = _claim(tracker, run_plan, config.project)
+        run_plan, entry.claim = _claim(tracker, run_plan, config)
         request = RunRequest(
             plan=run_plan,
             config=config,
             facts={**_job_facts(info), **around.facts},
             read_secret=lambda: _read_secret(config.secret, around),
             may_prompt=info is None and not around.on_cluster and sys.stdin is not None and sys.stdin.isatty(),
+            watch=_watch,
+            deadline=deadline,
         )
-        try:
-            handle = tracker.open(request)
-        except BaseException:
-            claim.release()
-            raise
-    return _Entry(tracker.name, handle.run, parent, handle, claim, around.successes)
+        entry.handle = tracker.open(request)
+        entry.run = entry.handle.run
 
 
-def _claim(tracker: Tracker, run_plan: RunPlan, project: str | None) -> tuple[RunPlan, Claim]:
+def _claim(tracker: Tracker, run_plan: RunPlan, config: TrackingConfig) -> tuple[RunPlan, Claim]:
     """Make sure that no other process or thread here has the run open: two writers lose each other's rows.
 
-    A rank's own child processes look like the rank itself, and a user's id may be in use: theirs are runs beside it.
+    A rank's own child processes look like the rank itself, and a user's id may be in use: theirs are runs beside it. An
+    earlier attempt that is still ending is waited for.
     """
     from flyteplugins_tracking.claims import Claim
 
     if run_plan.run_id is None or not run_plan.primary:
         return run_plan, Claim()
-    claim = Claim.take(f"{tracker.name}/{project}/{run_plan.run_id}")
+    claim = Claim.take(f"{tracker.name}/{config.project}/{run_plan.run_id}", timeout_s=config.init_timeout_s / 2)
     if claim is not None:
         return run_plan, claim
     beside = f"{run_plan.run_id}-{os.urandom(3).hex()}"
@@ -264,16 +277,46 @@ def _leave(entry: _Entry, exit_code: int) -> None:
     with _lock:
         if entry in _running:
             _running.remove(entry)
-    if entry.handle is None or entry.pid != os.getpid():
+    if entry.pid != os.getpid():
         return
+    if _watch.terminated:
+        exit_code = TERMINATED
     try:
-        entry.handle.finish(exit_code)
+        with nullcontext() if entry.watch is None else entry.watch.ending():
+            _finish(entry, exit_code)
+    finally:
+        if entry.watch is not None:
+            entry.watch.leave()
+
+
+def _finish(entry: _Entry, exit_code: int) -> None:
+    try:
+        if entry.handle is not None:
+            entry.handle.finish(exit_code)
     except Exception:
         # The training has ended as it has: its tracker does not change that.
         logger.warning("%s: the run could not be finished with status %d", entry.tracker, exit_code, exc_info=True)
     finally:
         if entry.claim is not None:
             entry.claim.release()
+
+
+def _end_runs(exit_code: int) -> None:
+    """End every run that is open here, whichever thread's, while the functions may go on."""
+    with _lock:
+        opened = [(entry.tracker, entry.handle) for entry in _running if entry.handle is not None]
+    threads = [threading.Thread(target=_end_early, args=(*one, exit_code), daemon=True) for one in opened]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _end_early(tracker: str, handle: Handle, exit_code: int) -> None:
+    try:
+        handle.end_early(exit_code)
+    except Exception:
+        logger.warning("%s: the run could not be ended with status %d", tracker, exit_code, exc_info=True)
 
 
 def _innermost() -> _Entry | None:
@@ -309,5 +352,12 @@ def _forget_the_parents() -> None:
     _current.set(None)
 
 
+_watch = Watch(_end_runs)
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_the_parents)
+    os.register_at_fork(
+        before=_watch.before_fork,
+        after_in_parent=_watch.after_fork_in_parent,
+        after_in_child=_watch.after_fork_in_child,
+    )

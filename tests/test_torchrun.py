@@ -139,16 +139,17 @@ def test_a_restarted_single_process_goes_on_with_the_same_run(tmp_path):
     assert len({run.id for run in done.runs}) == 1
 
 
-def test_nodes_that_share_no_store_agree_through_their_process_group(tmp_path):
+def test_nodes_that_share_no_store_at_all_agree_through_their_process_group(tmp_path):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = jobs.nodes(tmp_path, [1, 1], ["--rdzv-id=job"], env, process_group=True, tracking={"run_mode": "new"})
+    in_a_file = ["--rdzv-id=job", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}"]
+    done = jobs.nodes(tmp_path, [1, 1], in_a_file, env, process_group=True, tracking={"run_mode": "new"})
     assert done.returncode == 0, done.output
     assert len({run.group for run in done.runs}) == 1
     assert len(done.runs) == 2
 
 
 @pytest.mark.parametrize(("run_mode", "process_group"), [("auto", False), ("new", True)])
-def test_restarted_nodes_that_share_no_store_go_on_with_the_same_run(tmp_path, run_mode, process_group):
+def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp_path, run_mode, process_group):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     options = ["--rdzv-id=job", "--max-restarts=1"]
     failing = {"end": {"0": "raise"}, "linger_s": 60}  # the agent that restarts waits for the other to come again
@@ -195,9 +196,10 @@ def test_ranks_that_a_shell_starts_by_hand_are_another_run_each_time(tmp_path, r
         assert done.runs == []
 
 
-def test_nodes_that_share_nothing_are_told_to_pass_an_id(tmp_path):
+def test_nodes_that_share_no_store_at_all_are_told_to_pass_an_id(tmp_path):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = jobs.nodes(tmp_path, [1, 1], ["--rdzv-id=job"], env, tracking={"run_mode": "new"})
+    in_a_file = ["--rdzv-id=job", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}"]
+    done = jobs.nodes(tmp_path, [1, 1], in_a_file, env, tracking={"run_mode": "new"})
     assert done.returncode != 0
     assert "IdentityError" in done.output
     assert "no run id that all 2 nodes agree on" in done.output

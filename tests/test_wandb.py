@@ -395,3 +395,81 @@ def test_a_child_of_lightnings_own_launcher_gets_no_run(tmp_path):
     assert "RANK parent True" in done.output
     assert "RANK 1 False" in done.output
     assert [run.exit_code for run in done.runs] == [0]
+
+
+def test_a_directory_that_cannot_be_written_is_told(tmp_path):
+    (tmp_path / "wandb").write_text("a file where the directory should be")
+    done = python(tmp_path, TRAIN)
+    assert "TrackerUnavailableError: W&B cannot write its local files" in done.output
+    assert "set WANDB_DIR" in done.output
+
+
+def test_a_run_that_the_user_has_open_is_left_alone(tmp_path):
+    script = """
+        import wandb
+        from flyteplugins_tracking import get_run, tracking_init
+        mine = wandb.init(id="mine", project="p", reinit="create_new")
+
+        @tracking_init(id="ours")
+        def train():
+            assert get_run().id == "ours"
+            get_run().log({"x": 1})
+
+        train()
+        mine.log({"x": 2})
+        mine.finish()
+    """
+    done = python(tmp_path, textwrap.dedent(script))
+    assert done.returncode == 0, done.output
+    assert {run.id: [row["x"] for row in run.rows] for run in done.runs} == {"mine": [2], "ours": [1]}
+
+
+def test_the_run_is_the_vendors_own_to_look_at_and_to_pickle(tmp_path):
+    script = """
+        import pickle, wandb
+        from flyteplugins_tracking import get_run, tracking_init
+
+        @tracking_init(id="ours")
+        def train():
+            run = get_run()
+            assert isinstance(run, wandb.Run) and wandb.run is run and type(run).__name__ == "Run"
+            assert pickle.dumps(run)
+            return run
+
+        run = train()
+        assert type(run) is wandb.Run
+        try:
+            run.log({"x": 1})
+        except wandb.errors.UsageError as error:
+            assert "is finished" in str(error)
+        else:
+            raise SystemExit("a finished run took a row")
+    """
+    done = python(tmp_path, textwrap.dedent(script))
+    assert done.returncode == 0, done.output
+
+
+def test_a_wandb_core_that_dies_takes_no_training_down(tmp_path):
+    script = """
+        import os, signal, time
+        from pathlib import Path
+        from flyteplugins_tracking import get_run, tracking_init
+
+        @tracking_init(id="ours")
+        def train():
+            get_run().log({"x": 0})
+            time.sleep(0.5)
+            for task in Path("/proc/self/task").iterdir():
+                for pid in (task / "children").read_text().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.5)
+            for x in range(1, 4):
+                get_run().log({"x": x})
+
+        train()
+    """
+    done = python(tmp_path, textwrap.dedent(script))
+    assert done.returncode == 0, done.output
+    assert "wandb-core has died" in done.output
+    assert sorted(row["x"] for run in done.runs for row in run.rows) == [0, 1, 2, 3]
+    assert [run.exit_code for run in done.runs] == [None, 0]

@@ -18,13 +18,21 @@ class Handle(Protocol):
         """The vendor's own object."""
 
     def finish(self, exit_code: int) -> None:
-        """End the run: 0 is success, anything else is failure. Called once."""
+        """End the run, which the function's end is: 0 is success, anything else is failure. Called once, and last."""
+
+    def end_early(self, exit_code: int) -> None:
+        """End the run while the function may go on: the job is being terminated. Called from another thread.
+
+        What the function logs from then on must not raise; it opens the run again where that can be done. Where the run
+        has ended already, this does nothing.
+        """
 
 
 class Tracker(Protocol):
-    """One tracking service. Its module is imported on every rank: the vendor's package only in `open`."""
+    """One tracking service. Its module is imported on every rank: the vendor's `package` only in `open`."""
 
     name: str
+    package: str
     run_id_variables: tuple[str, ...]
 
     def check(self, config: TrackingConfig) -> None:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
 from flyteplugins_tracking.errors import ConfigError, TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.lifecycle import RunRequest
+from flyteplugins_tracking.trackers._wandb_run import WandbHandle, directory, global_run
 from flyteplugins_tracking.trackers.base import Handle
 
 logger = logging.getLogger(__name__)
+# Runs are opened again at any time, by any thread. Reentrant: by a signal's handler too.
+_opening = threading.RLock()
 
 # The parameters of wandb.init that the decorator does not take by name. Importing wandb to ask it would cost every
 # rank half a second; a test compares.
@@ -50,14 +57,31 @@ _CHOICES = {
     "resume": {"allow", "never", "must", "auto"},
     "reinit": {"default", "return_previous", "finish_previous", "create_new"},
 }
-# What the vendor and the frameworks call to end "the" run. While the function runs it is ours to end.
-_ENDINGS = ("finish", "_finish")
+_NOT_ONLINE = ("offline", "disabled", "dryrun")
+# In place of vendor's defaults that lose rows, in seconds. What the user or a variable sets goes before.
+_SAFER = {
+    # 60: longer than a run's end is waited for, so that a server that is back would not be noticed. And 20 tries.
+    "x_file_stream_retry_wait_max_seconds": 8,
+    "x_graphql_retry_wait_max_seconds": 8,
+    "x_graphql_retry_max": 10_000,
+    "x_file_transfer_retry_wait_max_seconds": 8,
+    "x_file_transfer_retry_max": 10_000,
+    # 15: what SIGKILL keeps from the local file. wandb-core outlives the process long enough to write once more.
+    "x_transaction_log_flush_interval": 0.1,
+}
+# What wandb.init takes beyond its deadline.
+_VENDOR_GRACE_S = 0.5
+# How long a run that was ended by a signal may take to open again, before it goes on offline.
+_REOPENING_S = 5.0
+# What wandb.init waits for the server to say whose key it is.
+_VIEWER_S = 5.0
 
 
 class WandbTracker:
     """Opens W&B runs."""
 
     name = "wandb"
+    package = "wandb"
     run_id_variables = ("WANDB_RUN_ID",)
 
     def check(self, config: TrackingConfig) -> None:
@@ -91,51 +115,20 @@ class WandbTracker:
         """See `Tracker.open`."""
         _check_id(request.plan.run_id)
         _require_wandb()
-        _drop_inherited_service()
+        _drop_unusable_service()
+        before = global_run()
         try:
             run = _init(request)
         except TrackerUnavailableError as unavailable:
             if request.config.if_unavailable == "raise":
                 raise
-            run = _init(request, mode="offline")
+            run = _init_offline(request)
             logger.warning(
-                "%s This run is logged offline. Send it when W&B is there: wandb sync %s", unavailable, _directory(run)
+                "%s This run is logged offline. Send it when W&B is there: wandb sync %s", unavailable, directory(run)
             )
         if isinstance(request.config.config, str):
             run.config.update(dict(request.facts), allow_val_change=True)
-        return WandbHandle(run, finish_timeout_s=request.config.finish_timeout_s)
-
-
-class WandbHandle:
-    """An open W&B run, which `wandb.run` is while the function runs."""
-
-    def __init__(self, run: Any, finish_timeout_s: float) -> None:
-        self.run = run
-        self._finish_timeout_s = finish_timeout_s
-        self._before = None if _global_run() is run else _global_run()
-        _make_global(run)
-        self._overlaid = {name: vars(run).get(name) for name in _ENDINGS if hasattr(run, name)}
-        for name in self._overlaid:
-            setattr(run, name, _leave_open)
-
-    def finish(self, exit_code: int) -> None:
-        """See `Handle.finish`."""
-        for name, own in self._overlaid.items():
-            delattr(self.run, name)
-            if own is not None:
-                setattr(self.run, name, own)
-        try:
-            self.run.finish(exit_code=exit_code)
-        except TimeoutError:
-            logger.warning(
-                "W&B did not take all of run %s within finish_timeout_s=%g. Nothing is lost: wandb sync %s",
-                self.run.id,
-                self._finish_timeout_s,
-                _directory(self.run),
-            )
-        finally:
-            if self._before is not None and not getattr(self._before, "_is_finished", False):
-                _make_global(self._before)
+        return WandbHandle(run, before, request, reopen=functools.partial(_reopen, request))
 
 
 def _link_type(config: TrackingConfig) -> str:
@@ -147,24 +140,133 @@ def _link_type(config: TrackingConfig) -> str:
     return "tracking-wandb" if config.id is None else "tracking-wandb-id"
 
 
-def _leave_open(*_: object, **__: object) -> None:
-    """Stands in for `run.finish` while the function runs: its end alone is the run's end.
-
-    Accelerate's `end_training()` and hyperparameter searches call `finish`; after it a crash would be a success.
-    """
+def _resuming(request: RunRequest, run_id: str) -> RunRequest:
+    options = {k: v for k, v in request.config.options.items() if k not in ("resume", "resume_from", "fork_from")}
+    return replace(
+        request,
+        plan=replace(request.plan, run_id=run_id),
+        config=replace(request.config, options={**options, "reinit": "create_new"}),
+        deadline=time.monotonic() + _REOPENING_S,
+    )
 
 
 def _init(request: RunRequest, mode: str | None = None) -> Any:
     import wandb
 
     try:
-        return wandb.init(**_init_arguments(request, mode))
-    except (wandb.errors.CommError, wandb.errors.AuthenticationError) as error:
+        arguments = _init_arguments(request, mode)
+        if not _is_online(arguments):
+            return wandb.init(**arguments)
+        with _opening, _viewer_known(request.deadline):
+            settings = arguments["settings"]
+            # What the user has set over our deadline counts too.
+            longer_s = settings.init_timeout - request.config.init_timeout_s
+            settings.init_timeout = max(1.0, request.deadline + longer_s - time.monotonic() - _VENDOR_GRACE_S)
+            return wandb.init(**arguments)
+    except (wandb.errors.CommError, wandb.errors.AuthenticationError, ConnectionError, TimeoutError) as error:
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise TrackerUnavailableError(
             f"W&B cannot be used: {cause}. Check WANDB_BASE_URL, the API key and the network; or log offline with "
             "WANDB_MODE=offline or if_unavailable='degrade'."
         ) from error
+    except OSError as error:
+        raise TrackerUnavailableError(
+            f"W&B cannot write its local files: {error}. Make room there, or set WANDB_DIR to another directory."
+        ) from error
+
+
+def _reopen(request: RunRequest, run_id: str, offline: bool) -> Any:
+    """Open a run again that a signal has ended, or wandb-core's death; offline where W&B has not answered in time."""
+    request = _resuming(request, run_id)
+    _drop_unusable_service()
+    if not offline:
+        with contextlib.suppress(TrackerUnavailableError):
+            return _init(request)
+    return _init_offline(request)
+
+
+def _init_offline(request: RunRequest) -> Any:
+    """Open the run offline after an attempt online. wandb-core keeps that one's id, and refuses it."""
+    if not _restart_service() and request.plan.run_id is not None:
+        run_id = f"{request.plan.run_id}-{os.urandom(3).hex()}"
+        logger.warning("W&B: run %s goes on offline as %s: other runs are open here", request.plan.run_id, run_id)
+        request = replace(request, plan=replace(request.plan, run_id=run_id))
+    return _init(request, mode="offline")
+
+
+def _restart_service() -> bool:
+    """Start wandb-core anew, unless a run is open in it. What it has not sent is in the local files."""
+    from wandb.sdk import wandb_setup
+
+    setup = wandb_setup.singleton()
+    try:
+        connection = setup._connection
+        if connection is None:
+            return True
+        is_alive = connection._proc._process.poll() is None
+        if is_alive and any(not run._is_finished for run in setup._active_runs):
+            return False
+        connection._finalizer.close()
+        connection._proc._process.kill()
+        # As its own teardown, but for the message, which would only fail.
+        connection._torn_down = True
+        connection._cleanup()
+        connection._proc.join()
+    except (AttributeError, TypeError):  # another version's, or another process's
+        return False
+    os.environ.pop("WANDB_SERVICE", None)
+    setup._connection = None
+    return True
+
+
+def _is_online(arguments: Mapping[str, Any]) -> bool:
+    return (arguments.get("mode") or _effective(arguments["settings"]).mode) not in _NOT_ONLINE
+
+
+@contextlib.contextmanager
+def _viewer_known(deadline: float) -> Iterator[None]:
+    """Ask whose key it is once, and before `wandb.init`, which asks a silent server for 5 s again and again.
+
+    Where the deadline is too near for it, nobody asks: it is for a message and for the account's defaults.
+    """
+    from wandb.sdk import wandb_setup
+
+    setup = wandb_setup.singleton()
+    _start_service(setup)
+    try:
+        is_time = deadline - time.monotonic() > 2 * _VIEWER_S
+        who, session = setup._resolve_identity() if is_time else None, setup._session_identity
+    except AttributeError:  # another version's
+        yield
+        return
+
+    def known() -> Any:
+        setup._session_identity = session if who else None
+        return who
+
+    setup._resolve_identity = known
+    try:
+        yield
+    finally:
+        vars(setup).pop("_resolve_identity", None)
+
+
+def _start_service(setup: Any) -> None:
+    """Start wandb-core, without the reports of the vendor on itself, which the user can ask for with the variable.
+
+    While the server is mute they hold up this process's end, by 10 s and more.
+    """
+    if "WANDB_ERROR_REPORTING" in os.environ or getattr(setup, "_connection", None) is not None:
+        return
+    with contextlib.suppress(ImportError):
+        from wandb.analytics.opentelemetry import opentelemetry_proxy
+
+        opentelemetry_proxy.disable()
+    os.environ["WANDB_ERROR_REPORTING"] = "false"
+    try:
+        setup.ensure_service()
+    finally:
+        del os.environ["WANDB_ERROR_REPORTING"]
 
 
 def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, Any]:
@@ -184,9 +286,16 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
         **_id_arguments(request),
         "group": config.group or (None if os.environ.get("WANDB_RUN_GROUP") else plan.group),
     }
-    if _global_run() is not None:
+    if _has_open_run():
         arguments.setdefault("reinit", "create_new")
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _has_open_run() -> bool:
+    """Whether `wandb.init` would give another's run: it has a list of its own beside `wandb.run`."""
+    from wandb.sdk import wandb_setup
+
+    return global_run() is not None or getattr(wandb_setup.singleton(), "most_recent_active_run", None) is not None
 
 
 def _metadata(request: RunRequest) -> dict[str, Any]:
@@ -209,7 +318,6 @@ def _id_arguments(request: RunRequest) -> dict[str, Any]:
 def _settings(mode: str | None, request: RunRequest) -> Any:
     """The user's settings, the deadlines where they set none, and the key. A copy: `wandb.init` writes into it."""
     import wandb
-    from wandb.sdk import wandb_setup
 
     settings = wandb.Settings(
         init_timeout=request.config.init_timeout_s,
@@ -221,24 +329,46 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
         settings.update_from_dict(dict(given))
     elif given is not None:
         settings.update_from_settings(given)
-    effective = wandb_setup.singleton().settings.model_copy()
-    effective.update_from_settings(settings)
-    if (mode or effective.mode) not in ("offline", "disabled", "dryrun"):
-        _authenticate(settings, effective.base_url, request)
+    effective = _effective(settings)
+    for name, value in _SAFER.items():
+        if name not in effective.model_fields_set:
+            setattr(settings, name, value)
+    if (mode or effective.mode) not in _NOT_ONLINE:
+        _authenticate(settings, effective, request)
     return settings
 
 
-def _authenticate(settings: Any, host: str, request: RunRequest) -> None:
+def _effective(settings: Any) -> Any:
+    """`settings` over those of the session: the environment's and the files'."""
+    from wandb.sdk import wandb_setup
+
+    effective = wandb_setup.singleton().settings.model_copy()
+    effective.update_from_settings(settings)
+    return effective
+
+
+def _authenticate(settings: Any, effective: Any, request: RunRequest) -> None:
     """Put the user's secret into `settings`, or make sure that W&B finds a key rather than prompt on a rank."""
+    host = effective.base_url
     key = request.read_secret()
     if key:
         settings.api_key = key.strip()  # a trailing line end would be refused, with the key in the text
+        # As wandb.init does, which then asks whose key it is.
+        _use_key(settings.api_key, host, effective.app_url)
     elif not request.may_prompt and not _has_credentials(host):
         raise TrackerUnavailableError(
             "W&B: there is no API key for this process. Run `wandb login`, set WANDB_API_KEY, or pass secret= to "
             "tracking_init (under flytekit, secret_requests= to the task too); or log offline with "
             "WANDB_MODE=offline or if_unavailable='degrade'."
         )
+
+
+def _use_key(key: str, host: str, app_url: str | None) -> None:
+    with contextlib.suppress(ImportError):
+        from wandb.sdk.lib import wbauth
+
+        auth = wbauth.AuthApiKey(host=wbauth.HostUrl(host, app_url=app_url), api_key=key)
+        wbauth.use_explicit_auth(auth, source="tracking_init")
 
 
 def _has_credentials(host: str) -> bool:
@@ -262,40 +392,21 @@ def _has_api_key(settings: Any) -> bool:
     return bool(getattr(settings, "api_key", None))
 
 
-def _directory(run: Any) -> str:
-    """What `wandb sync` takes."""
-    return os.path.dirname(str(run.dir))
-
-
 def _require_wandb() -> None:
     if "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
         raise TrackerNotInstalledError('pip install "flyteplugins-tracking[wandb]"')
 
 
-def _drop_inherited_service() -> None:
-    """A WANDB_SERVICE that this process did not start is its parent's: a run in it ends when the parent's does."""
+def _drop_unusable_service() -> None:
+    """Forget a wandb-core that has died, and the parent's (WANDB_SERVICE): a run in it ends when the parent's does."""
     from wandb.sdk import wandb_setup
 
-    if getattr(wandb_setup.singleton(), "_connection", None) is None:
+    setup = wandb_setup.singleton()
+    process = getattr(getattr(getattr(setup, "_connection", None), "_proc", None), "_process", None)
+    if process is not None and process.poll() is not None:
+        _restart_service()
+    if getattr(setup, "_connection", None) is None:
         os.environ.pop("WANDB_SERVICE", None)
-
-
-def _global_run() -> Any:
-    """What `wandb.run` is; None for a forked child, where it is the parent's."""
-    import wandb
-
-    inherited = wandb.run is not None and getattr(wandb.run, "_init_pid", os.getpid()) != os.getpid()
-    return None if inherited else wandb.run
-
-
-def _make_global(run: Any) -> None:
-    """Set `wandb.run`: `reinit="create_new"` leaves it, and the frameworks log to it."""
-    if _global_run() is run:
-        return
-    with contextlib.suppress(ImportError):
-        from wandb.sdk.wandb_init import _set_global_run
-
-        _set_global_run(run)
 
 
 TRACKER = WandbTracker()

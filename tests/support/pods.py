@@ -10,8 +10,10 @@ from support import jobs
 EXECUTION, NODE = "f7c3a", "n0"
 
 
-def command(task: str, directory: Path, attempt: int = 0, name: str | None = None) -> list[str]:
-    """`pyflyte-execute` for `flyte_tasks.{task}`, with the paths that the backend would give it."""
+def command(
+    task: str, directory: Path, attempt: int = 0, name: str | None = None, module: str = "flyte_tasks"
+) -> list[str]:
+    """`pyflyte-execute` for `{module}.{task}`, with the paths that the backend would give it."""
     name = name or f"{EXECUTION}-{NODE}-{attempt}"
     return [
         str(Path(sys.executable).with_name("pyflyte-execute")),
@@ -23,7 +25,7 @@ def command(task: str, directory: Path, attempt: int = 0, name: str | None = Non
         "--resolver=flytekit.core.python_auto_container.default_task_resolver",
         "--",
         "task-module",
-        "flyte_tasks",
+        module,
         "task-name",
         task,
     ]

@@ -27,6 +27,9 @@ class RecordedRun:
         if self.finish_error is not None:
             raise self.finish_error
 
+    def end_early(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+
 
 @dataclass
 class Recorder:

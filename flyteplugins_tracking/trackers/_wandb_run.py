@@ -1,0 +1,304 @@
+"""A W&B run while it is open: the lifecycle alone ends it, and what is logged after an early end opens it again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flyteplugins_tracking.lifecycle import RunRequest
+from flyteplugins_tracking.signals import TERMINATED
+
+logger = logging.getLogger(__name__)
+
+# What the vendor and the frameworks call to end "the" run. While the function runs it is ours to end.
+_ENDINGS = ("finish", "_finish")
+# The properties whose value, or what is set there, changes the run.
+_CHANGING = ("config", "name", "notes", "step", "summary", "tags")
+_CALLBACKS = ("_summary_update_callback", "_config_callback")
+_HANDLE = "_flyteplugins_tracking_handle"
+
+
+class WandbHandle:
+    """An open W&B run, which `wandb.run` is while the function runs."""
+
+    def __init__(self, run: Any, before: Any, request: RunRequest, reopen: Callable[[str, bool], Any]) -> None:
+        """`before` was `wandb.run`; `reopen` gives the run with this id, offline or not, in another object."""
+        self.run = run
+        self._id, self._offline = run.id, bool(run.offline)
+        self._request = request
+        self._open_again = reopen
+        self._before = None if before is run else before
+        # A run that another function has open, and that `wandb.init` has returned again, is that one's to end.
+        self._is_ours = _HANDLE not in vars(run)
+        self._ender = 0  # the thread that ends the run
+        self._callers: set[int] = set()  # the threads that are in one of its methods
+        self._closing = self._timed_out = self._lost = self._died = False
+        self._ended = threading.Event()
+        self._lock = threading.RLock()  # held while the run ends or opens; the vendor's hooks call its methods
+        self._held: list[Callable[[], Any]] = []  # what is logged while the run ends
+        self._holding = threading.Lock()  # held to look at these and at the state at once
+        self._definitions: list[Callable[[], Any]] = []  # what a run that is opened again must be told again
+        if self._is_ours:
+            self._take_over()
+
+    def finish(self, exit_code: int) -> None:
+        """See `Handle.finish`."""
+        with self._lock:
+            if self._held or self._died:
+                self._reopen()
+                self._replay()
+            try:
+                if self._is_ours and not self._ended.is_set():
+                    self._end(exit_code)
+            finally:
+                self._let_go()
+
+    def end_early(self, exit_code: int) -> None:
+        """See `Handle.end_early`."""
+        with self._lock:
+            if self._ended.is_set() or not self._is_ours:
+                return
+            self._closing = True
+            self._await_callers()
+            self._end(exit_code, stays_global=True)
+
+    def may_end(self) -> bool:
+        """Whether the run's own `finish` ends it. What the frameworks call while the function runs does nothing.
+
+        Accelerate's `end_training()` and hyperparameter searches call it; after it a crash would be a success.
+        """
+        return self._ender == threading.get_ident()
+
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call one of the run's methods, and open the run again for it where it has ended early."""
+        self._request.watch.renew()
+        thread = threading.get_ident()
+        is_outermost = thread not in self._callers
+        self._callers.add(thread)
+        try:
+            if not self._closing or not is_outermost or self._ender == thread:
+                if method.__name__ == "define_metric":
+                    self._definitions.append(lambda: method(self.run, *args, **kwargs))
+                return method(self.run, *args, **kwargs)
+        except _service_gone() as error:
+            if self._ender == thread or not is_outermost:
+                raise
+            self._notice_death(error)
+        finally:
+            if is_outermost:
+                self._callers.discard(thread)
+        return self._call_late(method, args, kwargs)
+
+    def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Use a property or callback that can change the run, and open the run again where it has ended early."""
+        if self._ended.is_set() and self._ender != threading.get_ident():
+            return self._call_late(accessor, args, kwargs)
+        return accessor(self.run, *args, **kwargs)
+
+    def _call_late(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._request.watch.await_handler()
+        if method.__name__ == "log" and self._hold(method, args, kwargs):
+            return None
+        with self._lock:
+            self._reopen()
+        return None if self._lost else method(self.run, *args, **kwargs)
+
+    def _hold(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Keep a row while the run ends. As a copy: the function may use its dictionary for the next row too."""
+        held = [dict(value) if isinstance(value, dict) else value for value in args]
+        named = {name: dict(value) if isinstance(value, dict) else value for name, value in kwargs.items()}
+        with self._holding:
+            is_ending = self._closing and not self._ended.is_set()
+            if is_ending:
+                self._held.append(lambda: method(self.run, *held, **named))
+            return is_ending
+
+    def _replay(self) -> None:
+        with self._holding:
+            held, self._held = self._held, []
+        for call in held:
+            if not self._lost:
+                call()
+
+    def _notice_death(self, error: BaseException) -> None:
+        """wandb-core is gone, killed for its memory perhaps. The run goes on in another."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            logger.warning(
+                "wandb-core has died (%s). Run %s goes on in another; what this one had not sent: wandb sync %s",
+                type(error).__name__,
+                self._id,
+                directory(self.run),
+            )
+            self.run._is_finished = self._died = self._closing = True
+            self._ended.set()
+
+    def _take_over(self) -> None:
+        vars(self.run)[_HANDLE] = self
+        kind: Any = type(self.run)
+        self.run.__class__ = _guarded(kind)
+        _call_back(self.run)
+        _make_global(self.run)
+
+    def _let_go(self) -> None:
+        if self._is_ours:
+            del vars(self.run)[_HANDLE]
+            self.run.__class__ = type(self.run).__mro__[1]
+        before = self._before
+        if before is not None and (_HANDLE in vars(before) or not getattr(before, "_is_finished", False)):
+            _make_global(before)
+
+    def _await_callers(self, timeout_s: float = 1.0) -> None:
+        """What other threads are about to log must come before the run's end."""
+        until = time.monotonic() + timeout_s
+        while self._callers - {threading.get_ident()} and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def _end(self, exit_code: int, stays_global: bool = False) -> None:
+        self._ender = threading.get_ident()
+        try:
+            if exit_code == TERMINATED:
+                self.run.mark_preempting()
+            self.run.finish(exit_code=exit_code)
+        except TimeoutError:
+            self._timed_out = True
+            logger.warning(
+                "W&B did not take all of run %s within finish_timeout_s=%g. Nothing is lost: wandb sync %s",
+                self._id,
+                self._request.config.finish_timeout_s,
+                directory(self.run),
+            )
+        finally:
+            if stays_global:
+                _make_global(self.run)
+            self._ender = 0
+            self._ended.set()
+
+    def _reopen(self) -> None:
+        """Go on with the run, in the object that the function holds."""
+        if self._lost or not self._ended.is_set():
+            return
+        self._ender = threading.get_ident()
+        try:
+            self._adopt(self._open_again(self._id, self._offline or self._timed_out))
+        except Exception:
+            self._lost = True
+            logger.warning("W&B: run %s has ended, and what is logged now is lost", self._id, exc_info=True)
+        finally:
+            self._ender = 0
+
+    def _adopt(self, reopened: Any) -> None:
+        """Be `reopened`: share its state, and take its place in the vendor's list."""
+        if reopened.id != self._id:
+            raise RuntimeError(f"asked for run {self._id}, W&B gave run {reopened.id}")
+        reopened._wl.remove_active_run(reopened)
+        self.run.__dict__ = reopened.__dict__
+        vars(self.run)[_HANDLE] = self
+        reopened._wl.add_active_run(self.run)
+        _call_back(self.run)
+        _make_global(self.run)
+        for define in self._definitions:
+            define()
+        with self._holding:
+            self._died = self._closing = False
+            self._ended.clear()
+        self._replay()
+
+
+def _call_back(run: Any) -> None:
+    """Have the run's summary and config report to its guarded methods: these may be held and changed late, too."""
+    with contextlib.suppress(AttributeError, KeyError):  # a disabled run's
+        run.summary._set_update_callback(run._summary_update_callback)
+        run.config._set_callback(run._config_callback)
+
+
+def _service_gone() -> tuple[type[BaseException], ...]:
+    """What the run's methods raise when wandb-core has died."""
+    mailbox = sys.modules.get("wandb.sdk.mailbox")
+    closed = getattr(mailbox, "MailboxClosedError", None)
+    return (ConnectionError,) if closed is None else (ConnectionError, closed)
+
+
+def _new(kind: Any) -> Any:
+    """For `pickle`: a run of the vendor's own class."""
+    return kind.__new__(kind)
+
+
+@functools.cache
+def _guarded(kind: Any) -> Any:
+    """A `wandb.Run` whose methods ask its handle first. A subclass, so that also `log = run.log` is the guarded one."""
+    members: dict[str, Any] = {name: _guard(getattr(kind, name)) for name in _methods(kind)}
+    members.update({name: _guard_ending(getattr(kind, name)) for name in _ENDINGS if hasattr(kind, name)})
+    members.update({name: _guard_property(getattr(kind, name)) for name in _CHANGING if hasattr(kind, name)})
+    members.update({name: _guard_change(getattr(kind, name)) for name in _CALLBACKS if hasattr(kind, name)})
+    members["__reduce_ex__"] = lambda run, _: (_new, (kind,), run.__getstate__())
+    named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), {**named, **members})
+
+
+def _methods(kind: type) -> list[str]:
+    public = [name for name in dir(kind) if not name.startswith("_")]
+    return [name for name in public if inspect.isfunction(inspect.getattr_static(kind, name))]
+
+
+def _guard(method: Callable[..., Any]) -> Any:
+    @functools.wraps(method)
+    def guarded(run: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = vars(run).get(_HANDLE)
+        return method(run, *args, **kwargs) if handle is None else handle.call(method, *args, **kwargs)
+
+    return guarded
+
+
+def _guard_property(own: Any) -> Any:
+    if not isinstance(own, property):
+        return own
+    return property(_guard_change(own.fget), _guard_change(own.fset) if own.fset else None, doc=own.__doc__)
+
+
+def _guard_change(accessor: Any) -> Any:
+    @functools.wraps(accessor)
+    def guarded(run: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = vars(run).get(_HANDLE)
+        return accessor(run, *args, **kwargs) if handle is None else handle.change(accessor, *args, **kwargs)
+
+    return guarded
+
+
+def _guard_ending(method: Callable[..., Any]) -> Any:
+    @functools.wraps(method)
+    def guarded(run: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = vars(run).get(_HANDLE)
+        return method(run, *args, **kwargs) if handle is None or handle.may_end() else None
+
+    return guarded
+
+
+def directory(run: Any) -> str:
+    """What `wandb sync` takes."""
+    return os.path.dirname(str(run.dir))
+
+
+def global_run() -> Any:
+    """What `wandb.run` is; None for a forked child, where it is the parent's."""
+    import wandb
+
+    inherited = wandb.run is not None and getattr(wandb.run, "_init_pid", os.getpid()) != os.getpid()
+    return None if inherited else wandb.run
+
+
+def _make_global(run: Any) -> None:
+    """Set `wandb.run` and `wandb.log`, where the frameworks log to; `reinit="create_new"` leaves them."""
+    with contextlib.suppress(ImportError):
+        from wandb.sdk.wandb_init import _set_global_run
+
+        _set_global_run(run)

@@ -1,0 +1,217 @@
+"""A training that ends as the variable TRAIN_SETTINGS, a JSON object, says. Each process writes down what it logs.
+
+Keys: `tracking`: the decorator's arguments. `config_bytes`: the size of the run's config. `rows`: how many rows are
+logged before anything else. `step_s`: seconds between later ones. `value`: what a row holds. `ends`: how each rank goes
+on, by rank, or `"*"`: a key of `ENDS`. `attempts`: `ends` holds for the attempts below it, 1 unless given; later ones
+return. `handler`: a key of `HANDLERS`, installed for SIGTERM before the function; `handler_inside`: in it. `nested`:
+another decorated function is called. `async`: the function is async, and sleeps.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+
+SETTINGS = json.loads(os.environ.get("TRAIN_SETTINGS", "{}"))
+if "config_bytes" in SETTINGS:
+    SETTINGS.setdefault("tracking", {})["config"] = {"text": "x" * SETTINGS["config_bytes"]}
+DIRECTORY = Path(os.environ["TRAIN_DIR"])
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(os.environ.get("FLYTE_ATTEMPT_NUMBER", 0))
+flag = threading.Event()
+logged = 0
+
+
+def rank() -> int:
+    info = get_distributed_info()
+    return info.rank if info else 0
+
+
+def note(line: str) -> None:
+    """Write it down, safe from any end of this process."""
+    with Path(DIRECTORY, f"notes-{os.getpid()}").open("a") as file:
+        file.write(f"{line}\n")
+
+
+def log() -> None:
+    global logged
+    run = get_run()
+    if run is None:
+        return
+    started = time.perf_counter()
+    run.log({"pid": os.getpid(), "n": logged, "value": SETTINGS.get("value", 1.0)})
+    note(f"logged {logged} {time.perf_counter() - started:.6f} {time.monotonic():.3f}")
+    logged += 1
+
+
+def loop(seconds: float = 60) -> None:
+    until = time.monotonic() + seconds
+    while not flag.is_set() and time.monotonic() < until:
+        log()
+        time.sleep(SETTINGS.get("step_s", 0.01))
+    log()
+
+
+def until_told() -> None:
+    """Log until the file `go` is there."""
+    while not Path(DIRECTORY, "go").exists():
+        log()
+        time.sleep(SETTINGS.get("step_s", 0.05))
+    log()
+
+
+def fast() -> None:
+    """Ask for 10,000 rows a second, for 10 s."""
+    for _ in range(100):
+        started = time.monotonic()
+        for _ in range(1000):
+            if time.monotonic() - started < 0.1:
+                log()
+        time.sleep(max(0.0, started + 0.1 - time.monotonic()))
+
+
+def in_finally() -> None:
+    try:
+        loop()
+    finally:
+        log()
+        note("finally")
+
+
+def in_slow_finally() -> None:
+    try:
+        loop()
+    finally:
+        time.sleep(1)
+        log()
+        note("finally")
+
+
+def in_collective() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1))
+
+
+def together() -> None:
+    """Log a row for each collective."""
+    import torch
+    import torch.distributed as dist
+
+    while not Path(DIRECTORY, "go").exists():
+        log()
+        dist.all_reduce(torch.ones(1))
+        time.sleep(SETTINGS.get("step_s", 0.05))
+    dist.barrier()
+
+
+def in_a_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire(timeout=60)
+
+
+def raises() -> None:
+    raise ValueError("made to fail")
+
+
+def raises_when_told() -> None:
+    until_told()
+    raises()
+
+
+ENDS: dict[str, Callable[[], object]] = {
+    "return": lambda: None,
+    "raise": raises,
+    "raise when told": raises_when_told,
+    "exit 3": lambda: sys.exit(3),
+    "loop": loop,
+    "loop 3 s": lambda: loop(3),
+    "finally": in_finally,
+    "slow finally": in_slow_finally,
+    "sleep": lambda: time.sleep(60),
+    "lock": in_a_lock,
+    "collective": in_collective,
+    "together": together,
+    "until told": until_told,
+    "fast": fast,
+}
+HANDLERS: dict[str, Callable[[], object]] = {
+    "flag": flag.set,
+    "raise": raises,
+    "exit 5": lambda: sys.exit(5),
+    "os._exit 6": lambda: os._exit(6),
+}
+
+
+def handler(name: str) -> Callable[..., None]:
+    def handle(*_: object) -> None:
+        note("handler")
+        HANDLERS[name]()
+
+    return handle
+
+
+def body() -> None:
+    if "handler_inside" in SETTINGS:
+        signal.signal(signal.SIGTERM, handler(SETTINGS["handler_inside"]))
+    for _ in range(SETTINGS.get("rows", 50)):
+        log()
+    note(f"ready {rank()} {ATTEMPT}")
+    if SETTINGS.get("attempts", 1) > ATTEMPT:
+        ends = SETTINGS.get("ends", {})
+        ENDS[ends.get(str(rank()), ends.get("*", "return"))]()
+    note("returns")
+
+
+@tracking_init(project="tests", run_mode="new")
+def nested() -> None:
+    body()
+
+
+@tracking_init(**{"project": "tests", **SETTINGS.get("tracking", {})})
+def train() -> None:
+    note(f"entered {rank()}")
+    try:
+        nested() if SETTINGS.get("nested") else body()
+    finally:
+        note("unwound")
+
+
+@tracking_init(project="tests")
+async def train_async() -> None:
+    for _ in range(50):
+        log()
+    note(f"ready {rank()} {ATTEMPT}")
+    try:
+        await asyncio.sleep(60)
+    finally:
+        note("unwound")
+
+
+def main() -> None:
+    if "handler" in SETTINGS:
+        signal.signal(signal.SIGTERM, handler(SETTINGS["handler"]))
+    before = signal.getsignal(signal.SIGTERM)
+    if {"collective", "together"} & set(SETTINGS.get("ends", {}).values()):
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+    note(f"starts {rank()}")
+    try:
+        asyncio.run(train_async()) if SETTINGS.get("async") else train()
+    finally:
+        note(f"held {rank()} {len(os.listdir('/proc/self/fd'))} {threading.active_count()}")
+    note(f"restored {signal.getsignal(signal.SIGTERM) is before}")
+    note(f"threads {[thread.name for thread in threading.enumerate() if 'flyteplugins' in thread.name]}")
+
+
+if __name__ == "__main__":
+    main()

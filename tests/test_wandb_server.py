@@ -1,0 +1,335 @@
+"""The recording W&B server is as strict as the service, and fails on command: shown with the real client."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import signal
+import socket
+import sys
+import textwrap
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from support import jobs
+from support.wandb_server import Fault, WandbServer
+
+pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
+QUICK = {  # whole seconds, or wandb takes its own: 15 s between transmissions, 2-60 s between retries
+    "WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "1",
+    "WANDB__FILE_STREAM_RETRY_WAIT_MIN_SECONDS": "1",
+    "WANDB__FILE_STREAM_RETRY_WAIT_MAX_SECONDS": "1",
+    "WANDB_ERROR_REPORTING": "false",  # its telemetry, which waits for a failing server at exit
+}
+
+
+@pytest.fixture
+def server():
+    with WandbServer() as server:
+        yield server
+
+
+def start(server: WandbServer, directory: Path, code: str, **env: str):
+    code = "import os, sys, time, wandb\n" + textwrap.dedent(code)
+    return jobs.start([sys.executable, "-c", code], directory, {**server.environment, **QUICK, **env})
+
+
+def train(server: WandbServer, directory: Path, code: str, **env: str) -> jobs.Done:
+    return jobs.finish(start(server, directory, code, **env), directory, timeout_s=60)
+
+
+def post(server: WandbServer, path: str, body: object, **headers: str) -> int:
+    """The status of a request as the client would send it."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    authorization = "Basic " + base64.b64encode(f"api:{server.key}".encode()).decode()
+    request = urllib.request.Request(server.url + path, data, {"Authorization": authorization, **headers})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def stream(server: WandbServer, offset: int, *values: int, **more: object) -> int:
+    """Send rows of a run "r" that has been created."""
+    lines = [json.dumps({"x": value}) for value in values]
+    files = {"wandb-history.jsonl": {"offset": offset, "content": lines}}
+    return post(server, "/files/recorded/p/r/file_stream", {"files": files, **more})
+
+
+def upsert(server: WandbServer, **variables: object) -> int:
+    query = {"operationName": "UpsertBucket", "query": "mutation UpsertBucket { upsertBucket }"}
+    return post(server, "/graphql", {**query, "variables": {"name": "r", "project": "p", **variables}})
+
+
+def values(run) -> list[int]:
+    return [row["x"] for row in run.rows]
+
+
+def test_a_run_is_recorded_with_all_that_belongs_to_it(server, tmp_path):
+    done = train(
+        server,
+        tmp_path,
+        """
+        run = wandb.init(entity="e", project="p", id="i", group="g", name="n", tags=["t"], notes="no", job_type="j",
+                         config={"a": {"b": 1}})
+        run.define_metric("x", summary="max")
+        run.config.update({"late": 2})
+        for x in (1, 3, 2):
+            run.log({"x": x})
+        run.log({"table": wandb.Table(columns=["c"], data=[[1]])})
+        run.log_artifact(wandb.Artifact("model-of-i", "model"))
+        print("on the console")
+        run.alert("title", "text")
+        run.finish()
+        """,
+    )
+    assert done.returncode == 0, done.output
+    run = server.run("i")
+    assert (run.entity, run.project, run.group, run.name) == ("e", "p", "g", "n")
+    assert (run.tags, run.notes, run.job_type, run.config) == (["t"], "no", "j", {"a": {"b": 1}, "late": 2})
+    assert [(row["_step"], row.get("x")) for row in run.rows] == [(0, 1), (1, 3), (2, 2), (3, None)]
+    assert run.summary["x"] == {"max": 3}
+    assert (run.state, run.exit_codes) == ("finished", [0])
+    assert any("on the console" in line for line in run.log)
+    assert "model-of-i" in run.artifacts
+    assert any(name.endswith(".table.json") for name in run.files)
+    assert (run.connections, run.open_connections, run.clients, run.mixed_writers) == (1, 0, frozenset(), False)
+    assert server.unknown_operations == []
+
+
+RESTARTED = """
+run = wandb.init(project="p", id="r", resume=os.environ.get("RESUME"), config={os.environ["ATTEMPT"]: 1})
+for x in range(3):
+    run.log({"x": int(os.environ["ATTEMPT"]) * 10 + x})
+sys.exit(int(os.environ["ATTEMPT"]))
+"""
+
+
+def test_a_resumed_run_goes_on(server, tmp_path):
+    for attempt in ("1", "0"):
+        done = train(server, tmp_path, RESTARTED, RESUME="allow", ATTEMPT=attempt)
+        assert done.returncode == int(attempt), done.output
+    run = server.run("r")
+    assert [(row["_step"], row["x"]) for row in run.rows] == [(0, 10), (1, 11), (2, 12), (3, 0), (4, 1), (5, 2)]
+    assert (run.state, run.exit_codes, run.config) == ("finished", [1, 0], {"1": 1, "0": 1})
+    assert (run.rows_overwritten, run.rows_after_completion) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("counts_on_upsert", "kept", "overwritten"),
+    [(False, [20, 21, 22], 3), (True, [10, 11, 12, 20, 21, 22], 0)],
+)
+def test_a_run_that_is_not_resumed_is_overwritten_unless_it_was_counted(tmp_path, counts_on_upsert, kept, overwritten):
+    with WandbServer(counts_on_upsert=counts_on_upsert) as server:
+        for attempt in ("1", "2"):
+            train(server, tmp_path, RESTARTED, ATTEMPT=attempt)
+    run = server.run("r")
+    assert values(run) == kept
+    assert (run.state, run.exit_codes, run.rows_overwritten) == ("failed", [1, 2], overwritten)
+
+
+def test_a_run_that_is_not_there_cannot_be_resumed(server, tmp_path):
+    done = train(server, tmp_path, RESTARTED, RESUME="must", ATTEMPT="0")
+    assert "does not exist" in done.output
+    assert server.runs == []
+
+
+SHARED = """
+settings = wandb.Settings(mode="shared", x_label=sys.argv[0], x_primary=os.environ["WRITER"] == "1",
+                          x_update_finish_state=os.environ["WRITER"] == "1")
+run = wandb.init(project="p", id="r", settings=settings if os.environ["WRITER"] != "0" else None)
+for x in range(50):
+    run.log({"x": int(os.environ["WRITER"]) * 100 + x})
+run.finish()
+"""
+
+
+def test_shared_writers_keep_their_rows_apart_and_a_default_one_is_told(server, tmp_path):
+    writers = [start(server, tmp_path, SHARED, WRITER=writer) for writer in ("1", "2")]
+    for writer in writers:
+        assert jobs.finish(writer, tmp_path, timeout_s=60).returncode == 0
+    run = server.run("r")
+    assert sorted(values(run)) == [*range(100, 150), *range(200, 250)]
+    assert (len(run.clients), run.connections, run.exit_codes, run.mixed_writers) == (2, 2, [0], False)
+    train(server, tmp_path, SHARED, WRITER="0")
+    assert run.mixed_writers
+
+
+def test_a_wrong_key_is_refused_at_once(server, tmp_path):
+    began = time.monotonic()
+    done = train(server, tmp_path, "wandb.init(project='p')", WANDB_API_KEY="0" * 40)
+    assert time.monotonic() - began < 10
+    assert "user is not logged in" in done.output
+    assert server.runs == []
+
+
+ENDLESS = """
+run = wandb.init(project="p", id="r")
+x = 0
+while not os.path.exists("stop"):
+    run.log({"x": x})
+    x += 1
+    time.sleep(0.01)
+run.finish()
+print("LOGGED", x)
+"""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault.refuse(),
+        Fault.mute(),
+        Fault.slow(0.3),
+        Fault.status(500),
+        Fault.status(429, retry_after_s=0.5),
+        Fault.status(503, only="filestream"),
+    ],
+    ids=lambda fault: f"{fault.kind} {fault.code or ''}",
+)
+def test_no_row_is_lost_in_a_fault_that_passes(server, tmp_path, fault):
+    process = start(server, tmp_path, ENDLESS)
+    server.wait_for(lambda: server.run("r").rows)
+    run = server.run("r")
+    with server.failing(fault):
+        server.wait_for(lambda: fault.hits)
+        time.sleep(0.5)
+    seen = len(run.rows)
+    server.wait_for(lambda: len(run.rows) > seen)
+    (tmp_path / "stop").touch()
+    done = jobs.finish(process, tmp_path, timeout_s=60)
+    logged = int(done.output.split("LOGGED")[1])
+    assert values(run) == list(range(logged))
+    assert (run.state, run.exit_codes, run.rows_overwritten) == ("finished", [0], 0)
+    assert run.connections == (2 if fault.kind == "refuse" else 1)
+
+
+def test_the_client_gives_up_at_a_400_and_the_run_stays_open(server, tmp_path):
+    process = start(server, tmp_path, ENDLESS)
+    server.wait_for(lambda: server.run("r").rows)
+    with server.failing(Fault.status(400, only="filestream")) as fault:
+        server.wait_for(lambda: fault.hits)
+    (tmp_path / "stop").touch()
+    done = jobs.finish(process, tmp_path, timeout_s=60)
+    run = server.run("r")
+    assert done.returncode == 0
+    assert (run.state, run.exit_codes) == ("running", [])
+    assert len(run.rows) < int(done.output.split("LOGGED")[1])
+
+
+def test_a_fault_of_one_endpoint_spares_the_other(server):
+    with server.failing(Fault.status(500, only="filestream")) as fault:
+        assert upsert(server) == 200
+        assert stream(server, 0, 1) == 500
+    assert stream(server, 0, 1) == 200
+    assert fault.hits == 1
+
+
+def test_a_refusing_server_is_not_there_and_comes_back(server):
+    with server.failing(Fault.refuse()), pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port))
+    assert upsert(server) == 200
+
+
+def test_a_request_whose_client_gave_up_is_not_served(server):
+    upsert(server)
+    with server.failing(Fault.mute()) as fault, socket.create_connection(("127.0.0.1", server.port)) as client:
+        body = b'{"query": "mutation UpsertBucket", "variables": {"name": "late"}}'
+        client.sendall(b"POST /graphql HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        server.wait_for(lambda: fault.hits)
+    assert [run.id for run in server.runs] == ["r"]
+
+
+def test_a_killed_process_leaves_its_run_open(server, tmp_path):
+    process = start(server, tmp_path, ENDLESS)
+    server.wait_for(lambda: server.run("r").rows)
+    process.send_signal(signal.SIGKILL)
+    jobs.finish(process, tmp_path, timeout_s=60)
+    run = server.run("r")
+    server.wait_for(lambda: run.open_connections == 0)
+    assert (run.state, run.exit_codes) == ("running", [])
+
+
+@pytest.mark.parametrize(("exit_code", "state"), [(0, "finished"), (143, "preempted")])
+def test_preemption_is_told_and_ends_by_the_exit_code(server, tmp_path, exit_code, state):
+    process = start(
+        server,
+        tmp_path,
+        f"""
+        run = wandb.init(project="p", id="r")
+        run.log({{"x": 1}})
+        run.mark_preempting()
+        while not os.path.exists("stop"):
+            time.sleep(0.01)
+        run.finish(exit_code={exit_code})
+        """,
+    )
+    server.wait_for(lambda: server.run("r").state == "preempting")
+    (tmp_path / "stop").touch()
+    jobs.finish(process, tmp_path, timeout_s=60)
+    assert (server.run("r").state, server.run("r").exit_codes) == (state, [exit_code])
+
+
+def test_many_rows_arrive_in_order_also_compressed(server, tmp_path, monkeypatch):
+    compressed = []
+    decompress = gzip.decompress
+    monkeypatch.setattr(gzip, "decompress", lambda data: compressed.append(data) or decompress(data))
+    done = train(
+        server,
+        tmp_path,
+        """
+        run = wandb.init(project="p", id="r", settings=wandb.Settings(x_file_stream_no_gzip=False))
+        for x in range(20_000):
+            run.log({"x": x})
+        run.finish()
+        """,
+    )
+    assert done.returncode == 0, done.output
+    assert values(server.run("r")) == list(range(20_000))
+    assert compressed
+
+
+def test_rows_after_completion_are_counted_until_the_run_is_opened_again(server):
+    upsert(server, host="h")
+    assert stream(server, 0, 1, complete=True, exitcode=0) == 200
+    stream(server, 1, 2)
+    upsert(server, config="{}")
+    stream(server, 2, 3)
+    run = server.run("r")
+    assert (run.state, run.rows_after_completion) == ("finished", 2)
+    upsert(server, host="h")
+    stream(server, 3, 4)
+    assert (run.state, run.rows_after_completion, values(run)) == ("running", 2, [1, 2, 3, 4])
+
+
+def test_a_request_sent_twice_overwrites_nothing(server):
+    upsert(server)
+    stream(server, 0, 1, 2)
+    stream(server, 0, 1, 2)
+    assert (server.run("r").rows_overwritten, server.run("r").requests) == (0, 2)
+    stream(server, 1, 3)
+    assert (server.run("r").rows_overwritten, values(server.run("r"))) == (1, [1, 3])
+
+
+def test_what_the_service_would_not_take_is_refused(server):
+    assert stream(server, 0, 1) == 404
+    assert post(server, "/graphql", {"query": "query Nothing { nothing }"}) == 200
+    assert server.unknown_operations == ["Nothing"]
+    compressed = gzip.compress(b'{"query": "query Viewer { viewer { id } }"}')
+    assert post(server, "/graphql", compressed, **{"Content-Encoding": "gzip"}) == 200
+    assert post(server, "/graphql", {"query": "{}"}, Authorization="Basic bm8=") == 401
+
+
+def test_waiting_ends_in_time(server):
+    with pytest.raises(TimeoutError, match="not within"):
+        server.wait_for(lambda: server.run("nobody"), timeout_s=0.1)
+
+
+def test_a_request_that_this_server_cannot_read_fails_the_test():
+    with pytest.raises(KeyError, match="name"), WandbServer() as server:
+        assert post(server, "/graphql", {"query": "mutation UpsertBucket"}) == 400
