@@ -73,7 +73,7 @@ def test_repeated_signals_interrupt_no_finally(tmp_path):
 def test_a_process_in_a_collective_ends_within_two_seconds_of_its_run(tmp_path):
     with job(tmp_path) as started:
         started.start(torchrun(), **ends({"0": "collective", "1": "sleep"}))
-        (rank_0,) = started.wait_for("ready 0 0")
+        (rank_0,) = started.wait_for("blocked 0")
         started.wait_for("ready 1 0")
         started.signal(rank_0)
         started.server.wait_for(lambda: started.server.runs[0].completed)

@@ -93,10 +93,23 @@ def in_slow_finally() -> None:
         note("finally")
 
 
+def note_when_blocked(main: int) -> None:
+    """Note it once the main thread has stood at one instruction for a second: inside a call, not on its way there."""
+    at, since = None, 0.0
+    while at is None or time.monotonic() < since + 1:
+        frame = sys._current_frames()[main]
+        if (now := (id(frame), frame.f_lasti)) != at:
+            at, since = now, time.monotonic()
+        del frame
+        time.sleep(0.02)
+    note(f"blocked {rank()}")
+
+
 def in_collective() -> None:
     import torch
     import torch.distributed as dist
 
+    threading.Thread(target=note_when_blocked, args=(threading.get_ident(),), daemon=True).start()
     dist.all_reduce(torch.ones(1))
 
 
