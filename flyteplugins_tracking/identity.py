@@ -6,6 +6,7 @@ what the launcher that gave the topology offers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import sys
@@ -23,6 +24,8 @@ Env = Mapping[str, str]
 
 _STORE_KEY = "flyteplugins_tracking/base_id"
 _STORE_TIMEOUT = timedelta(seconds=30)
+# For what is not worth more of a job's start.
+_SHORT_TIMEOUT = timedelta(seconds=5)
 # Trackers allow 64 characters or more; the longest suffix, "-worker-9999-rank-99", and an ordinal need 25 of them.
 _MAX_LENGTH = 39
 
@@ -81,16 +84,40 @@ def readable(*parts: str | None) -> str:
 def _torchelastic(info: DistributedInfo, env: Env, alone: bool) -> str | None:
     """The run id ("none" for a static rendezvous), and a token: constant run ids are common."""
     name = info.job_id if info.job_id not in (None, "none") else "torchrun"
-    token = _rendezvous_token(env)
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        token = _agent_store_token(env, token or _random_token())
+    rendezvous, agents = _rendezvous_store(env), _agents_store(env)
+    token = None
+    if rendezvous is not None:
+        token = _agree(rendezvous, _random_token(), f"{_STORE_KEY}/{env.get('TORCHELASTIC_RUN_ID', '')}")
+    if agents is not None:
+        token = _agree(agents, token or _random_token())
     elif token is None:
         token = _agent_token(env) if alone else _from_rank_0(info, _agent_token(env))
     return None if token is None else readable(name, token)
 
 
-def _rendezvous_token(env: Env) -> str | None:
-    """A token in the store of a c10d rendezvous: it is the same when rank 0 has moved to another node.
+def job_store(info: DistributedInfo, env: Env) -> Any:
+    """A `torch.distributed.Store` that all nodes of the job share; None where there is none that is known."""
+    store = None
+    if info.launcher == "torchelastic":
+        with contextlib.suppress(IdentityError):
+            store = _rendezvous_store(env, _SHORT_TIMEOUT) or _agents_store(env, _SHORT_TIMEOUT)
+    dist: Any = sys.modules.get("torch.distributed")
+    if store is None and dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.distributed_c10d._get_default_store() if dist.get_world_size() == info.world_size else None
+    return store
+
+
+def is_elastic(info: DistributedInfo | None, env: Env) -> bool:
+    """Whether torchelastic may change the number of nodes, as far as its command line or its variables tell."""
+    if info is None or info.launcher != "torchelastic":
+        return False
+    agent = processes.command_line(processes.nearest_without("TORCHELASTIC_RUN_ID"))
+    fewest, _, most = (_option(agent, "nnodes") or env.get("PET_NNODES") or "").partition(":")
+    return most not in ("", fewest)
+
+
+def _rendezvous_store(env: Env, timeout: timedelta = _STORE_TIMEOUT) -> Any:
+    """The store of a c10d rendezvous, if it is that: it is the same when rank 0 has moved to another node.
 
     Workers are not told where it is. The agent is, by its command line or by variables that its workers inherit.
     """
@@ -101,24 +128,25 @@ def _rendezvous_token(env: Env) -> str | None:
     host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "29400")
     if backend != "c10d" or not host or "/" in host or not port.isdecimal() or port == "0":
         return None
-    key = f"{_STORE_KEY}/{env.get('TORCHELASTIC_RUN_ID', '')}"
-    return _agree(_store(f"the c10d rendezvous at {endpoint}", host.strip("[]"), port), _random_token(), key)
+    return _store(f"the c10d rendezvous at {endpoint}", host.strip("[]"), port, timeout)
 
 
-def _agent_store_token(env: Env, token: str) -> str:
-    """A token in the store of the agents, which outlives worker-group restarts and ends with the invocation.
+def _agents_store(env: Env, timeout: timedelta = _STORE_TIMEOUT) -> Any:
+    """The store of the agents, if they share it: it outlives worker-group restarts and ends with the invocation.
 
     torch 2.5 and later: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/rendezvous.py
     """
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
     host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    return _agree(_store(f"the torchelastic agents at MASTER_ADDR={host} MASTER_PORT={port}", host, port), token)
+    return _store(f"the torchelastic agents at MASTER_ADDR={host} MASTER_PORT={port}", host, port, timeout)
 
 
-def _store(whose: str, host: str, port: str) -> Any:
+def _store(whose: str, host: str, port: str, timeout: timedelta) -> Any:
     from torch.distributed import TCPStore
 
     try:
-        return TCPStore(host, int(port), is_master=False, timeout=_STORE_TIMEOUT)
+        return TCPStore(host, int(port), is_master=False, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise IdentityError(
             f"the store of {whose} does not answer, so the ranks cannot agree on a run id: {error}. "

@@ -19,6 +19,8 @@ LAYERS = [
     "processes",
     "identity",
     "claims",
+    "handover",
+    "attendance",
     "config",
     "signals",
     "lifecycle",

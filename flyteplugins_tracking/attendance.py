@@ -1,0 +1,60 @@
+"""Which nodes have written all that they have to a run: told through the store of the launcher, or of the ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+_POLL_S = 0.05
+
+
+class Attendance:
+    """The writers of one run, over all attempts of the job. A store that has gone tells nothing, and nobody waits.
+
+    The primary counts its entries. What another writer leaves behind has the count at that time, so that nothing of an
+    earlier attempt, whose writers may have been killed, is taken for this one's.
+    """
+
+    def __init__(self, store: Any, run_id: str | None) -> None:
+        """`store`: a `torch.distributed.Store` that all nodes share."""
+        self._store = store
+        self._prefix = f"flyteplugins_tracking/writers/{run_id}"
+        self._entry = 0
+
+    def enter_as_primary(self) -> None:
+        """Before the run is opened."""
+        with suppress(RuntimeError):
+            self._entry = self._store.add(f"{self._prefix}/entries", 1)
+
+    def enter(self, label: str) -> bool:
+        """Enter as another writer, under its label. Returns whether there has been an earlier attempt."""
+        with suppress(RuntimeError):
+            entries: int = self._store.add(f"{self._prefix}/entries/{label}", 1)
+            return entries > 1 or self._store.add(f"{self._prefix}/entries", 0) > 1
+        return False
+
+    def leave(self, label: str) -> None:
+        """The other writer has written all."""
+        with suppress(RuntimeError):
+            entries = self._store.add(f"{self._prefix}/entries", 0)
+            self._store.set(f"{self._prefix}/left/{label}", str(entries))
+
+    def wait(self, labels: Sequence[str], timeout_s: float, until: Callable[[], bool]) -> list[str]:
+        """Wait for these writers to leave, at most `timeout_s` seconds and at most `until` holds.
+
+        Returns:
+            The labels of those that have not.
+        """
+        end = time.monotonic() + timeout_s
+        with suppress(RuntimeError):
+            while (missing := [label for label in labels if not self._has_left(label)]) and not until():
+                if time.monotonic() > end:
+                    return missing
+                time.sleep(_POLL_S)
+        return []
+
+    def _has_left(self, label: str) -> bool:
+        left = f"{self._prefix}/left/{label}"
+        return bool(self._store.check([left]) and int(self._store.get(left)) >= self._entry)
