@@ -36,6 +36,9 @@ class TrackingConfig:
         if_unavailable: What happens when the service cannot be reached, or there is no key for it, at opening.
         init_timeout_s: Seconds that opening may take.
         finish_timeout_s: Seconds that finishing may take.
+        rank_prefix: Whether the keys that a rank logs to a shared run gain its `rank_{rank}/`.
+        allow_config: Whether all ranks of a shared run may change its config.
+        step_metric: The column that `step=` becomes in a shared run.
         options: The tracker's own arguments, passed through.
     """
 
@@ -53,6 +56,9 @@ class TrackingConfig:
     if_unavailable: IfUnavailable = "raise"
     init_timeout_s: float = 30.0
     finish_timeout_s: float = 25.0
+    rank_prefix: bool = False
+    allow_config: bool = False
+    step_metric: str = "global_step"
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -61,8 +67,13 @@ class TrackingConfig:
         check_choice("if_unavailable", self.if_unavailable, ("raise", "degrade"))
         _check_seconds("init_timeout_s", self.init_timeout_s)
         _check_seconds("finish_timeout_s", self.finish_timeout_s)
+        for name in ("rank_prefix", "allow_config"):
+            _check_flag(name, getattr(self, name))
         for name in ("id", "project", "group", "name", "notes"):
             _check_text(name, getattr(self, name))
+        if self.step_metric is None:
+            raise ConfigError("step_metric=None is no text")
+        _check_text("step_metric", self.step_metric)
         _check_secret(self.secret)
         object.__setattr__(self, "tags", _texts("tags", self.tags))
         if not isinstance(self.config, str):
@@ -152,6 +163,11 @@ def _plain_object(value: Any, where: str, parents: tuple[int, ...]) -> Any:
 def _check_seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ConfigError(f"{name}={value!r} is no positive number of seconds")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r} is neither True nor False")
 
 
 def _check_text(name: str, value: object) -> None:

@@ -37,6 +37,9 @@ def tracking_init(
     if_unavailable: IfUnavailable = "raise",
     init_timeout_s: float = 30.0,
     finish_timeout_s: float = 25.0,
+    rank_prefix: bool = False,
+    allow_config: bool = False,
+    step_metric: str = "global_step",
     **options: Any,
 ) -> Callable[[F], F]: ...
 
@@ -59,6 +62,9 @@ def tracking_init(
     if_unavailable: IfUnavailable = "raise",
     init_timeout_s: float = 30.0,
     finish_timeout_s: float = 25.0,
+    rank_prefix: bool = False,
+    allow_config: bool = False,
+    step_metric: str = "global_step",
     **options: Any,
 ) -> Any:
     """Give a training function its tracking run, on exactly the ranks that should have one.
@@ -84,7 +90,11 @@ def tracking_init(
         if_unavailable: "raise" a `TrackerUnavailableError` when the service cannot be used at the start, or "degrade"
             to the tracker's local fallback, with one warning.
         init_timeout_s: Seconds that opening the run may take.
-        finish_timeout_s: Seconds that ending it may take.
+        finish_timeout_s: Seconds that ending it may take; and that the rank which ends a shared run waits for the
+            others, once its own function has returned.
+        rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
+        allow_config: In a shared run, let all ranks change its config, and not only the primary.
+        step_metric: In a shared run, the column that the `step=` of `log` becomes: the ranks share one step counter.
         **options: The tracker's own arguments: for W&B those of `wandb.init`.
 
     Raises:
@@ -109,6 +119,9 @@ def tracking_init(
         if_unavailable=if_unavailable,
         init_timeout_s=init_timeout_s,
         finish_timeout_s=finish_timeout_s,
+        rank_prefix=rank_prefix,
+        allow_config=allow_config,
+        step_metric=step_metric,
         options=options,
     )
     service = find_tracker(tracker)

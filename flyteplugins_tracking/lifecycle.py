@@ -37,7 +37,11 @@ class RunRequest:
 
     Attributes:
         plan: What this rank does; it opens a run.
+        known_id: The run's id by the job's plan, which all its ranks know; the one in `plan` is another where that one
+            is open in another process.
         config: What the user asked for.
+        info: This rank; None outside a distributed job.
+        is_elastic: Whether the job's number of nodes may change.
         facts: What the run's config gains: the job's shape, its restarts, the Flyte execution.
         read_secret: Gives the API key, or None where the user named no secret. For the tracker to call once, if at all.
         may_prompt: Whether somebody sits at this process's terminal, alone, and can be asked for a key.
@@ -47,7 +51,10 @@ class RunRequest:
     """
 
     plan: RunPlan
+    known_id: str | None
     config: TrackingConfig
+    info: DistributedInfo | None
+    is_elastic: bool
     facts: Mapping[str, Any]
     read_secret: Callable[[], str | None]
     may_prompt: bool
@@ -180,11 +187,17 @@ def _open(entry: _Entry, config: TrackingConfig, tracker: Tracker, surroundings:
     deadline = time.monotonic() + config.init_timeout_s
     if _watch.enter(tracker.package, config.finish_timeout_s):
         entry.watch = _watch
+    from flyteplugins_tracking.identity import is_elastic
+
     with _opening:
+        known_id = run_plan.run_id
         run_plan, entry.claim = _claim(tracker, run_plan, config)
         request = RunRequest(
             plan=run_plan,
+            known_id=known_id,
             config=config,
+            info=info,
+            is_elastic=config.run_mode == "shared" and is_elastic(info, os.environ),
             facts={**_job_facts(info), **around.facts},
             read_secret=lambda: _read_secret(config.secret, around),
             may_prompt=info is None and not around.on_cluster and sys.stdin is not None and sys.stdin.isatty(),

@@ -179,10 +179,10 @@ class Watch:
             self._renewed_at = time.monotonic()
             self._put_in_front()
 
-    def await_handler(self) -> None:
-        """Return when somebody's handler has run in this thread, if it is still to run."""
+    def await_handler(self, any_thread: bool = False) -> None:
+        """Return when somebody's handler has run in this thread, or in any, if it is still to run."""
         until = time.monotonic() + _HANDLER_S
-        while self._handler_due and threading.current_thread() is threading.main_thread():
+        while self._handler_due and (any_thread or threading.current_thread() is threading.main_thread()):
             if time.monotonic() > until:
                 self._handler_due = False
             time.sleep(_POLL_S)

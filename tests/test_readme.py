@@ -23,7 +23,7 @@ SET_UP = ("make ", "pip install ")
 
 
 def test_every_python_snippet_has_a_file_name():
-    assert list(SNIPPETS) == ["train.py", "workflow.py", "arguments.py", "secret.py", "info.py"]
+    assert list(SNIPPETS) == ["train.py", "workflow.py", "arguments.py", "secret.py", "shared.py", "info.py"]
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
@@ -32,7 +32,7 @@ def test_python_snippets_run(tmp_path, name):
     done = jobs.python(tmp_path, name)
     assert done.returncode == 0, done.output
     calls = any(isinstance(node, ast.If) for node in ast.parse(SNIPPETS[name]).body)
-    assert [run.exit_code for run in done.runs] == [0] * {"train.py": 1, "workflow.py": 2}.get(name, 0)
+    assert [run.exit_code for run in done.runs] == [0] * {"train.py": 1, "workflow.py": 2, "shared.py": 1}.get(name, 0)
     assert calls == bool(done.runs)
 
 

@@ -18,7 +18,8 @@ import pytest
 from support import jobs
 
 import flyteplugins_tracking
-from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS
+from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 KEY = "canary" + "0" * 34
@@ -473,3 +474,17 @@ def test_a_wandb_core_that_dies_takes_no_training_down(tmp_path):
     assert "wandb-core has died" in done.output
     assert sorted(row["x"] for run in done.runs for row in run.rows) == [0, 1, 2, 3]
     assert [run.exit_code for run in done.runs] == [None, 0]
+
+
+@pytest.mark.parametrize(
+    ("run_mode", "rank_scope", "link_type"),
+    [
+        ("auto", "global", "tracking-wandb"),
+        ("shared", "global", "tracking-wandb"),
+        ("shared", "worker", "tracking-wandb-project"),
+        ("new", "global", "tracking-wandb-project"),
+    ],
+)
+def test_the_link_is_the_runs_where_there_is_one(run_mode, rank_scope, link_type):
+    config = TrackingConfig(run_mode=run_mode, rank_scope=rank_scope, project="p", options={"entity": "e"})
+    assert TRACKER.link(config)["link_type"] == link_type

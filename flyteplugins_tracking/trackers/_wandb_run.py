@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from flyteplugins_tracking.lifecycle import RunRequest
@@ -23,7 +23,7 @@ _ENDINGS = ("finish", "_finish")
 # The properties whose value, or what is set there, changes the run.
 _CHANGING = ("config", "name", "notes", "step", "summary", "tags")
 _CALLBACKS = ("_summary_update_callback", "_config_callback")
-_HANDLE = "_flyteplugins_tracking_handle"
+HANDLE = "_flyteplugins_tracking_handle"
 
 
 class WandbHandle:
@@ -37,7 +37,7 @@ class WandbHandle:
         self._open_again = reopen
         self._before = None if before is run else before
         # A run that another function has open, and that `wandb.init` has returned again, is that one's to end.
-        self._is_ours = _HANDLE not in vars(run)
+        self._is_ours = HANDLE not in vars(run)
         self._ender = 0  # the thread that ends the run
         self._callers: set[int] = set()  # the threads that are in one of its methods
         self._closing = self._timed_out = self._lost = self._died = False
@@ -45,6 +45,7 @@ class WandbHandle:
         self._lock = threading.RLock()  # held while the run ends or opens; the vendor's hooks call its methods
         self._held: list[Callable[[], Any]] = []  # what is logged while the run ends
         self._holding = threading.Lock()  # held to look at these and at the state at once
+        self._openings = 1  # how often the run has been opened
         self._definitions: list[Callable[[], Any]] = []  # what a run that is opened again must be told again
         if self._is_ours:
             self._take_over()
@@ -80,7 +81,7 @@ class WandbHandle:
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods, and open the run again for it where it has ended early."""
         self._request.watch.renew()
-        thread = threading.get_ident()
+        thread, opening = threading.get_ident(), self._openings
         is_outermost = thread not in self._callers
         self._callers.add(thread)
         try:
@@ -88,10 +89,10 @@ class WandbHandle:
                 if method.__name__ == "define_metric":
                     self._definitions.append(lambda: method(self.run, *args, **kwargs))
                 return method(self.run, *args, **kwargs)
-        except _service_gone() as error:
+        except service_gone() as error:
             if self._ender == thread or not is_outermost:
                 raise
-            self._notice_death(error)
+            self._notice_death(error, opening)
         finally:
             if is_outermost:
                 self._callers.discard(thread)
@@ -128,10 +129,10 @@ class WandbHandle:
             if not self._lost:
                 call()
 
-    def _notice_death(self, error: BaseException) -> None:
-        """wandb-core is gone, killed for its memory perhaps. The run goes on in another."""
+    def _notice_death(self, error: BaseException, opening: int) -> None:
+        """The wandb-core of that `opening` is gone, killed for its memory perhaps. The run goes on in another."""
         with self._lock:
-            if self._ended.is_set():
+            if self._ended.is_set() or opening != self._openings:
                 return
             logger.warning(
                 "wandb-core has died (%s). Run %s goes on in another; what this one had not sent: wandb sync %s",
@@ -143,19 +144,18 @@ class WandbHandle:
             self._ended.set()
 
     def _take_over(self) -> None:
-        vars(self.run)[_HANDLE] = self
-        kind: Any = type(self.run)
-        self.run.__class__ = _guarded(kind)
-        _call_back(self.run)
-        _make_global(self.run)
+        vars(self.run)[HANDLE] = self
+        guard(self.run)
+        guard_changes(self.run)
+        make_global(self.run)
 
     def _let_go(self) -> None:
         if self._is_ours:
-            del vars(self.run)[_HANDLE]
+            del vars(self.run)[HANDLE]
             self.run.__class__ = type(self.run).__mro__[1]
         before = self._before
-        if before is not None and (_HANDLE in vars(before) or not getattr(before, "_is_finished", False)):
-            _make_global(before)
+        if before is not None and (HANDLE in vars(before) or not getattr(before, "_is_finished", False)):
+            make_global(before)
 
     def _await_callers(self, timeout_s: float = 1.0) -> None:
         """What other threads are about to log must come before the run's end."""
@@ -166,7 +166,7 @@ class WandbHandle:
     def _end(self, exit_code: int, stays_global: bool = False) -> None:
         self._ender = threading.get_ident()
         try:
-            if exit_code == TERMINATED:
+            if exit_code == TERMINATED and self._request.plan.primary:
                 self.run.mark_preempting()
             self.run.finish(exit_code=exit_code)
         except TimeoutError:
@@ -179,7 +179,7 @@ class WandbHandle:
             )
         finally:
             if stays_global:
-                _make_global(self.run)
+                make_global(self.run)
             self._ender = 0
             self._ended.set()
 
@@ -202,26 +202,33 @@ class WandbHandle:
             raise RuntimeError(f"asked for run {self._id}, W&B gave run {reopened.id}")
         reopened._wl.remove_active_run(reopened)
         self.run.__dict__ = reopened.__dict__
-        vars(self.run)[_HANDLE] = self
+        vars(self.run)[HANDLE] = self
         reopened._wl.add_active_run(self.run)
-        _call_back(self.run)
-        _make_global(self.run)
+        guard_changes(self.run)
+        make_global(self.run)
         for define in self._definitions:
             define()
+        self._openings += 1
         with self._holding:
             self._died = self._closing = False
             self._ended.clear()
         self._replay()
 
 
-def _call_back(run: Any) -> None:
+def guard(run: Any) -> None:
+    """Have the run's methods ask the handle that `vars(run)[HANDLE]` is."""
+    kind: Any = type(run)
+    run.__class__ = _guarded(kind)
+
+
+def guard_changes(run: Any) -> None:
     """Have the run's summary and config report to its guarded methods: these may be held and changed late, too."""
     with contextlib.suppress(AttributeError, KeyError):  # a disabled run's
         run.summary._set_update_callback(run._summary_update_callback)
         run.config._set_callback(run._config_callback)
 
 
-def _service_gone() -> tuple[type[BaseException], ...]:
+def service_gone() -> tuple[type[BaseException], ...]:
     """What the run's methods raise when wandb-core has died."""
     mailbox = sys.modules.get("wandb.sdk.mailbox")
     closed = getattr(mailbox, "MailboxClosedError", None)
@@ -253,7 +260,7 @@ def _methods(kind: type) -> list[str]:
 def _guard(method: Callable[..., Any]) -> Any:
     @functools.wraps(method)
     def guarded(run: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = vars(run).get(_HANDLE)
+        handle = vars(run).get(HANDLE)
         return method(run, *args, **kwargs) if handle is None else handle.call(method, *args, **kwargs)
 
     return guarded
@@ -268,7 +275,7 @@ def _guard_property(own: Any) -> Any:
 def _guard_change(accessor: Any) -> Any:
     @functools.wraps(accessor)
     def guarded(run: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = vars(run).get(_HANDLE)
+        handle = vars(run).get(HANDLE)
         return accessor(run, *args, **kwargs) if handle is None else handle.change(accessor, *args, **kwargs)
 
     return guarded
@@ -277,10 +284,30 @@ def _guard_change(accessor: Any) -> Any:
 def _guard_ending(method: Callable[..., Any]) -> Any:
     @functools.wraps(method)
     def guarded(run: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = vars(run).get(_HANDLE)
+        handle = vars(run).get(HANDLE)
         return method(run, *args, **kwargs) if handle is None or handle.may_end() else None
 
     return guarded
+
+
+@contextlib.contextmanager
+def without_reports() -> Iterator[None]:
+    """Keep the vendor's reports on itself from being started, which the user can ask for with the variable.
+
+    While the server is mute they hold up this process's end, by 10 s and more.
+    """
+    if "WANDB_ERROR_REPORTING" in os.environ:
+        yield
+        return
+    with contextlib.suppress(ImportError):
+        from wandb.analytics.opentelemetry import opentelemetry_proxy
+
+        opentelemetry_proxy.disable()
+    os.environ["WANDB_ERROR_REPORTING"] = "false"
+    try:
+        yield
+    finally:
+        del os.environ["WANDB_ERROR_REPORTING"]
 
 
 def directory(run: Any) -> str:
@@ -296,7 +323,7 @@ def global_run() -> Any:
     return None if inherited else wandb.run
 
 
-def _make_global(run: Any) -> None:
+def make_global(run: Any) -> None:
     """Set `wandb.run` and `wandb.log`, where the frameworks log to; `reinit="create_new"` leaves them."""
     with contextlib.suppress(ImportError):
         from wandb.sdk.wandb_init import _set_global_run

@@ -15,9 +15,14 @@ from dataclasses import replace
 from typing import Any
 
 from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
-from flyteplugins_tracking.errors import ConfigError, TrackerNotInstalledError, TrackerUnavailableError
+from flyteplugins_tracking.errors import (
+    ConfigError,
+    TrackerNotInstalledError,
+    TrackerUnavailableError,
+)
 from flyteplugins_tracking.lifecycle import RunRequest
-from flyteplugins_tracking.trackers._wandb_run import WandbHandle, directory, global_run
+from flyteplugins_tracking.trackers._place import Place
+from flyteplugins_tracking.trackers._wandb_run import WandbHandle, directory, global_run, without_reports
 from flyteplugins_tracking.trackers.base import Handle
 
 logger = logging.getLogger(__name__)
@@ -99,8 +104,6 @@ class WandbTracker:
             raise ConfigError(f"settings= takes a mapping or wandb.Settings, not {type(settings).__name__}")
         if _has_api_key(settings):
             raise ConfigError("settings= holds an API key, which would be pickled with the task: pass secret=...")
-        if config.run_mode == "shared":
-            raise ConfigError("run_mode='shared' is not there yet for W&B: pass run_mode='auto' or 'new'")
 
     def link(self, config: TrackingConfig) -> Mapping[str, str]:
         """See `Tracker.link`."""
@@ -116,26 +119,51 @@ class WandbTracker:
         _check_id(request.plan.run_id)
         _require_wandb()
         _drop_unusable_service()
-        before = global_run()
+        reopen = functools.partial(_reopen, request)
+        if request.config.run_mode != "shared":
+            before = global_run()
+            return WandbHandle(self._open(request), before, request, reopen)
+        # Loaded by those that share a run, and not by all that are decorated.
+        from flyteplugins_tracking.trackers import _wandb_shared as shared
+
+        place, open_own = Place.of(request), functools.partial(self._open, request)
+        if place.role == "host":
+            return shared.open_for_neighbours(request, open_own, reopen)
+        if place.role == "alone":
+            return shared.open_alone(request, open_own, reopen)
+        is_disabled = _mode(request) == "disabled"
+        try:
+            return shared.attach(request, is_disabled)
+        except TrackerUnavailableError as unavailable:
+            if is_disabled:
+                return shared.open_alone(request, open_own, reopen)
+            error = unavailable
+        return shared.open_alone(request, lambda: self._degraded(request, error), reopen)
+
+    def _open(self, request: RunRequest) -> Any:
         try:
             run = _init(request)
         except TrackerUnavailableError as unavailable:
-            if request.config.if_unavailable == "raise":
-                raise
-            run = _init_offline(request)
-            logger.warning(
-                "%s This run is logged offline. Send it when W&B is there: wandb sync %s", unavailable, directory(run)
-            )
+            run = self._degraded(request, unavailable)
         if isinstance(request.config.config, str):
             run.config.update(dict(request.facts), allow_val_change=True)
-        return WandbHandle(run, before, request, reopen=functools.partial(_reopen, request))
+        return run
+
+    def _degraded(self, request: RunRequest, unavailable: TrackerUnavailableError) -> Any:
+        if request.config.if_unavailable == "raise":
+            raise unavailable
+        run = _init_offline(request)
+        logger.warning(
+            "%s This run is logged offline. Send it when W&B is there: wandb sync %s", unavailable, directory(run)
+        )
+        return run
 
 
 def _link_type(config: TrackingConfig) -> str:
     """The page that the link can name: the run's, the project's where there are several runs, or the host's."""
     if config.project is None or "entity" not in config.options:
         return "tracking-wandb-host"
-    if (config.run_mode, config.rank_scope) != ("auto", "global"):
+    if config.run_mode == "new" or config.rank_scope != "global":
         return "tracking-wandb-project"
     return "tracking-wandb" if config.id is None else "tracking-wandb-id"
 
@@ -232,7 +260,9 @@ def _viewer_known(deadline: float) -> Iterator[None]:
     from wandb.sdk import wandb_setup
 
     setup = wandb_setup.singleton()
-    _start_service(setup)
+    if getattr(setup, "_connection", None) is None:
+        with without_reports():
+            setup.ensure_service()
     try:
         is_time = deadline - time.monotonic() > 2 * _VIEWER_S
         who, session = setup._resolve_identity() if is_time else None, setup._session_identity
@@ -249,24 +279,6 @@ def _viewer_known(deadline: float) -> Iterator[None]:
         yield
     finally:
         vars(setup).pop("_resolve_identity", None)
-
-
-def _start_service(setup: Any) -> None:
-    """Start wandb-core, without the reports of the vendor on itself, which the user can ask for with the variable.
-
-    While the server is mute they hold up this process's end, by 10 s and more.
-    """
-    if "WANDB_ERROR_REPORTING" in os.environ or getattr(setup, "_connection", None) is not None:
-        return
-    with contextlib.suppress(ImportError):
-        from wandb.analytics.opentelemetry import opentelemetry_proxy
-
-        opentelemetry_proxy.disable()
-    os.environ["WANDB_ERROR_REPORTING"] = "false"
-    try:
-        setup.ensure_service()
-    finally:
-        del os.environ["WANDB_ERROR_REPORTING"]
 
 
 def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, Any]:
@@ -286,6 +298,7 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
         **_id_arguments(request),
         "group": config.group or (None if os.environ.get("WANDB_RUN_GROUP") else plan.group),
     }
+    _place(arguments, request)
     if _has_open_run():
         arguments.setdefault("reinit", "create_new")
     return {name: value for name, value in arguments.items() if value is not None}
@@ -296,6 +309,25 @@ def _has_open_run() -> bool:
     from wandb.sdk import wandb_setup
 
     return global_run() is not None or getattr(wandb_setup.singleton(), "most_recent_active_run", None) is not None
+
+
+def _place(arguments: dict[str, Any], request: RunRequest) -> None:
+    """Make `arguments` those of one client among several of a run, if it is that."""
+    place, plan, settings = Place.of(request), request.plan, arguments["settings"]
+    if place.role == "guest" and request.info is not None:  # that has not found its host
+        settings.x_sync_dir_suffix = f"rank-{request.info.rank}"
+    elif place.has_peers and not plan.primary:
+        # Nodes may share a file system, and start in the same second.
+        settings.x_sync_dir_suffix = plan.label or ""
+    if not place.has_peers or not _is_online(arguments):
+        return
+    arguments["mode"] = "shared"
+    settings.x_label = settings.x_label or plan.label
+    settings.x_primary = settings.x_update_finish_state = plan.primary
+    if not plan.primary:
+        # It would send the config back that it has found, over the one of the primary.
+        for name in ("resume", "resume_from", "fork_from"):
+            arguments.pop(name, None)
 
 
 def _metadata(request: RunRequest) -> dict[str, Any]:
@@ -317,6 +349,17 @@ def _id_arguments(request: RunRequest) -> dict[str, Any]:
 
 def _settings(mode: str | None, request: RunRequest) -> Any:
     """The user's settings, the deadlines where they set none, and the key. A copy: `wandb.init` writes into it."""
+    settings = _given_settings(request)
+    effective = _effective(settings)
+    for name, value in _SAFER.items():
+        if name not in effective.model_fields_set:
+            setattr(settings, name, value)
+    if (mode or effective.mode) not in _NOT_ONLINE:
+        _authenticate(settings, effective, request)
+    return settings
+
+
+def _given_settings(request: RunRequest) -> Any:
     import wandb
 
     settings = wandb.Settings(
@@ -329,13 +372,13 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
         settings.update_from_dict(dict(given))
     elif given is not None:
         settings.update_from_settings(given)
-    effective = _effective(settings)
-    for name, value in _SAFER.items():
-        if name not in effective.model_fields_set:
-            setattr(settings, name, value)
-    if (mode or effective.mode) not in _NOT_ONLINE:
-        _authenticate(settings, effective, request)
     return settings
+
+
+def _mode(request: RunRequest) -> str:
+    """The mode that is asked for, by an argument, a setting or a variable."""
+    mode: str = request.config.options.get("mode") or _effective(_given_settings(request)).mode
+    return mode
 
 
 def _effective(settings: Any) -> Any:

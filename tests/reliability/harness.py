@@ -98,6 +98,11 @@ class Job:
         outputs = [process.communicate()[0] for process in self._started if process.poll() is not None]
         raise AssertionError(f"no {line!r} in {self.notes()}\n{outputs}")
 
+    def pids(self, program: str) -> list[int]:
+        """The job's processes of this name."""
+        running = _processes_with(f"TRAIN_DIR={self.directory}")
+        return [pid for pid, command in running.items() if Path(command.split()[0]).name == program]
+
     def signal(self, pid: int, number: int = signal.SIGTERM) -> None:
         self.fault_at = time.monotonic()
         os.kill(pid, number)
@@ -145,16 +150,17 @@ class Job:
         until = time.monotonic() + timeout_s
         while (running := _processes_with(f"TRAIN_DIR={self.directory}")) and time.monotonic() < until:
             time.sleep(0.1)
-        return running
+        return tuple(running.values())
 
 
-def _processes_with(variable: str) -> tuple[str, ...]:
-    found = []
+def _processes_with(variable: str) -> dict[int, str]:
+    """Their command lines, by their ids."""
+    found = {}
     for process in Path("/proc").iterdir():
         with suppress(OSError):
             if process.name.isdecimal() and variable in (process / "environ").read_text(errors="replace").split("\0"):
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-    return tuple(command for command in found if command)
+                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+    return {pid: command for pid, command in found.items() if command}
 
 
 @contextmanager

@@ -34,6 +34,7 @@ class Case:
             but for the last 0.2 s, where the writer was "killed".
         log_within_s: The longest that one `log` may take, on a machine whose cores have other work too.
         restarts: What the run's config must tell at the end.
+        one_writer: Whether the rows have one counter of steps.
     """
 
     fault: str
@@ -44,6 +45,7 @@ class Case:
     kept: str = "server"
     log_within_s: float = 1.0
     restarts: int | None = None
+    one_writer: bool = True
 
     def run(self, directory: Path) -> Outcome:
         with job(directory) as started:
@@ -60,7 +62,7 @@ class Case:
             f"state {found.state}, not {self.state}": found.state != self.state,
             f"{len(found.logged - kept)} of {len(found.logged)} rows lost": not found.logged <= kept,
             f"{found.duplicates} rows twice": found.duplicates > 0,
-            f"steps {found.steps}": sorted(found.steps) != list(range(len(found.steps))),
+            f"steps {found.steps}": self.one_writer and sorted(found.steps) != list(range(len(found.steps))),
             f"ended after {found.seconds} s, not {self.within_s}": late,
             f"a log took {found.slowest_log_s} s": found.slowest_log_s > self.log_within_s,
             f"still running: {found.leaked}": found.leaked != (),
@@ -151,9 +153,11 @@ def rank_signalled(
     return scenario
 
 
-def agent_signalled(number: int, how: dict[str, str]) -> Scenario:
+def agent_signalled(number: int, how: dict[str, str], **settings: Any) -> Scenario:
+    """Two ranks, whose agent is sent a signal."""
+
     def scenario(job: Job) -> Outcome:
-        agent = job.start(torchrun(), **ends(how))
+        agent = job.start(torchrun(), **ends(how, **settings))
         workers = [*job.wait_for("ready 0 0"), *job.wait_for("ready 1 0")]
         job.signal(agent.pid, number)
         outcome = job.outcome()
@@ -184,32 +188,40 @@ def agent(job: Job, address: str, port: int, host: bool, **settings: Any) -> sub
     return job.start(command, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, **settings)
 
 
-def scale_down(job: Job) -> Outcome:
+def scale_down(**settings: Any) -> Scenario:
     """The node that has rank 0 and the run dies; the other goes on alone, and has them then."""
-    port, settings = jobs.free_port(), ends("together", attempts=9, step_s=0.1)
-    agent(job, "127.0.0.2", port, host=True, **settings)
-    dying = agent(job, "127.0.0.1", port, host=False, **settings)
-    (rank_0,) = job.wait_for("ready 0 0")
-    (rank_1,) = job.wait_for("ready 1 0")
-    job.server.wait_for(lambda: len(job.server.runs[0].rows) > 50, 60)
-    job.fault_at = time.monotonic()
-    for pid in (dying.pid, rank_0):
-        os.kill(pid, signal.SIGKILL)
-    until_logged(job, but_not={rank_0, rank_1})
-    job.go()
-    return job.outcome()
+
+    def scenario(job: Job) -> Outcome:
+        port, how = jobs.free_port(), ends("together", attempts=9, step_s=0.1, **settings)
+        agent(job, "127.0.0.2", port, host=True, **how)
+        dying = agent(job, "127.0.0.1", port, host=False, **how)
+        (rank_0,) = job.wait_for("ready 0 0")
+        (rank_1,) = job.wait_for("ready 1 0")
+        job.server.wait_for(lambda: len(job.server.runs[0].rows) > 50, 60)
+        job.fault_at = time.monotonic()
+        for pid in (dying.pid, rank_0):
+            os.kill(pid, signal.SIGKILL)
+        until_logged(job, but_not={rank_0, rank_1})
+        job.go()
+        return job.outcome()
+
+    return scenario
 
 
-def scale_up(job: Job) -> Outcome:
+def scale_up(**settings: Any) -> Scenario:
     """A node comes, and rank 0 and the run move to it."""
-    port, settings = jobs.free_port(), ends("together", attempts=9, step_s=0.1)
-    agent(job, "127.0.0.2", port, host=True, **settings)
-    (alone,) = job.wait_for("ready 0 0")
-    job.fault_at = time.monotonic()
-    agent(job, "127.0.0.1", port, host=False, **settings)
-    until_logged(job, but_not={alone})
-    job.go()
-    return job.outcome()
+
+    def scenario(job: Job) -> Outcome:
+        port, how = jobs.free_port(), ends("together", attempts=9, step_s=0.1, **settings)
+        agent(job, "127.0.0.2", port, host=True, **how)
+        (alone,) = job.wait_for("ready 0 0")
+        job.fault_at = time.monotonic()
+        agent(job, "127.0.0.1", port, host=False, **how)
+        until_logged(job, but_not={alone})
+        job.go()
+        return job.outcome()
+
+    return scenario
 
 
 def until_logged(job: Job, but_not: set[int], rows: int = 60, timeout_s: float = 90) -> None:
@@ -241,13 +253,14 @@ def flyte_retry(job: Job) -> Outcome:
     return job.outcome()
 
 
-def midway(fault: Fault, seconds: float, after_s: float = 1) -> Scenario:
+def midway(fault: Fault, seconds: float, after_s: float = 1, ranks: int = 1, **settings: Any) -> Scenario:
     """The server fails for so long while rows are logged."""
 
     def scenario(job: Job) -> Outcome:
         env = {"WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "1"}
-        job.start(python(), env, **ends("until told"))
-        job.wait_for("ready 0 0")
+        job.start(torchrun(ranks=ranks) if ranks > 1 else python(), env, **ends("until told", **settings))
+        for rank in range(ranks):
+            job.wait_for(f"ready {rank} 0")
         with job.server.failing(fault):
             time.sleep(seconds)
         time.sleep(after_s)
@@ -298,6 +311,8 @@ def full_disk(job: Job) -> Outcome:
 
 
 PEER = {"0": "collective", "1": "sleep"}
+ALL_LOOP, ALL_IN_FINALLY = {"*": "loop"}, {"*": "finally"}
+SHARED: dict[str, Any] = {"tracking": {"run_mode": "shared"}, "with_step": True}
 SIGTERM, SIGINT, SIGKILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 FAILED, PREEMPTED, FINISHED, RUNNING = "failed", "preempted", "finished", "running"
 
@@ -379,8 +394,8 @@ CASES = [
         (143, 0),
         FINISHED,
     ),
-    Case("elastic 1:2, the node of rank 0 dies", scale_down, (0,), FINISHED, kept="killed"),
-    Case("elastic 1:2, rank 0 moves to a node that comes", scale_up, (143, 0), FINISHED),
+    Case("elastic 1:2, the node of rank 0 dies", scale_down(), (0,), FINISHED, kept="killed"),
+    Case("elastic 1:2, rank 0 moves to a node that comes", scale_up(), (143, 0), FINISHED),
     Case("Flyte pod: SIGTERM", flyte_pod, (143,), PREEMPTED, 8),
     Case("Flyte retry", flyte_retry, (1, 0), FINISHED),
     Case("server refuses at the start", unavailable(Fault.refuse()), (), "", 12),
@@ -399,4 +414,45 @@ CASES = [
     Case("1 MB of config", alone("return", config_bytes=1_000_000), (0,), FINISHED),
     Case("NaN and infinity", alone("return", value=float("nan")), (0,), FINISHED),
     Case("10,000 rows a second for 10 s", alone("fast", rows=0), (0,), FINISHED),
+    Case(
+        "shared: SIGTERM, and rows in `finally`", agent_signalled(SIGTERM, ALL_IN_FINALLY, **SHARED), (143,), PREEMPTED
+    ),
+    Case(
+        "shared: SIGTERM, a handler that sets a flag",
+        agent_signalled(SIGTERM, ALL_LOOP, handler="flag", **SHARED),
+        (143, 143),
+        PREEMPTED,
+    ),
+    Case(
+        "shared: SIGTERM, a handler with `os._exit`",
+        agent_signalled(SIGTERM, ALL_LOOP, handler="os._exit 6", **SHARED),
+        (143,),
+        PREEMPTED,
+    ),
+    Case("shared: SIGTERM, rank 0 in a collective", agent_signalled(SIGTERM, PEER, **SHARED), (143,), PREEMPTED),
+    Case("shared: SIGINT", agent_signalled(SIGINT, ALL_LOOP, **SHARED), (130,), FAILED),
+    Case("shared: SIGKILL of a neighbour", rank_signalled(1, SIGKILL, ALL_LOOP, **SHARED), (143,), PREEMPTED),
+    Case(
+        "shared: exception on a neighbour, restart",
+        together({"0": "sleep", "1": "raise when told"}, "--max-restarts=1", **SHARED),
+        (143, 0),
+        FINISHED,
+        restarts=1,
+    ),
+    Case(
+        "shared, elastic 1:2, the node of rank 0 dies",
+        scale_down(**SHARED),
+        (0,),
+        FINISHED,
+        kept="killed",
+        one_writer=False,
+    ),
+    Case(
+        "shared, elastic 1:2, rank 0 moves to a node that comes",
+        scale_up(**SHARED),
+        (143, 0),
+        FINISHED,
+        one_writer=False,
+    ),
+    Case("shared: server down for 20 s", midway(Fault.refuse(), 20, ranks=2, **SHARED), (0,), FINISHED, 25),
 ]

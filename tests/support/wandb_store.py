@@ -87,6 +87,11 @@ class RecordedRun:
         return list(self._rows.values())
 
     @property
+    def events(self) -> list[Row]:
+        """The system metrics."""
+        return [json.loads(line) for line in list(self._events.values())]
+
+    @property
     def log(self) -> list[str]:
         """The lines of the console, each behind its time."""
         return list(self._output.values())

@@ -1,10 +1,10 @@
 """A training that ends as the variable TRAIN_SETTINGS, a JSON object, says. Each process writes down what it logs.
 
 Keys: `tracking`: the decorator's arguments. `config_bytes`: the size of the run's config. `rows`: how many rows are
-logged before anything else. `step_s`: seconds between later ones. `value`: what a row holds. `ends`: how each rank goes
-on, by rank, or `"*"`: a key of `ENDS`. `attempts`: `ends` holds for the attempts below it, 1 unless given; later ones
-return. `handler`: a key of `HANDLERS`, installed for SIGTERM before the function; `handler_inside`: in it. `nested`:
-another decorated function is called. `async`: the function is async, and sleeps.
+logged before anything else. `with_step`: with `step=`. `step_s`: seconds between later ones. `value`: what a row holds.
+`ends`: how each rank goes on, by rank, or `"*"`: a key of `ENDS`. `attempts`: `ends` holds for the attempts below it, 1
+unless given; later ones return. `handler`: a key of `HANDLERS`, installed for SIGTERM before the function;
+`handler_inside`: in it. `nested`: another decorated function is called. `async`: the function is async, and sleeps.
 """
 
 import asyncio
@@ -45,7 +45,8 @@ def log() -> None:
     if run is None:
         return
     started = time.perf_counter()
-    run.log({"pid": os.getpid(), "n": logged, "value": SETTINGS.get("value", 1.0)})
+    row = {"pid": os.getpid(), "n": logged, "value": SETTINGS.get("value", 1.0)}
+    run.log(row, step=logged) if SETTINGS.get("with_step") else run.log(row)
     note(f"logged {logged} {time.perf_counter() - started:.6f} {time.monotonic():.3f}")
     logged += 1
 
@@ -145,6 +146,7 @@ ENDS: dict[str, Callable[[], object]] = {
     "raise": raises,
     "raise when told": raises_when_told,
     "exit 3": lambda: sys.exit(3),
+    "os._exit 0": lambda: os._exit(0),
     "loop": loop,
     "loop 3 s": lambda: loop(3),
     "finally": in_finally,

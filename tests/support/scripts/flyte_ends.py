@@ -9,21 +9,21 @@ from flyteplugins_tracking import tracking_init
 LOCAL = {"nnodes": 1, "nproc_per_node": 2, "increase_shared_mem": False}
 
 
-@tracking_init(project="tests")
+@tracking_init(**{"project": "tests", **ends.SETTINGS.get("tracking", {})})
 @task
 def plain(n: int) -> str:
     ends.body()
     return ""
 
 
-@tracking_init(project="tests")
+@tracking_init(**{"project": "tests", **ends.SETTINGS.get("tracking", {})})
 @task(task_config=Elastic(start_method="spawn", **LOCAL))
 def spawn(n: int) -> str:
     worker()
     return ""
 
 
-@tracking_init(project="tests")
+@tracking_init(**{"project": "tests", **ends.SETTINGS.get("tracking", {})})
 @task(task_config=Elastic(start_method="fork", **LOCAL))
 def fork(n: int) -> str:
     worker()
