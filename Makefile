@@ -6,7 +6,7 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slurm reliability soak lint wheel clean
+.PHONY: demo test test-slurm reliability soak bench lint wheel clean
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/digits.py demo-output
@@ -25,6 +25,10 @@ reliability: $(INSTALLED)
 # 200 restarts in a row of a 4-rank job.
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m reliability.soak
+
+# The figures of docs/performance.md, measured anew.
+bench: $(INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python benchmarks/shared.py docs/performance.md
 
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
