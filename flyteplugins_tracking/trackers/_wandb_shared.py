@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 # How long the neighbours of a terminated writer have to leave too: they have been signalled with it.
 _LEAVING_S = 3.0
-# How long a row waits for a run that a signal has ended to be open again.
+# How long a row waits for a run that a signal has ended to be open again, before it is held; and other calls.
+_ANSWER_S = 0.5
 _REOPENING_S = 10.0
 # How soon attaching is tried again.
 _RETRY_S = 0.5
@@ -366,21 +367,24 @@ class GuestHandle:
         return self._use(accessor, args, kwargs)
 
     def _row(self, row: dict[str, Any]) -> None:
-        if self._state == "paused":
-            self._request.watch.await_handler()  # it may end the process
-        with self._changed:
-            if self._state == "open":
-                try:
-                    self._log(self.run, row)
+        for is_last in (False, True):
+            with self._changed:
+                if self._state == "open":
+                    try:
+                        self._log(self.run, row)
+                        return
+                    except service_gone():
+                        self._lose_service()
+                if self._state == "gone":
+                    self._tell()
                     return
-                except service_gone():
-                    self._lose_service()
-            if self._state == "paused":
-                if not self._held:
-                    self._ask()
-                self._held.append(dict(row))
-            else:
-                self._tell()
+                if is_last or self._held:
+                    self._held.append(dict(row))
+                    return
+                # The writer has been told to end, so that this process will be: a row that is held may be lost with it.
+                self._ask()
+                self._changed.wait_for(lambda: self._state != "paused", _ANSWER_S)
+            self._request.watch.await_handler()
 
     def _use(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for _ in range(2):
