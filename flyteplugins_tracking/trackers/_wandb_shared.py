@@ -96,9 +96,12 @@ def attach(request: RunRequest, is_disabled: bool) -> GuestHandle | SharedHandle
     Raises:
         TrackerUnavailableError: It is not there, or has opened none.
     """
-    before = global_run()
+    before, failure = global_run(), None
     while True:
-        guest = _join(request)
+        try:
+            guest = _join(request)
+        except TrackerUnavailableError as error:
+            raise failure or error from error.__cause__
         if is_disabled or guest.value["is_disabled"]:
             guest.leave()
             wandb: Any = importlib.import_module("wandb")
@@ -112,11 +115,12 @@ def attach(request: RunRequest, is_disabled: bool) -> GuestHandle | SharedHandle
             _restore_global(before)
             if not isinstance(error, Exception):
                 raise
+            failure = TrackerUnavailableError(
+                f"W&B: rank {guest.rank} could not attach to run {guest.value['run_id']}, which local rank 0 of its "
+                f"node has opened: {error or type(error).__name__}"
+            )
             if time.monotonic() > request.deadline:
-                raise TrackerUnavailableError(
-                    f"W&B: rank {guest.rank} could not attach to run {guest.value['run_id']}, which local rank 0 of "
-                    f"its node has opened: {error or type(error).__name__}"
-                ) from error
+                raise failure from error
         time.sleep(_RETRY_S)
 
 
