@@ -325,6 +325,188 @@ def test_what_the_service_would_not_take_is_refused(server):
     assert post(server, "/graphql", {"query": "{}"}, Authorization="Basic bm8=") == 401
 
 
+SWEEP = """
+from wandb.agents.pyagent import Agent
+Agent.HEARTBEAT_SLEEP_SECONDS = 0.1
+sweep_id = wandb.sweep(
+    {
+        "method": "grid",
+        "parameters": {
+            "x": {"values": [1, 2]}, "y": {"values": [3]}, "lr": {"min": 0.5, "max": 1.0}, "c": {"value": 7},
+        },
+    },
+    project="p", entity="e",
+)
+
+def trial():
+    run = wandb.init(config={"x": 0, "own": True})
+    run.log({"product": run.config.x * run.config.y})
+"""
+
+
+def test_an_agent_runs_the_trials_of_a_sweep_until_the_grid_is_done(server, tmp_path):
+    done = train(
+        server,
+        tmp_path,
+        SWEEP.replace("[1, 2]", "[1, 2, 4]")
+        + textwrap.dedent(
+            """
+            wandb.agent(sweep_id, trial, count=1, project="p", entity="e")
+            wandb.agent(sweep_id, trial, project="p", entity="e")
+            try:
+                wandb.agent(sweep_id, trial, project="p", entity="e")
+            except wandb.Error as error:
+                print("REFUSED", error)
+            """
+        ),
+    )
+    assert done.returncode == 0, done.output
+    (sweep,) = server.sweeps
+    assert (sweep.entity, sweep.project, sweep.state, sweep.agents) == ("e", "p", "FINISHED", 2)
+    assert (sweep.config["method"], sweep.config["parameters"]["x"]) == ("grid", {"values": [1, 2, 4]})
+    assert f"Create sweep with ID: {sweep.id}" in done.output
+    assert f"REFUSED Sweep e/p/{sweep.id} is not running" in done.output
+    assert [run.id for run in server.runs] == sweep.run_ids
+    assert [run.sweep for run in server.runs] == [sweep.id] * 3
+    assert [(run.config["x"], run.config["y"], run.config["c"]) for run in server.runs] == [
+        (1, 3, 7),
+        (2, 3, 7),
+        (4, 3, 7),
+    ]
+    assert [run.config["lr"] for run in server.runs] == [0.5, 0.75, pytest.approx(5 / 6)]
+    assert [(run.config["own"], run.summary["product"]) for run in server.runs] == [(True, 3), (True, 6), (True, 12)]
+    assert [(run.state, run.exit_codes) for run in server.runs] == [("finished", [0])] * 3
+    assert server.unknown_operations == []
+
+
+def test_a_trial_that_raises_fails_its_run_and_the_sweep_goes_on(server, tmp_path):
+    done = train(
+        server,
+        tmp_path,
+        SWEEP
+        + textwrap.dedent(
+            """
+            def failing():
+                trial()
+                if wandb.config.x == 1:
+                    raise RuntimeError("made to fail")
+
+            wandb.agent(sweep_id, failing, count=2, project="p", entity="e")
+            """
+        ),
+    )
+    assert done.returncode == 0, done.output
+    assert [(run.config["x"], run.state) for run in server.runs] == [(1, "failed"), (2, "finished")]
+    assert server.sweeps[0].state == "RUNNING"
+
+
+def test_a_sweep_that_is_not_there_has_no_agent_and_one_without_a_method_is_not_made(server, tmp_path):
+    done = train(
+        server,
+        tmp_path,
+        """
+        for attempt in (
+            lambda: wandb.agent("nobody", print, project="p", entity="e"),
+            lambda: wandb.sweep({"parameters": {}}, project="p", entity="e"),
+        ):
+            try:
+                attempt()
+            except wandb.Error as error:
+                print("REFUSED", error)
+        """,
+    )
+    assert "REFUSED could not find sweep e/p/nobody during createAgent" in done.output
+    assert "REFUSED Invalid sweep config" in done.output
+    assert server.sweeps == []
+
+
+def test_what_was_recorded_is_read_back(server, tmp_path):
+    done = train(
+        server,
+        tmp_path,
+        SWEEP
+        + textwrap.dedent(
+            """
+            import json
+            wandb.agent(sweep_id, trial, count=2, project="p", entity="e")
+            run = wandb.init(entity="e", project="p", id="r", group="g", config={"a": {"b": 1}})
+            for x in range(30):
+                run.log({"x": x, **({"z": -x} if x == 5 else {})})
+            with open("a note.txt", "w") as note:
+                note.write("kept")
+            run.save("a note.txt", policy="end")
+            run.finish()
+
+            api = wandb.Api()
+            run = api.run("e/p/r")
+            for file in run.files():
+                file.download(root="read", replace=True)
+            sweep = api.sweep(f"e/p/{sweep_id}")
+            read = {
+                "run": [run.id, run.state, run.group, run.config, run.summary["x"], run.lastHistoryStep],
+                "history": [row["x"] for row in run.history(pandas=False)],
+                "sampled": len(run.history(samples=10, pandas=False)),
+                "keys": run.history(keys=["z"], pandas=False),
+                "scanned": [row["x"] for row in run.scan_history(page_size=7)],
+                "file": run.file("a note.txt").size,
+                "pattern": [file.name for file in run.files(pattern="% note.t_t")],
+                "sweep": [sweep.id, sweep.state, sweep.expected_run_count, len(sweep.runs)],
+                "trials": [[trial.id, trial.config["x"], trial.sweep_name] for trial in sweep.runs],
+                "group": [run.id for run in api.runs("e/p", filters={"group": "g"}, per_page=1)],
+                "pages": [run.id for run in api.runs("e/p", order="-created_at", per_page=1)],
+            }
+            with open("read.json", "w") as file:
+                json.dump(read, file)
+            """
+        ),
+    )
+    assert done.returncode == 0, done.output
+    (sweep,), trials = server.sweeps, server.runs[:2]
+    assert json.loads((tmp_path / "read.json").read_text()) == {
+        "run": ["r", "finished", "g", {"a": {"b": 1}}, 29, 29],
+        "history": list(range(30)),
+        "sampled": 10,
+        "keys": [{"_step": 5, "z": -5}],
+        "scanned": list(range(30)),
+        "file": 4,
+        "pattern": ["a note.txt"],
+        "sweep": [sweep.id, "RUNNING", 2, 2],
+        "trials": [[trials[0].id, 1, sweep.id], [trials[1].id, 2, sweep.id]],
+        "group": ["r"],
+        "pages": ["r", trials[1].id, trials[0].id],
+    }
+    run = server.run("r")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "read").iterdir()} == run.files
+    assert run.files["a note.txt"] == b"kept"
+    assert server.unknown_operations == []
+
+
+def test_what_is_not_there_is_not_found(server, tmp_path):
+    upsert(server, entity="e")
+    done = train(
+        server,
+        tmp_path,
+        """
+        import requests
+        api = wandb.Api()
+        for read in (lambda: api.run("e/p/nobody"), lambda: api.run("e/none/r"), lambda: api.sweep("e/p/nobody"),
+                     lambda: list(api.runs("e/none"))):
+            try:
+                print("FOUND", read())
+            except Exception as error:
+                print(type(error).__name__, error)
+        url, auth = os.environ["WANDB_BASE_URL"] + "/files/e/p/r/none", ("api", os.environ["WANDB_API_KEY"])
+        print("STATUS", requests.get(url, auth=auth).status_code, requests.get(url).status_code)
+        """,
+    )
+    assert "CommError Could not find run <Run e/p/nobody (not found)>" in done.output
+    assert "CommError Could not find run <Run e/none/r (not found)>" in done.output
+    assert "CommError Could not find sweep <Sweep e/p/nobody" in done.output
+    assert "ValueError Could not find project none" in done.output
+    assert "STATUS 404 401" in done.output
+    assert "FOUND" not in done.output
+
+
 def test_waiting_ends_in_time(server):
     with pytest.raises(TimeoutError, match="not within"):
         server.wait_for(lambda: server.run("nobody"), timeout_s=0.1)

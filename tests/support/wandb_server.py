@@ -26,12 +26,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, TypeVar
+from urllib.parse import unquote
 
-from support.wandb_store import Json, Operations, RecordedRun, RunKey, Store
+from support.wandb_store import Json, Operations, RecordedRun, RecordedSweep, RefusedError, RunKey, Store
 
 KEY = "fa4e" * 10
 _FILESTREAM = re.compile(r"/files/([^/]+)/([^/]+)/([^/]+)/file_stream$")
 _UPLOAD = re.compile(r"/upload/([^/]+)/([^/]+)/([^/]+)/(.+)$")
+_DOWNLOAD = re.compile(r"/files/([^/]+)/([^/]+)/([^/]+)/(.+)$")
 _OPERATION = re.compile(r"(?:query|mutation)\s+(\w+)")
 _NOT_LOGGED_IN = {"errors": [{"message": "user is not logged in", "extensions": {"code": "PERMISSION_ERROR"}}]}
 
@@ -126,6 +128,11 @@ class WandbServer:
         """All runs, in the order in which they were created."""
         return self._store.runs
 
+    @property
+    def sweeps(self) -> list[RecordedSweep]:
+        """All sweeps, in the order in which they were created."""
+        return self._store.sweeps
+
     def run(self, id: str) -> RecordedRun:
         """The one run with this id.
 
@@ -202,16 +209,19 @@ class WandbServer:
             self._store.changed.notify_all()
             return fault
 
-    def graphql(self, posted: Json) -> Json:
-        """Answer one GraphQL request."""
+    def graphql(self, posted: Json) -> tuple[int, Json]:
+        """Answer one GraphQL request, with the HTTP status."""
         match = _OPERATION.search(posted["query"])
         name = posted.get("operationName") or (match[1] if match else "")
         with self._changing():
-            answer = self._operations.answer(name, posted.get("variables") or {})
+            try:
+                answer = self._operations.answer(name, posted.get("variables") or {})
+            except RefusedError as refused:
+                return refused.code, {"data": None, "errors": [{"message": str(refused)}]}
             if answer is None:
                 self.unknown_operations.append(name)
-                return {"data": None, "errors": [{"message": f"unknown operation {name}"}]}
-            return {"data": answer}
+                return 200, {"data": None, "errors": [{"message": f"unknown operation {name}"}]}
+            return 200, {"data": answer}
 
     def filestream(self, key: RunKey, posted: Json, client: str, connection: set[RunKey]) -> bool:
         """Take one filestream request. Tells whether its run is known."""
@@ -232,6 +242,11 @@ class WandbServer:
             run = self._store.get(key)
             if run is not None:
                 run.files = {**run.files, name: content}
+
+    def file(self, key: RunKey, name: str) -> bytes | None:
+        """The content of an uploaded file; None if there is none."""
+        run = self._store.get(key)
+        return None if run is None else run.files.get(name)
 
     def disconnected(self, connection: set[RunKey]) -> None:
         """A TCP connection that carried filestream requests of these runs was closed."""
@@ -327,16 +342,28 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(code, answer)
 
     def _query(self, posted: Json) -> tuple[int, Json]:
-        return 200, self.server.recorder.graphql(posted)
+        return self.server.recorder.graphql(posted)
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if not self._survives(self.server.recorder.meet_fault("other")):
             return
-        upload = _UPLOAD.match(self.path)
+        upload = _UPLOAD.match(unquote(self.path))
         if upload:
             self.server.recorder.uploaded(_run_key(upload), upload[4], body)
         self._answer(200, {})
+
+    def do_GET(self) -> None:
+        if not self._survives(self.server.recorder.meet_fault("other")):
+            return
+        file = _DOWNLOAD.match(unquote(self.path))
+        content = self.server.recorder.file(_run_key(file), file[4]) if file else None
+        if not self._authorised():
+            self._answer(401, _NOT_LOGGED_IN)
+        elif content is None:
+            self._answer(404, {"error": "file not found"})
+        else:
+            self._send(200, {"Content-Type": "application/octet-stream"}, content)
 
     def log_message(self, *_: object) -> None:
         pass
@@ -374,9 +401,11 @@ class _Handler(BaseHTTPRequestHandler):
         return (200, {"exitcode": None, "limits": {}}) if known else (404, {"error": "run not found"})
 
     def _answer(self, code: int, answer: Json, headers: Mapping[str, str] | None = None) -> None:
-        body = json.dumps(answer).encode()
+        self._send(code, {"Content-Type": "application/json", **(headers or {})}, json.dumps(answer).encode())
+
+    def _send(self, code: int, headers: Mapping[str, str], body: bytes) -> None:
         self.send_response(code)
-        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+        for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -1,27 +1,45 @@
-"""What the recording W&B server keeps: its runs, each as the service would show it.
+"""What the recording W&B server keeps: its runs and sweeps, each as the service would show it.
 
 The rules of the service that are kept here, because a client that breaks them loses data there too:
 
 - A line of a run's history stays at the offset that its writer gave: who starts at 0 again overwrites.
 - A shared-mode writer has offsets of its own, under its client id; all default-mode writers of a run share theirs.
 - A run is over at its exit code, until a `wandb.init` opens it again.
+- A sweep hands a run to an agent that has none, and takes no agent when it is over.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import itertools
 import json
+import math
+import mimetypes
+import re
+import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any
+from urllib.parse import quote
 
 Json = dict[str, Any]
 Row = Json
-RunKey = tuple[str, str, str]
+RunKey = tuple[str, str, str]  # also a sweep's
 _Place = tuple[str, int]  # the client id of a shared-mode writer, or "", and the offset it gave
 
 HISTORY, EVENTS, SUMMARY, OUTPUT = "wandb-history.jsonl", "wandb-events.jsonl", "wandb-summary.json", "output.log"
 ENTITY, PROJECT = "recorded", "uncategorized"  # of a run that names none
+
+
+class RefusedError(Exception):
+    """The service would answer so: an HTTP status that is not tried again, and why."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass
@@ -32,6 +50,7 @@ class RecordedRun:
 
     Attributes:
         name: The display name.
+        sweep: The id of the sweep that it is of.
         config: The values, without wandb's own `_wandb`.
         exit_codes: One for each time that a writer completed the run.
         upserts: The variables of each UpsertBucket.
@@ -53,6 +72,8 @@ class RecordedRun:
     tags: list[str] = field(default_factory=list)
     notes: str = ""
     job_type: str = ""
+    sweep: str | None = None
+    created_at: str = field(default_factory=lambda: _now(), repr=False)
     raw_config: dict[str, Any] = field(default_factory=dict, repr=False)
     state: str = "running"
     exit_codes: list[int] = field(default_factory=list)
@@ -112,6 +133,7 @@ class RecordedRun:
         self.name = given.get("displayName") or self.name
         self.notes = given.get("notes") or self.notes
         self.job_type = given.get("jobType") or self.job_type
+        self.sweep = given.get("sweep") or self.sweep
         self.tags = self.tags if given.get("tags") is None else list(given["tags"])
         self.raw_config = {**self.raw_config, **json.loads(given.get("config") or "{}")}
         if given.get("host"):  # only the upsert of `wandb.init` has it; a late change of the config opens nothing
@@ -176,18 +198,133 @@ class RecordedRun:
             "wandbConfig": json.dumps({"t": telemetry}),
         }
 
+    def as_read(self) -> Json:
+        """The run as `wandb.Api` asks for it."""
+        return {
+            "id": self.storage_id,
+            "projectId": 1,
+            "name": self.id,
+            "displayName": self.name,
+            "sweepName": self.sweep,
+            "state": self.state,
+            "config": json.dumps(self.raw_config),
+            "summaryMetrics": json.dumps(self.summary),
+            "systemMetrics": json.dumps(dict(itertools.chain(*(row.items() for row in self.events[-1:])))),
+            "historyKeys": {"lastStep": max((row.get("_step", -1) for row in self.rows), default=-1)},
+            "historyLineCount": len(self._rows),
+            "group": self.group or None,
+            "jobType": self.job_type or None,
+            "tags": self.tags,
+            "notes": self.notes or None,
+            "description": self.notes or None,
+            "commit": None,
+            "readOnly": False,
+            "createdAt": self.created_at,
+            "heartbeatAt": self.created_at,
+            "user": {"name": ENTITY, "username": ENTITY},
+        }
+
+    def history(self, samples: int, keys: Sequence[str] = ()) -> list[Row]:
+        """At most `samples` of the rows that have all `keys`, by their steps."""
+        rows = [row for row in self.rows if all(key in row for key in keys)]
+        rows.sort(key=lambda row: row.get("_step", 0))
+        rows = _sampled(rows, samples)
+        return [{key: row[key] for key in keys} for row in rows] if keys else rows
+
+
+@dataclass
+class RecordedSweep:
+    """One sweep, up to date with the last request.
+
+    The trials of `method: grid` are the product of the parameters' `values`, after which the sweep is over. Any
+    other method goes through that product again and again. A parameter of `min` and `max` starts at its minimum.
+
+    Attributes:
+        config: As `wandb.sweep` sent it, which is with a distribution for each parameter.
+        run_ids: The runs that were handed out.
+        agents: How many agents there have been.
+    """
+
+    entity: str
+    project: str
+    id: str
+    config: dict[str, Any]
+    state: str = "RUNNING"
+    run_ids: list[str] = field(default_factory=list)
+    agents: int = 0
+    created_at: str = field(default_factory=lambda: _now(), repr=False)
+
+    @property
+    def storage_id(self) -> str:
+        return f"sweep:{self.entity}/{self.project}/{self.id}"
+
+    @property
+    def run_count_expected(self) -> int | None:
+        """How many trials there will be; None if they do not end."""
+        grid = math.prod(len(values) for values in self._values) if self.config["method"] == "grid" else None
+        limits = [limit for limit in (grid, self.config.get("run_cap")) if limit is not None]
+        return min(limits, default=None)
+
+    def next_run(self) -> Json | None:
+        """The agent's command to run the next trial; None if the sweep is over."""
+        number, expected = len(self.run_ids), self.run_count_expected
+        if expected is not None and number >= expected:
+            self.state = "FINISHED"
+            return None
+        self.run_ids = [*self.run_ids, secrets.token_hex(4)]
+        args = {name: {"value": value} for name, value in self.parameters(number).items()}
+        return {"type": "run", "run_id": self.run_ids[-1], "args": args, "logs": []}
+
+    def parameters(self, number: int) -> dict[str, Any]:
+        """What the trial of this number is given; the first is 0."""
+        product = itertools.product(*self._values)
+        chosen = iter(next(itertools.islice(product, number % math.prod(map(len, self._values)), None)))
+        return {
+            name: next(chosen) if "values" in given else given["value"] if "value" in given else _between(given, number)
+            for name, given in self.config["parameters"].items()
+        }
+
+    def as_read(self, run_count: int) -> Json:
+        """The sweep as `wandb.Api` asks for it."""
+        return {
+            "__typename": "Sweep",
+            "id": self.storage_id,
+            "name": self.id,
+            "displayName": self.config.get("name"),
+            "method": self.config["method"],
+            "state": self.state,
+            "description": self.config.get("description"),
+            "bestLoss": None,
+            "config": json.dumps(self.config),  # read as YAML
+            "createdAt": self.created_at,
+            "updatedAt": self.created_at,
+            "runCount": run_count,
+            "runCountExpected": self.run_count_expected,
+        }
+
+    @property
+    def _values(self) -> list[list[Any]]:
+        return [given["values"] for given in self.config["parameters"].values() if "values" in given]
+
 
 class Store:
-    """All runs, with one lock for all: `changed` is notified after each request."""
+    """All runs and sweeps, with one lock for all: `changed` is notified after each request."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._runs: dict[RunKey, RecordedRun] = {}
+        self._sweeps: dict[RunKey, RecordedSweep] = {}
+        self._agents: dict[str, RecordedSweep] = {}
 
     @property
     def runs(self) -> list[RecordedRun]:
         """All runs, in the order in which they were created."""
         return list(self._runs.values())
+
+    @property
+    def sweeps(self) -> list[RecordedSweep]:
+        """All sweeps, in the order in which they were created."""
+        return list(self._sweeps.values())
 
     def get(self, key: RunKey) -> RecordedRun | None:
         return self._runs.get(key)
@@ -200,9 +337,50 @@ class Store:
         run.upsert(given)
         return run, inserted
 
+    def get_sweep(self, key: RunKey) -> RecordedSweep | None:
+        return self._sweeps.get(key)
+
+    def create_sweep(self, given: Mapping[str, Any]) -> RecordedSweep:
+        """Create the sweep that an UpsertSweep describes."""
+        import yaml  # comes with wandb
+
+        config = yaml.safe_load(given.get("config") or "{}")
+        for section in ("method", "parameters"):
+            if section not in config:
+                raise RefusedError(400, f"Invalid sweep config: Sweep config must contain {section} section")
+        sweep = RecordedSweep(
+            given.get("entityName") or ENTITY, given.get("projectName") or PROJECT, secrets.token_hex(4), config
+        )
+        sweep.parameters(0)  # fails now for what is not understood here, not at each heartbeat of an agent
+        self._sweeps[sweep.entity, sweep.project, sweep.id] = sweep
+        return sweep
+
+    def create_agent(self, key: RunKey) -> str:
+        """The id of a new agent of the sweep `key`."""
+        sweep = self._sweeps.get(key)
+        if sweep is None:
+            raise RefusedError(404, f"could not find sweep {'/'.join(key)} during createAgent")
+        if sweep.state != "RUNNING":
+            raise RefusedError(400, f"Sweep {'/'.join(key)} is not running")
+        sweep.agents += 1
+        agent = f"agent:{len(self._agents) + 1}"
+        self._agents[agent] = sweep
+        return agent
+
+    def commands(self, agent: str, has_run: bool) -> list[Json]:
+        """What an agent is to do at this heartbeat: nothing while it has a run."""
+        if agent not in self._agents:
+            raise RefusedError(404, "agent not found")
+        if has_run:
+            return []
+        return [self._agents[agent].next_run() or {"type": "exit"}]
+
 
 class Operations:
-    """The answers to the GraphQL operations that wandb 0.31 sends for a run, each a method of the operation's name."""
+    """The answers to the GraphQL operations that wandb 0.31 sends for a run, for a sweep and to read them back.
+
+    Each is a method of the operation's name. What is not there is null, which the client tells as an error.
+    """
 
     # ruff: noqa: N802
 
@@ -221,6 +399,8 @@ class Operations:
         viewer = {"id": "viewer", "entity": ENTITY, "username": ENTITY, "email": "", "flags": "{}"}
         return {"viewer": {**viewer, "teams": {"edges": []}}}
 
+    GetDefaultEntity = Viewer
+
     def ServerInfo(self, _: Json) -> Json:
         return {"serverInfo": {"cliVersionInfo": {}, "latestLocalVersionInfo": None}}
 
@@ -236,6 +416,7 @@ class Operations:
             "id": run.storage_id,
             "name": run.id,
             "displayName": run.name,
+            "sweepName": run.sweep,
             "config": json.dumps(run.raw_config),
             "historyLineCount": len(run.rows) if self._counts_on_upsert else None,
             "project": _project(run.entity, run.project),
@@ -251,8 +432,8 @@ class Operations:
         return {"project": {"run": {"stopped": False}}}
 
     def CreateRunFiles(self, given: Json) -> Json:
-        path = f"{self._url}/upload/{given['entity']}/{given['project']}/{given['run']}"
-        files = [{"name": name, "uploadUrl": f"{path}/{name}"} for name in given["files"]]
+        key = (given["entity"], given["project"], given["run"])
+        files = [{"name": name, "uploadUrl": self._file_url("upload", key, name)} for name in given["files"]]
         return {"createRunFiles": {"runID": given["run"], "uploadHeaders": [], "files": files}}
 
     def MarkRunFilesUploaded(self, _: Json) -> Json:
@@ -296,9 +477,155 @@ class Operations:
     def ClientIDMapping(self, given: Json) -> Json:
         return {"clientIDMapping": {"serverID": given["clientID"]}}
 
+    def UpsertSweep(self, given: Json) -> Json:
+        if given.get("id"):
+            raise RefusedError(400, "a sweep is not changed here")
+        sweep = self._store.create_sweep(given)
+        named = {"id": sweep.storage_id, "name": sweep.id, "project": _project(sweep.entity, sweep.project)}
+        return {"upsertSweep": {"sweep": named, "configValidationWarnings": []}}
+
+    def CreateAgent(self, given: Json) -> Json:
+        key = (given.get("entityName") or ENTITY, given.get("projectName") or PROJECT, given["sweep"])
+        return {"createAgent": {"agent": {"id": self._store.create_agent(key)}}}
+
+    def Heartbeat(self, given: Json) -> Json:
+        commands = self._store.commands(given["id"], any(json.loads(given["runState"]).values()))
+        return {"agentHeartbeat": {"agent": {"id": given["id"]}, "commands": json.dumps(commands)}}
+
+    def GetSweep(self, given: Json) -> Json:
+        sweep = self._store.get_sweep((given["entity"], given["project"], given["name"]))
+        runs = sweep and self._matching(given, {"sweep": sweep.id})
+        return self._of_project(given, sweep=sweep and sweep.as_read(len(runs or [])))
+
+    GetSweepLegacy = GetSweep
+
+    def Run(self, given: Json) -> Json:
+        run = self._asked(given)
+        return self._of_project(given, run=run and run.as_read())
+
+    RunState = RunHistoryKeys = Run  # which ask for less of it
+
+    def Runs(self, given: Json) -> Json:
+        """All of each run, also where only the lighter part of it was asked for."""
+        runs = self._matching(given, json.loads(given.get("filters") or "{}"))
+        if given["order"] not in ("+created_at", "-created_at"):
+            raise ValueError(f"runs are not ordered by {given['order']} here")
+        nodes = [run.as_read() for run in (runs if given["order"][0] == "+" else reversed(runs))]
+        page = _page(nodes, given.get("cursor"), given["perPage"])
+        return self._of_project(given, internalId=1, readOnly=False, runCount=len(nodes), runs=page)
+
+    def RunFiles(self, given: Json) -> Json:
+        run = self._asked(given)
+        if run is None:
+            return self._of_project(given, internalId=1, run=None)
+        nodes = [
+            self._file(run, name, bool(given.get("upload")))
+            for name in run.files
+            if name in (given.get("fileNames") or [name]) and _is_like(name, given.get("pattern") or "%")
+        ]
+        page = _page(nodes, given.get("fileCursor"), given["fileLimit"])
+        return self._of_project(given, internalId=1, run={"fileCount": len(run.files), "files": page})
+
+    def RunFullHistory(self, given: Json) -> Json:
+        """The rows and the system metrics: one of them was asked for."""
+        run = self._asked(given)
+        streams = run and {
+            "history": [json.dumps(row) for row in run.history(given["samples"])],
+            "events": [json.dumps(row) for row in _sampled(run.events, given["samples"])],
+        }
+        return self._of_project(given, run=streams)
+
+    def RunSampledHistory(self, given: Json) -> Json:
+        run = self._asked(given)
+        specs = [json.loads(spec) for spec in given["specs"]]
+        sampled = run and [run.history(spec["samples"], spec["keys"]) for spec in specs]
+        return self._of_project(given, run=run and {"sampledHistory": sampled})
+
+    def RunParquetHistory(self, given: Json) -> Json:
+        """That all rows are still to be had from HistoryPage."""
+        run = self._store.get((given["entity"], given["project"], given["runName"]))
+        return self._of_project(given, run=run and {"parquetHistory": {"parquetUrls": [], "liveData": []}})
+
+    def HistoryPage(self, given: Json) -> Json:
+        run = self._store.get((given["entity"], given["project"], given["run"]))
+        steps = range(given["minStep"], given["maxStep"])
+        rows = [] if run is None else [row for row in run.history(len(run.rows)) if row.get("_step", 0) in steps]
+        page = [json.dumps(row) for row in rows[: given["pageSize"]]]
+        return self._of_project(given, run=run and {"history": page})
+
+    def _of_project(self, given: Json, **content: Any) -> Json:
+        """What was asked for of a project; null for one that has no run and no sweep."""
+        asked, known = (given["entity"], given["project"]), [*self._store.runs, *self._store.sweeps]
+        return {"project": content if asked in [(each.entity, each.project) for each in known] else None}
+
+    def _asked(self, given: Json) -> RecordedRun | None:
+        return self._store.get((given["entity"], given["project"], given["name"]))
+
+    def _matching(self, given: Json, filters: Json) -> list[RecordedRun]:
+        """The runs of the project that is asked for, as far as `filters` lets them through."""
+        project = (given["entity"], given["project"])
+        return [run for run in self._store.runs if (run.entity, run.project) == project and _matches(run, filters)]
+
+    def _file(self, run: RecordedRun, name: str, upload: bool) -> Json:
+        content, key = run.files[name], (run.entity, run.project, run.id)
+        url = self._file_url("upload" if upload else "files", key, name)
+        return {
+            "id": f"file:{'/'.join(key)}/{name}",
+            "name": name,
+            "url": url,
+            "directUrl": url,
+            "sizeBytes": str(len(content)),
+            "mimetype": mimetypes.guess_type(name)[0] or "",
+            "updatedAt": run.created_at,
+            "md5": base64.b64encode(hashlib.md5(content).digest()).decode(),
+        }
+
+    def _file_url(self, endpoint: str, key: RunKey, name: str) -> str:
+        return f"{self._url}/{endpoint}/{quote('/'.join([*key, name]))}"
+
     def _manifest(self, name: str) -> Json:
         return {"id": name, "file": {"id": name, "uploadUrl": f"{self._url}/artifact/manifest", "uploadHeaders": []}}
 
 
 def _project(entity: str, project: str) -> Json:
     return {"id": f"project:{project}", "name": project, "entity": {"id": f"entity:{entity}", "name": entity}}
+
+
+def _page(nodes: list[Json], after: str | None, first: int) -> Json:
+    """At most `first` of the nodes, from behind the cursor `after`."""
+    start = int(after or 0)
+    edges = [{"node": node, "cursor": str(start + i + 1)} for i, node in enumerate(nodes[start : start + first])]
+    end = start + len(edges)
+    return {"edges": edges, "pageInfo": {"endCursor": str(end), "hasNextPage": end < len(nodes)}}
+
+
+def _matches(run: RecordedRun, filters: Json) -> bool:
+    """Whether the run has what `filters` asks for: equal values, also in an `$and`."""
+    read = run.as_read()
+    names = {"sweep": "sweepName"}
+    return all(
+        all(_matches(run, each) for each in wanted) if key == "$and" else read[names.get(key, key)] == wanted
+        for key, wanted in filters.items()
+    )
+
+
+def _is_like(name: str, pattern: str) -> bool:
+    """Whether the name is of this SQL pattern."""
+    wild = {"%": ".*", "_": "."}
+    return bool(re.fullmatch("".join(wild.get(char, re.escape(char)) for char in pattern), name, re.DOTALL))
+
+
+def _sampled(rows: list[Row], samples: int) -> list[Row]:
+    return rows if len(rows) <= samples else [rows[i * len(rows) // samples] for i in range(samples)]
+
+
+def _between(given: Json, number: int) -> float:
+    """The minimum, and more for each trial; whole numbers start again after the maximum."""
+    low, high = given["min"], given["max"]
+    if isinstance(low, int) and isinstance(high, int):
+        return low + number % (high - low + 1)
+    return float(low + (high - low) * number / (number + 1))
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
