@@ -1,5 +1,6 @@
 """One decorator gives a training function its experiment-tracking run, on exactly the ranks that should have one."""
 
+from flyteplugins_tracking.context import tracking_config
 from flyteplugins_tracking.decorator import tracking_init
 from flyteplugins_tracking.errors import (
     ConfigError,
@@ -28,5 +29,6 @@ __all__ = [
     "get_run",
     "override_distributed_info",
     "plan",
+    "tracking_config",
     "tracking_init",
 ]

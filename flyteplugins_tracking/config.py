@@ -39,7 +39,9 @@ class TrackingConfig:
         rank_prefix: Whether the keys that a rank logs to a shared run gain its `rank_{rank}/`.
         allow_config: Whether all ranks of a shared run may change its config.
         step_metric: The column that `step=` becomes in a shared run.
+        download_logs: Whether the run's files become an output of its Flyte task.
         options: The tracker's own arguments, passed through.
+        given: The names of those above, but for `options`, that were asked for; the others have their defaults.
     """
 
     tracker: str = "wandb"
@@ -59,7 +61,9 @@ class TrackingConfig:
     rank_prefix: bool = False
     allow_config: bool = False
     step_metric: str = "global_step"
+    download_logs: bool = False
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    given: frozenset[str] = field(default=frozenset(), repr=False)
 
     def __post_init__(self) -> None:
         check_choice("run_mode", self.run_mode, RUN_MODES)
@@ -67,7 +71,7 @@ class TrackingConfig:
         check_choice("if_unavailable", self.if_unavailable, ("raise", "degrade"))
         _check_seconds("init_timeout_s", self.init_timeout_s)
         _check_seconds("finish_timeout_s", self.finish_timeout_s)
-        for name in ("rank_prefix", "allow_config"):
+        for name in ("rank_prefix", "allow_config", "download_logs"):
             _check_flag(name, getattr(self, name))
         for name in ("id", "project", "group", "name", "notes"):
             _check_text(name, getattr(self, name))
@@ -79,9 +83,57 @@ class TrackingConfig:
         if not isinstance(self.config, str):
             object.__setattr__(self, "config", plain_config(self.config))
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> TrackingConfig:
+        """From arguments by their names: those above, and the tracker's own.
+
+        Raises:
+            ConfigError: One of those above cannot work.
+        """
+        own = {name: value for name, value in arguments.items() if name in OWN_ARGUMENTS}
+        options = {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS}
+        return cls(**own, options=options, given=frozenset(own))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `of` makes this from."""
+        return {**self.options, **{name: getattr(self, name) for name in self.given}}
+
+    def over(self, propagated: Mapping[str, Any]) -> TrackingConfig:
+        """This, with what `propagated` says where this says nothing.
+
+        Raises:
+            ConfigError: As `of`.
+        """
+        return TrackingConfig.of(merged(propagated, self.arguments)) if propagated else self
+
+    def under(self, arguments: Mapping[str, Any]) -> TrackingConfig:
+        """This, with `arguments` in place of what this says.
+
+        Raises:
+            ConfigError: As `of`.
+        """
+        return TrackingConfig.of(merged(self.arguments, arguments))
+
 
 # What `tracking_init` takes by name.
-OWN_ARGUMENTS = frozenset(TrackingConfig.__dataclass_fields__) - {"options"}
+OWN_ARGUMENTS = frozenset(TrackingConfig.__dataclass_fields__) - {"options", "given"}
+
+
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of all `layers`: a later one goes before an earlier one, but where it is None.
+
+    The run's `config` is merged in turn, key by key.
+    """
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for name, value in layer.items():
+            if value is None:
+                continue
+            lower = result.get(name)
+            both = name == "config" and isinstance(value, Mapping) and isinstance(lower, Mapping)
+            result[name] = {**lower, **value} if both and lower else value
+    return result
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:

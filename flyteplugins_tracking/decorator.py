@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking import integrations
 from flyteplugins_tracking.config import IfUnavailable, TrackingConfig
-from flyteplugins_tracking.lifecycle import open_run
+from flyteplugins_tracking.lifecycle import Entry, Task, hand_out, open_run
 from flyteplugins_tracking.policy import RankScope, RunMode
-from flyteplugins_tracking.trackers.base import Tracker, find_tracker
+from flyteplugins_tracking.trackers.base import find_tracker
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,37 +41,17 @@ def tracking_init(
     rank_prefix: bool = False,
     allow_config: bool = False,
     step_metric: str = "global_step",
+    download_logs: bool = False,
     **options: Any,
 ) -> Callable[[F], F]: ...
 
 
-def tracking_init(
-    function: Any = None,
-    /,
-    *,
-    tracker: str = "wandb",
-    run_mode: RunMode = "auto",
-    rank_scope: RankScope = "global",
-    id: str | None = None,
-    project: str | None = None,
-    group: str | None = None,
-    name: str | None = None,
-    tags: Sequence[str] | None = None,
-    notes: str | None = None,
-    config: Any = None,
-    secret: Any = None,
-    if_unavailable: IfUnavailable = "raise",
-    init_timeout_s: float = 30.0,
-    finish_timeout_s: float = 25.0,
-    rank_prefix: bool = False,
-    allow_config: bool = False,
-    step_metric: str = "global_step",
-    **options: Any,
-) -> Any:
+def tracking_init(function: Any = None, /, **options: Any) -> Any:
     """Give a training function its tracking run, on exactly the ranks that should have one.
 
-    Works on a plain function, sync or async, under any launcher or none, and on a Flyte 1 task, above or below
-    `@task`. Inside, `get_run()` is the tracker's own run object on the ranks that have a run, and None on the others.
+    Works on a plain function, sync or async, under any launcher or none, on a Flyte 1 task, above or below `@task`, and
+    above `@env.task` of Flyte 2. Inside, `get_run()` is the tracker's own run object on the ranks that have a run, and
+    None on the others.
     The run ends when the function ends, with its true status.
 
     Args:
@@ -95,7 +76,8 @@ def tracking_init(
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
         allow_config: In a shared run, let all ranks change its config, and not only the primary.
         step_metric: In a shared run, the column that the `step=` of `log` becomes: the ranks share one step counter.
-        **options: The tracker's own arguments: for W&B those of `wandb.init`.
+        download_logs: After a task of Flyte without workers of its own, have the run's files as an output of the task.
+        **options: The tracker's own arguments: for W&B those of `wandb.init`, and `host=`, the address of a server.
 
     Raises:
         ConfigError: At decoration: an argument that cannot work, or something that cannot be tracked.
@@ -104,53 +86,49 @@ def tracking_init(
         TrackerUnavailableError: At the call: the service, or a key for it, is not there.
         TrackerNotInstalledError: At the call: the tracker's package is missing.
     """
-    wanted = TrackingConfig(
-        tracker=tracker,
-        run_mode=run_mode,
-        rank_scope=rank_scope,
-        id=id,
-        project=project,
-        group=group,
-        name=name,
-        tags=tags,
-        notes=notes,
-        config=config,
-        secret=secret,
-        if_unavailable=if_unavailable,
-        init_timeout_s=init_timeout_s,
-        finish_timeout_s=finish_timeout_s,
-        rank_prefix=rank_prefix,
-        allow_config=allow_config,
-        step_metric=step_metric,
-        options=options,
-    )
-    service = find_tracker(tracker)
-    service.check(wanted)
-    wrap = functools.partial(_wrap, config=wanted, tracker=service)
+    wanted = TrackingConfig.of(options)
+    find_tracker(wanted.tracker).check(wanted)
+    wrap = functools.partial(_wrap, wanted)
 
     def decorate(target: Any) -> Any:
-        return integrations.adapt(target, wrap, service.link(wanted))
+        return integrations.adapt(target, wrap, wanted)
 
     return decorate if function is None else decorate(function)
 
 
-def _wrap(function: Callable[..., Any], config: TrackingConfig, tracker: Tracker) -> Callable[..., Any]:
+def _wrap(wanted: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
     """A real function, so that it pickles, binds and shows itself like the one that it wraps."""
     if _is_async(function):
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
-            with open_run(config, tracker, integrations.surroundings):
-                return await function(*args, **kwargs)
+            with _run_of(wanted, task) as entry:
+                result = await function(*args, **kwargs)
+            files = hand_out(entry, is_async=True)
+            if files is not None:
+                await files
+            return result
 
         return tracked_async
 
     @functools.wraps(function)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        with open_run(config, tracker, integrations.surroundings):
-            return function(*args, **kwargs)
+        with _run_of(wanted, task) as entry:
+            result = function(*args, **kwargs)
+        hand_out(entry)
+        return result
 
     return tracked
+
+
+def _run_of(wanted: TrackingConfig, task: Task | None) -> AbstractContextManager[Entry]:
+    """The run that one call has: what is propagated to it counts where the decorator says nothing."""
+    around = integrations.surroundings()
+    config = wanted.over(around.propagated)
+    tracker = find_tracker(config.tracker)
+    if around.propagated:
+        tracker.check(config)
+    return open_run(config, tracker, around, task)
 
 
 def _is_async(function: Any) -> bool:

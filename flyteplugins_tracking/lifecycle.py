@@ -12,13 +12,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking.config import TrackingConfig
-from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.policy import RunPlan, needs_agreement, plan
 from flyteplugins_tracking.signals import TERMINATED, Watch
 from flyteplugins_tracking.topology import DistributedInfo, detect
@@ -41,7 +41,8 @@ class RunRequest:
             is open in another process.
         config: What the user asked for.
         info: This rank; None outside a distributed job.
-        is_elastic: Whether the job's number of nodes may change.
+        has_other_writers: Whether processes that are none of the job's present ranks may write to the run, now or
+            later: other nodes of an elastic job, the tasks that a Flyte task calls, or the one that has called it.
         facts: What the run's config gains: the job's shape, its restarts, the Flyte execution.
         read_secret: Gives the API key, or None where the user named no secret. For the tracker to call once, if at all.
         may_prompt: Whether somebody sits at this process's terminal, alone, and can be asked for a key.
@@ -54,7 +55,7 @@ class RunRequest:
     known_id: str | None
     config: TrackingConfig
     info: DistributedInfo | None
-    is_elastic: bool
+    has_other_writers: bool
     facts: Mapping[str, Any]
     read_secret: Callable[[], str | None]
     may_prompt: bool
@@ -63,18 +64,57 @@ class RunRequest:
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What the system that called the function knows, asked for on the ranks that open a run.
+class Task:
+    """What is known of a task of Flyte when it is decorated.
 
     Attributes:
-        identity: Its base id; None where it gives none.
+        has_workers: Whether it asks for workers of its own; None where it may, and that makes no difference.
+        has_report: Whether it has a report (Flyte 2) or a deck (Flyte 1).
+    """
+
+    has_workers: bool | None
+    has_report: bool
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the system that called the function knows.
+
+    Attributes:
+        base_id: The base id that it gives; None for none.
+        group: The group of the runs where the plan gives none, since a retry cannot have the same base id.
+        label: What this process is called among several that write to one run.
+        propagated: Arguments that reach this function from outside, where it is not given its own.
+        parents: What is known of the runs that the calling task has open, by tracker.
+        has_children: Whether tasks that the function calls run in other processes.
+        entered: How many decorated functions this attempt of the task has entered, by tracker; None to count them over
+            the process's life.
+        show: Shows HTML in a tab of the task's report or deck, by its title. None outside of a task.
+        has_report: Whether the task has one, as far as can be told when it runs.
+        keep: Copies a local directory to where the execution keeps its data, which outlives this machine, and returns
+            the address. None where there is no such place, or this machine stays.
+        hand_out: Makes the files of a run, by their local directory and the run's id, an output of the task. It returns
+            something to await where its third argument is True. None outside of a task.
+        passing_on: Has the tasks that are called in its block find an open run: by its tracker's name, and by what the
+            tracker passes on. None where nothing is called that could.
         facts: What it adds to the run's config.
         on_cluster: Whether nobody sits at this process's terminal.
         read_secret: Gives the value of the system's own secret objects.
         successes: Exceptions that are its way of ending well.
     """
 
-    identity: Identity | None = None
+    base_id: str | None = None
+    group: str | None = None
+    label: str | None = None
+    propagated: Mapping[str, Any] = field(default_factory=dict)
+    parents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    has_children: bool = False
+    entered: Counter[str] | None = None
+    show: Callable[[str, str], None] | None = None
+    has_report: bool = False
+    keep: Callable[[str], str] | None = None
+    hand_out: Callable[[str, str, bool], Any] | None = None
+    passing_on: Callable[[str, Mapping[str, Any]], AbstractContextManager[None]] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     on_cluster: bool = False
     read_secret: Callable[[Any], str | None] = lambda _: None
@@ -82,27 +122,55 @@ class Surroundings:
 
 
 @dataclass(eq=False)
-class _Entry:
+class Entry:
     """One decorated function that is running."""
 
     tracker: str
-    parent: _Entry | None
+    parent: Entry | None
     run: Any = None
     handle: Handle | None = None
     claim: Claim | None = None
-    successes: tuple[type[BaseException], ...] = ()
+    around: Surroundings = field(default_factory=Surroundings)
+    config: TrackingConfig | None = None
+    info: DistributedInfo | None = None
+    plan: RunPlan | None = None
+    has_report: bool = False
+    files: tuple[str, str] | None = None  # what is to become an output, and of which run
     watch: Watch | None = None
     pid: int = field(default_factory=os.getpid)
 
 
 # The entry of this thread or task; and all of this process, for threads that a decorated function starts: they do
 # not inherit the context.
-_current: ContextVar[_Entry | None] = ContextVar("flyteplugins_tracking_entry", default=None)
-_running: list[_Entry] = []
+_current: ContextVar[Entry | None] = ContextVar("flyteplugins_tracking_entry", default=None)
+_running: list[Entry] = []
 _entered: Counter[str] = Counter()
 _lock = threading.Lock()
 # Vendors' own set-up is not made for several threads at once: wandb's settings are seen half read.
 _opening = threading.RLock()
+
+
+def hand_out(entry: Entry, is_async: bool = False) -> Any:
+    """Make the files of a run that has ended an output of its task, if that was asked for. That fails no training.
+
+    Returns:
+        Something to await if `is_async`; None where there is nothing to do.
+    """
+    if entry.files is None or entry.around.hand_out is None:
+        return None
+    try:
+        handed_out = entry.around.hand_out(*entry.files, is_async)
+    except Exception:
+        logger.warning("%s: download_logs=True: the files are no output of the task", entry.tracker, exc_info=True)
+        return None
+    return _handed_out(entry.tracker, handed_out) if is_async and handed_out is not None else None
+
+
+async def _handed_out(tracker: str, handed_out: Any) -> None:
+    try:
+        await handed_out
+    except Exception:
+        logger.warning("%s: download_logs=True: the files are no output of the task", tracker, exc_info=True)
 
 
 def get_run(tracker: str | None = None) -> Any:
@@ -125,24 +193,33 @@ def get_run(tracker: str | None = None) -> Any:
 
 
 @contextmanager
-def open_run(config: TrackingConfig, tracker: Tracker, surroundings: Callable[[], Surroundings]) -> Iterator[None]:
+def open_run(
+    config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None = None
+) -> Iterator[Entry]:
     """Run a block with its tracking run open, where this rank has one, and end the run with the block's status.
 
     The status is 0 for a return, 1 for an exception, the code of a SystemExit, 130 for a KeyboardInterrupt, and 143
     after a SIGTERM, however the block ends.
+
+    Args:
+        config: What the user asked for.
+        tracker: The service.
+        around: What the system that called the function knows.
+        task: The task that the block is, if it was decorated as one.
     """
     # Only this thread's own parent: decorated functions in several threads at once are several trainings.
-    entry = _Entry(tracker.name, parent=_current.get())
+    entry = Entry(tracker.name, parent=_current.get())
     token = None
     exit_code = 0
     try:
-        _enter(entry, config, tracker, surroundings)
+        _enter(entry, config, tracker, around, task)
         token = _current.set(entry)
         if entry.watch is not None:
             entry.watch.settle()
-        yield
+        with _passing_on(entry, tracker, around):
+            yield entry
     except BaseException as error:
-        exit_code = exit_code_of(error, entry.successes)
+        exit_code = exit_code_of(error, entry.around.successes)
         raise
     finally:
         try:
@@ -165,30 +242,49 @@ def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...
     return 1
 
 
-def _enter(entry: _Entry, config: TrackingConfig, tracker: Tracker, surroundings: Callable[[], Surroundings]) -> None:
+def _enter(entry: Entry, config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None) -> None:
     enclosing = _nearest(entry.parent, tracker.name)
-    if enclosing is not None and config.run_mode != "new":
+    has_workers = None if task is None else task.has_workers
+    if enclosing is not None and config.run_mode != "new" and not has_workers:
         entry.run = enclosing.run
     else:
-        _open(entry, config, tracker, surroundings)
+        entry.has_report = around.has_report if task is None else task.has_report
+        _open(entry, config, tracker, around, has_workers)
     with _lock:
         _running.append(entry)
 
 
-def _open(entry: _Entry, config: TrackingConfig, tracker: Tracker, surroundings: Callable[[], Surroundings]) -> None:
+def _passing_on(entry: Entry, tracker: Tracker, around: Surroundings) -> AbstractContextManager[None]:
+    """Tasks that the function calls go on in the run that it has opened."""
+    if entry.handle is None or around.passing_on is None:
+        return nullcontext()
+    passed_on = tracker.pass_on(entry.run)
+    return nullcontext() if passed_on is None else around.passing_on(tracker.name, passed_on)
+
+
+def _open(
+    entry: Entry, config: TrackingConfig, tracker: Tracker, around: Surroundings, has_workers: bool | None
+) -> None:
     with _lock:
-        _entered[tracker.name] += 1
-        ordinal = _entered[tracker.name]
+        entered = _entered if around.entered is None else around.entered
+        entered[tracker.name] += 1
+        ordinal = entered[tracker.name]
     info = detect(os.environ)
-    around, run_plan = _decide(config, tracker, surroundings, info, ordinal)
+    parent = _parent(config, tracker, around, has_workers or info is not None)
+    if parent is not None:
+        config = config.under({name: value for name, value in parent.items() if name != "id"})
+    elif has_workers is False and info is None and config.run_mode == "shared":
+        raise ConfigError(
+            "run_mode='shared' in a task without workers of its own is for going on in the run of the task that calls "
+            f"it, and that has no {tracker.name} run: put tracking_init on that task too, or use run_mode='auto'"
+        )
+    run_plan = _decide(config, tracker, around, info, ordinal, parent)
     if not run_plan.opens:
         return
-    entry.successes = around.successes
+    entry.around, entry.config, entry.info, entry.plan = around, config, info, run_plan
     deadline = time.monotonic() + config.init_timeout_s
     if _watch.enter(tracker.package, config.finish_timeout_s):
         entry.watch = _watch
-    from flyteplugins_tracking.identity import is_elastic
-
     with _opening:
         known_id = run_plan.run_id
         run_plan, entry.claim = _claim(tracker, run_plan, config)
@@ -197,7 +293,7 @@ def _open(entry: _Entry, config: TrackingConfig, tracker: Tracker, surroundings:
             known_id=known_id,
             config=config,
             info=info,
-            is_elastic=config.run_mode == "shared" and is_elastic(info, os.environ),
+            has_other_writers=_has_other_writers(config, around, info),
             facts={**_job_facts(info), **around.facts},
             read_secret=lambda: _read_secret(config.secret, around),
             may_prompt=info is None and not around.on_cluster and sys.stdin is not None and sys.stdin.isatty(),
@@ -206,6 +302,32 @@ def _open(entry: _Entry, config: TrackingConfig, tracker: Tracker, surroundings:
         )
         entry.handle = tracker.open(request)
         entry.run = entry.handle.run
+    if config.download_logs:
+        entry.files = _files(entry, info)
+
+
+def _files(entry: Entry, info: DistributedInfo | None) -> tuple[str, str] | None:
+    files = entry.handle.files if entry.handle is not None else None
+    reason = None
+    if info is not None:
+        reason = f"the training has {info.world_size} ranks, and a task's output is one process's"
+    elif entry.around.hand_out is None:
+        reason = "this is no task of Flyte"
+    if reason is not None and (info is None or info.rank == 0):
+        logger.warning("%s: download_logs=True is left out: %s", entry.tracker, reason)
+    return (files, entry.run.id) if files is not None and reason is None else None
+
+
+def _parent(
+    config: TrackingConfig, tracker: Tracker, around: Surroundings, has_workers: bool
+) -> Mapping[str, Any] | None:
+    return None if has_workers or config.run_mode == "new" else around.parents.get(tracker.name)
+
+
+def _has_other_writers(config: TrackingConfig, around: Surroundings, info: DistributedInfo | None) -> bool:
+    from flyteplugins_tracking.identity import is_elastic
+
+    return around.has_children if info is None else config.run_mode == "shared" and is_elastic(info, os.environ)
 
 
 def _claim(tracker: Tracker, run_plan: RunPlan, config: TrackingConfig) -> tuple[RunPlan, Claim]:
@@ -231,18 +353,19 @@ def _claim(tracker: Tracker, run_plan: RunPlan, config: TrackingConfig) -> tuple
 def _decide(
     config: TrackingConfig,
     tracker: Tracker,
-    surroundings: Callable[[], Surroundings],
+    around: Surroundings,
     info: DistributedInfo | None,
     ordinal: int,
-) -> tuple[Surroundings, RunPlan]:
+    parent: Mapping[str, Any] | None,
+) -> RunPlan:
     """The plan of this rank. A rank that gets no run asks nobody for an id: that would cost it imports and waits."""
-    unnamed = plan(info, config.run_mode, config.rank_scope, None)
-    if not unnamed.opens:
-        return Surroundings(), unnamed
-    around = surroundings()
+    parent_id = None if parent is None else parent["id"]
+    unnamed = plan(info, config.run_mode, config.rank_scope, None, parent_id)
+    if not unnamed.opens or parent_id is not None:
+        return replace(unnamed, label=unnamed.label or around.label)
     found = _identity(config, tracker, around, info, ordinal)
     run_plan = plan(info, config.run_mode, config.rank_scope, found.base_id)
-    return around, replace(run_plan, group=run_plan.group or found.group)
+    return replace(run_plan, group=run_plan.group or found.group, label=run_plan.label or around.label)
 
 
 def _identity(
@@ -257,7 +380,10 @@ def _identity(
     if chosen is not None:
         return chosen
     agreement = needs_agreement(info, config.run_mode, config.rank_scope)
-    found = around.identity or from_launcher(info, os.environ, agreement=agreement)
+    if around.base_id is not None:
+        found = Identity(around.base_id, around.group)
+    else:
+        found = from_launcher(info, os.environ, agreement=agreement)
     if found.base_id is None or ordinal == 1:
         return found
     # The second training of one process is another run, and a failure of the first stays one.
@@ -286,7 +412,7 @@ def _read_secret(secret: Any, around: Surroundings) -> str | None:
     return value
 
 
-def _leave(entry: _Entry, exit_code: int) -> None:
+def _leave(entry: Entry, exit_code: int) -> None:
     with _lock:
         if entry in _running:
             _running.remove(entry)
@@ -302,7 +428,8 @@ def _leave(entry: _Entry, exit_code: int) -> None:
             entry.watch.leave()
 
 
-def _finish(entry: _Entry, exit_code: int) -> None:
+def _finish(entry: Entry, exit_code: int) -> None:
+    summary = _summary(entry, exit_code)
     try:
         if entry.handle is not None:
             entry.handle.finish(exit_code)
@@ -312,6 +439,72 @@ def _finish(entry: _Entry, exit_code: int) -> None:
     finally:
         if entry.claim is not None:
             entry.claim.release()
+    if entry.handle is None or entry.config is None:
+        return
+    if entry.around.keep is not None:
+        in_time(entry.config.finish_timeout_s, _keep, entry.tracker, entry.handle, entry.around.keep)
+    if summary is not None:
+        in_time(entry.config.finish_timeout_s, _show, entry, exit_code, summary)
+
+
+def _summary(entry: Entry, exit_code: int) -> Mapping[str, Any] | None:
+    """The run's last values, if its task shows them. A task that is terminated has no time for that."""
+    is_shown = entry.has_report and entry.around.show is not None and exit_code != TERMINATED
+    if not is_shown or entry.handle is None or entry.plan is None or not entry.plan.primary:
+        return None
+    return entry.handle.summary()
+
+
+def _show(entry: Entry, exit_code: int, summary: Mapping[str, Any]) -> None:
+    """On rank 0, show what the runs of all ranks came to; on the others, tell it what this one came to."""
+    from flyteplugins_tracking import report
+    from flyteplugins_tracking.identity import job_store
+
+    info, config = entry.info, entry.config
+    assert config is not None
+    outcome = report.Outcome.of(entry.run, 0 if info is None else info.rank, exit_code, summary)
+    others = _other_runs(config, info)
+    store = job_store(info, os.environ) if info is not None and others else None
+    base = f"flyteplugins_tracking/report/{entry.tracker}/{info.restart_count if info else 0}"
+    if info is not None and info.rank != 0:
+        report.tell(store, base, outcome)
+        return
+    told = report.gather(store, base, others) if store is not None else []
+    attempt = entry.around.facts.get("attempt_number", 0)
+    shown = report.page(entry.tracker, info, attempt, [outcome, *told], others - len(told))
+    if entry.around.show is not None:
+        entry.around.show(report.TITLE, shown)
+
+
+def _other_runs(config: TrackingConfig, info: DistributedInfo | None) -> int:
+    """How many runs the job has beside rank 0's."""
+    if info is None or (config.run_mode != "new" and config.rank_scope == "global"):
+        return 0
+    return (info.world_size if config.run_mode == "new" else info.num_workers or 1) - 1
+
+
+def _keep(tracker: str, handle: Handle, keep: Callable[[str], str]) -> None:
+    """Copy to safety what the service has not got: this machine's files end with it."""
+    for directory in handle.unsent():
+        try:
+            kept = keep(directory)
+        except Exception:
+            logger.warning("%s: %s could not be kept, and is lost with this machine", tracker, directory, exc_info=True)
+        else:
+            logger.warning(
+                "%s: what the service has not got is kept at %s. Download it to %s, and send it: %s",
+                tracker,
+                kept,
+                os.path.basename(directory),
+                handle.how_to_send(os.path.basename(directory)),
+            )
+
+
+def in_time(timeout_s: float, function: Callable[..., Any], *args: Any) -> None:
+    """Call `function` in a thread of this context, and wait for it at most so long: it asks a service."""
+    thread = threading.Thread(target=copy_context().run, args=(function, *args), daemon=True)
+    thread.start()
+    thread.join(timeout_s)
 
 
 def _end_runs(exit_code: int) -> None:
@@ -332,7 +525,7 @@ def _end_early(tracker: str, handle: Handle, exit_code: int) -> None:
         logger.warning("%s: the run could not be ended with status %d", tracker, exit_code, exc_info=True)
 
 
-def _innermost() -> _Entry | None:
+def _innermost() -> Entry | None:
     """The one that is running, for a thread without a context; None where it could be either of several trainings."""
     with _lock:
         last = _running[-1] if _running else None
@@ -341,13 +534,13 @@ def _innermost() -> _Entry | None:
         return last
 
 
-def _encloses(entry: _Entry, inner: _Entry | None) -> bool:
+def _encloses(entry: Entry, inner: Entry | None) -> bool:
     while inner is not None and inner.parent is not entry:
         inner = inner.parent
     return inner is not None
 
 
-def _nearest(entry: _Entry | None, tracker: str) -> _Entry | None:
+def _nearest(entry: Entry | None, tracker: str) -> Entry | None:
     while entry is not None and entry.tracker != tracker:
         entry = entry.parent
     return entry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from flyteplugins_tracking.errors import TopologyError
@@ -35,7 +35,43 @@ class RunPlan:
     writers: int | None = 0
 
 
-def plan(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope, base_id: str | None) -> RunPlan:
+@dataclass(frozen=True)
+class Workers:
+    """The workers that a task asks for, before there are any.
+
+    Attributes:
+        fewest: How many nodes there are at least.
+        most: How many there are at most: another number for an elastic job.
+        processes: How many processes each has.
+    """
+
+    fewest: int
+    most: int
+    processes: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of the tracker's that shows what a job logs.
+
+    Attributes:
+        kind: Whether it is the page of a run or of a group.
+        id: The run's id, or the group's.
+        worker_index: The one worker that it belongs to; None for one of the whole job.
+    """
+
+    kind: Literal["run", "group"]
+    id: str
+    worker_index: int | None = None
+
+
+def plan(
+    info: DistributedInfo | None,
+    run_mode: RunMode,
+    rank_scope: RankScope,
+    base_id: str | None,
+    parent_id: str | None = None,
+) -> RunPlan:
     """Decide what the rank `info` does, without looking at anything else.
 
     The suffix of an id follows the scope that was asked for, never the world's size today: an elastic job that
@@ -47,10 +83,14 @@ def plan(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope,
             "new": every rank has its own.
         rank_scope: "global": the scope is the job. "worker": it is a worker (= node).
         base_id: The id that all ranks of the job agree on. None for a random one of the tracker's.
+        parent_id: The run of the task that has called this one, if it has one: a task without workers of its own goes
+            on in it, unless `run_mode` is "new". It is that task's to end.
 
     Raises:
         TopologyError: `rank_scope` is "worker" and the launcher does not tell which worker this is.
     """
+    if info is None and parent_id is not None and run_mode != "new":
+        return RunPlan(opens=True, run_id=parent_id, writers=None)
     if info is None:
         return RunPlan(opens=True, run_id=base_id, primary=True, writers=1)
     _require_worker(info, rank_scope)
@@ -65,6 +105,51 @@ def plan(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope,
         label=f"rank-{info.rank}" if info.worker_index is None else f"worker-{info.worker_index}",
         writers=_writers(info, run_mode, rank_scope),
     )
+
+
+def pages(
+    workers: Workers | None,
+    run_mode: RunMode,
+    rank_scope: RankScope,
+    base_id: str,
+    parent_id: str | None = None,
+) -> tuple[Page, ...]:
+    """The pages that a link to a job leads to: of runs and groups that `plan` gives, whatever size it comes up with.
+
+    Args:
+        workers: None for a task without workers of its own.
+        run_mode: See `plan`.
+        rank_scope: See `plan`.
+        base_id: See `plan`.
+        parent_id: See `plan`.
+    """
+    if workers is None:
+        return (Page("run", plan(None, run_mode, rank_scope, base_id, parent_id).run_id or ""),)
+    if rank_scope == "global":
+        return (_page(workers, 0, run_mode, rank_scope, base_id),)
+    if workers.fewest != workers.most and run_mode != "new":
+        group = _first(workers, 0, run_mode, rank_scope, base_id).group
+        return (Page("group", group or ""),)  # of all workers that there will be
+    of_workers = [_page(workers, index, run_mode, rank_scope, base_id) for index in range(workers.fewest)]
+    return tuple(replace(page, worker_index=index) for index, page in enumerate(of_workers))
+
+
+def _page(workers: Workers, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> Page:
+    planned = _first(workers, index, run_mode, rank_scope, base_id)
+    return Page("group", planned.group or "") if run_mode == "new" else Page("run", planned.run_id or "")
+
+
+def _first(workers: Workers, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> RunPlan:
+    """The plan of this worker's first rank."""
+    info = DistributedInfo(
+        rank=index * workers.processes,
+        world_size=workers.most * workers.processes,
+        local_rank=0,
+        local_world_size=workers.processes,
+        worker_index=index,
+        num_workers=workers.most,
+    )
+    return plan(info, run_mode, rank_scope, base_id)
 
 
 def needs_agreement(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 from support import jobs, pods
+from support.wandb_server import WandbServer
+
+from flyteplugins_tracking import tracking_config
 
 pytest.importorskip("flytekit", reason='flytekit is not installed: pip install "flyteplugins-tracking[flytekit]"')
 TASKS = jobs.SCRIPTS / "flyte_tasks.py"
@@ -201,7 +204,8 @@ def test_a_missing_secret_on_a_cluster_is_told(tmp_path):
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory):
     """The config of each task's serialized template, from a process that imports the tasks."""
-    tasks = ["below", "above", "inner_links", "async_below", "spawn_below", "spawn_above", "cached"]
+    tasks = ["below", "above", "inner_links", "async_below", "spawn_below", "spawn_above", "cached", "pytorch_job"]
+    tasks += ["links_per_worker", "link_to_group", "links_of_a_range"]
     code = f"""
 import flyte_tasks, json
 print("TEMPLATES", json.dumps({{name: flyte_tasks.serialized(getattr(flyte_tasks, name)) for name in {tasks!r}}}))
@@ -216,6 +220,48 @@ def test_a_serialized_task_brings_its_link(templates):
     for task in ("below", "async_below", "above", "spawn_above"):
         assert {"link_type": "tracking-wandb", **link}.items() <= templates[task].items()
     assert {"link_type": "tracking-wandb-project", **link}.items() <= templates["spawn_below"].items()
+
+
+@pytest.mark.parametrize(
+    ("task", "link_type"),
+    [
+        ("links_per_worker", "tracking-wandb-worker-0,tracking-wandb-worker-1"),
+        ("link_to_group", "tracking-wandb-group"),
+        ("links_of_a_range", "tracking-wandb-group"),
+    ],
+)
+def test_links_lead_to_what_the_tasks_workers_will_have(templates, task, link_type):
+    assert templates[task]["link_type"] == link_type
+
+
+def test_the_deck_shows_the_runs_and_the_files_are_kept(tmp_path):
+    with WandbServer() as server:
+        given = tracking_config(project="2024", entity="team", name="null")
+        done = pods.run("decked", tmp_path, **server.environment, **given)
+        assert done.returncode == 0, done.output
+        run = server.run(f"{pods.EXECUTION}-{pods.NODE}")
+    assert (run.project, run.entity, run.name, run.exit_codes) == ("2024", "team", "null", [0])
+    deck = (tmp_path / "out" / "deck.html").read_text()
+    assert f"runs/{run.id}" in deck
+    assert "finished" in deck
+    files = Path(done.output.partition("FlyteDirectory('")[2].partition("')")[0].removeprefix("file://"))
+    assert "raw" in files.parts
+    assert {"wandb-summary.json", "config.yaml"} <= {path.name for path in files.iterdir()}
+
+
+def test_the_deck_shows_the_runs_of_all_ranks_and_what_is_unsent_outlives_the_pod(tmp_path):
+    done = pods.run("decked_ranks", tmp_path)
+    assert done.returncode == 0, done.output
+    ids = [f"{pods.EXECUTION}-{pods.NODE}-rank-{rank}" for rank in range(2)]
+    deck = (tmp_path / "out" / "deck.html").read_text()
+    assert all(f"<td>{run_id}</td><td>finished</td>" in deck for run_id in ids)
+    assert sorted(path.stem.removeprefix("run-") for path in (tmp_path / "raw").rglob("*.wandb")) == ids
+
+
+def test_malformed_configuration_is_told_and_nothing_is_opened(tmp_path):
+    done = pods.run("above", tmp_path, FLYTE_TRACKING_CONFIG="[1]")
+    assert "the variable FLYTE_TRACKING_CONFIG is a JSON list, no object" in done.output
+    assert done.runs == []
 
 
 def test_a_link_without_entity_or_project_is_the_hosts_page(templates):

@@ -22,10 +22,13 @@ LAYERS = [
     "handover",
     "attendance",
     "config",
+    "propagation",
     "signals",
+    "report",
     "lifecycle",
     "trackers",
     "integrations",
+    "context",
     "decorator",
     "__init__",
 ]
@@ -47,6 +50,7 @@ def test_the_public_names_change_on_purpose_only():
         "get_run",
         "override_distributed_info",
         "plan",
+        "tracking_config",
         "tracking_init",
     ]
     assert all(hasattr(flyteplugins_tracking, name) for name in flyteplugins_tracking.__all__)

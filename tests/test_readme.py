@@ -23,7 +23,16 @@ SET_UP = ("make ", "pip install ")
 
 
 def test_every_python_snippet_has_a_file_name():
-    assert list(SNIPPETS) == ["train.py", "workflow.py", "arguments.py", "secret.py", "shared.py", "info.py"]
+    assert list(SNIPPETS) == [
+        "train.py",
+        "workflow.py",
+        "flyte2.py",
+        "arguments.py",
+        "secret.py",
+        "shared.py",
+        "configured.py",
+        "info.py",
+    ]
 
 
 @pytest.mark.parametrize("name", SNIPPETS)
@@ -31,9 +40,14 @@ def test_python_snippets_run(tmp_path, name):
     (tmp_path / name).write_text(SNIPPETS[name])
     done = jobs.python(tmp_path, name)
     assert done.returncode == 0, done.output
-    calls = any(isinstance(node, ast.If) for node in ast.parse(SNIPPETS[name]).body)
-    assert [run.exit_code for run in done.runs] == [0] * {"train.py": 1, "workflow.py": 2, "shared.py": 1}.get(name, 0)
-    assert calls == bool(done.runs)
+    runs = {"train.py": 1, "workflow.py": 2, "flyte2.py": 1, "shared.py": 1, "configured.py": 2}.get(name, 0)
+    assert [run.exit_code for run in done.runs] == [0] * runs
+    # Those that only decorate have nothing at their end that would call.
+    assert (
+        isinstance(ast.parse(SNIPPETS[name]).body[-1], (ast.FunctionDef, ast.AsyncFunctionDef))
+        or runs
+        or name == "info.py"
+    )
 
 
 def test_console_snippets_run(tmp_path):
@@ -73,6 +87,14 @@ def test_the_demo_shows_the_stored_runs(tmp_path):
     assert sorted(line.split()[2] for line in table) == ["0", "0", "1", "2", "3"]
     assert {line.split()[3] for line in table} == {"12"}
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_flyte_2_example_shows_one_run_of_a_task_and_its_children(tmp_path):
+    done = jobs.python(tmp_path, ROOT / "examples" / "flyte2_children.py", "out")
+    assert done.returncode == 0, done.output
+    assert "best accuracy: 0.875" in done.output
+    assert ": 6 rows of accuracy, epoch, loss, exit code 0" in done.output
+    assert ": 1 rows of accuracy, epoch, exit code 0" in done.output
 
 
 def test_without_a_key_the_demo_logs_offline_and_says_so_in_one_line(tmp_path):

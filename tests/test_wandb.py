@@ -18,7 +18,8 @@ import pytest
 from support import jobs
 
 import flyteplugins_tracking
-from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig
+from flyteplugins_tracking.policy import Workers, pages
 from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
@@ -61,10 +62,9 @@ def failing_server(status: int) -> Iterator[tuple[str, list[str]]]:
 def test_the_decorator_takes_every_argument_of_wandb_init():
     import wandb
 
-    by_name = set(inspect.signature(flyteplugins_tracking.tracking_init).parameters)
-    assert set(inspect.signature(wandb.init).parameters) == INIT_ARGUMENTS | (
-        by_name & {"id", "project", "group", "name", "tags", "notes", "config"}
-    )
+    by_name = {"id", "project", "group", "name", "tags", "notes", "config"}
+    assert by_name <= OWN_ARGUMENTS
+    assert set(inspect.signature(wandb.init).parameters) == INIT_ARGUMENTS | by_name
 
 
 def test_arguments_reach_wandb_init(tmp_path):
@@ -481,10 +481,18 @@ def test_a_wandb_core_that_dies_takes_no_training_down(tmp_path):
     [
         ("auto", "global", "tracking-wandb"),
         ("shared", "global", "tracking-wandb"),
-        ("shared", "worker", "tracking-wandb-project"),
-        ("new", "global", "tracking-wandb-project"),
+        ("shared", "worker", "tracking-wandb-worker-0,tracking-wandb-worker-1"),
+        ("new", "global", "tracking-wandb-group"),
+        ("new", "worker", "tracking-wandb-group-worker-0,tracking-wandb-group-worker-1"),
     ],
 )
-def test_the_link_is_the_runs_where_there_is_one(run_mode, rank_scope, link_type):
+def test_flytekits_links_lead_to_the_runs_that_are_planned(run_mode, rank_scope, link_type):
     config = TrackingConfig(run_mode=run_mode, rank_scope=rank_scope, project="p", options={"entity": "e"})
-    assert TRACKER.link(config)["link_type"] == link_type
+    assert TRACKER.link(config, pages(Workers(2, 2, 8), run_mode, rank_scope, ""))["link_type"] == link_type
+    assert TRACKER.link(config, None)["link_type"] == "tracking-wandb-project"
+
+
+def test_a_group_of_the_users_is_what_flytekits_link_leads_to():
+    config = TrackingConfig(run_mode="new", rank_scope="worker", project="p", group="g", options={"entity": "e"})
+    link = TRACKER.link(config, pages(Workers(2, 2, 8), "new", "worker", ""))
+    assert (link["link_type"], link["wandb_group"]) == ("tracking-wandb-group-id", "g")

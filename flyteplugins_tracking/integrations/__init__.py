@@ -3,45 +3,43 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from flyteplugins_tracking import propagation
+from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.integrations import flytekit
-from flyteplugins_tracking.lifecycle import Surroundings
+from flyteplugins_tracking.integrations import flyte, flytekit
+from flyteplugins_tracking.lifecycle import Surroundings, Task
 
 
-def adapt(target: Any, wrap: Callable[[Any], Any], link: Mapping[str, str]) -> Any:
+def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], config: TrackingConfig) -> Any:
     """Put `wrap` around the function in `target`. A task object is changed in place and stays the same object.
 
     Args:
         target: A function, or a task.
-        wrap: Gives the tracked function for a function.
-        link: What the task template gains so that Flyte's console links to the run.
+        wrap: Gives the tracked function for a function. Its other argument is the task that it is of.
+        config: What the user asked for; Flyte's console links to the runs by it.
 
     Raises:
         ConfigError: `target` cannot be tracked.
     """
+    if flyte.is_entity(target):
+        return flyte.adapt_task(target, wrap, config)
     if flytekit.is_entity(target):
-        return flytekit.adapt_task(target, wrap, link)
-    if _is_flyte2_task(target):
-        raise ConfigError(
-            f"{getattr(target, 'name', target)!r} is a task of the Flyte 2 SDK, which is not supported yet: "
-            "put tracking_init on a plain function that the task calls"
-        )
+        return flytekit.adapt_task(target, wrap, config)
     _refuse_what_is_no_function(target)
-    return flytekit.adapt_function(wrap(target), link)
+    return flytekit.adapt_function(wrap(target, None), config)
 
 
 def surroundings() -> Surroundings:
-    """What the system that called the function knows, read when the run is opened."""
-    return flytekit.surroundings()
+    """What the system that called the function knows, read when it is called.
 
-
-def _is_flyte2_task(target: Any) -> bool:
-    return any(
-        (t.__module__, t.__qualname__) == ("flyte._task", "AsyncFunctionTaskTemplate") for t in type(target).__mro__
-    )
+    Raises:
+        ConfigError: What is propagated to the function is malformed.
+    """
+    found = flyte.surroundings() or flytekit.surroundings()
+    return found or Surroundings(propagated=propagation.read(propagation.CONFIG, {}))
 
 
 def _refuse_what_is_no_function(target: Any) -> None:

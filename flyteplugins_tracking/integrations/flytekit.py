@@ -9,18 +9,22 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import os
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from flyteplugins_tracking import propagation
+from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.lifecycle import Surroundings
+from flyteplugins_tracking.lifecycle import Surroundings, Task
+from flyteplugins_tracking.policy import Page, Workers, pages
+from flyteplugins_tracking.trackers.base import find_tracker
 
-if TYPE_CHECKING:
-    from flyteplugins_tracking.identity import Identity
+logger = logging.getLogger(__name__)
 
 _TASK = "flytekit.core.python_function_task.PythonFunctionTask"
 _ELASTIC_TASK = "flytekitplugins.kfpytorch.task.PytorchElasticFunctionTask"
@@ -80,7 +84,7 @@ def is_entity(target: Any) -> bool:
     return not _class_names(target).isdisjoint({_TASK, *_OTHER_ENTITIES})
 
 
-def adapt_task(task: Any, wrap: Callable[[Any], Any], link: Mapping[str, str]) -> Any:
+def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], config: TrackingConfig) -> Any:
     """Put `wrap` around the function of `task`, and return the same task.
 
     Raises:
@@ -95,35 +99,85 @@ def adapt_task(task: Any, wrap: Callable[[Any], Any], link: Mapping[str, str]) -
             f"{task.name!r} is async and has Elastic workers, which run plain functions only: write `def`, "
             "not `async def`"
         )
-    task._task_function = adapt_function(wrap(task.task_function), link)
+    task._task_function = _adapted(
+        wrap(task.task_function, Task(None, bool(getattr(task, "enable_deck", False)))), config, _pages(task, config)
+    )
     return task
 
 
-def adapt_function(tracked: Any, link: Mapping[str, str]) -> Any:
+def adapt_function(tracked: Any, config: TrackingConfig) -> Any:
     """Where flytekit is loaded, `tracked` may be about to become a task's function: let it bring its link."""
-    utils = sys.modules.get("flytekit.core.utils")
-    if utils is None:
-        return tracked
-    utils.ClassDecorator.register(TaskFunction)
+    return tracked if "flytekit.core.utils" not in sys.modules else _adapted(tracked, config, _pages(None, config))
+
+
+def _adapted(tracked: Any, config: TrackingConfig, to: Sequence[Page] | None) -> Any:
+    sys.modules["flytekit.core.utils"].ClassDecorator.register(TaskFunction)
     _pickle_like_a_function_for_cloudpickle()
-    return TaskFunction(tracked, link)
+    return TaskFunction(tracked, find_tracker(config.tracker).link(config, to))
 
 
-def surroundings() -> Surroundings:
-    """What flytekit knows of this execution."""
+def _pages(task: Any, config: TrackingConfig) -> Sequence[Page] | None:
+    """What the task's links lead to; None where its workers are not known, and several runs may be.
+
+    Args:
+        task: None for a function that is still to become one.
+        config: What the user asked for.
+    """
+    if task is not None and (task.task_config is None or _ELASTIC_TASK in _class_names(task)):
+        workers = None if task.task_config is None else workers_of(task.task_config)
+        return pages(workers, config.run_mode, config.rank_scope, "")
+    one_run = config.run_mode != "new" and config.rank_scope == "global"
+    return pages(None, config.run_mode, config.rank_scope, "") if one_run else None
+
+
+def workers_of(elastic: Any) -> Workers:
+    """The workers of an `Elastic` configuration, of either SDK."""
+    fewest, _, most = str(elastic.nnodes).partition(":")
+    processes = str(elastic.nproc_per_node)
+    return Workers(int(fewest), int(most or fewest), int(processes) if processes.isdecimal() else 1)
+
+
+def surroundings() -> Surroundings | None:
+    """What flytekit knows of this execution; None where it is not loaded."""
     flytekit = sys.modules.get("flytekit")
     if flytekit is None:
-        return Surroundings()
+        return None
     # Not is_local_execution(): in a local spawn worker it says False. This variable every pod has, and nothing else.
     execution = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID")
     is_task = execution is not None and _runs_a_task(flytekit)
+    prefix = flytekit.current_context().raw_output_prefix if is_task else ""
+    base_id, group = _identity(str(execution), prefix) if is_task else (None, None)
     return Surroundings(
-        identity=_identity(str(execution), flytekit.current_context().raw_output_prefix) if is_task else None,
-        facts={} if execution is None else {"flyte": _facts(execution)},
+        base_id=base_id,
+        group=group,
+        propagated=propagation.read(propagation.CONFIG, {}),
+        facts={} if execution is None else _facts(execution),
         on_cluster=execution is not None,
+        keep=_keep if is_task else None,
+        show=_show,
+        has_report=bool(getattr(flytekit.current_context(), "enable_deck", False)),
+        hand_out=_hand_out if _runs_a_task(flytekit) else None,
         read_secret=functools.partial(_read_secret, on_cluster=execution is not None),
         successes=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
     )
+
+
+def _show(title: str, html: str) -> None:
+    """Add a deck. Those of rank 0 become the task's."""
+    sys.modules["flytekit"].Deck(title, html)
+
+
+def _keep(directory: str) -> str:
+    """Copy a local directory below the raw output prefix, and return where it is."""
+    access = sys.modules["flytekit"].FlyteContextManager.current_context().file_access
+    address: str = access.put_raw_data(directory, upload_prefix="tracking")
+    return address
+
+
+def _hand_out(files: str, run_id: str, is_async: bool) -> None:  # noqa: ARG001 as Flyte 2's
+    """Copy the run's files below the raw output prefix. A task's outputs are what its function returns."""
+    address = _keep(files)
+    logger.warning("the files of run %s are in FlyteDirectory(%r)", run_id, address)
 
 
 def _runs_a_task(flytekit: Any) -> bool:
@@ -135,23 +189,24 @@ def _runs_a_task(flytekit: Any) -> bool:
     return state is not None and state.mode is not None and not {"RUN_NAME", "ACTION_NAME"} <= os.environ.keys()
 
 
-def _identity(execution: str, raw_output_prefix: str) -> Identity:
+def _identity(execution: str, raw_output_prefix: str) -> tuple[str, str | None]:
     """`{execution}-{node}`: the raw output prefix ends in the task execution's name, `{execution}-{node}-{attempt}`.
 
     HOSTNAME differs per node, and no variable holds the node. Where that name is too long for the backend, it is an
     8-character hash, with the attempt in it: then a retry is a new run, in the group of the execution.
     https://github.com/flyteorg/flyte/blob/v1.16.0/flytepropeller/pkg/utils/encoder.go
-    """
-    from flyteplugins_tracking.identity import Identity
 
+    Returns:
+        The base id, and a group for runs that the plan gives none.
+    """
     name = os.path.basename(raw_output_prefix.rstrip("/"))
     index = _map_index()
     if re.fullmatch(r"f[a-z1-6]{7}", name):
-        return Identity(name + index, group=execution)
+        return name + index, execution
     name = name.removesuffix(f"-{os.environ.get('FLYTE_ATTEMPT_NUMBER', '0')}")
     if name != execution and not name.startswith(f"{execution}-"):
         name = f"{execution}-{name}"
-    return Identity(name + index)
+    return name + index, None
 
 
 def _map_index() -> str:
@@ -172,7 +227,8 @@ def _facts(execution: str) -> dict[str, Any]:
         "attempt": int(env.get("FLYTE_ATTEMPT_NUMBER", "0")),
         "url": env.get("FLYTE_EXECUTION_URL"),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    known = {name: value for name, value in found.items() if value is not None}
+    return {"flyte": known, "attempt_number": known["attempt"]}
 
 
 def _read_secret(secret: Any, on_cluster: bool) -> str | None:

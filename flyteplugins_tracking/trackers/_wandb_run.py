@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking.lifecycle import RunRequest
@@ -45,10 +45,31 @@ class WandbHandle:
         self._lock = threading.RLock()  # held while the run ends or opens; the vendor's hooks call its methods
         self._held: list[Callable[[], Any]] = []  # what is logged while the run ends
         self._holding = threading.Lock()  # held to look at these and at the state at once
+        self._abandoned: list[str] = []  # what a wandb-core that has died had written
         self._openings = 1  # how often the run has been opened
         self._definitions: list[Callable[[], Any]] = []  # what a run that is opened again must be told again
         if self._is_ours:
             self._take_over()
+
+    @property
+    def files(self) -> str | None:
+        """See `Handle.files`."""
+        return None if getattr(self.run, "disabled", False) else str(self.run.dir)
+
+    def summary(self) -> Mapping[str, Any]:
+        """See `Handle.summary`."""
+        with contextlib.suppress(Exception):  # its wandb-core may be gone
+            return {key: value for key, value in dict(self.run.summary).items() if not key.startswith("_")}
+        return {}
+
+    def unsent(self) -> Sequence[str]:
+        """See `Handle.unsent`."""
+        is_behind = self._timed_out or self._lost or bool(self.run.offline)
+        return [*self._abandoned, *([directory(self.run)] if is_behind and self.files is not None else [])]
+
+    def how_to_send(self, directory: str) -> str:
+        """See `Handle.how_to_send`."""
+        return f"wandb sync {directory}"
 
     def finish(self, exit_code: int) -> None:
         """See `Handle.finish`."""
@@ -140,6 +161,7 @@ class WandbHandle:
                 self._id,
                 directory(self.run),
             )
+            self._abandoned.append(directory(self.run))
             self.run._is_finished = self._died = self._closing = True
             self._ended.set()
 

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from flyteplugins_tracking.attendance import Attendance
@@ -206,7 +206,7 @@ class SharedHandle(WandbHandle):
         self._rows = _rows(request.config, request.info, lambda: self.run)
         self._host = host
         self._nodes = nodes
-        self._has_left = False
+        self._has_left = self._has_kept = False
         super().__init__(run, before, request, reopen)
         self._place = Place.of(request)
         if nodes is not None:
@@ -244,7 +244,7 @@ class SharedHandle(WandbHandle):
                 self._nodes.leave()
             if self._host is not None:
                 self._host.close()
-            if self._offline and self._place.has_peers and self._request.plan.primary:
+            if self._offline and self._place.has_peers and self._request.plan.primary and self._request.info:
                 _tell_how_to_merge(self.run)
 
     def _row(self, row: Mapping[str, Any]) -> Any:
@@ -298,8 +298,23 @@ class SharedHandle(WandbHandle):
 
     def _restrict(self) -> None:
         """Only the primary changes the config."""
-        if not self._request.plan.primary and not self._request.config.allow_config:
+        if self._request.plan.primary or self._request.config.allow_config:
+            return
+        if self._request.info is None:
+            self.run.config._set_callback(self._keep_change)
+        else:
             _refuse_changes(self.run, self._request)
+
+    def _keep_change(self, *_: Any, **__: Any) -> None:
+        """A task that goes on in another's run, as it would in a process with it: this is no reason to fail it."""
+        if not self._has_kept:
+            self._has_kept = True
+            logger.warning(
+                "W&B: run %s is the calling task's: what this task changes in the config of its parent's run is not "
+                "sent. Change it in the task that has opened the run; or pass allow_config=True, and it takes the "
+                "place of the parent's.",
+                self._id,
+            )
 
 
 class GuestHandle:
@@ -326,6 +341,23 @@ class GuestHandle:
         guard(run)
         self._dress()
         guest.listen(offered=self._offered, paused=self._paused, gone=self._gone)
+
+    @property
+    def files(self) -> str | None:
+        """See `Handle.files`. The host has them."""
+        return None
+
+    def summary(self) -> Mapping[str, Any]:
+        """See `Handle.summary`. The host tells them."""
+        return {}
+
+    def unsent(self) -> Sequence[str]:
+        """See `Handle.unsent`. The host has it."""
+        return ()
+
+    def how_to_send(self, directory: str) -> str:
+        """See `Handle.how_to_send`."""
+        return f"wandb sync {directory}"
 
     def finish(self, exit_code: int) -> None:  # noqa: ARG002 the host's decides
         """See `Handle.finish`. The run goes on, and its host ends it."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from flyteplugins_tracking.config import TrackingConfig, check_choice
 from flyteplugins_tracking.lifecycle import RunRequest
+from flyteplugins_tracking.policy import Page
 
 
 class Handle(Protocol):
@@ -16,6 +17,19 @@ class Handle(Protocol):
     @property
     def run(self) -> Any:
         """The vendor's own object."""
+
+    @property
+    def files(self) -> str | None:
+        """The local directory with the run's files, where this process has written them."""
+
+    def summary(self) -> Mapping[str, Any]:
+        """The run's last values, as far as this process knows them. Called before `finish`."""
+
+    def unsent(self) -> Sequence[str]:
+        """The local directories that hold what the service has not got. Called after `finish`."""
+
+    def how_to_send(self, directory: str) -> str:
+        """The command that sends what is in such a directory."""
 
     def finish(self, exit_code: int) -> None:
         """End the run, which the function's end is: 0 is success, anything else is failure. Called once, and last."""
@@ -32,6 +46,7 @@ class Tracker(Protocol):
     """One tracking service. Its module is imported on every rank: the vendor's `package` only in `open`."""
 
     name: str
+    title: str  # what people call it
     package: str
     run_id_variables: tuple[str, ...]
 
@@ -42,8 +57,18 @@ class Tracker(Protocol):
             ConfigError: It cannot.
         """
 
-    def link(self, config: TrackingConfig) -> Mapping[str, str]:
-        """What flytekit's task template gains so that the console links to the run: text values, own key names."""
+    def page(self, config: TrackingConfig, page: Page | None) -> str:
+        """The address of a run or a group, None for the whole project; the host's where it cannot be told."""
+
+    def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
+        """What flytekit's task template gains so that the console links to `pages`: text values, own key names.
+
+        Their ids lack what is before the plan's suffix: `config.id`, or what the backend calls the task's execution.
+        None for pages that are not known.
+        """
+
+    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
+        """Its "id", and the arguments that a task goes on in it with: plain values. None where none can."""
 
     def open(self, request: RunRequest) -> Handle:
         """Open this rank's run; to go on with it where the id exists.

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from flyteplugins_tracking.errors import (
     TrackerUnavailableError,
 )
 from flyteplugins_tracking.lifecycle import RunRequest
+from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers._place import Place
 from flyteplugins_tracking.trackers._wandb_run import WandbHandle, directory, global_run, without_reports
 from flyteplugins_tracking.trackers.base import Handle
@@ -56,6 +57,9 @@ INIT_ARGUMENTS = frozenset(
 # https://docs.wandb.ai/models/ref/python/functions/init: these may not stand in a run id.
 _NOT_IN_AN_ID = "/\\#?%:"
 _APP = "https://wandb.ai"
+_API = "https://api.wandb.ai"
+# Ours: wandb.init has a setting for it.
+_HOST = "host"
 # The texts that these arguments take.
 _CHOICES = {
     "mode": {"online", "offline", "disabled", "dryrun"},
@@ -86,13 +90,15 @@ class WandbTracker:
     """Opens W&B runs."""
 
     name = "wandb"
+    title = "Weights & Biases"
     package = "wandb"
     run_id_variables = ("WANDB_RUN_ID",)
 
     def check(self, config: TrackingConfig) -> None:
         """See `Tracker.check`."""
         options = config.options
-        check_arguments("wandb.init", options, INIT_ARGUMENTS | OWN_ARGUMENTS)
+        check_arguments("wandb.init", options, INIT_ARGUMENTS | OWN_ARGUMENTS | {_HOST})
+        _check_host(options.get(_HOST))
         _check_id(config.id)
         if options.get("mode") == "shared":
             raise ConfigError("mode='shared' is W&B's: pass run_mode='shared'")
@@ -105,14 +111,38 @@ class WandbTracker:
         if _has_api_key(settings):
             raise ConfigError("settings= holds an API key, which would be pickled with the task: pass secret=...")
 
-    def link(self, config: TrackingConfig) -> Mapping[str, str]:
+    def page(self, config: TrackingConfig, page: Page | None) -> str:
+        """See `Tracker.page`."""
+        host, entity, project = _app(config), config.options.get("entity"), config.project
+        if not entity or not project:
+            return host
+        address = f"{host}/{_quoted(entity)}/{_quoted(project)}"
+        if page is None:
+            return address
+        of_group = page.kind == "group"
+        return f"{address}/{page.kind}s/{_quoted((config.group if of_group else None) or page.id)}"
+
+    def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
         """See `Tracker.link`."""
-        values = {"entity": config.options.get("entity"), "project": config.project, "id": config.id}
+        types = list(dict.fromkeys(_link_types(config, pages)))
+        of_known_group = any(kind.startswith("tracking-wandb-group-id") for kind in types)
+        values = {
+            "entity": config.options.get("entity"),
+            "project": config.project,
+            "id": config.id,
+            "group": config.group or config.id if of_known_group else None,
+        }
         return {
-            "link_type": _link_type(config),
-            "wandb_host": os.environ.get("WANDB_BASE_URL", _APP).replace("https://api.wandb.ai", _APP).rstrip("/"),
+            "link_type": ",".join(types),
+            "wandb_host": _app(config),
             **{f"wandb_{name}": str(value) for name, value in values.items() if value is not None},
         }
+
+    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
+        """See `Tracker.pass_on`."""
+        if getattr(run, "disabled", False):
+            return None
+        return {"id": run.id, "project": run.project or None, "entity": run.entity or None}
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""
@@ -120,13 +150,13 @@ class WandbTracker:
         _require_wandb()
         _drop_unusable_service()
         reopen = functools.partial(_reopen, request)
-        if request.config.run_mode != "shared":
+        place, open_own = Place.of(request), functools.partial(self._open, request)
+        if request.config.run_mode != "shared" and not place.has_peers:
             before = global_run()
-            return WandbHandle(self._open(request), before, request, reopen)
+            return WandbHandle(open_own(), before, request, reopen)
         # Loaded by those that share a run, and not by all that are decorated.
         from flyteplugins_tracking.trackers import _wandb_shared as shared
 
-        place, open_own = Place.of(request), functools.partial(self._open, request)
         if place.role == "host":
             return shared.open_for_neighbours(request, open_own, reopen)
         if place.role == "alone":
@@ -159,13 +189,37 @@ class WandbTracker:
         return run
 
 
-def _link_type(config: TrackingConfig) -> str:
-    """The page that the link can name: the run's, the project's where there are several runs, or the host's."""
-    if config.project is None or "entity" not in config.options:
-        return "tracking-wandb-host"
-    if config.run_mode == "new" or config.rank_scope != "global":
-        return "tracking-wandb-project"
-    return "tracking-wandb" if config.id is None else "tracking-wandb-id"
+def _link_types(config: TrackingConfig, pages: Sequence[Page] | None) -> Iterator[str]:
+    """The names of the backend's templates: for the run's page, the group's, the project's or the host's."""
+    if not config.project or not config.options.get("entity"):
+        yield "tracking-wandb-host"
+    elif pages is None:
+        yield "tracking-wandb-project"
+    else:
+        for page in pages:
+            known = config.id if page.kind == "run" else config.group or config.id
+            suffix = "" if page.kind == "group" and config.group else page.id
+            yield f"tracking-wandb{'-group' if page.kind == 'group' else ''}{'-id' if known else ''}{suffix}"
+
+
+def _app(config: TrackingConfig) -> str:
+    """The address that people open: `host=`, or that of the server that the client talks to."""
+    settings = config.options.get("settings")
+    base_url = settings.get("base_url") if isinstance(settings, Mapping) else getattr(settings, "base_url", None)
+    server = os.environ.get("WANDB_APP_URL") or os.environ.get("WANDB_BASE_URL") or base_url or _APP
+    return str(config.options.get(_HOST) or server).replace(_API, _APP).rstrip("/")
+
+
+def _quoted(name: str) -> str:
+    """As part of an address; Flyte's templates stay what they are."""
+    from urllib.parse import quote
+
+    return quote(name, safe="{}")
+
+
+def _check_host(host: object) -> None:
+    if host is not None and not (isinstance(host, str) and host.startswith(("https://", "http://"))):
+        raise ConfigError(f"host={host!r} is no address: write it as host='https://wandb.example.com'")
 
 
 def _resuming(request: RunRequest, run_id: str) -> RunRequest:
@@ -290,7 +344,7 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
     plan, config = request.plan, request.config
     mode = mode or config.options.get("mode")
     arguments = {
-        **config.options,
+        **{name: value for name, value in config.options.items() if name != _HOST},
         "mode": mode,
         "settings": _settings(mode, request),
         "project": config.project,
@@ -372,6 +426,9 @@ def _given_settings(request: RunRequest) -> Any:
         settings.update_from_dict(dict(given))
     elif given is not None:
         settings.update_from_settings(given)
+    host = request.config.options.get(_HOST)
+    if host and "base_url" not in settings.model_fields_set and "WANDB_BASE_URL" not in os.environ:
+        settings.base_url = _API if host.rstrip("/") == _APP else host
     return settings
 
 

@@ -152,19 +152,24 @@ def local(
 def ended(done: jobs.Done, attempt: int = 0, run: str = "r1", action: str = "a0") -> Ended:
     """`done` with what an action's attempt left behind: of a child too, whose action is a directory of the run."""
     from flyteidl2.core.execution_pb2 import ContainerError, ErrorDocument, ExecutionError
-    from flyteidl2.task.common_pb2 import Outputs
 
     where = base(done.directory, run) / action / str(attempt + 1)
     outputs, error, report = where / "outputs.pb", where / "error.pb", where / "report.html"
-    values = failure = None
-    if outputs.exists():
-        values = [native(named.value) for named in Outputs.FromString(outputs.read_bytes()).literals]
+    failure = None
+    values = outputs_at(where) if outputs.exists() else None
     if error.exists():
         found = ErrorDocument.FromString(error.read_bytes()).error
         kind = ExecutionError.ErrorKind.Name(found.origin)
         failure = Error(found.code, kind, found.kind == ContainerError.RECOVERABLE, found.message)
     html = report.read_text() if report.exists() else None
     return Ended(done.returncode, done.output, done.directory, outputs=values, error=failure, report=html)
+
+
+def outputs_at(where: Path) -> list[Any]:
+    """The values of the `outputs.pb` there."""
+    from flyteidl2.task.common_pb2 import Outputs
+
+    return [native(named.value) for named in Outputs.FromString(Path(where, "outputs.pb").read_bytes()).literals]
 
 
 def serialized(inputs: Mapping[str, Any], context: Mapping[str, str]) -> bytes:

@@ -22,6 +22,16 @@ class RecordedRun:
     def run(self) -> RecordedRun:
         return self
 
+    @property
+    def files(self) -> None:
+        return None
+
+    def summary(self) -> dict[str, object]:
+        return {}
+
+    def unsent(self) -> tuple[str, ...]:
+        return ()
+
     def finish(self, exit_code: int) -> None:
         self.exit_codes.append(exit_code)
         if self.finish_error is not None:

@@ -151,6 +151,36 @@ def with_secret(n: int) -> str:
     return training("with_secret")
 
 
+@tracking_init(project="tests", entity="team", rank_scope="worker")
+@task(task_config=two_nodes)
+def links_per_worker(n: int) -> str:
+    return training("links_per_worker")
+
+
+@tracking_init(project="tests", entity="team", run_mode="new")
+@task(task_config=two_nodes)
+def link_to_group(n: int) -> str:
+    return training("link_to_group")
+
+
+@tracking_init(project="tests", entity="team", rank_scope="worker")
+@task(task_config=Elastic(nnodes="1:4", nproc_per_node=2, increase_shared_mem=False))
+def links_of_a_range(n: int) -> str:
+    return training("links_of_a_range")
+
+
+@tracking_init(download_logs=True)
+@task(enable_deck=True)
+def decked(n: int) -> str:
+    return training("decked")
+
+
+@tracking_init(run_mode="new")
+@task(enable_deck=True, task_config=spawn)
+def decked_ranks(n: int) -> str:
+    return training("decked_ranks")
+
+
 @workflow
 def all_in_process(n: int) -> str:
     below(n=n)

@@ -1,0 +1,63 @@
+"""`tracking_config`: arguments of `tracking_init` for what is called in a block, or by a run of Flyte 2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from flyteplugins_tracking import propagation
+from flyteplugins_tracking.config import TrackingConfig, merged
+from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.integrations import flyte
+from flyteplugins_tracking.trackers.base import find_tracker
+
+
+class Propagated(dict[str, str]):
+    """A mapping for `flyte.with_runcontext(custom_context=...)` or environment variables; and a context manager.
+
+    In its block it reaches the decorated functions and the tasks of Flyte 2 that are called there, and the processes
+    that are started there. What an enclosing block says holds where this one says nothing.
+    """
+
+    def __init__(self, key: str, value: Mapping[str, Any], what: str) -> None:
+        super().__init__({key: propagation.write(value, what)})
+        self._blocks: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> Propagated:
+        """Enter the block."""
+        context = flyte.task_context()
+        carried = {} if context is None else context.custom_context or {}
+        over = {key: merged(propagation.read(key, carried), propagation.parse(self[key], key)) for key in self}
+        block = flyte.carrying({key: propagation.write(value, key) for key, value in over.items()})
+        block.__enter__()
+        self._blocks.append(block)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave the block."""
+        self._blocks.pop().__exit__(*error)
+
+
+def tracking_config(**options: Any) -> Propagated:
+    """Arguments for the decorated functions and tasks that are called, where their decorators say nothing.
+
+    As a context manager, for what is called in its block. As a mapping, for a whole run of Flyte 2:
+    `flyte.with_runcontext(custom_context=tracking_config(project="llm"))`; and for the environment of a flytekit task
+    or a torchrun job: `@task(environment=tracking_config(project="llm"))`, `os.environ.update(tracking_config(...))`.
+    It is one JSON value under one key, `FLYTE_TRACKING_CONFIG`, so that every text comes back as the text it was.
+
+    The order: the decorator's arguments, then those that Flyte 2's run carries, then those of blocks in this process,
+    then the environment variable, then the defaults. The run's `config` is merged key by key in that order.
+
+    Args:
+        **options: What `tracking_init` takes, but for `secret=`, which does not travel as text.
+
+    Raises:
+        ConfigError: An argument that cannot work, or that JSON cannot hold.
+    """
+    if "secret" in options:
+        raise ConfigError("secret= is read where the run is opened, and is not propagated: pass it to tracking_init")
+    config = TrackingConfig.of(options)
+    find_tracker(config.tracker).check(config)
+    return Propagated(propagation.CONFIG, config.arguments, "tracking_config")

@@ -1,0 +1,289 @@
+"""Flyte 2 tasks of every kind that the decorator meets. Each logs its rows and returns its run's id."""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import flyte
+from flyteplugins.pytorch import Elastic
+
+from flyteplugins_tracking import get_distributed_info, get_run, tracking_config, tracking_init
+
+DIRECTORY = Path(os.environ.get("TRAIN_DIR", "."))
+QUICK = {
+    "max_restarts": 0,
+    "monitor_interval": 1,
+    "rdzv_configs": {"timeout": 60, "join_timeout": 60, "last_call_timeout": 2},
+}
+env = flyte.TaskEnvironment(name="plain")
+elastic = flyte.TaskEnvironment(name="elastic", plugin_config=Elastic(nnodes=1, nproc_per_node=2, **QUICK))
+two_nodes = flyte.TaskEnvironment(name="two", plugin_config=Elastic(nnodes=2, nproc_per_node=2, **QUICK))
+resizable = flyte.TaskEnvironment(name="resizable", plugin_config=Elastic(nnodes="1:4", nproc_per_node=1, **QUICK))
+restarting = flyte.TaskEnvironment(
+    name="restarting", plugin_config=Elastic(nnodes=1, nproc_per_node=2, **{**QUICK, "max_restarts": 1})
+)
+tracked = tracking_init(project="tests", entity="team")
+
+
+def training(tag: str) -> str:
+    """Three rows, and what this process was told, in a file."""
+    run, info = get_run(), get_distributed_info()
+    if run is not None:
+        for row in range(3):
+            run.log({tag: row})
+    seen = {"tag": tag, "rank": info.rank if info else None, "run_id": run.id if run else None, "pid": os.getpid()}
+    seen["wandb"] = "wandb" in sys.modules
+    Path(DIRECTORY, f"{tag}-{os.getpid()}-{time.monotonic_ns()}.json").write_text(json.dumps(seen))
+    return run.id if run is not None else ""
+
+
+@tracked
+@env.task
+def plain(n: int) -> str:
+    return training("plain")
+
+
+@tracked
+@env.task
+async def coroutine(n: int) -> str:
+    await asyncio.sleep(0)
+    return training("coroutine")
+
+
+@env.task
+@tracked
+def below(n: int) -> str:
+    return training("below")
+
+
+@tracking_init(project="tests", run_mode="new")
+@env.task
+def new(n: int) -> str:
+    return training("new")
+
+
+@tracking_init(project="tests", run_mode="shared")
+@env.task
+def shared(n: int) -> str:
+    return training("shared")
+
+
+@env.task
+def untracked(n: int) -> str:
+    return plain(n)
+
+
+@tracked
+def function(tag: str) -> str:
+    return training(tag)
+
+
+@env.task
+def calls_functions(n: int) -> list[str]:
+    """Two trainings in a task that has no run itself."""
+    return [function("first"), function("second")]
+
+
+@tracked
+@env.task
+def calls_a_function(n: int) -> list[str]:
+    return [get_run().id, function("inner")]
+
+
+@tracked
+@elastic.task
+def workers(n: int) -> str:
+    return training("workers")
+
+
+@tracking_init(project="tests", run_mode="shared")
+@elastic.task
+def shared_workers(n: int) -> str:
+    return training("shared_workers")
+
+
+@tracking_init(project="tests", rank_scope="worker")
+@two_nodes.task
+def per_node(n: int) -> None:
+    training("per_node")
+
+
+@tracking_init(project="tests", run_mode="new")
+@two_nodes.task
+def new_on_nodes(n: int) -> None:
+    training("new_on_nodes")
+
+
+@tracking_init(project="tests", entity="team", rank_scope="worker")
+@resizable.task
+def resized(n: int) -> None:
+    training("resized")
+
+
+@tracked
+@env.task
+def parent(n: int) -> str:
+    """Children of every kind, while its own run is open."""
+    get_run().log({"parent": 0})
+    ids = {"parent": get_run().id, "plain": plain(n), "new": new(n), "shared": shared(n), "through": untracked(n)}
+    ids["workers"] = workers(n)
+    get_run().log({"parent": 1})
+    return json.dumps(ids)
+
+
+@tracked
+@env.task
+async def async_parent(n: int) -> str:
+    get_run().log({"parent": 0})
+    with tracking_config(tags=["block"], config={"block": True}):
+        new_id, (first, second) = await new.aio(n), await asyncio.gather(coroutine(n), coroutine(n + 1))
+    get_run().log({"parent": 1})
+    return json.dumps({"parent": get_run().id, "new": new_id, "first": first, "second": second})
+
+
+@tracked
+@env.task
+def fails(n: int) -> str:
+    training("fails")
+    raise ValueError("made to fail")
+
+
+@tracked
+@env.task
+def exits(n: int) -> str:
+    training("exits")
+    sys.exit(3)
+
+
+@tracked
+@env.task(retries=1)
+def second_attempt(n: int) -> str:
+    run_id = training("second_attempt")
+    marker = Path(DIRECTORY, "was-here")
+    if not marker.exists():
+        marker.touch()
+        raise ValueError("the first attempt fails")
+    return run_id
+
+
+@tracked
+@elastic.task
+def failing_workers(n: int) -> str:
+    if training("failing_workers"):
+        raise ValueError("made to fail")
+    time.sleep(60)
+    return ""
+
+
+@tracked
+@restarting.task
+def restarted_workers(n: int) -> str:
+    run_id = training("restarted_workers")
+    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == 0 and run_id:
+        raise ValueError("the first attempt fails")
+    return run_id
+
+
+@tracked
+@env.task
+def waits(n: int) -> str:
+    training("waits")
+    Path(DIRECTORY, "waiting").touch()
+    time.sleep(60)
+    return ""
+
+
+@tracked
+@elastic.task
+def dying_peer(n: int) -> str:
+    training("dying_peer")
+    if os.environ["RANK"] == "1":
+        while len(list(DIRECTORY.glob("dying_peer-*"))) < 2:
+            time.sleep(0.1)
+        os._exit(9)
+    time.sleep(60)
+    return ""
+
+
+@tracked
+@env.task
+def changer(n: int) -> str:
+    get_run().config.update({"child": n})
+    return get_run().id
+
+
+@tracking_init(project="tests", config={"of": "parent"})
+@env.task
+def parent_of_a_changer(n: int) -> str:
+    return changer(n)
+
+
+@tracked
+@env.task(report=True)
+def reported(n: int) -> str:
+    return training("reported")
+
+
+@tracked
+@env.task(report=True)
+async def async_reported(n: int) -> str:
+    return training("async_reported")
+
+
+@tracked
+@env.task(report=True)
+def fails_reported(n: int) -> str:
+    training("fails_reported")
+    raise ValueError("made to fail")
+
+
+@tracking_init(project="tests", entity="team", run_mode="new")
+@elastic.task(report=True)
+def reported_ranks(n: int) -> str:
+    return training("reported_ranks")
+
+
+@tracking_init(project="tests", download_logs=True)
+@env.task
+def downloaded(n: int) -> str:
+    return training("downloaded")
+
+
+@tracking_init(project="tests", download_logs=True)
+@env.task
+async def async_downloaded(n: int) -> str:
+    return training("async_downloaded")
+
+
+@tracking_init(project="tests", download_logs=True)
+@elastic.task
+def downloaded_workers(n: int) -> str:
+    return training("downloaded_workers")
+
+
+@env.task
+def configured(n: int) -> str:
+    with tracking_config(project="block", tags=["b"]):
+        return bare(n)
+
+
+@tracking_init
+@env.task
+def bare(n: int) -> str:
+    return training("bare")
+
+
+@tracking_init(project="decorator", config={"lr": 2}, run_mode="auto")
+@env.task
+def decorated(n: int) -> str:
+    return training("decorated")
+
+
+def links(task: Any, context: dict[str, str] | None = None, action: str = "{{.actionName}}") -> dict[str, str]:
+    """A task's links by their names, as the SDK asks for them when it hands the task to the backend."""
+    arguments = {"run_name": "r1", "project": "p", "domain": "d", "context": context or {}, "parent_action_name": "a0"}
+    return {link.name: link.get_link(**arguments, action_name=action, pod_name="{{.podName}}") for link in task.links}

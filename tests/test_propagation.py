@@ -1,0 +1,145 @@
+"""What `tracking_config` says reaches what is called and started in its block, unchanged, and nothing else."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import jobs
+from support.recording import recorded
+
+from flyteplugins_tracking import ConfigError, get_run, tracking_config, tracking_init
+from flyteplugins_tracking.config import merged
+from flyteplugins_tracking.propagation import CONFIG, read
+
+
+@pytest.fixture
+def recorder(monkeypatch, bare_environment):
+    return recorded(monkeypatch)
+
+
+@tracking_init
+def train():
+    return get_run().request.config
+
+
+def test_fault_values_make_a_round_trip_through_strings(recorder):
+    with tracking_config(project="2024", name="null", id="1e5", entity="true", config={"s": "1", "n": 1, "none": None}):
+        config = train()
+    assert (config.project, config.name, config.id, config.options["entity"]) == ("2024", "null", "1e5", "true")
+    assert config.config == {"s": "1", "n": 1, "none": None}
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["project", "name", "entity", "group", "notes"]), st.text(min_size=1).filter(str.strip)
+    )
+)
+def test_every_text_comes_back_as_it_was(values):
+    with tracking_config(**values):
+        assert read(CONFIG, {}) == values
+        assert read(CONFIG, tracking_config(**values)) == values
+
+
+def test_the_decorator_goes_before_blocks_these_before_the_variable_and_that_before_the_defaults(recorder, monkeypatch):
+    monkeypatch.setenv(
+        CONFIG, json.dumps({"project": "variable", "group": "variable", "run_mode": "new", "tags": ["v"]})
+    )
+
+    @tracking_init(project="decorator", config={"lr": 2}, run_mode="auto")
+    def decorated():
+        return get_run().request.config
+
+    inner = tracking_config(project="inner", config={"depth": 2})
+    with tracking_config(project="outer", group="outer", config={"lr": 1, "depth": 1}), inner:
+        config = decorated()
+    assert (config.project, config.group, config.tags, config.run_mode) == ("decorator", "outer", ("v",), "auto")
+    assert config.config == {"lr": 2, "depth": 2}
+    assert (train().project, train().run_mode, train().rank_scope) == ("variable", "new", "global")
+
+
+def test_a_block_ends_with_its_end(recorder):
+    before = dict(os.environ)
+    with pytest.raises(ValueError, match="made to fail"), tracking_config(project="block"):
+        raise ValueError("made to fail")
+    assert (train().project, dict(os.environ)) == (None, before)
+
+
+def test_a_block_reaches_threads_and_processes_that_are_started_in_it(recorder):
+    found = []
+    code = "from flyteplugins_tracking.propagation import *; print(read(CONFIG, {})['project'])"
+    with tracking_config(project="block"):
+        thread = threading.Thread(target=lambda: found.append(train().project))
+        thread.start()
+        thread.join()
+        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (found, child.stdout.strip()) == (["block"], "block")
+
+
+def test_blocks_of_other_threads_do_not_reach_a_training(recorder):
+    found, entered, left = {}, threading.Barrier(2), threading.Barrier(2)
+
+    def training(name):
+        with tracking_config(project=name):
+            entered.wait(30)
+            found[name] = train().project
+            left.wait(30)
+
+    threads = [threading.Thread(target=contextvars.Context().run, args=(training, name)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"a": "a", "b": "b"}
+    assert CONFIG not in os.environ
+
+
+@pytest.mark.parametrize("text", ["no json", "[1]", "null", '"text"'])
+def test_malformed_configuration_is_refused_and_nothing_is_opened(recorder, monkeypatch, text):
+    monkeypatch.setenv(CONFIG, text)
+    with pytest.raises(ConfigError, match=f"the variable {CONFIG} is"):
+        train()
+    assert recorder.runs == []
+
+
+def test_a_propagated_argument_that_cannot_work_is_refused_at_the_call(recorder, monkeypatch):
+    monkeypatch.setenv(CONFIG, json.dumps({"run_mode": "shard"}))
+    with pytest.raises(ConfigError, match="did you mean 'shared'"):
+        train()
+    monkeypatch.setenv(CONFIG, json.dumps({"projct": "p"}))
+    with pytest.raises(ConfigError, match="did you mean 'project'"):
+        train()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"run_mode": "shard"}, "did you mean 'shared'"),
+        ({"projct": "p"}, "did you mean 'project'"),
+        ({"secret": lambda: "key"}, "secret= is read where the run is opened"),
+        ({"settings": {"api_key": "key"}}, "settings= holds an API key"),
+        ({"config": {"x": object()}}, "JSON cannot hold it"),
+        ({"settings": {"x": object()}}, "tracking_config cannot reach other processes"),
+    ],
+)
+def test_what_cannot_travel_is_refused_at_once(arguments, told):
+    with pytest.raises(ConfigError, match=told):
+        tracking_config(**arguments)
+
+
+def test_none_says_nothing():
+    assert merged({"project": "p", "tags": ["t"]}, {"project": None, "tags": []}) == {"project": "p", "tags": []}
+
+
+def test_the_variable_reaches_all_ranks_of_a_torchrun_job(tmp_path):
+    given = tracking_config(project="variable", run_mode="new", config={"lr": 1})  # its own project is "tests"
+    done = jobs.run([*jobs.torchrun("--standalone", "--nproc-per-node=2"), *jobs.train()], tmp_path, given)
+    assert done.returncode == 0, done.output
+    assert [(run.project, run.config["lr"]) for run in done.runs] == [("tests", 1)] * 2
