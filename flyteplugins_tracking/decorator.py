@@ -86,17 +86,27 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         TrackerUnavailableError: At the call: the service, or a key for it, is not there.
         TrackerNotInstalledError: At the call: the tracker's package is missing.
     """
-    wanted = TrackingConfig.of(options)
-    find_tracker(wanted.tracker).check(wanted)
-    wrap = functools.partial(_wrap, wanted)
-
-    def decorate(target: Any) -> Any:
-        return integrations.adapt(target, wrap, wanted)
-
+    decorate = decorator_of(TrackingConfig.of(options), tracked_function)
     return decorate if function is None else decorate(function)
 
 
-def _wrap(wanted: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
+def decorator_of(
+    wanted: TrackingConfig, wrap: Callable[[TrackingConfig, Any, Task | None], Any]
+) -> Callable[[Any], Any]:
+    """A decorator of functions and tasks, which puts `wrap` around the function with what is `wanted`.
+
+    Raises:
+        ConfigError: What is wanted cannot work.
+    """
+    find_tracker(wanted.tracker).check(wanted)
+
+    def decorate(target: Any) -> Any:
+        return integrations.adapt(target, functools.partial(wrap, wanted), wanted)
+
+    return decorate
+
+
+def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
     """A real function, so that it pickles, binds and shows itself like the one that it wraps."""
     if _is_async(function):
 

@@ -30,7 +30,9 @@ LAYERS = [
     "integrations",
     "context",
     "decorator",
+    "sweeps",
     "__init__",
+    "compat",
 ]
 
 

@@ -353,6 +353,8 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
         "group": config.group or (None if os.environ.get("WANDB_RUN_GROUP") else plan.group),
     }
     _place(arguments, request)
+    if arguments.get("dir") is not None:
+        arguments["dir"] = os.fspath(arguments["dir"])  # which downloads a FlyteDirectory
     if _has_open_run():
         arguments.setdefault("reinit", "create_new")
     return {name: value for name, value in arguments.items() if value is not None}

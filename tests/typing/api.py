@@ -7,6 +7,7 @@ from flytekit import Secret
 from typing_extensions import assert_type
 
 from flyteplugins_tracking import DistributedInfo, RunPlan, get_distributed_info, plan, tracking_init
+from flyteplugins_tracking.compat.wandb import wandb_init
 
 
 @tracking_init
@@ -30,6 +31,12 @@ class Trainer:
         return bytes(x)
 
 
+@wandb_init(project="p", entity="e", secret=Secret(group="g", key="k"), api_host="https://wandb.example.com")
+def moved(x: int) -> bytes:
+    return bytes(x)
+
+
+assert_type(moved(1), bytes)
 assert_type(bare(1, y="a"), float)
 assert_type(with_arguments(1), list[int])
 assert_type(Trainer().fit(1), bytes)

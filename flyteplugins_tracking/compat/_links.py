@@ -1,0 +1,143 @@
+"""Links of Flyte 2 that a user puts on a task: `@env.task(links=[Wandb(...)])`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flyteplugins_tracking import propagation
+from flyteplugins_tracking.config import TrackingConfig, merged
+from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.integrations.flyte import TrackingLink
+from flyteplugins_tracking.policy import RankScope, RunMode
+from flyteplugins_tracking.trackers.base import find_tracker
+
+_HOST = "https://wandb.ai"
+
+
+@dataclass
+class Wandb:
+    """A link to the run of a task, as `@wandb_init` adds it by itself.
+
+    Attributes:
+        host: The address of W&B. Another than the default goes before what is propagated to the task.
+        project: The run's project; None for the propagated one.
+        entity: Its entity; None for the propagated one.
+        run_mode: In "auto" and "shared" the link is to the run of the task that calls this one, if it has one.
+        rank_scope: Without effect: the link is to one run.
+        id: The run's id; None for `{run}-{action}`.
+        name: What the console shows.
+        icon_uri: The address of an icon.
+    """
+
+    host: str = _HOST
+    project: str | None = None
+    entity: str | None = None
+    run_mode: RunMode = "auto"
+    rank_scope: RankScope = "global"
+    id: str | None = None
+    name: str = "Weights & Biases"
+    icon_uri: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work now, and not when the task is submitted.
+
+        Raises:
+            ConfigError: An argument that cannot work.
+        """
+        self._config()
+
+    def get_link(
+        self,
+        run_name: str,
+        project: str,
+        domain: str,
+        context: Mapping[str, str],
+        parent_action_name: str,
+        action_name: str,
+        pod_name: str,
+        **kwargs: Any,
+    ) -> str:
+        """The run's page; the project's or W&B's where the run or the project is not known."""
+        link = TrackingLink(self.name, self._config())
+        return link.get_link(run_name, project, domain, context, parent_action_name, action_name, pod_name, **kwargs)
+
+    def _config(self) -> TrackingConfig:
+        given = {"run_mode": self.run_mode, "rank_scope": self.rank_scope, "id": self.id}
+        return _checked({**given, **_place(self)})
+
+
+@dataclass
+class WandbSweep:
+    """A link to the sweep of a task.
+
+    Attributes:
+        host: The address of W&B. Another than the default goes before what is propagated to the task.
+        project: The sweep's project; None for the propagated one.
+        entity: Its entity; None for the propagated one.
+        id: The sweep's id; None for that of the task's sweep, or of the task that calls it.
+        name: What the console shows.
+        icon_uri: The address of an icon.
+    """
+
+    host: str = _HOST
+    project: str | None = None
+    entity: str | None = None
+    id: str | None = None
+    name: str = "Weights & Biases Sweep"
+    icon_uri: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work now, and not when the task is submitted.
+
+        Raises:
+            ConfigError: An argument that cannot work.
+        """
+        _checked(_place(self))
+
+    def get_link(
+        self,
+        run_name: str,  # noqa: ARG002 flyte calls this with all of them
+        project: str,  # noqa: ARG002
+        domain: str,  # noqa: ARG002
+        context: Mapping[str, str],
+        parent_action_name: str,  # noqa: ARG002
+        action_name: str,  # noqa: ARG002
+        pod_name: str,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> str:
+        """The sweep's page; the page of all sweeps, or W&B's, where the sweep or the project is not known."""
+        own = {**_place(self), "id": self.id}
+        try:
+            found = merged(_propagated(context or {}), own)
+            config = _checked({name: value for name, value in found.items() if name != "id"})
+        except ConfigError:  # which the task itself will say
+            found, config = own, _checked(_place(self))
+        page = find_tracker("wandb").page(config, None)
+        if not config.project or not config.options.get("entity"):
+            return page
+        return "/".join([page, "sweeps", *filter(None, [found.get("id")])])
+
+
+def _place(link: Wandb | WandbSweep) -> dict[str, Any]:
+    """Where the link says that its run or sweep is."""
+    host = None if link.host == _HOST else link.host
+    place = {"project": link.project, "entity": link.entity, "host": host}
+    return {name: value for name, value in place.items() if value is not None}
+
+
+def _checked(arguments: Mapping[str, Any]) -> TrackingConfig:
+    config = TrackingConfig.of({name: value for name, value in arguments.items() if value is not None})
+    find_tracker(config.tracker).check(config)
+    return config
+
+
+def _propagated(context: Mapping[str, str]) -> dict[str, Any]:
+    """The sweep's place and id: what `wandb_config` and `wandb_sweep_config` say, and the sweep that is open."""
+    config, sweep, opened = (
+        propagation.parse(context.get(key), key)
+        for key in (propagation.CONFIG, propagation.SWEEP, propagation.SWEEP_ID)
+    )
+    place = {name: config.get(name) for name in ("project", "entity", "host")}
+    return merged(place, {name: sweep.get(name) for name in place}, {**opened})
