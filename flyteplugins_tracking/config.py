@@ -72,14 +72,14 @@ class TrackingConfig:
         _check_seconds("init_timeout_s", self.init_timeout_s)
         _check_seconds("finish_timeout_s", self.finish_timeout_s)
         for name in ("rank_prefix", "allow_config", "download_logs"):
-            _check_flag(name, getattr(self, name))
+            check_flag(name, getattr(self, name))
         for name in ("id", "project", "group", "name", "notes"):
-            _check_text(name, getattr(self, name))
+            check_text(name, getattr(self, name))
         if self.step_metric is None:
             raise ConfigError("step_metric=None is no text")
-        _check_text("step_metric", self.step_metric)
+        check_text("step_metric", self.step_metric)
         _check_secret(self.secret)
-        object.__setattr__(self, "tags", _texts("tags", self.tags))
+        object.__setattr__(self, "tags", check_texts("tags", self.tags))
         if not isinstance(self.config, str):
             object.__setattr__(self, "config", plain_config(self.config))
 
@@ -157,7 +157,7 @@ def check_arguments(owner: str, given: Collection[str], allowed: Collection[str]
             raise ConfigError(f"{owner} has no argument {name!r}{_nearest(name, allowed)}")
 
 
-def plain_config(config: object) -> dict[str, Any]:
+def plain_config(config: object, name: str = "config") -> dict[str, Any]:
     """`config` as plain JSON values: a copy, so that a later change of the original does nothing.
 
     Takes mappings, dataclasses and namespaces; in them also NumPy and torch scalars and arrays, paths and enums.
@@ -172,8 +172,8 @@ def plain_config(config: object) -> dict[str, Any]:
     elif not isinstance(config, Mapping) and hasattr(config, "__dict__") and not callable(config):
         config = vars(config)  # argparse.Namespace, types.SimpleNamespace
     if not isinstance(config, Mapping):
-        raise ConfigError(f"config= takes a mapping, a dataclass or a namespace, not {type(config).__name__}")
-    plain: dict[str, Any] = _plain(config, "config", ())
+        raise ConfigError(f"{name}= takes a mapping, a dataclass or a namespace, not {type(config).__name__}")
+    plain: dict[str, Any] = _plain(config, name, ())
     return plain
 
 
@@ -217,24 +217,39 @@ def _check_seconds(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r} is no positive number of seconds")
 
 
-def _check_flag(name: str, value: object) -> None:
+def check_flag(name: str, value: object) -> None:
+    """Refuse a `value` that is no truth value.
+
+    Raises:
+        ConfigError: It is none.
+    """
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} is neither True nor False")
 
 
-def _check_text(name: str, value: object) -> None:
+def check_text(name: str, value: object) -> None:
+    """Refuse a `value` that is neither None nor text.
+
+    Raises:
+        ConfigError: It is neither.
+    """
     if value is not None and (not isinstance(value, str) or not value.strip()):
         raise ConfigError(f"{name}={value!r} is no text")
 
 
-def _texts(name: str, values: object) -> tuple[str, ...] | None:
+def check_texts(name: str, values: object) -> tuple[str, ...] | None:
+    """The `values` as a tuple; None for None.
+
+    Raises:
+        ConfigError: They are no sequence of texts.
+    """
     if values is None:
         return None
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"{name}={values!r} is no sequence of texts")
     texts = tuple(values)
     for text in texts:
-        _check_text(f"an entry of {name}", text)
+        check_text(f"an entry of {name}", text)
     return texts
 
 

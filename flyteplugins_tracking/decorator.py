@@ -101,14 +101,15 @@ def decorator_of(
     find_tracker(wanted.tracker).check(wanted)
 
     def decorate(target: Any) -> Any:
-        return integrations.adapt(target, functools.partial(wrap, wanted), wanted)
+        of_runs = integrations.Decorator.of_runs("tracking_init", wanted)
+        return integrations.adapt(target, functools.partial(wrap, wanted), of_runs)
 
     return decorate
 
 
 def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
     """A real function, so that it pickles, binds and shows itself like the one that it wraps."""
-    if _is_async(function):
+    if is_async(function):
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
@@ -141,6 +142,6 @@ def _run_of(wanted: TrackingConfig, task: Task | None) -> AbstractContextManager
     return open_run(config, tracker, around, task)
 
 
-def _is_async(function: Any) -> bool:
+def is_async(function: Any) -> bool:
     """Also for an object whose call is async."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

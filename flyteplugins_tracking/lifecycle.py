@@ -296,7 +296,7 @@ def _open(
             has_other_writers=_has_other_writers(config, around, info),
             facts={**_job_facts(info), **around.facts},
             read_secret=lambda: _read_secret(config.secret, around),
-            may_prompt=info is None and not around.on_cluster and sys.stdin is not None and sys.stdin.isatty(),
+            may_prompt=may_prompt(info, around),
             watch=_watch,
             deadline=deadline,
         )
@@ -322,6 +322,11 @@ def _parent(
     config: TrackingConfig, tracker: Tracker, around: Surroundings, has_workers: bool
 ) -> Mapping[str, Any] | None:
     return None if has_workers or config.run_mode == "new" else around.parents.get(tracker.name)
+
+
+def may_prompt(info: DistributedInfo | None, around: Surroundings) -> bool:
+    """Whether somebody sits at this process's terminal, alone."""
+    return info is None and not around.on_cluster and sys.stdin is not None and sys.stdin.isatty()
 
 
 def _has_other_writers(config: TrackingConfig, around: Surroundings, info: DistributedInfo | None) -> bool:
@@ -374,8 +379,9 @@ def _identity(
     # Only ranks that open a run come here; the others are spared what it imports.
     from flyteplugins_tracking.identity import Identity, from_launcher, from_variables
 
-    if config.id is not None:
-        return Identity(config.id)
+    imposed = tracker.imposed_id()
+    if imposed is not None or config.id is not None:
+        return Identity(imposed or config.id)
     chosen = from_variables(os.environ, tracker.run_id_variables)
     if chosen is not None:
         return chosen

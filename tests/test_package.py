@@ -31,6 +31,7 @@ LAYERS = [
     "context",
     "decorator",
     "sweeps",
+    "agents",
     "__init__",
     "compat",
 ]
@@ -50,10 +51,15 @@ def test_the_public_names_change_on_purpose_only():
         "TrackingError",
         "get_distributed_info",
         "get_run",
+        "get_sweep_id",
+        "get_sweep_parameters",
         "override_distributed_info",
         "plan",
+        "sweep_agent",
         "tracking_config",
         "tracking_init",
+        "tracking_sweep",
+        "tracking_sweep_config",
     ]
     assert all(hasattr(flyteplugins_tracking, name) for name in flyteplugins_tracking.__all__)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking import propagation
@@ -11,25 +12,46 @@ from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.integrations import flyte, flytekit
 from flyteplugins_tracking.lifecycle import Surroundings, Task
+from flyteplugins_tracking.policy import Workers
 
 
-def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], config: TrackingConfig) -> Any:
+@dataclass(frozen=True)
+class Decorator:
+    """What is put on a function or task.
+
+    Attributes:
+        name: What messages call it.
+        links: Gives the links that a Flyte 2 task gains: by its workers, None for a task without workers of its own.
+        link: Gives what flytekit's task template gains: by the task, None for a function that is still to become one.
+    """
+
+    name: str
+    links: Callable[[Workers | None], Iterable[Any]]
+    link: Callable[[Any], Mapping[str, str]]
+
+    @classmethod
+    def of_runs(cls, name: str, config: TrackingConfig) -> Decorator:
+        """One whose links lead to the runs that `config` asks for."""
+        return cls(name, lambda workers: flyte.run_links(config, workers), lambda task: flytekit.run_link(config, task))
+
+
+def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decorator) -> Any:
     """Put `wrap` around the function in `target`. A task object is changed in place and stays the same object.
 
     Args:
         target: A function, or a task.
         wrap: Gives the tracked function for a function. Its other argument is the task that it is of.
-        config: What the user asked for; Flyte's console links to the runs by it.
+        decorator: What `wrap` belongs to.
 
     Raises:
         ConfigError: `target` cannot be tracked.
     """
     if flyte.is_entity(target):
-        return flyte.adapt_task(target, wrap, config)
+        return flyte.adapt_task(target, wrap, decorator.name, decorator.links)
     if flytekit.is_entity(target):
-        return flytekit.adapt_task(target, wrap, config)
-    _refuse_what_is_no_function(target)
-    return flytekit.adapt_function(wrap(target, None), config)
+        return flytekit.adapt_task(target, wrap, decorator.name, decorator.link)
+    _refuse_what_is_no_function(target, decorator.name)
+    return flytekit.adapt_function(wrap(target, None), decorator.link)
 
 
 def surroundings() -> Surroundings:
@@ -42,13 +64,23 @@ def surroundings() -> Surroundings:
     return found or Surroundings(propagated=propagation.read(propagation.CONFIG, {}))
 
 
-def _refuse_what_is_no_function(target: Any) -> None:
+def propagated(key: str) -> dict[str, Any]:
+    """What is propagated under `key` to the function that runs here.
+
+    Raises:
+        ConfigError: It is malformed.
+    """
+    context = flyte.task_context()
+    return propagation.read(key, {} if context is None else context.custom_context or {})
+
+
+def _refuse_what_is_no_function(target: Any, name: str) -> None:
     if isinstance(target, str):
-        raise ConfigError(f"tracking_init takes the function, not {target!r}: write @tracking_init(project={target!r})")
+        raise ConfigError(f"{name} takes the function, not {target!r}: write @{name}(project={target!r})")
     if isinstance(target, (staticmethod, classmethod, property)):
-        raise ConfigError(f"put @tracking_init below @{type(target).__name__}, on the function itself")
+        raise ConfigError(f"put @{name} below @{type(target).__name__}, on the function itself")
     if inspect.isclass(target) or not callable(target):
-        raise ConfigError(f"tracking_init decorates functions and Flyte tasks, not {target!r}")
+        raise ConfigError(f"{name} decorates functions and Flyte tasks, not {target!r}")
     if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
         raise ConfigError(
             f"{getattr(target, '__qualname__', target)} is a generator: its body runs after the call has returned, "

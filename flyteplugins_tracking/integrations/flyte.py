@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,14 +81,16 @@ def is_entity(target: Any) -> bool:
     return not _class_names(target).isdisjoint({_ANY_TASK, _ENVIRONMENT})
 
 
-def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], config: TrackingConfig) -> Any:
+def adapt_task(
+    task: Any, wrap: Callable[[Any, Task], Any], name: str, links: Callable[[Workers | None], Iterable[Any]]
+) -> Any:
     """Put `wrap` around the function of `task`, add its links, and return the same task.
 
     Raises:
         ConfigError: It is no Python function task, or an async one with Elastic workers.
     """
     if _TASK not in _class_names(task):
-        raise ConfigError(f"{task.name!r} is a {type(task).__name__}: put tracking_init on the Python task that trains")
+        raise ConfigError(f"{task.name!r} is a {type(task).__name__}: put {name} on the Python task that trains")
     workers = _workers(task)
     if workers is not None and inspect.iscoroutinefunction(task.func):
         raise ConfigError(
@@ -96,7 +98,7 @@ def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], config: TrackingConf
             "not `async def`"
         )
     task.func = wrap(task.func, Task(has_workers=workers is not None, has_report=task.report))
-    task.links = (*task.links, *_links(config, workers))
+    task.links = (*task.links, *links(workers))
     return task
 
 
@@ -204,7 +206,8 @@ def _runs(carried: Mapping[str, str]) -> dict[str, Any]:
     return runs
 
 
-def _links(config: TrackingConfig, workers: Workers | None) -> Iterator[TrackingLink]:
+def run_links(config: TrackingConfig, workers: Workers | None) -> Iterator[TrackingLink]:
+    """The links to the runs of a task with these workers."""
     title, config = find_tracker(config.tracker).title, replace(config, secret=None, given=config.given - {"secret"})
     for index, page in enumerate(pages(workers, config.run_mode, config.rank_scope, "")):
         name = title if page.worker_index is None else f"{title} worker {page.worker_index}"

@@ -84,7 +84,7 @@ def is_entity(target: Any) -> bool:
     return not _class_names(target).isdisjoint({_TASK, *_OTHER_ENTITIES})
 
 
-def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], config: TrackingConfig) -> Any:
+def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], name: str, link: Callable[[Any], Mapping[str, str]]) -> Any:
     """Put `wrap` around the function of `task`, and return the same task.
 
     Raises:
@@ -92,28 +92,32 @@ def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], config: TrackingConf
     """
     names = _class_names(task)
     if _TASK not in names:
-        kind = next(kind for name, kind in _OTHER_ENTITIES.items() if name in names)
-        raise ConfigError(f"{task.name!r} is a {kind}: put tracking_init on the Python task that trains")
+        kind = next(kind for entity, kind in _OTHER_ENTITIES.items() if entity in names)
+        raise ConfigError(f"{task.name!r} is a {kind}: put {name} on the Python task that trains")
     if _ELASTIC_TASK in names and inspect.iscoroutinefunction(task.task_function):
         raise ConfigError(
             f"{task.name!r} is async and has Elastic workers, which run plain functions only: write `def`, "
             "not `async def`"
         )
-    task._task_function = _adapted(
-        wrap(task.task_function, Task(None, bool(getattr(task, "enable_deck", False)))), config, _pages(task, config)
-    )
+    known = Task(None, bool(getattr(task, "enable_deck", False)))
+    task._task_function = _adapted(wrap(task.task_function, known), link(task))
     return task
 
 
-def adapt_function(tracked: Any, config: TrackingConfig) -> Any:
+def adapt_function(tracked: Any, link: Callable[[Any], Mapping[str, str]]) -> Any:
     """Where flytekit is loaded, `tracked` may be about to become a task's function: let it bring its link."""
-    return tracked if "flytekit.core.utils" not in sys.modules else _adapted(tracked, config, _pages(None, config))
+    return tracked if "flytekit.core.utils" not in sys.modules else _adapted(tracked, link(None))
 
 
-def _adapted(tracked: Any, config: TrackingConfig, to: Sequence[Page] | None) -> Any:
+def run_link(config: TrackingConfig, task: Any) -> Mapping[str, str]:
+    """What a task's template gains by the runs that `config` asks for; `task` is None for one that is still to be."""
+    return find_tracker(config.tracker).link(config, _pages(task, config))
+
+
+def _adapted(tracked: Any, link: Mapping[str, str]) -> Any:
     sys.modules["flytekit.core.utils"].ClassDecorator.register(TaskFunction)
     _pickle_like_a_function_for_cloudpickle()
-    return TaskFunction(tracked, find_tracker(config.tracker).link(config, to))
+    return TaskFunction(tracked, link)
 
 
 def _pages(task: Any, config: TrackingConfig) -> Sequence[Page] | None:

@@ -29,8 +29,8 @@ HANDLE = "_flyteplugins_tracking_handle"
 class WandbHandle:
     """An open W&B run, which `wandb.run` is while the function runs."""
 
-    def __init__(self, run: Any, before: Any, request: RunRequest, reopen: Callable[[str, bool], Any]) -> None:
-        """`before` was `wandb.run`; `reopen` gives the run with this id, offline or not, in another object."""
+    def __init__(self, run: Any, before: Any, request: RunRequest, reopen: Callable[[Any, bool], Any]) -> None:
+        """`before` was `wandb.run`; `reopen` gives a run again, offline or not, in another object."""
         self.run = run
         self._id, self._offline = run.id, bool(run.offline)
         self._request = request
@@ -79,7 +79,7 @@ class WandbHandle:
                 self._replay()
             try:
                 if self._is_ours and not self._ended.is_set():
-                    self._end(exit_code)
+                    self._end_alive(exit_code)
             finally:
                 self._let_go()
 
@@ -90,7 +90,7 @@ class WandbHandle:
                 return
             self._closing = True
             self._await_callers()
-            self._end(exit_code, stays_global=True)
+            self._end_alive(exit_code, stays_global=True)
 
     def may_end(self) -> bool:
         """Whether the run's own `finish` ends it. What the frameworks call while the function runs does nothing.
@@ -121,9 +121,15 @@ class WandbHandle:
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Use a property or callback that can change the run, and open the run again where it has ended early."""
-        if self._ended.is_set() and self._ender != threading.get_ident():
-            return self._call_late(accessor, args, kwargs)
-        return accessor(self.run, *args, **kwargs)
+        thread, opening = threading.get_ident(), self._openings
+        try:
+            if not self._ended.is_set() or self._ender == thread:
+                return accessor(self.run, *args, **kwargs)
+        except service_gone() as error:
+            if self._ender == thread or thread in self._callers:
+                raise
+            self._notice_death(error, opening)
+        return self._call_late(accessor, args, kwargs)
 
     def _call_late(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._request.watch.await_handler()
@@ -155,13 +161,16 @@ class WandbHandle:
         with self._lock:
             if self._ended.is_set() or opening != self._openings:
                 return
-            logger.warning(
-                "wandb-core has died (%s). Run %s goes on in another; what this one had not sent: wandb sync %s",
-                type(error).__name__,
-                self._id,
-                directory(self.run),
-            )
-            self._abandoned.append(directory(self.run))
+            was_torn_down = _was_torn_down(error)
+            if not was_torn_down:
+                logger.warning(
+                    "wandb-core has died (%s). Run %s goes on in another; what this one had not sent: wandb sync %s",
+                    type(error).__name__,
+                    self._id,
+                    directory(self.run),
+                )
+            if self._offline or not was_torn_down:
+                self._abandoned.append(directory(self.run))
             self.run._is_finished = self._died = self._closing = True
             self._ended.set()
 
@@ -179,11 +188,31 @@ class WandbHandle:
         if before is not None and (HANDLE in vars(before) or not getattr(before, "_is_finished", False)):
             make_global(before)
 
+    def _be_global(self) -> None:
+        """Be `wandb.run`, unless that is an open run: of a trial, for instance, that this one's function has begun."""
+        current = global_run()
+        if current is None or current is self.run or getattr(current, "_is_finished", False):
+            make_global(self.run)
+
     def _await_callers(self, timeout_s: float = 1.0) -> None:
         """What other threads are about to log must come before the run's end."""
         until = time.monotonic() + timeout_s
         while self._callers - {threading.get_ident()} and time.monotonic() < until:
             time.sleep(0.001)
+
+    def _end_alive(self, exit_code: int, stays_global: bool = False) -> None:
+        """End the run; where `wandb.teardown` has ended it with a status of its own, in another wandb-core."""
+        try:
+            self._end(exit_code, stays_global)
+        except service_gone() as error:
+            if not _was_torn_down(error):
+                raise
+            self._ended.clear()
+            self._notice_death(error, self._openings)
+            self._reopen()
+            if not self._lost:
+                self._closing = True
+                self._end(exit_code, stays_global)
 
     def _end(self, exit_code: int, stays_global: bool = False) -> None:
         self._ender = threading.get_ident()
@@ -201,7 +230,7 @@ class WandbHandle:
             )
         finally:
             if stays_global:
-                make_global(self.run)
+                self._be_global()
             self._ender = 0
             self._ended.set()
 
@@ -211,7 +240,7 @@ class WandbHandle:
             return
         self._ender = threading.get_ident()
         try:
-            self._adopt(self._open_again(self._id, self._offline or self._timed_out))
+            self._adopt(self._open_again(self.run, self._offline or self._timed_out))
         except Exception:
             self._lost = True
             logger.warning("W&B: run %s has ended, and what is logged now is lost", self._id, exc_info=True)
@@ -227,7 +256,7 @@ class WandbHandle:
         vars(self.run)[HANDLE] = self
         reopened._wl.add_active_run(self.run)
         guard_changes(self.run)
-        make_global(self.run)
+        self._be_global()
         for define in self._definitions:
             define()
         self._openings += 1
@@ -251,10 +280,21 @@ def guard_changes(run: Any) -> None:
 
 
 def service_gone() -> tuple[type[BaseException], ...]:
-    """What the run's methods raise when wandb-core has died."""
+    """What the run's methods raise when wandb-core has died, or was stopped: see `_torn_down`."""
     mailbox = sys.modules.get("wandb.sdk.mailbox")
     closed = getattr(mailbox, "MailboxClosedError", None)
-    return (ConnectionError,) if closed is None else (ConnectionError, closed)
+    return tuple(error for error in (ConnectionError, closed, _torn_down()) if error is not None)
+
+
+def _torn_down() -> type[BaseException] | None:
+    """What they raise after `wandb.teardown`, as `wandb.agent` calls it before each trial: it has sent everything."""
+    asyncio_manager = sys.modules.get("wandb.sdk.lib.asyncio_manager")
+    return getattr(asyncio_manager, "AlreadyJoinedError", None)
+
+
+def _was_torn_down(error: BaseException) -> bool:
+    kind = _torn_down()
+    return kind is not None and isinstance(error, kind)
 
 
 def _new(kind: Any) -> Any:

@@ -56,7 +56,7 @@ _KEPT_SETTINGS = ("root_dir", "x_sync_dir_suffix", "base_url", "app_url_override
 
 
 def open_for_neighbours(
-    request: RunRequest, open_own: Callable[[], Any], reopen: Callable[[str, bool], Any]
+    request: RunRequest, open_own: Callable[[], Any], reopen: Callable[[Any, bool], Any]
 ) -> SharedHandle:
     """Open the run here, and let the neighbours come, who wait for it from now on.
 
@@ -77,13 +77,13 @@ def open_for_neighbours(
         raise
 
 
-def open_alone(request: RunRequest, open_own: Callable[[], Any], reopen: Callable[[str, bool], Any]) -> SharedHandle:
+def open_alone(request: RunRequest, open_own: Callable[[], Any], reopen: Callable[[Any, bool], Any]) -> SharedHandle:
     """Open the run here, for this rank."""
     return _open(request, open_own, reopen, None)
 
 
 def _open(
-    request: RunRequest, open_own: Callable[[], Any], reopen: Callable[[str, bool], Any], host: _Host | None
+    request: RunRequest, open_own: Callable[[], Any], reopen: Callable[[Any, bool], Any], host: _Host | None
 ) -> SharedHandle:
     before = global_run()
     nodes = _Nodes.of(request)
@@ -198,7 +198,7 @@ class SharedHandle(WandbHandle):
         run: Any,
         before: Any,
         request: RunRequest,
-        reopen: Callable[[str, bool], Any],
+        reopen: Callable[[Any, bool], Any],
         host: _Host | None = None,
         nodes: _Nodes | None = None,
     ) -> None:

@@ -50,6 +50,9 @@ class Tracker(Protocol):
     package: str
     run_id_variables: tuple[str, ...]
 
+    def imposed_id(self) -> str | None:
+        """The id that the service gives to what is opened now, whatever is asked for: in a trial of its sweep."""
+
     def check(self, config: TrackingConfig) -> None:
         """Refuse, at decoration, what cannot work.
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +95,10 @@ class WandbTracker:
     package = "wandb"
     run_id_variables = ("WANDB_RUN_ID",)
 
+    def imposed_id(self) -> str | None:
+        """See `Tracker.imposed_id`."""
+        return imposed_id()
+
     def check(self, config: TrackingConfig) -> None:
         """See `Tracker.check`."""
         options = config.options
@@ -147,8 +152,8 @@ class WandbTracker:
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""
         _check_id(request.plan.run_id)
-        _require_wandb()
-        _drop_unusable_service()
+        require_wandb()
+        drop_unusable_service()
         reopen = functools.partial(_reopen, request)
         place, open_own = Place.of(request), functools.partial(self._open, request)
         if request.config.run_mode != "shared" and not place.has_peers:
@@ -222,12 +227,17 @@ def _check_host(host: object) -> None:
         raise ConfigError(f"host={host!r} is no address: write it as host='https://wandb.example.com'")
 
 
-def _resuming(request: RunRequest, run_id: str) -> RunRequest:
-    options = {k: v for k, v in request.config.options.items() if k not in ("resume", "resume_from", "fork_from")}
+def _resuming(request: RunRequest, run: Any) -> RunRequest:
+    """To go on with `run`: where it is, whatever the variables say by now."""
+    config = request.config
+    options = {k: v for k, v in config.options.items() if k not in ("resume", "resume_from", "fork_from")}
+    entity = run.entity or options.get("entity")
     return replace(
         request,
-        plan=replace(request.plan, run_id=run_id),
-        config=replace(request.config, options={**options, "reinit": "create_new"}),
+        plan=replace(request.plan, run_id=run.id),
+        config=replace(
+            config, project=run.project or config.project, options={**options, "entity": entity, "reinit": "create_new"}
+        ),
         deadline=time.monotonic() + _REOPENING_S,
     )
 
@@ -257,14 +267,35 @@ def _init(request: RunRequest, mode: str | None = None) -> Any:
         ) from error
 
 
-def _reopen(request: RunRequest, run_id: str, offline: bool) -> Any:
-    """Open a run again that a signal has ended, or wandb-core's death; offline where W&B has not answered in time."""
-    request = _resuming(request, run_id)
-    _drop_unusable_service()
-    if not offline:
-        with contextlib.suppress(TrackerUnavailableError):
-            return _init(request)
-    return _init_offline(request)
+def _reopen(request: RunRequest, run: Any, offline: bool) -> Any:
+    """Open a run again that a signal has ended, or wandb-core's end; offline where W&B has not answered in time."""
+    request = _resuming(request, run)
+    drop_unusable_service()
+    with _opening, nullcontext() if run.id == imposed_id() else _outside_sweep():
+        if not offline:
+            with contextlib.suppress(TrackerUnavailableError):
+                return _init(request)
+        return _init_offline(request)
+
+
+def imposed_id() -> str | None:
+    """The id that every run has which is opened in a trial of a sweep, whatever is asked for."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+
+
+@contextlib.contextmanager
+def _outside_sweep() -> Iterator[None]:
+    """Have `wandb.init` take the id, project and entity that it is given, also while a trial of a sweep runs."""
+    from wandb.sdk import wandb_setup
+
+    setup = wandb_setup.singleton()
+    settings, parameters = setup.settings, setup._sweep_config
+    trial = settings.sweep_id, settings.sweep_param_path
+    settings.sweep_id = settings.sweep_param_path = setup._sweep_config = None
+    try:
+        yield
+    finally:
+        (settings.sweep_id, settings.sweep_param_path), setup._sweep_config = trial, parameters
 
 
 def _init_offline(request: RunRequest) -> Any:
@@ -398,6 +429,8 @@ def _id_arguments(request: RunRequest) -> dict[str, Any]:
     options = request.config.options
     if request.plan.run_id is None or "resume_from" in options:
         return {}
+    if request.plan.run_id == imposed_id():
+        return {} if "resume" in options or "WANDB_RESUME" in os.environ else {"resume": "allow"}
     if {"resume", "fork_from"} & options.keys() or "WANDB_RESUME" in os.environ:
         return {"id": request.plan.run_id}
     return {"id": request.plan.run_id, "resume": "allow"}
@@ -430,8 +463,13 @@ def _given_settings(request: RunRequest) -> Any:
         settings.update_from_settings(given)
     host = request.config.options.get(_HOST)
     if host and "base_url" not in settings.model_fields_set and "WANDB_BASE_URL" not in os.environ:
-        settings.base_url = _API if host.rstrip("/") == _APP else host
+        settings.base_url = api_of(host)
     return settings
+
+
+def api_of(host: str) -> str:
+    """The address that the client talks to, of the one that people open."""
+    return _API if host.rstrip("/") == _APP else host
 
 
 def _mode(request: RunRequest) -> str:
@@ -457,7 +495,7 @@ def _authenticate(settings: Any, effective: Any, request: RunRequest) -> None:
         settings.api_key = key.strip()  # a trailing line end would be refused, with the key in the text
         # As wandb.init does, which then asks whose key it is.
         _use_key(settings.api_key, host, effective.app_url)
-    elif not request.may_prompt and not _has_credentials(host):
+    elif not request.may_prompt and not has_credentials(host):
         raise TrackerUnavailableError(
             "W&B: there is no API key for this process. Run `wandb login`, set WANDB_API_KEY, or pass secret= to "
             "tracking_init (under flytekit, secret_requests= to the task too); or log offline with "
@@ -473,7 +511,7 @@ def _use_key(key: str, host: str, app_url: str | None) -> None:
         wbauth.use_explicit_auth(auth, source="tracking_init")
 
 
-def _has_credentials(host: str) -> bool:
+def has_credentials(host: str) -> bool:
     """Whether `wandb.init` will find a key. `wandb.login(host=)` would ask the server and write to the user's files."""
     try:
         from wandb.sdk.lib.wbauth import authenticate_session
@@ -494,12 +532,17 @@ def _has_api_key(settings: Any) -> bool:
     return bool(getattr(settings, "api_key", None))
 
 
-def _require_wandb() -> None:
+def require_wandb() -> None:
+    """See that wandb is installed, without importing it.
+
+    Raises:
+        TrackerNotInstalledError: It is not.
+    """
     if "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
         raise TrackerNotInstalledError('pip install "flyteplugins-tracking[wandb]"')
 
 
-def _drop_unusable_service() -> None:
+def drop_unusable_service() -> None:
     """Forget a wandb-core that has died, and the parent's (WANDB_SERVICE): a run in it ends when the parent's does."""
     from wandb.sdk import wandb_setup
 
