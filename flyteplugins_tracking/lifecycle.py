@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.loop_watch import LoopWatch
 from flyteplugins_tracking.policy import RunPlan, needs_agreement, plan
 from flyteplugins_tracking.signals import TERMINATED, Watch
 from flyteplugins_tracking.topology import DistributedInfo, detect
@@ -59,7 +60,7 @@ class RunRequest:
     facts: Mapping[str, Any]
     read_secret: Callable[[], str | None]
     may_prompt: bool
-    watch: Watch
+    watch: Watch | LoopWatch
     deadline: float
 
 
@@ -136,7 +137,7 @@ class Entry:
     plan: RunPlan | None = None
     has_report: bool = False
     files: tuple[str, str] | None = None  # what is to become an output, and of which run
-    watch: Watch | None = None
+    watch: Watch | LoopWatch | None = None
     pid: int = field(default_factory=os.getpid)
 
 
@@ -283,8 +284,7 @@ def _open(
         return
     entry.around, entry.config, entry.info, entry.plan = around, config, info, run_plan
     deadline = time.monotonic() + config.init_timeout_s
-    if _watch.enter(tracker.package, config.finish_timeout_s):
-        entry.watch = _watch
+    entry.watch = _entered_watch(tracker, config)
     with _opening:
         known_id = run_plan.run_id
         run_plan, entry.claim = _claim(tracker, run_plan, config)
@@ -297,7 +297,7 @@ def _open(
             facts={**_job_facts(info), **around.facts},
             read_secret=lambda: _read_secret(config.secret, around),
             may_prompt=may_prompt(info, around),
-            watch=_watch,
+            watch=entry.watch or _watch,
             deadline=deadline,
         )
         entry.handle = tracker.open(request)
@@ -316,6 +316,12 @@ def _files(entry: Entry, info: DistributedInfo | None) -> tuple[str, str] | None
     if reason is not None and (info is None or info.rank == 0):
         logger.warning("%s: download_logs=True is left out: %s", entry.tracker, reason)
     return (files, entry.run.id) if files is not None and reason is None else None
+
+
+def _entered_watch(tracker: Tracker, config: TrackingConfig) -> Watch | LoopWatch | None:
+    """The one that can watch for this thread's run, if any can."""
+    watches = (_watch, _loop_watch)
+    return next((watch for watch in watches if watch.enter(tracker.package, config.finish_timeout_s)), None)
 
 
 def _parent(
@@ -419,16 +425,14 @@ def _read_secret(secret: Any, around: Surroundings) -> str | None:
 
 
 def _leave(entry: Entry, exit_code: int) -> None:
-    with _lock:
-        if entry in _running:
-            _running.remove(entry)
     if entry.pid != os.getpid():
         return
-    if _watch.terminated:
-        exit_code = TERMINATED
     try:
         with nullcontext() if entry.watch is None else entry.watch.ending():
-            _finish(entry, exit_code)
+            with _lock:  # from here on a signal does not end it, but waits for this end
+                if entry in _running:
+                    _running.remove(entry)
+            _finish(entry, TERMINATED if _watch.terminated or _loop_watch.terminated else exit_code)
     finally:
         if entry.watch is not None:
             entry.watch.leave()
@@ -565,11 +569,13 @@ def _forget_the_parents() -> None:
 
 
 _watch = Watch(_end_runs)
+_loop_watch = LoopWatch(_end_runs)
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_the_parents)
-    os.register_at_fork(
-        before=_watch.before_fork,
-        after_in_parent=_watch.after_fork_in_parent,
-        after_in_child=_watch.after_fork_in_child,
-    )
+    for each in (_watch, _loop_watch):
+        os.register_at_fork(
+            before=each.before_fork,
+            after_in_parent=each.after_fork_in_parent,
+            after_in_child=each.after_fork_in_child,
+        )

@@ -53,6 +53,22 @@ _STOP = b"\0"
 _OURS = ("contextlib", "flyteplugins_tracking.lifecycle", "flyteplugins_tracking.signals")
 
 
+class SignalMask(threading.local):
+    """Holds SIGTERM back in a thread, and in the child that it forks."""
+
+    _old: set[Any] | None = None
+
+    def hold(self) -> None:
+        """Block it."""
+        self._old = signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
+
+    def release(self) -> None:
+        """Put back what was there when it was blocked, if it was."""
+        old, self._old = self._old, None
+        if old is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
 class _Layer:
     """Our handler, over what was installed when it was put there."""
 
@@ -84,7 +100,7 @@ class Watch:
         # The wakeup fd of somebody else: its number, to be put back, and a duplicate, to be written to. A number can
         # be another file's by then.
         self._others = (-1, -1)
-        self._mask = threading.local()
+        self._mask = SignalMask()
         self._reset()
 
     def _reset(self) -> None:
@@ -132,7 +148,7 @@ class Watch:
             self._depth -= 1
             return
         if self.terminated:
-            self._end_in_time(self._timeout_s)  # those of other threads
+            end_in_time(self._end_runs, self._timeout_s)  # those of other threads
         self._depth = 0
         is_due = self._signalled_at is not None and not self._acted
         if is_due and self._layer() is not None:
@@ -189,12 +205,12 @@ class Watch:
 
     def before_fork(self) -> None:
         """Hold SIGTERM back: until the child has put back what was there, its own would reach the parent's thread."""
-        self._mask.old = signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL}) if self._writer != -1 else None
+        if self._writer != -1:
+            self._mask.hold()
 
     def after_fork_in_parent(self) -> None:
         """See `before_fork`."""
-        if getattr(self._mask, "old", None) is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.old)
+        self._mask.release()
 
     def after_fork_in_child(self) -> None:
         """See `before_fork`."""
@@ -324,7 +340,7 @@ class Watch:
             left = self._left
             if left.wait(self._timeout_s):
                 time.sleep(_AFTERWARDS_S)
-        self._end_in_time(_OVERTIME_S)  # what a `finally` block has opened
+        end_in_time(self._end_runs, _OVERTIME_S)  # what a `finally` block has opened
         os._exit(TERMINATED)
 
     # In the thread
@@ -365,7 +381,7 @@ class Watch:
             self._wait(max(_UNWINDING_S, self._deferral_s))
         if self._left.is_set():
             return
-        self._end_in_time(self._timeout_s + _ANSWER_S if ends else min(_HANDLER_S, self._timeout_s))
+        end_in_time(self._end_runs, self._timeout_s + _ANSWER_S if ends else min(_HANDLER_S, self._timeout_s))
         self._runs_ended = True
         if ends and not self._wait(_ANSWER_S, lambda: self._answered):
             os._exit(TERMINATED)
@@ -374,13 +390,6 @@ class Watch:
         self._wait(self._timeout_s - (time.monotonic() - self._signalled_at))
         if not self._left.is_set():
             self._end_runs(TERMINATED)
-
-    def _end_in_time(self, timeout_s: float) -> None:
-        ending = threading.Thread(
-            target=self._end_runs, args=(TERMINATED,), name="flyteplugins_tracking.ending", daemon=True
-        )
-        ending.start()
-        ending.join(timeout_s)
 
     def _wait(self, timeout_s: float, done: Callable[[], bool] = lambda: False) -> bool:
         """Wait for the function to be left or something to be `done`; signal again what could not be acted upon."""
@@ -397,6 +406,18 @@ class Watch:
         with self._installed:
             if not self._left.is_set() and self._layer() is not None:
                 signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
+
+
+def is_watched() -> bool:
+    """Whether the installed handler is a `Watch`'s."""
+    return isinstance(signal.getsignal(SIGNAL), _Layer)
+
+
+def end_in_time(end_runs: Callable[[int], None], timeout_s: float) -> None:
+    """End the open runs with 143, in a thread that is not waited for any longer than `timeout_s`."""
+    ending = threading.Thread(target=end_runs, args=(TERMINATED,), name="flyteplugins_tracking.ending", daemon=True)
+    ending.start()
+    ending.join(timeout_s)
 
 
 def _main_thread_at() -> tuple[int, int]:

@@ -24,6 +24,7 @@ LAYERS = [
     "config",
     "propagation",
     "signals",
+    "loop_watch",
     "report",
     "lifecycle",
     "trackers",

@@ -1,0 +1,73 @@
+"""Flyte 2 tasks that go on until their pod is told to end. Each process writes its id down when it has logged."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import flyte
+from flyteplugins.pytorch import Elastic
+
+from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+
+DIRECTORY = Path(os.environ.get("TRAIN_DIR", "."))
+QUICK = {"max_restarts": 0, "monitor_interval": 1, "rdzv_configs": {"timeout": 60, "join_timeout": 60}}
+env = flyte.TaskEnvironment(name="told")
+elastic = flyte.TaskEnvironment(name="told_workers", plugin_config=Elastic(nnodes=1, nproc_per_node=2, **QUICK))
+tracked = tracking_init(project="tests", entity="team")
+
+
+def ready() -> None:
+    info = get_distributed_info()
+    Path(DIRECTORY, f"ready-{info.rank if info else 0}").write_text(str(os.getpid()))
+
+
+def logs(seconds: float = 120) -> None:
+    """A loop as tight as can be."""
+    until, row = time.monotonic() + seconds, 0
+    while time.monotonic() < until:
+        get_run().log({"row": row})
+        row += 1
+        if row == 50:
+            ready()
+
+
+@tracked
+@env.task
+def sleeps(n: int) -> None:
+    get_run().log({"row": 0})
+    ready()
+    time.sleep(120)
+
+
+@tracked
+@env.task
+async def sleeps_async(n: int) -> None:
+    get_run().log({"row": 0})
+    ready()
+    await asyncio.sleep(120)
+
+
+@tracked
+@env.task
+def loops(n: int) -> None:
+    logs()
+
+
+@tracked
+@env.task
+def returns(n: int) -> None:
+    """When the file `go` is there."""
+    get_run().log({"row": 0})
+    ready()
+    while not Path(DIRECTORY, "go").exists():
+        time.sleep(0.01)
+
+
+@tracked
+@elastic.task
+def workers(n: int) -> None:
+    if get_run() is not None:
+        get_run().log({"row": 0})
+    ready()
+    time.sleep(120)
