@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -16,7 +16,6 @@ from flyteplugins_tracking.config import (
     TrackingConfig,
     check_arguments,
     check_choice,
-    check_flag,
     check_text,
     check_texts,
     merged,
@@ -53,7 +52,9 @@ _KEYS = frozenset(
         "scheduler",
     }
 )
-_ARGUMENTS = _KEYS | {*_PLACE, "prior_runs", "download_logs"}
+_ARGUMENTS = _KEYS | {*_PLACE, "prior_runs"}
+# What `compat.wandb` propagates with them.
+_PROPAGATED = _ARGUMENTS | {"download_logs"}
 _TEXTS = ("entity", "name", "description", "program", "job", "image_uri")
 _MAPPINGS = ("metric", "parameters", "early_terminate", "controller", "scheduler")
 # What `wandb.sweep` and `wandb.agent` leave set for what comes after them, and the settings that are read from it.
@@ -69,7 +70,6 @@ def tracking_sweep_config(
     entity: str | None = None,
     prior_runs: Iterable[str] | None = None,
     name: str | None = None,
-    download_logs: bool = False,
     **more: Any,
 ) -> Propagated:
     """The configuration of the sweeps of what is called, where the decorator `tracking_sweep` says nothing.
@@ -84,7 +84,6 @@ def tracking_sweep_config(
         entity: The team or user that it belongs to.
         prior_runs: The ids of runs that count as trials of it.
         name: The sweep's name; None for `{run_name}-{action_name}` in a task of Flyte.
-        download_logs: As for `tracking_init`.
         **more: The other keys of W&B's sweep configuration, such as `early_terminate` and `run_cap`.
 
     Raises:
@@ -98,7 +97,6 @@ def tracking_sweep_config(
         "entity": entity,
         "prior_runs": prior_runs,
         "name": name,
-        "download_logs": download_logs or None,
     }
     value = _checked("tracking_sweep_config", {**named, **more})
     return Propagated(propagation.SWEEP, value, "tracking_sweep_config")
@@ -114,7 +112,6 @@ def tracking_sweep(
     project: str | None = None,
     entity: str | None = None,
     host: str | None = None,
-    download_logs: bool | None = None,
     **options: Any,
 ) -> Callable[[F], F]: ...
 
@@ -132,7 +129,6 @@ def tracking_sweep(function: Any = None, /, **options: Any) -> Any:
         project: The project of the sweep and of its runs.
         entity: The team or user that it belongs to.
         host: The address of a server.
-        download_logs: As for `tracking_init`.
         **options: The other arguments of `tracking_sweep_config`. These go before what that says, and it before the
             project, entity and host of `tracking_config`.
 
@@ -171,7 +167,7 @@ class SweepLink:
     """A link of a Flyte 2 task to its sweep's page: a `flyte.Link`.
 
     Attributes:
-        place: The project, entity and host that the decorator was given.
+        place: The project, entity and host that the decorator was given; and an id, of a sweep that is there already.
         name: What the console shows.
         icon_uri: The address of an icon.
     """
@@ -197,23 +193,23 @@ class SweepLink:
             keys = (propagation.CONFIG, propagation.SWEEP)
             layers = [_place(propagation.parse(carried.get(key), key)) for key in keys]
             sweep = propagation.parse(carried.get(propagation.SWEEP_ID), propagation.SWEEP_ID)
-            config = TrackingConfig.of(merged(*layers, self.place, _place(sweep)))
+            config = TrackingConfig.of(merged(*layers, _place(self.place), _place({} if "id" in self.place else sweep)))
         except ConfigError:  # which the task itself will say
-            config, sweep = TrackingConfig.of(self.place), {}
+            config, sweep = TrackingConfig.of(_place(self.place)), {}
         address = find_tracker("wandb").page(config, None)
         if not config.project or not config.options.get("entity"):
             return address
-        return "/".join([address, "sweeps", *filter(None, [sweep.get("id")])])
+        return "/".join([address, "sweeps", *filter(None, [self.place.get("id") or sweep.get("id")])])
 
 
-def _checked(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(owner: str, options: Mapping[str, Any], allowed: Collection[str] = _ARGUMENTS) -> dict[str, Any]:
     """The `options` that are given, as plain values.
 
     Raises:
         ConfigError: One of them cannot work.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    check_arguments(owner, given, _ARGUMENTS)
+    check_arguments(owner, given, allowed)
     find_tracker("wandb").check(TrackingConfig.of(_place(given)))
     for name in _TEXTS:
         check_text(name, given.get(name))
@@ -222,8 +218,6 @@ def _checked(owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name}= takes a mapping, not {type(given[name]).__name__}{_EXAMPLES.get(name, '')}")
     if "method" in given:
         check_choice("method", given["method"], METHODS)
-    if "download_logs" in given:
-        check_flag("download_logs", given["download_logs"])
     if "prior_runs" in given:
         given["prior_runs"] = check_texts("prior_runs", given["prior_runs"])
     _check_metric(given.get("metric", {}))
@@ -312,7 +306,7 @@ def _made(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _wanted(given: Mapping[str, Any], tracking: Mapping[str, Any]) -> dict[str, Any]:
-    propagated = _checked("tracking_sweep_config", integrations.propagated(propagation.SWEEP))
+    propagated = _checked("tracking_sweep_config", integrations.propagated(propagation.SWEEP), _PROPAGATED)
     wanted = merged(_place(tracking), propagated, given)
     missing = [f"{name}=" for name in ("method", "parameters") if not wanted.get(name)]
     if missing:
@@ -354,8 +348,9 @@ def log_in(host: str | None, may_ask: bool) -> None:
     settings = wandb_setup.singleton().settings
     with _lock:
         _kept[1].update({**_settings(), **_kept[1]})
-    if host is not None:
-        settings.base_url = os.environ["WANDB_BASE_URL"] = api_of(host)
+    server = None if host is None else api_of(host)
+    if server is not None:
+        settings.base_url = os.environ["WANDB_BASE_URL"] = server
     if has_credentials(settings.base_url):
         return
     if not may_ask:

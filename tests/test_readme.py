@@ -31,6 +31,7 @@ def test_every_python_snippet_has_a_file_name():
         "secret.py",
         "shared.py",
         "configured.py",
+        "sweep.py",
         "info.py",
     ]
 

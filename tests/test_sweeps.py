@@ -55,7 +55,7 @@ def trials(server: WandbServer) -> list:
         ({"early_terminate": 3}, "early_terminate= takes a mapping"),
         ({"prior_runs": "one"}, "prior_runs='one' is no sequence of texts"),
         ({"project": 3}, "project=3 is no text"),
-        ({"download_logs": 3}, "download_logs=3 is neither True nor False"),
+        ({"download_logs": True}, "has no argument 'download_logs'"),
     ],
 )
 @pytest.mark.parametrize("what", [tracking_sweep_config, tracking_sweep])
@@ -152,6 +152,28 @@ def test_the_run_around_an_agent_goes_on_after_it_and_has_its_true_end(plain):
     assert (outer.state, fails.state, fails.exit_codes[-1]) == ("finished", "failed", 7)
     assert values(fails, "outer") == ["before"]
     assert (fails.entity, fails.project) == ("e", "p2")
+
+
+def test_a_teardown_is_noticed_by_a_thread_that_has_the_id_of_the_clients_own(tmp_path):
+    (tmp_path / "script.py").write_text(
+        """
+import threading, wandb
+from flyteplugins_tracking import get_run, tracking_init
+
+@tracking_init(id="outer")
+def train():
+    run = get_run()
+    run.log({"x": 0})
+    wandb.teardown()
+    run._interface._asyncer._thread._ident = threading.get_ident()
+    run.log({"x": 1})
+
+train()
+"""
+    )
+    done = jobs.python(tmp_path, "script.py")
+    assert done.returncode == 0, done.output
+    assert sorted(row["x"] for run in done.runs for row in run.rows) == [0, 1]
 
 
 def test_nothing_of_a_sweep_is_left_behind(plain):

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyteplugins_tracking import propagation
-from flyteplugins_tracking.config import TrackingConfig, merged
-from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.integrations.flyte import TrackingLink
 from flyteplugins_tracking.policy import RankScope, RunMode
+from flyteplugins_tracking.sweeps import SweepLink
 from flyteplugins_tracking.trackers.base import find_tracker
 
 _HOST = "https://wandb.ai"
@@ -98,26 +97,18 @@ class WandbSweep:
 
     def get_link(
         self,
-        run_name: str,  # noqa: ARG002 flyte calls this with all of them
-        project: str,  # noqa: ARG002
-        domain: str,  # noqa: ARG002
+        run_name: str,
+        project: str,
+        domain: str,
         context: Mapping[str, str],
-        parent_action_name: str,  # noqa: ARG002
-        action_name: str,  # noqa: ARG002
-        pod_name: str,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
+        parent_action_name: str,
+        action_name: str,
+        pod_name: str,
+        **kwargs: Any,
     ) -> str:
         """The sweep's page; the page of all sweeps, or W&B's, where the sweep or the project is not known."""
-        own = {**_place(self), "id": self.id}
-        try:
-            found = merged(_propagated(context or {}), own)
-            config = _checked({name: value for name, value in found.items() if name != "id"})
-        except ConfigError:  # which the task itself will say
-            found, config = own, _checked(_place(self))
-        page = find_tracker("wandb").page(config, None)
-        if not config.project or not config.options.get("entity"):
-            return page
-        return "/".join([page, "sweeps", *filter(None, [found.get("id")])])
+        link = SweepLink({**_place(self), **({"id": self.id} if self.id else {})}, self.name)
+        return link.get_link(run_name, project, domain, context, parent_action_name, action_name, pod_name, **kwargs)
 
 
 def _place(link: Wandb | WandbSweep) -> dict[str, Any]:
@@ -131,13 +122,3 @@ def _checked(arguments: Mapping[str, Any]) -> TrackingConfig:
     config = TrackingConfig.of({name: value for name, value in arguments.items() if value is not None})
     find_tracker(config.tracker).check(config)
     return config
-
-
-def _propagated(context: Mapping[str, str]) -> dict[str, Any]:
-    """The sweep's place and id: what `wandb_config` and `wandb_sweep_config` say, and the sweep that is open."""
-    config, sweep, opened = (
-        propagation.parse(context.get(key), key)
-        for key in (propagation.CONFIG, propagation.SWEEP, propagation.SWEEP_ID)
-    )
-    place = {name: config.get(name) for name in ("project", "entity", "host")}
-    return merged(place, {name: sweep.get(name) for name in place}, {**opened})

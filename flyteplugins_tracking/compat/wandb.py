@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
-from flyteplugins_tracking import topology
+from flyteplugins_tracking import integrations, propagation, topology
 from flyteplugins_tracking.compat._context import get_wandb_context, get_wandb_run, get_wandb_sweep_context
 from flyteplugins_tracking.compat._downloads import (
     download_wandb_run_dir,
@@ -22,14 +23,12 @@ from flyteplugins_tracking.compat._downloads import (
     download_wandb_sweep_logs,
 )
 from flyteplugins_tracking.compat._links import Wandb, WandbSweep
-from flyteplugins_tracking.config import TrackingConfig
-from flyteplugins_tracking.context import tracking_config
+from flyteplugins_tracking.config import TrackingConfig, check_flag
+from flyteplugins_tracking.context import Propagated, tracking_config
 from flyteplugins_tracking.decorator import decorator_of, tracked_function
 from flyteplugins_tracking.lifecycle import Task
 from flyteplugins_tracking.policy import RankScope, RunMode
-
-if TYPE_CHECKING:
-    from flyteplugins_tracking.context import Propagated
+from flyteplugins_tracking.sweeps import get_sweep_id, tracking_sweep, tracking_sweep_config
 
 __all__ = [
     "RankScope",
@@ -51,6 +50,8 @@ __all__ = [
     "wandb_sweep",
     "wandb_sweep_config",
 ]
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 _API = "https://api.wandb.ai"
@@ -158,11 +159,26 @@ def wandb_sweep(
 ) -> Callable[[F], F]: ...
 
 
-def wandb_sweep(function: Any = None, /, **kwargs: Any) -> Any:
-    """`tracking_sweep`: see there."""
-    from flyteplugins_tracking.sweeps import tracking_sweep
+def wandb_sweep(function: Any = None, /, *, download_logs: bool | None = None, **kwargs: Any) -> Any:
+    """`tracking_sweep`, with the argument that it does not have.
 
-    return tracking_sweep(function, **kwargs)
+    Args:
+        function: The function or task, where the decorator is used without arguments.
+        download_logs: Whether `download_wandb_sweep_logs` is called when the task has returned; None for what
+            `wandb_sweep_config` says.
+        **kwargs: What else `tracking_sweep` takes.
+
+    Raises:
+        ConfigError: As `tracking_sweep`.
+    """
+    check_flag("download_logs", bool(download_logs) if download_logs is None else download_logs)
+    sweep, wrap = tracking_sweep(**kwargs), functools.partial(_downloading, download_logs)
+
+    def decorate(target: Any) -> Any:
+        no_links = integrations.Decorator("wandb_sweep", lambda _: (), lambda _: {})
+        return sweep(integrations.adapt(target, wrap, no_links))
+
+    return decorate if function is None else decorate(function)
 
 
 def wandb_sweep_config(
@@ -184,9 +200,8 @@ def wandb_sweep_config(
     Raises:
         ConfigError: As `tracking_sweep_config`.
     """
-    from flyteplugins_tracking.sweeps import tracking_sweep_config
-
-    propagated: Propagated = tracking_sweep_config(
+    check_flag("download_logs", download_logs)
+    given = tracking_sweep_config(
         method=method,
         metric=metric,
         parameters=parameters,
@@ -194,18 +209,16 @@ def wandb_sweep_config(
         entity=entity,
         prior_runs=prior_runs,
         name=name,
-        download_logs=download_logs,
         **kwargs,
     )
-    return propagated
+    value = propagation.parse(given[propagation.SWEEP], propagation.SWEEP)
+    more = {"download_logs": True} if download_logs else {}
+    return Propagated(propagation.SWEEP, {**value, **more}, "wandb_sweep_config")
 
 
 def get_wandb_sweep_id() -> str | None:
     """The id of the sweep of the `wandb_sweep` task that runs here, or has called this one; None without."""
-    from flyteplugins_tracking.sweeps import get_sweep_id
-
-    sweep_id: str | None = get_sweep_id()
-    return sweep_id
+    return get_sweep_id()
 
 
 def get_wandb_run_dir() -> str | None:
@@ -226,6 +239,46 @@ def get_distributed_info() -> dict[str, Any] | None:
     """
     info = topology.get_distributed_info()
     return None if info is None or info.world_size == 1 else {name: info[name] for name in _INFO}
+
+
+def _downloading(download_logs: bool | None, function: Callable[..., Any], _: Task | None) -> Callable[..., Any]:
+    """The function, after which its sweep is downloaded, if it has one and that was asked for."""
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def then_download_async(*args: Any, **kwargs: Any) -> Any:
+            result = await function(*args, **kwargs)
+            await _download_sweep(download_logs)
+            return result
+
+        return then_download_async
+
+    @functools.wraps(function)
+    def then_download(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if _is_to_download(download_logs):
+            import asyncio
+
+            asyncio.run(_download_sweep(download_logs))
+        return result
+
+    return then_download
+
+
+def _is_to_download(asked: bool | None) -> bool:
+    context = get_wandb_sweep_context() if asked is None else None
+    return (asked or (context is not None and context.download_logs)) and get_sweep_id() is not None
+
+
+async def _download_sweep(asked: bool | None) -> None:
+    """A sweep that cannot be downloaded fails no task."""
+    sweep_id = get_sweep_id()
+    if sweep_id is None or not _is_to_download(asked):
+        return
+    try:
+        await download_wandb_sweep_logs(sweep_id)
+    except Exception:
+        logger.warning("download_logs=True: sweep %s is no output of the task", sweep_id, exc_info=True)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ class WandbHandle:
             if not self._closing or not is_outermost or self._ender == thread:
                 if method.__name__ == "define_metric":
                     self._definitions.append(lambda: method(self.run, *args, **kwargs))
-                return method(self.run, *args, **kwargs)
+                with _torn_down_is_told(self.run):
+                    return method(self.run, *args, **kwargs)
         except service_gone() as error:
             if self._ender == thread or not is_outermost:
                 raise
@@ -124,7 +125,8 @@ class WandbHandle:
         thread, opening = threading.get_ident(), self._openings
         try:
             if not self._ended.is_set() or self._ender == thread:
-                return accessor(self.run, *args, **kwargs)
+                with _torn_down_is_told(self.run):
+                    return accessor(self.run, *args, **kwargs)
         except service_gone() as error:
             if self._ender == thread or thread in self._callers:
                 raise
@@ -217,9 +219,10 @@ class WandbHandle:
     def _end(self, exit_code: int, stays_global: bool = False) -> None:
         self._ender = threading.get_ident()
         try:
-            if exit_code == TERMINATED and self._request.plan.primary:
-                self.run.mark_preempting()
-            self.run.finish(exit_code=exit_code)
+            with _torn_down_is_told(self.run):
+                if exit_code == TERMINATED and self._request.plan.primary:
+                    self.run.mark_preempting()
+                self.run.finish(exit_code=exit_code)
         except TimeoutError:
             self._timed_out = True
             logger.warning(
@@ -290,6 +293,18 @@ def _torn_down() -> type[BaseException] | None:
     """What they raise after `wandb.teardown`, as `wandb.agent` calls it before each trial: it has sent everything."""
     asyncio_manager = sys.modules.get("wandb.sdk.lib.asyncio_manager")
     return getattr(asyncio_manager, "AlreadyJoinedError", None)
+
+
+@contextlib.contextmanager
+def _torn_down_is_told(run: Any) -> Iterator[None]:
+    """Have a run whose client was torn down say so, also to a thread that was given the id of the client's own."""
+    try:
+        yield
+    except ValueError as error:
+        kind, client = _torn_down(), getattr(getattr(run, "_interface", None), "_asyncer", None)
+        if kind is None or not getattr(client, "_joined", False):
+            raise
+        raise kind(str(error)) from error
 
 
 def _was_torn_down(error: BaseException) -> bool:

@@ -58,7 +58,8 @@ INIT_ARGUMENTS = frozenset(
 # https://docs.wandb.ai/models/ref/python/functions/init: these may not stand in a run id.
 _NOT_IN_AN_ID = "/\\#?%:"
 _APP = "https://wandb.ai"
-_API = "https://api.wandb.ai"
+# The pages of W&B's own services, by the servers that their clients talk to.
+_APPS = {"https://api.wandb.ai": _APP, "https://api.forge.coreweave.com": "https://forge.coreweave.com/wandb"}
 # Ours: wandb.init has a setting for it.
 _HOST = "host"
 # The texts that these arguments take.
@@ -212,7 +213,8 @@ def _app(config: TrackingConfig) -> str:
     settings = config.options.get("settings")
     base_url = settings.get("base_url") if isinstance(settings, Mapping) else getattr(settings, "base_url", None)
     server = os.environ.get("WANDB_APP_URL") or os.environ.get("WANDB_BASE_URL") or base_url or _APP
-    return str(config.options.get(_HOST) or server).replace(_API, _APP).rstrip("/")
+    address = str(config.options.get(_HOST) or server).rstrip("/")
+    return _APPS.get(address, address)
 
 
 def _quoted(name: str) -> str:
@@ -463,13 +465,15 @@ def _given_settings(request: RunRequest) -> Any:
         settings.update_from_settings(given)
     host = request.config.options.get(_HOST)
     if host and "base_url" not in settings.model_fields_set and "WANDB_BASE_URL" not in os.environ:
-        settings.base_url = api_of(host)
+        server = api_of(host)
+        if server is not None:
+            settings.base_url = server
     return settings
 
 
-def api_of(host: str) -> str:
-    """The address that the client talks to, of the one that people open."""
-    return _API if host.rstrip("/") == _APP else host
+def api_of(host: str) -> str | None:
+    """The address that the client talks to, of the one that people open; None for W&B's own, which it knows."""
+    return None if host.rstrip("/") in _APPS.values() else host
 
 
 def _mode(request: RunRequest) -> str:
