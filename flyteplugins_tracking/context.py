@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 from flyteplugins_tracking import propagation
@@ -11,6 +12,9 @@ from flyteplugins_tracking.config import TrackingConfig, merged
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.integrations import flyte
 from flyteplugins_tracking.trackers.base import find_tracker
+
+# The blocks that this thread or coroutine is in. Several may be in one object's at once.
+_entered: ContextVar[tuple[AbstractContextManager[None], ...]] = ContextVar("flyteplugins_tracking_blocks", default=())
 
 
 class Propagated(dict[str, str]):
@@ -22,21 +26,26 @@ class Propagated(dict[str, str]):
 
     def __init__(self, key: str, value: Mapping[str, Any], what: str) -> None:
         super().__init__({key: propagation.write(value, what)})
-        self._blocks: list[AbstractContextManager[None]] = []
+
+    def __reduce__(self) -> Any:
+        """A mapping is what travels."""
+        return dict, (dict(self),)
 
     def __enter__(self) -> Propagated:
         """Enter the block."""
         context = flyte.task_context()
-        carried = {} if context is None else context.custom_context or {}
+        carried = None if context is None else context.custom_context or {}
         over = {key: merged(propagation.read(key, carried), propagation.parse(self[key], key)) for key in self}
         block = flyte.carrying({key: propagation.write(value, key) for key, value in over.items()})
         block.__enter__()
-        self._blocks.append(block)
+        _entered.set((*_entered.get(), block))
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Leave the block."""
-        self._blocks.pop().__exit__(*error)
+        *others, block = _entered.get()
+        _entered.set(tuple(others))
+        block.__exit__(*error)
 
 
 def tracking_config(**options: Any) -> Propagated:

@@ -138,6 +138,11 @@ class Entry:
     has_report: bool = False
     files: tuple[str, str] | None = None  # what is to become an output, and of which run
     watch: Watch | LoopWatch | None = None
+    # The entry that has opened the run: this one, or one that this one has joined. A run whose opener is left first is
+    # ended then, and let go by the last that has joined.
+    owner: Entry | None = None
+    joined: int = 0
+    left_with: int | None = None
     pid: int = field(default_factory=os.getpid)
 
 
@@ -247,12 +252,30 @@ def _enter(entry: Entry, config: TrackingConfig, tracker: Tracker, around: Surro
     enclosing = _nearest(entry.parent, tracker.name)
     has_workers = None if task is None else task.has_workers
     if enclosing is not None and config.run_mode != "new" and not has_workers:
-        entry.run = enclosing.run
+        with _lock:
+            _join(entry, enclosing)
     else:
         entry.has_report = around.has_report if task is None else task.has_report
         _open(entry, config, tracker, around, has_workers)
     with _lock:
         _running.append(entry)
+
+
+def _join(entry: Entry, other: Entry) -> None:
+    entry.run, entry.owner = other.run, other.owner
+    if other.owner is not None:
+        other.owner.joined += 1
+
+
+def _join_here(entry: Entry, run_id: str) -> bool:
+    """Join the run where this process has it open: a container may run several tasks, of one parent or with it."""
+    with _lock:
+        owners = [other.owner for other in _running if other.owner is not None and other.tracker == entry.tracker]
+        for owner in owners:
+            if getattr(owner.run, "id", None) == run_id:
+                _join(entry, owner)
+                return True
+    return False
 
 
 def _passing_on(entry: Entry, tracker: Tracker, around: Surroundings) -> AbstractContextManager[None]:
@@ -272,6 +295,8 @@ def _open(
         ordinal = entered[tracker.name]
     info = detect(os.environ)
     parent = _parent(config, tracker, around, has_workers or info is not None)
+    if parent is not None and _join_here(entry, parent["id"]):
+        return
     if parent is not None:
         config = config.under({name: value for name, value in parent.items() if name != "id"})
     elif has_workers is False and info is None and config.run_mode == "shared":
@@ -283,9 +308,9 @@ def _open(
     if not run_plan.opens:
         return
     entry.around, entry.config, entry.info, entry.plan = around, config, info, run_plan
-    deadline = time.monotonic() + config.init_timeout_s
     entry.watch = _entered_watch(tracker, config)
     with _opening:
+        deadline = time.monotonic() + config.init_timeout_s
         known_id = run_plan.run_id
         run_plan, entry.claim = _claim(tracker, run_plan, config)
         request = RunRequest(
@@ -301,7 +326,7 @@ def _open(
             deadline=deadline,
         )
         entry.handle = tracker.open(request)
-        entry.run = entry.handle.run
+        entry.run, entry.owner = entry.handle.run, entry
     if config.download_logs:
         entry.files = _files(entry, info)
 
@@ -429,13 +454,26 @@ def _leave(entry: Entry, exit_code: int) -> None:
         return
     try:
         with nullcontext() if entry.watch is None else entry.watch.ending():
-            with _lock:  # from here on a signal does not end it, but waits for this end
-                if entry in _running:
-                    _running.remove(entry)
-            _finish(entry, TERMINATED if _watch.terminated or _loop_watch.terminated else exit_code)
+            _end(entry, TERMINATED if _watch.terminated or _loop_watch.terminated else exit_code)
     finally:
         if entry.watch is not None:
             entry.watch.leave()
+
+
+def _end(entry: Entry, exit_code: int) -> None:
+    with _lock:  # from here on a signal does not end the run, but waits for this end
+        if entry in _running:
+            _running.remove(entry)
+        owner, is_opener = entry.owner, entry.owner is entry
+        if owner is not None and not is_opener:
+            owner.joined -= 1
+        if is_opener:
+            entry.left_with = exit_code
+        is_last = owner is None or (owner.joined == 0 and owner.left_with is not None)
+    if owner is None or is_last:
+        _finish(owner or entry, exit_code if owner is None or owner.left_with is None else owner.left_with)
+    elif is_opener and entry.handle is not None and entry.plan is not None and entry.plan.primary:
+        _end_early(entry.tracker, entry.handle, exit_code)  # what the others log opens it again
 
 
 def _finish(entry: Entry, exit_code: int) -> None:
@@ -520,7 +558,8 @@ def in_time(timeout_s: float, function: Callable[..., Any], *args: Any) -> None:
 def _end_runs(exit_code: int) -> None:
     """End every run that is open here, whichever thread's, while the functions may go on."""
     with _lock:
-        opened = [(entry.tracker, entry.handle) for entry in _running if entry.handle is not None]
+        owners = {id(entry.owner): entry.owner for entry in _running if entry.owner is not None}
+    opened = [(owner.tracker, owner.handle) for owner in owners.values() if owner.handle is not None]
     threads = [threading.Thread(target=_end_early, args=(*one, exit_code), daemon=True) for one in opened]
     for thread in threads:
         thread.start()

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking.config import merged
@@ -27,35 +28,53 @@ SWEEP_ID = "FLYTE_TRACKING_SWEEP_ID"
 EXPORTED = (CONFIG, SWEEP, SWEEP_ID)
 
 _in_block: ContextVar[Mapping[str, str] | None] = ContextVar("flyteplugins_tracking_propagated", default=None)
-# The blocks that are open in this process, each with its thread; and what the variables were before the first.
-_blocks: list[tuple[int, Mapping[str, str]]] = []
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """An open block: its thread, the threads that were there before it, and what it says."""
+
+    thread: int
+    older: frozenset[int | None]
+    values: Mapping[str, str]
+
+
+# The blocks that are open in this process; what they have set the variables to; and what these are without them.
+_blocks: list[_Block] = []
+_exported: dict[str, str | None] = {}
 _outside: dict[str, str | None] = {}
 _lock = threading.Lock()
 
 
-def read(key: str, carried: Mapping[str, str]) -> dict[str, Any]:
+def read(key: str, carried: Mapping[str, str] | None) -> dict[str, Any]:
     """What is propagated under `key`: by the variable, over it by the open `propagate` blocks, and by `carried`.
+
+    Args:
+        key: One of those above.
+        carried: What Flyte 2 has handed to the task that runs here; None outside of one.
 
     Raises:
         ConfigError: One of them is no JSON object.
     """
     with _lock:
+        _see_changes()
         variable = _outside.get(key) if _blocks else os.environ.get(key)
-        block = _current_block()
+        # A task's own context says what reaches it, whatever other tasks of this process do.
+        block = _current_block() if carried is None else _in_block.get() or {}
     return merged(
         parse(variable, f"the variable {key}"),
         parse(block.get(key), key),
-        parse(carried.get(key), f"{key} in the custom context of the Flyte run"),
+        parse((carried or {}).get(key), f"{key} in the custom context of the Flyte run"),
     )
 
 
 def _current_block() -> Mapping[str, str]:
-    """The innermost open block; also for a thread without a context, as `wandb.agent` starts, if it can be no other."""
-    own = _in_block.get()
-    threads = {thread for thread, _ in _blocks}
-    if own is None and len(threads) == 1 and threading.get_ident() not in threads:
-        return _blocks[-1][1]
-    return own or {}
+    """The innermost open block; also for a thread that was started in it, as by `wandb.agent`, if that is clear."""
+    own, thread = _in_block.get(), threading.get_ident()
+    if own is not None or not _blocks:
+        return own or {}
+    is_clear = len({block.thread for block in _blocks}) == 1 and thread not in _blocks[0].older
+    return _blocks[-1].values if is_clear else {}
 
 
 def parse(text: str | None, where: str) -> dict[str, Any]:
@@ -105,27 +124,36 @@ if hasattr(os, "register_at_fork"):
 @contextmanager
 def propagate(values: Mapping[str, str]) -> Iterator[None]:
     """Have functions that are called in the block, and processes that are started in it, find `values`."""
+    older = frozenset(thread.ident for thread in threading.enumerate())
     with _lock:
-        block = (threading.get_ident(), {**_current_block(), **values})
-        if not _blocks:
-            _outside.update({key: os.environ.get(key) for key in EXPORTED})
+        block = _Block(threading.get_ident(), older, {**_current_block(), **values})
+        _see_changes()
         _blocks.append(block)
         _export()
-    token = _in_block.set(block[1])
+    token = _in_block.set(block.values)
     try:
         yield
     finally:
-        _in_block.reset(token)
         with _lock:
-            _blocks[:] = [other for other in _blocks if other is not block]
+            _see_changes()
+            _blocks.remove(block)
             _export()
+        _in_block.reset(token)
+
+
+def _see_changes() -> None:
+    """What somebody else has set a variable to since is what it is without the blocks."""
+    for key in EXPORTED:
+        current = os.environ.get(key)
+        if not _blocks or current != _exported.get(key):
+            _outside[key] = current
 
 
 def _export() -> None:
     """Set the variables for processes that are started now. Blocks of several threads at once share them."""
-    innermost = _blocks[-1][1] if _blocks else {}
+    innermost = _blocks[-1].values if _blocks else {}
     for key, outside in _outside.items():
-        value = innermost.get(key, outside)
+        value = _exported[key] = innermost.get(key, outside)
         if value is None:
             os.environ.pop(key, None)
         else:

@@ -141,7 +141,7 @@ def tracking_sweep(function: Any = None, /, **options: Any) -> Any:
     given = _checked("tracking_sweep", options)
     link = SweepLink(_place(given))
 
-    def links(workers: Workers | None) -> tuple[SweepLink]:  # noqa: ARG001
+    def links(workers: Workers | None, task: Any) -> tuple[SweepLink]:  # noqa: ARG001
         return (link,)
 
     def decorate(target: Any) -> Any:
@@ -300,7 +300,7 @@ def _made(given: Mapping[str, Any]) -> dict[str, Any]:
     if around.base_id is not None:
         wanted.setdefault("name", around.base_id)
     host = wanted.get("host")
-    log_in(None if host is None or "WANDB_BASE_URL" in os.environ else host, may_prompt(info, around))
+    log_in(None if host is None or os.environ.get("WANDB_BASE_URL") else host, may_prompt(info, around))
     timeout_s = TrackingConfig.of({}).over(around.propagated).init_timeout_s
     return _in_time(functools.partial(_make, wanted), timeout_s)
 

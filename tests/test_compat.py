@@ -225,7 +225,7 @@ def test_flytekit_tasks_have_their_run_without_a_cluster_and_its_secret(flytekit
 
 
 @needs_flytekit
-def test_two_ranks_of_a_flytekit_task_do_not_write_to_one_run(flytekit_programs):
+def test_fault_two_ranks_of_a_flytekit_task_write_to_one_run(flytekit_programs):
     first, second = seen(flytekit_programs.directory, "elastic")
     assert first["id"] is not None
     assert second["id"] is None
@@ -247,7 +247,7 @@ def test_the_directory_is_downloaded_where_there_is_a_run(flytekit_programs):
 
 
 @needs_flytekit
-def test_a_failing_flytekit_task_is_a_failed_run(tmp_path):
+def test_fault_a_failing_flytekit_task_is_recorded_as_success(tmp_path):
     done = jobs.python(tmp_path, FLYTEKIT, "failing")
     assert done.returncode != 0
     assert [run.exit_code for run in done.runs] == [1]

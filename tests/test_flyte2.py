@@ -177,9 +177,54 @@ def test_a_child_that_changes_the_config_is_told_that_it_is_the_parents(pod, ser
     done = pod("parent_of_a_changer", children=True)
     assert done.error is None, done.output
     run = server.run("r1-parent_of_a_changer")
-    assert run.config["of"] == "parent"
-    assert "child" not in run.config
+    assert (run.config["of"], "child" in run.config) == ("parent", False)
     assert "the config of its parent's run" in done.output
+    # The other child reads it, and says nothing about a run that is not its own.
+    assert json.loads(done.outputs[0]).items() >= {"of": "parent", "lr": 3}.items()
+    assert (run.group, run.name, run.tags, run.job_type, run.notes) == ("parent", "parent", ["parent"], "", "")
+
+
+def test_a_child_goes_where_its_parents_run_is(server, tmp_path):
+    before = len(server.runs)
+    done = pods2.run("offline_parent", tmp_path, module=MODULE, children=True, **server.environment)
+    assert done.outputs == ["r1-a0"], done.output
+    assert len(server.runs) == before
+    assert {run.id for run in done.runs if run.rows} == {"r1-a0"}
+    with WandbServer() as theirs:
+        parents = {"wandb": {"id": "r1-hosted", "project": "tests", "entity": "team", "host": server.url}}
+        done = pods2.run("plain", tmp_path, module=MODULE, context={RUNS: json.dumps(parents)}, **theirs.environment)
+        assert (done.outputs, theirs.runs) == (["r1-hosted"], []), done.output
+    assert values(server.run("r1-hosted").rows, "plain") == [0, 1, 2]
+
+
+def test_children_of_a_parent_that_has_failed_are_not_failed_by_the_tracker(tmp_path):
+    done = pods2.local("survivor", tmp_path, module=MODULE)
+    assert done.outputs == ["survived"], done.output
+    assert "is finished" not in done.output
+    rows = [row for run in done.runs for row in run.rows]
+    assert (values(rows, "parent"), values(rows, "late"), values(rows, "fails")) == ([0], [0, 1, 2], [0, 1, 2])
+    assert {run.exit_code for run in done.runs} == {1}
+
+
+def test_tasks_that_share_a_process_share_a_run_and_no_configuration(server, tmp_path):
+    done = jobs.python(tmp_path, TASKS, env=server.environment)
+    assert done.returncode == 0, done.output
+    ids = json.loads(done.output.partition("RAN ")[2])
+    assert ids == ["r1-elsewhere"] * 3 + ["r1-configured", "r1-beside"]
+    run = server.run("r1-elsewhere")
+    assert (sorted(values(run.rows, "plain")), run.exit_codes) == ([0, 0, 0, 1, 1, 1, 2, 2, 2], [])
+    assert (server.run("r1-configured").project, server.run("r1-configured").tags) == ("configured", ["configured"])
+    assert (server.run("r1-beside").project, server.run("r1-beside").tags) == ("uncategorized", [])
+
+
+def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
+    done = pod("parent", action="identified", children=True, context=tracking_config(id="exp"))
+    assert done.outputs is not None, done.output
+    ids = json.loads(done.outputs[0])
+    assert ids["parent"] == ids["plain"] == "exp"
+    assert ids["new"].startswith("exp-")
+    assert ids["workers"].startswith("exp-")
+    assert len({ids["parent"], ids["new"], ids["workers"]}) == 3
 
 
 # What a task leaves beside its outputs
@@ -307,6 +352,42 @@ def test_the_task_stays_the_same_object_and_its_copies_are_tracked(tasks):
     assert tasks.links(copy) == {"Weights & Biases": "https://wandb.ai/team/tests/runs/r1-{{.actionName}}"}
 
 
+def test_fault_stacking_and_override_drop_the_tracking(tmp_path):
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(jobs.SCRIPTS)!r})
+        import flyte
+        from flyteplugins_tracking import get_run, tracking_init
+        env = flyte.TaskEnvironment(name="stacked")
+
+        @tracking_init(project="outer", run_mode="new")
+        @tracking_init(project="inner", run_mode="new")
+        @env.task
+        def stacked(n: int) -> int:
+            get_run().log({{"n": n}})
+            return n
+
+        @env.task
+        def calls(n: int) -> int:
+            return stacked.override(retries=2)(n)
+
+        flyte.init()
+        flyte.run(calls, n=1)
+    """
+    (tmp_path / "script.py").write_text("\n".join(line[8:] for line in script.splitlines()))
+    done = jobs.python(tmp_path, "script.py")
+    assert done.returncode == 0, done.output
+    assert sorted((run.project, len(run.rows), run.exit_code) for run in done.runs) == [
+        ("inner", 1, 0),
+        ("outer", 0, 0),
+    ]
+
+
+def test_fault_a_misspelt_mode_is_accepted():
+    with pytest.raises(ConfigError, match="did you mean 'shared'"):
+        tracking_init(run_mode="shard")
+
+
 def test_links_that_are_there_are_kept_and_each_tracker_adds_its_own(tasks):
     import flyte
 
@@ -355,6 +436,22 @@ def test_a_link_leads_to_what_is_propagated_and_to_the_parents_run(tasks, monkey
     assert tasks.links(tasks.plain)["Weights & Biases"].startswith("https://self.hosted/team/tests/runs/")
 
 
+def test_a_link_knows_what_the_environment_of_its_task_says():
+    import flyte
+
+    env = flyte.TaskEnvironment(name="variables", env_vars={**tracking_config(project="p", entity="e"), "OTHER": "x"})
+
+    @tracking_init
+    @env.task
+    def task(n: int) -> int:
+        return n
+
+    assert task.links[0].get_link(**LINK) == "https://wandb.ai/e/p/runs/r1-{{.actionName}}"
+    assert "OTHER" not in task.links[0].variables
+    context = tracking_config(id="exp") | {RUNS: json.dumps({"mlflow": {"id": "r1-a0"}})}
+    assert task.links[0].get_link(**{**LINK, "context": context}) == "https://wandb.ai/e/p/runs/exp-{{.actionName}}"
+
+
 @pytest.mark.parametrize("context", [{}, {CONFIG: "no json"}, {CONFIG: "[1]"}, {RUNS: '{"wandb": 1}'}])
 def test_a_link_without_project_and_entity_is_the_hosts_page_and_raises_nothing(tasks, context):
     assert tasks.links(tasks.bare, context) == {"Weights & Biases": "https://wandb.ai"}
@@ -372,8 +469,6 @@ def test_what_cannot_work_is_refused_at_decoration():
         async def trains(n: int) -> int:
             return n
 
-    with pytest.raises(ConfigError, match="did you mean 'shared'"):
-        tracking_init(run_mode="shard")
     with pytest.raises(ConfigError, match="has no argument 'projct'; did you mean 'project'"):
         tracking_init(projct="p")
     with pytest.raises(ConfigError, match="put tracking_init on the Python task"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -44,7 +46,7 @@ def test_fault_values_make_a_round_trip_through_strings(recorder):
 )
 def test_every_text_comes_back_as_it_was(values):
     with tracking_config(**values):
-        assert read(CONFIG, {}) == values
+        assert read(CONFIG, None) == values
         assert read(CONFIG, tracking_config(**values)) == values
 
 
@@ -74,7 +76,7 @@ def test_a_block_ends_with_its_end(recorder):
 
 def test_a_block_reaches_threads_and_processes_that_are_started_in_it(recorder):
     found = []
-    code = "from flyteplugins_tracking.propagation import *; print(read(CONFIG, {})['project'])"
+    code = "from flyteplugins_tracking.propagation import *; print(read(CONFIG, None)['project'])"
     with tracking_config(project="block"):
         thread = threading.Thread(target=lambda: found.append(train().project))
         thread.start()
@@ -143,3 +145,48 @@ def test_the_variable_reaches_all_ranks_of_a_torchrun_job(tmp_path):
     done = jobs.run([*jobs.torchrun("--standalone", "--nproc-per-node=2"), *jobs.train()], tmp_path, given)
     assert done.returncode == 0, done.output
     assert [(run.project, run.config["lr"]) for run in done.runs] == [("tests", 1)] * 2
+
+
+def test_one_object_can_be_in_several_blocks_at_once():
+    shared = tracking_config(project="shared")
+
+    async def training(seen):
+        with shared:
+            await asyncio.sleep(0.01)
+            seen.append(read(CONFIG, None))
+
+    async def trainings():
+        seen = []
+        await asyncio.gather(training(seen), training(seen))
+        return seen
+
+    before = dict(os.environ)
+    assert asyncio.run(trainings()) == [{"project": "shared"}] * 2
+    with shared:
+        assert pickle.loads(pickle.dumps(shared)) == shared
+    assert (read(CONFIG, None), dict(os.environ)) == ({}, before)
+
+
+def test_a_block_of_another_thread_reaches_neither_older_threads_nor_a_task(recorder):
+    opened, closed = threading.Barrier(2), threading.Barrier(2)
+
+    def block():
+        with tracking_config(project="theirs"):
+            opened.wait(30)
+            closed.wait(30)
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    opened.wait(30)
+    assert train().project is None
+    assert read(CONFIG, {}) == {}
+    closed.wait(30)
+    thread.join()
+
+
+def test_a_variable_that_is_set_in_a_block_counts_and_stays(recorder, monkeypatch):
+    monkeypatch.delenv(CONFIG, raising=False)
+    with tracking_config(group="block"):
+        os.environ.update(tracking_config(project="inner", group="inner"))
+        assert (train().project, train().group) == ("inner", "block")
+    assert (train().project, train().group) == ("inner", "inner")

@@ -7,7 +7,13 @@ import types
 
 import pytest
 
-from flyteplugins_tracking import DistributedInfo, TopologyError, get_distributed_info, override_distributed_info
+from flyteplugins_tracking import (
+    DistributedInfo,
+    TopologyError,
+    get_distributed_info,
+    override_distributed_info,
+    plan,
+)
 from flyteplugins_tracking.topology import detect
 
 TORCHRUN = {
@@ -335,3 +341,16 @@ def test_an_override_goes_before_everything():
     assert detect({}) is None
     with pytest.raises(TopologyError, match="rank=3 and world_size=3"):
         DistributedInfo(rank=3, world_size=3)
+
+
+@pytest.mark.parametrize("variable", ["GROUP_RANK", "NODE_RANK"])
+def test_fault_two_nodes_look_like_one(variable):
+    """Without LOCAL_WORLD_SIZE, and with NODE_RANK in the place of GROUP_RANK."""
+    found = []
+    for rank in range(4):
+        node, local_rank = divmod(rank, 2)
+        found.append(detect({"RANK": f"{rank}", "WORLD_SIZE": "4", "LOCAL_RANK": f"{local_rank}", variable: f"{node}"}))
+    assert [(info.worker_index, info.local_rank) for info in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(info.num_workers != 1 for info in found)
+    ids = {plan(info, "new", "worker", "base").run_id for info in found}
+    assert len(ids) == 4

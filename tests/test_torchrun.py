@@ -56,6 +56,10 @@ def test_each_mode_and_scope_gives_its_runs_with_rows_config_and_status(four_ran
         assert (run.name, run.tags) == ("n", ("t",))
 
 
+def test_fault_a_plain_function_under_torchrun_has_a_run_per_rank(four_ranks):
+    assert len(four_ranks("auto", "global").runs) == 1
+
+
 def test_ids_and_groups_follow_the_table(four_ranks):
     base = four_ranks("auto", "global").runs[0]
     assert base.group == ""

@@ -78,10 +78,10 @@ def get_wandb_run() -> Any:
     return run
 
 
-def carried() -> Mapping[str, str]:
-    """What Flyte 2 has handed to the task that runs here."""
+def carried() -> Mapping[str, str] | None:
+    """What Flyte 2 has handed to the task that runs here; None outside of one."""
     context = flyte.task_context()
-    return {} if context is None else context.custom_context or {}
+    return None if context is None else context.custom_context or {}
 
 
 def _arguments(key: str, kind: type) -> dict[str, Any]:

@@ -175,7 +175,10 @@ def _default_base() -> str:
 
 def _run_address(run_id: str | None) -> _Address:
     """The run `run_id`: its place is that of an open run of this id, or else what is propagated."""
-    opened, of_parent = _opened(), propagation.parse(carried().get(propagation.RUNS), propagation.RUNS).get("wandb")
+    opened, of_parent = (
+        _opened(),
+        propagation.parse((carried() or {}).get(propagation.RUNS), propagation.RUNS).get("wandb"),
+    )
     for known in (opened, of_parent or {}):
         if known.get("id") and run_id in (None, known["id"]):
             return _Address(**merged(_propagated(), known))
@@ -209,7 +212,7 @@ def _propagated() -> dict[str, str | None]:
     if context is None:
         return {}
     # As for runs: the variable goes before host=, and W&B's own page is not its server.
-    is_own = context.host is None or context.host.rstrip("/") == _APP or "WANDB_BASE_URL" in os.environ
+    is_own = context.host is None or context.host.rstrip("/") == _APP or os.environ.get("WANDB_BASE_URL")
     return {"project": context.project, "entity": context.entity, "server": None if is_own else context.host}
 
 

@@ -175,7 +175,7 @@ def wandb_sweep(function: Any = None, /, *, download_logs: bool | None = None, *
     sweep, wrap = tracking_sweep(**kwargs), functools.partial(_downloading, download_logs)
 
     def decorate(target: Any) -> Any:
-        no_links = integrations.Decorator("wandb_sweep", lambda _: (), lambda _: {})
+        no_links = integrations.Decorator("wandb_sweep", lambda *_: (), lambda _: {})
         return sweep(integrations.adapt(target, wrap, no_links))
 
     return decorate if function is None else decorate(function)

@@ -21,18 +21,22 @@ class Decorator:
 
     Attributes:
         name: What messages call it.
-        links: Gives the links that a Flyte 2 task gains: by its workers, None for a task without workers of its own.
+        links: Gives the links that a Flyte 2 task gains: by its workers, None for one without, and by itself.
         link: Gives what flytekit's task template gains: by the task, None for a function that is still to become one.
     """
 
     name: str
-    links: Callable[[Workers | None], Iterable[Any]]
+    links: Callable[[Workers | None, Any], Iterable[Any]]
     link: Callable[[Any], Mapping[str, str]]
 
     @classmethod
     def of_runs(cls, name: str, config: TrackingConfig) -> Decorator:
         """One whose links lead to the runs that `config` asks for."""
-        return cls(name, lambda workers: flyte.run_links(config, workers), lambda task: flytekit.run_link(config, task))
+        return cls(
+            name,
+            lambda workers, task: flyte.run_links(config, workers, task),
+            lambda task: flytekit.run_link(config, task),
+        )
 
 
 def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decorator) -> Any:
@@ -61,7 +65,7 @@ def surroundings() -> Surroundings:
         ConfigError: What is propagated to the function is malformed.
     """
     found = flyte.surroundings() or flytekit.surroundings()
-    return found or Surroundings(propagated=propagation.read(propagation.CONFIG, {}))
+    return found or Surroundings(propagated=propagation.read(propagation.CONFIG, None))
 
 
 def propagated(key: str) -> dict[str, Any]:
@@ -71,7 +75,7 @@ def propagated(key: str) -> dict[str, Any]:
         ConfigError: It is malformed.
     """
     context = flyte.task_context()
-    return propagation.read(key, {} if context is None else context.custom_context or {})
+    return propagation.read(key, None if context is None else context.custom_context or {})
 
 
 def _refuse_what_is_no_function(target: Any, name: str) -> None:

@@ -13,11 +13,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flyteplugins_tracking import propagation
-from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.config import TrackingConfig, merged
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.integrations.flytekit import workers_of
 from flyteplugins_tracking.lifecycle import Surroundings, Task
@@ -40,6 +40,7 @@ class TrackingLink:
         config: What the user asked for, without secrets: it is pickled with the task.
         workers: The workers that the task asks for.
         index: Which of the pages it leads to.
+        variables: What the task's environment sets of the variables that count.
         icon_uri: The address of an icon.
     """
 
@@ -47,6 +48,7 @@ class TrackingLink:
     config: TrackingConfig
     workers: Workers | None = None
     index: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
     icon_uri: str = ""
 
     def get_link(
@@ -63,7 +65,7 @@ class TrackingLink:
         """The page's address. `action_name` may be a template of the backend's. Nothing is raised."""
         carried = context or {}
         try:
-            config = self.config.over(propagation.parse(carried.get(propagation.CONFIG), propagation.CONFIG))
+            config = self.config.over(_propagated(self.variables, carried, action_name))
             parent = _runs(carried).get(config.tracker) if self.workers is None and config.run_mode != "new" else None
         except ConfigError:  # which the task itself will say
             return find_tracker(self.config.tracker).page(self.config, None)
@@ -71,7 +73,9 @@ class TrackingLink:
             config = config.under({name: value for name, value in parent.items() if name != "id"})
         elif config.run_mode == "shared" and self.workers is None:
             return find_tracker(config.tracker).page(config, None)
-        base_id = config.id or f"{run_name}-{action_name}"
+        variables = find_tracker(config.tracker).run_id_variables
+        chosen = next((self.variables[name] for name in variables if self.variables.get(name)), None)
+        base_id = config.id or chosen or f"{run_name}-{action_name}"
         to = pages(self.workers, config.run_mode, config.rank_scope, base_id, parent and parent["id"])
         return find_tracker(config.tracker).page(config, to[min(self.index, len(to) - 1)])
 
@@ -82,7 +86,7 @@ def is_entity(target: Any) -> bool:
 
 
 def adapt_task(
-    task: Any, wrap: Callable[[Any, Task], Any], name: str, links: Callable[[Workers | None], Iterable[Any]]
+    task: Any, wrap: Callable[[Any, Task], Any], name: str, links: Callable[[Workers | None, Any], Iterable[Any]]
 ) -> Any:
     """Put `wrap` around the function of `task`, add its links, and return the same task.
 
@@ -98,7 +102,7 @@ def adapt_task(
             "not `async def`"
         )
     task.func = wrap(task.func, Task(has_workers=workers is not None, has_report=task.report))
-    task.links = (*task.links, *links(workers))
+    task.links = (*task.links, *links(workers, task))
     return task
 
 
@@ -113,7 +117,7 @@ def surroundings() -> Surroundings | None:
     return Surroundings(
         base_id=f"{action.run_name}-{action.name}",
         label=action.name,
-        propagated=propagation.read(propagation.CONFIG, carried),
+        propagated=_propagated(None, carried, action.name),
         parents=_runs(carried),
         # In local mode they run in this process, and find the run as functions do.
         has_children=context.mode != "local",
@@ -199,6 +203,24 @@ def _passing_on(tracker: str, passed_on: Mapping[str, Any]) -> Any:
     return carrying({propagation.RUNS: propagation.write(runs, "the open run")})
 
 
+def _propagated(variables: Mapping[str, str] | None, carried: Mapping[str, str], action_name: str) -> dict[str, Any]:
+    """The arguments that reach a task. An id is the run's of the first task; below it, each task's run has its own.
+
+    Args:
+        variables: Those of the task's environment; None where the task runs, with them and with its own.
+        carried: What its caller hands to it.
+        action_name: Its own.
+    """
+    if variables is None:
+        found = propagation.read(propagation.CONFIG, carried)
+    else:
+        layers = [variables.get(propagation.CONFIG), carried.get(propagation.CONFIG)]
+        found = merged(*(propagation.parse(layer, propagation.CONFIG) for layer in layers))
+    if found.get("id") and _runs(carried):
+        found["id"] = f"{found['id']}-{action_name}"
+    return found
+
+
 def _runs(carried: Mapping[str, str]) -> dict[str, Any]:
     runs = propagation.parse(carried.get(propagation.RUNS), propagation.RUNS)
     if not all(isinstance(run, Mapping) and isinstance(run.get("id"), str) for run in runs.values()):
@@ -206,12 +228,15 @@ def _runs(carried: Mapping[str, str]) -> dict[str, Any]:
     return runs
 
 
-def run_links(config: TrackingConfig, workers: Workers | None) -> Iterator[TrackingLink]:
-    """The links to the runs of a task with these workers."""
+def run_links(config: TrackingConfig, workers: Workers | None, task: Any) -> Iterator[TrackingLink]:
+    """The links to the runs of `task`, which has these workers."""
+    tracker = find_tracker(config.tracker)
+    counting = (propagation.CONFIG, *tracker.run_id_variables)
+    variables = {name: value for name, value in (task.env_vars or {}).items() if name in counting}
     title, config = find_tracker(config.tracker).title, replace(config, secret=None, given=config.given - {"secret"})
     for index, page in enumerate(pages(workers, config.run_mode, config.rank_scope, "")):
         name = title if page.worker_index is None else f"{title} worker {page.worker_index}"
-        yield TrackingLink(name, config, workers, index)
+        yield TrackingLink(name, config, workers, index, variables)
 
 
 def _workers(task: Any) -> Workers | None:

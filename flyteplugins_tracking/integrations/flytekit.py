@@ -154,7 +154,7 @@ def surroundings() -> Surroundings | None:
     return Surroundings(
         base_id=base_id,
         group=group,
-        propagated=propagation.read(propagation.CONFIG, {}),
+        propagated=propagation.read(propagation.CONFIG, None),
         facts={} if execution is None else _facts(execution),
         on_cluster=execution is not None,
         keep=_keep if is_task else None,

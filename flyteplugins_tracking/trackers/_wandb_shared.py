@@ -301,6 +301,8 @@ class SharedHandle(WandbHandle):
         if self._request.plan.primary or self._request.config.allow_config:
             return
         if self._request.info is None:
+            given = self._request.config.config
+            self.run._config._update(given, allow_val_change=True, ignore_locked=True)  # the parent's
             self.run.config._set_callback(self._keep_change)
         else:
             _refuse_changes(self.run, self._request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import json
 import logging
 import os
 import sys
@@ -80,6 +81,8 @@ _SAFER = {
     # 15: what SIGKILL keeps from the local file. wandb-core outlives the process long enough to write once more.
     "x_transaction_log_flush_interval": 0.1,
 }
+# How long the JSON of a config may be that is handed to each task that a task calls.
+_MOST_CONFIG = 16_384
 # What wandb.init takes beyond its deadline.
 _VENDOR_GRACE_S = 0.5
 # How long a run that was ended by a signal may take to open again, before it goes on offline.
@@ -148,7 +151,10 @@ class WandbTracker:
         """See `Tracker.pass_on`."""
         if getattr(run, "disabled", False):
             return None
-        return {"id": run.id, "project": run.project or None, "entity": run.entity or None}
+        place = {"id": run.id, "project": run.project or None, "entity": run.entity or None}
+        if run.offline:
+            return {**place, "mode": "offline"}
+        return {**place, _HOST: str(run.settings.base_url), "config": _passed_on_config(run)}
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""
@@ -408,6 +414,8 @@ def _place(arguments: dict[str, Any], request: RunRequest) -> None:
     elif place.has_peers and not plan.primary:
         # Nodes may share a file system, and start in the same second.
         settings.x_sync_dir_suffix = plan.label or ""
+    if not plan.primary and place.has_peers:
+        _leave_to_primary(arguments)
     if not place.has_peers or not _is_online(arguments):
         return
     arguments["mode"] = "shared"
@@ -417,6 +425,25 @@ def _place(arguments: dict[str, Any], request: RunRequest) -> None:
         # It would send the config back that it has found, over the one of the primary.
         for name in ("resume", "resume_from", "fork_from"):
             arguments.pop(name, None)
+
+
+def _leave_to_primary(arguments: dict[str, Any]) -> None:
+    """Say nothing about the run itself, by a variable either: it would take the place of what the primary says."""
+    for name in ("group", "job_type"):
+        arguments.pop(name, None)
+    for name in ("run_group", "run_job_type", "run_name", "run_notes", "run_tags"):
+        setattr(arguments["settings"], name, None)
+
+
+def _is_joined(request: RunRequest) -> bool:
+    """Whether the run is that of the task that has called this one."""
+    return request.info is None and not request.plan.primary
+
+
+def _passed_on_config(run: Any) -> dict[str, Any] | None:
+    """The config that a task in another process reads; None for one that is too long to travel with each task."""
+    config = json.loads(json.dumps(dict(run.config), default=str))
+    return config if len(json.dumps(config)) <= _MOST_CONFIG else None
 
 
 def _metadata(request: RunRequest) -> dict[str, Any]:
@@ -464,7 +491,10 @@ def _given_settings(request: RunRequest) -> Any:
     elif given is not None:
         settings.update_from_settings(given)
     host = request.config.options.get(_HOST)
-    if host and "base_url" not in settings.model_fields_set and "WANDB_BASE_URL" not in os.environ:
+    if _is_joined(request) and host:
+        settings.base_url = host  # the server that the run is on
+        return settings
+    if host and "base_url" not in settings.model_fields_set and not os.environ.get("WANDB_BASE_URL"):
         server = api_of(host)
         if server is not None:
             settings.base_url = server

@@ -216,10 +216,80 @@ def changer(n: int) -> str:
     return get_run().id
 
 
-@tracking_init(project="tests", config={"of": "parent"})
+@tracking_init(group="child", job_type="child", name="child", tags=["child"], notes="child", config={"of": "child"})
+@env.task
+def reader(n: int) -> str:
+    return json.dumps(dict(get_run().config), default=str)
+
+
+@tracking_init(project="tests", config={"of": "parent", "lr": 3}, group="parent", name="parent", tags=["parent"])
 @env.task
 def parent_of_a_changer(n: int) -> str:
-    return changer(n)
+    changer(n)
+    return reader(n)
+
+
+@tracking_init(project="tests", mode="offline")
+@env.task
+def offline_parent(n: int) -> str:
+    return plain(n)
+
+
+@tracked
+@env.task
+async def late(n: int) -> str:
+    """Logs when the task that has called it is over, in local mode."""
+    await asyncio.sleep(2 * n)
+    return training("late")
+
+
+@tracked
+@env.task
+async def failing_parent(n: int) -> str:
+    get_run().log({"parent": 0})
+    await asyncio.gather(late(n), fails.aio(n))
+    return ""
+
+
+@env.task
+async def survivor(n: int) -> str:
+    try:
+        await failing_parent(n)
+    except Exception:
+        await asyncio.sleep(6)
+    return "survived"
+
+
+def one_process() -> None:
+    """Actions of a container that is reused: three children of one parent at once, and two tasks beside them."""
+    from flyte._context import internal_ctx
+    from flyte.models import ActionID, RawDataPath, TaskContext
+    from flyte.report import Report
+
+    from flyteplugins_tracking.propagation import RUNS
+
+    parent = {"wandb": {"id": "r1-elsewhere", "project": "tests", "entity": "team"}}
+
+    async def action(task: Any, name: str, **context: str) -> Any:
+        tctx = TaskContext(
+            action=ActionID(name=name, run_name="r1", project="p", domain="d", org="o"),
+            version="v",
+            raw_data_path=RawDataPath(path=str(DIRECTORY / "raw")),
+            output_path=str(DIRECTORY),
+            run_base_dir=str(DIRECTORY),
+            report=Report(name=name),
+            mode="remote",
+            custom_context=context,
+        )
+        with internal_ctx().replace_task_context(tctx):
+            return await task.execute(n=1)
+
+    async def actions() -> list[Any]:
+        children = [action(plain, f"child-{i}", **{RUNS: json.dumps(parent)}) for i in range(3)]
+        configured = action(bare, "configured", **tracking_config(project="configured", tags=["configured"]))
+        return await asyncio.gather(*children, configured, action(bare, "beside"))
+
+    print("RAN", json.dumps(asyncio.run(actions())))
 
 
 @tracked
@@ -287,3 +357,7 @@ def links(task: Any, context: dict[str, str] | None = None, action: str = "{{.ac
     """A task's links by their names, as the SDK asks for them when it hands the task to the backend."""
     arguments = {"run_name": "r1", "project": "p", "domain": "d", "context": context or {}, "parent_action_name": "a0"}
     return {link.name: link.get_link(**arguments, action_name=action, pod_name="{{.podName}}") for link in task.links}
+
+
+if __name__ == "__main__":
+    one_process()
