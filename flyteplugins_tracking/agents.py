@@ -12,7 +12,7 @@ from typing import Any
 from flyteplugins_tracking import integrations, propagation
 from flyteplugins_tracking.decorator import is_async
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.lifecycle import exit_code_of, may_prompt
+from flyteplugins_tracking.lifecycle import apart, exit_code_of, may_prompt
 from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.sweeps import log_in, restore_variables, session_kept
 from flyteplugins_tracking.topology import get_distributed_info
@@ -117,7 +117,7 @@ def _follow(ranks: _Ranks, objective: Callable[[], Any]) -> None:
             return
         error = None
         try:
-            with _following(*told):
+            with _following(*told), apart():
                 objective()
         except (Exception, SystemExit) as raised:
             if isinstance(raised, SystemExit) and exit_code_of(raised) == TERMINATED:

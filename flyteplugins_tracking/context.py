@@ -14,7 +14,8 @@ from flyteplugins_tracking.integrations import flyte
 from flyteplugins_tracking.trackers.base import find_tracker
 
 # The blocks that this thread or coroutine is in. Several may be in one object's at once.
-_entered: ContextVar[tuple[AbstractContextManager[None], ...]] = ContextVar("flyteplugins_tracking_blocks", default=())
+_Entered = tuple["Propagated", AbstractContextManager[None]]
+_entered: ContextVar[tuple[_Entered, ...]] = ContextVar("flyteplugins_tracking_blocks", default=())
 
 
 class Propagated(dict[str, str]):
@@ -26,6 +27,7 @@ class Propagated(dict[str, str]):
 
     def __init__(self, key: str, value: Mapping[str, Any], what: str) -> None:
         super().__init__({key: propagation.write(value, what)})
+        self._entered: list[_Entered] = []
 
     def __reduce__(self) -> Any:
         """A mapping is what travels."""
@@ -38,14 +40,18 @@ class Propagated(dict[str, str]):
         over = {key: merged(propagation.read(key, carried), propagation.parse(self[key], key)) for key in self}
         block = flyte.carrying({key: propagation.write(value, key) for key, value in over.items()})
         block.__enter__()
-        _entered.set((*_entered.get(), block))
+        entered = (self, block)
+        self._entered.append(entered)
+        _entered.set((*_entered.get(), entered))
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Leave the block."""
-        *others, block = _entered.get()
-        _entered.set(tuple(others))
-        block.__exit__(*error)
+        own = [entered for entered in _entered.get() if entered[0] is self]
+        entered = own[-1] if own else self._entered.pop()  # by another coroutine, perhaps
+        _entered.set(tuple(other for other in _entered.get() if other is not entered))
+        self._entered[:] = [other for other in self._entered if other is not entered]
+        entered[1].__exit__(*error)
 
 
 def tracking_config(**options: Any) -> Propagated:

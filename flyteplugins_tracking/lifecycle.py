@@ -235,6 +235,16 @@ def open_run(
                 _current.reset(token)
 
 
+@contextmanager
+def apart() -> Iterator[None]:
+    """Have functions in the block join none that is around it, as in a thread of their own."""
+    token = _current.set(None)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...] = ()) -> int:
     """The status that a process which ends with `error` reports."""
     if isinstance(error, successes):
@@ -249,16 +259,30 @@ def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...
 
 
 def _enter(entry: Entry, config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None) -> None:
-    enclosing = _nearest(entry.parent, tracker.name)
     has_workers = None if task is None else task.has_workers
-    if enclosing is not None and config.run_mode != "new" and not has_workers:
-        with _lock:
-            _join(entry, enclosing)
+    is_joining = config.run_mode != "new" and not has_workers
+    if is_joining and _join_enclosing(entry):
+        if entry.owner is not None and entry.owner.config is not None:
+            entry.watch = _entered_watch(tracker, entry.owner.config)
     else:
         entry.has_report = around.has_report if task is None else task.has_report
         _open(entry, config, tracker, around, has_workers)
     with _lock:
-        _running.append(entry)
+        if entry not in _running:
+            _running.append(entry)
+
+
+def _join_enclosing(entry: Entry) -> bool:
+    """Join the nearest function around this one that has not ended; a task or thread may outlive what has begun it."""
+    with _lock:
+        enclosing = _nearest(entry.parent, entry.tracker)
+        while enclosing is not None:
+            owner = enclosing.owner
+            if enclosing in _running or (owner is not None and (owner in _running or owner.joined > 0)):
+                _join(entry, enclosing)
+                return True
+            enclosing = _nearest(enclosing.parent, entry.tracker)
+    return False
 
 
 def _join(entry: Entry, other: Entry) -> None:
@@ -295,10 +319,9 @@ def _open(
         ordinal = entered[tracker.name]
     info = detect(os.environ)
     parent = _parent(config, tracker, around, has_workers or info is not None)
-    if parent is not None and _join_here(entry, parent["id"]):
-        return
     if parent is not None:
-        config = config.under({name: value for name, value in parent.items() if name != "id"})
+        # Its config, and not this one's.
+        config = replace(config, config={}).under({name: value for name, value in parent.items() if name != "id"})
     elif has_workers is False and info is None and config.run_mode == "shared":
         raise ConfigError(
             "run_mode='shared' in a task without workers of its own is for going on in the run of the task that calls "
@@ -310,6 +333,8 @@ def _open(
     entry.around, entry.config, entry.info, entry.plan = around, config, info, run_plan
     entry.watch = _entered_watch(tracker, config)
     with _opening:
+        if parent is not None and _join_here(entry, parent["id"]):
+            return
         deadline = time.monotonic() + config.init_timeout_s
         known_id = run_plan.run_id
         run_plan, entry.claim = _claim(tracker, run_plan, config)
@@ -327,6 +352,8 @@ def _open(
         )
         entry.handle = tracker.open(request)
         entry.run, entry.owner = entry.handle.run, entry
+        with _lock:
+            _running.append(entry)
     if config.download_logs:
         entry.files = _files(entry, info)
 
@@ -471,7 +498,9 @@ def _end(entry: Entry, exit_code: int) -> None:
             entry.left_with = exit_code
         is_last = owner is None or (owner.joined == 0 and owner.left_with is not None)
     if owner is None or is_last:
-        _finish(owner or entry, exit_code if owner is None or owner.left_with is None else owner.left_with)
+        # A run that was opened again since its opener left is ended with that one's status, unless a signal ends it.
+        opener_code = None if owner is None else owner.left_with
+        _finish(owner or entry, exit_code if opener_code is None or exit_code == TERMINATED else opener_code)
     elif is_opener and entry.handle is not None and entry.plan is not None and entry.plan.primary:
         _end_early(entry.tracker, entry.handle, exit_code)  # what the others log opens it again
 
@@ -548,8 +577,8 @@ def _keep(tracker: str, handle: Handle, keep: Callable[[str], str]) -> None:
             )
 
 
-def in_time(timeout_s: float, function: Callable[..., Any], *args: Any) -> None:
-    """Call `function` in a thread of this context, and wait for it at most so long: it asks a service."""
+def in_time(timeout_s: float | None, function: Callable[..., Any], *args: Any) -> None:
+    """Call `function` in a thread of this context, and wait for it, at most so long if it may not end."""
     thread = threading.Thread(target=copy_context().run, args=(function, *args), daemon=True)
     thread.start()
     thread.join(timeout_s)
@@ -599,9 +628,9 @@ def _forget_the_parents() -> None:
     """In a forked child: the runs are the parent's. The lock may be held by a thread that is not there any more."""
     global _lock, _opening
     _lock, _opening = threading.Lock(), threading.RLock()
-    for entry in _running:
-        if entry.claim is not None:
-            entry.claim.release()
+    for claim in [one.claim for entry in _running for one in (entry, entry.owner) if one is not None]:
+        if claim is not None:
+            claim.release()
     _running.clear()
     _entered.clear()
     _current.set(None)

@@ -6,11 +6,13 @@ Text in them stays the text it was: "2024", "null" and "1e5" too.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +29,17 @@ RUNS = "FLYTE_TRACKING_RUNS"
 SWEEP_ID = "FLYTE_TRACKING_SWEEP_ID"
 EXPORTED = (CONFIG, SWEEP, SWEEP_ID)
 
-_in_block: ContextVar[Mapping[str, str] | None] = ContextVar("flyteplugins_tracking_propagated", default=None)
-
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """An open block: its thread, the threads that were there before it, and what it says."""
+    """An open block: the one around it, the threads that were there before it, and what it says."""
 
-    thread: int
-    older: frozenset[int | None]
+    around: _Block | None
+    older: weakref.WeakSet[threading.Thread]
     values: Mapping[str, str]
 
 
+_in_block: ContextVar[_Block | None] = ContextVar("flyteplugins_tracking_propagated", default=None)
 # The blocks that are open in this process; what they have set the variables to; and what these are without them.
 _blocks: list[_Block] = []
 _exported: dict[str, str | None] = {}
@@ -60,21 +61,21 @@ def read(key: str, carried: Mapping[str, str] | None) -> dict[str, Any]:
         _see_changes()
         variable = _outside.get(key) if _blocks else os.environ.get(key)
         # A task's own context says what reaches it, whatever other tasks of this process do.
-        block = _current_block() if carried is None else _in_block.get() or {}
+        block = _current_block() if carried is None else _in_block.get()
     return merged(
         parse(variable, f"the variable {key}"),
-        parse(block.get(key), key),
+        parse(None if block is None else block.values.get(key), key),
         parse((carried or {}).get(key), f"{key} in the custom context of the Flyte run"),
     )
 
 
-def _current_block() -> Mapping[str, str]:
+def _current_block() -> _Block | None:
     """The innermost open block; also for a thread that was started in it, as by `wandb.agent`, if that is clear."""
-    own, thread = _in_block.get(), threading.get_ident()
-    if own is not None or not _blocks:
-        return own or {}
-    is_clear = len({block.thread for block in _blocks}) == 1 and thread not in _blocks[0].older
-    return _blocks[-1].values if is_clear else {}
+    own = _in_block.get()
+    if own is not None or not _blocks or threading.current_thread() in _blocks[0].older:
+        return own
+    are_nested = all(inner.around is outer for outer, inner in itertools.pairwise(_blocks))
+    return _blocks[-1] if are_nested else None
 
 
 def parse(text: str | None, where: str) -> dict[str, Any]:
@@ -124,13 +125,14 @@ if hasattr(os, "register_at_fork"):
 @contextmanager
 def propagate(values: Mapping[str, str]) -> Iterator[None]:
     """Have functions that are called in the block, and processes that are started in it, find `values`."""
-    older = frozenset(thread.ident for thread in threading.enumerate())
+    older = weakref.WeakSet(threading.enumerate())
     with _lock:
-        block = _Block(threading.get_ident(), older, {**_current_block(), **values})
+        around = _current_block()
+        block = _Block(around, older, {**({} if around is None else around.values), **values})
         _see_changes()
         _blocks.append(block)
         _export()
-    token = _in_block.set(block.values)
+    token = _in_block.set(block)
     try:
         yield
     finally:
@@ -138,7 +140,8 @@ def propagate(values: Mapping[str, str]) -> Iterator[None]:
             _see_changes()
             _blocks.remove(block)
             _export()
-        _in_block.reset(token)
+        with suppress(ValueError):  # left in another context than it was entered in, which ends with its own
+            _in_block.reset(token)
 
 
 def _see_changes() -> None:

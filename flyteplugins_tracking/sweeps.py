@@ -351,8 +351,11 @@ def log_in(host: str | None, may_ask: bool) -> None:
     server = None if host is None else api_of(host)
     if server is not None:
         settings.base_url = os.environ["WANDB_BASE_URL"] = server
-    if has_credentials(settings.base_url):
-        return
+    try:
+        if has_credentials(settings.base_url):
+            return
+    except Exception as error:  # its text may hold the key
+        raise TrackerUnavailableError(f"W&B does not take the API key: {type(error).__name__}") from None
     if not may_ask:
         raise TrackerUnavailableError(
             "W&B: there is no API key for this process, and a sweep needs one. Run `wandb login`, or set WANDB_API_KEY"

@@ -12,7 +12,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support import jobs
 from support.recording import recorded
+from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import (
     ConfigError,
@@ -296,3 +298,80 @@ def test_the_environment_is_read_at_entry_only(wandb_replaced, bare_environment)
 
     assert train() is wandb_replaced.runs[0]
     assert wandb_replaced.runs[0].exit_codes == [0]
+
+
+def test_a_function_that_outlives_the_one_around_it_has_an_open_run(tmp_path):
+    """One that has joined goes on in the run, which ends as its opener has; a later one has a run of its own."""
+    (tmp_path / "script.py").write_text(
+        """
+import asyncio, wandb
+from flyteplugins_tracking import get_run, tracking_init
+
+@tracking_init
+async def inner(wait_s, x):
+    await asyncio.sleep(wait_s)
+    get_run().log({"x": x})
+
+async def later():
+    await asyncio.sleep(1)
+    await inner(0, 2)
+
+@tracking_init(id="outer", config={"clip": float("inf")})
+async def outer(others):
+    get_run().log({"x": 0})
+    others += [asyncio.ensure_future(inner(0.5, 1)), asyncio.ensure_future(later())]
+    await asyncio.sleep(0.1)
+    raise ValueError
+
+async def main():
+    others = []
+    try:
+        await outer(others)
+    except ValueError:
+        pass
+    await asyncio.gather(*others)
+    print("GLOBAL", wandb.run)
+
+asyncio.run(main())
+"""
+    )
+    done = jobs.python(tmp_path, "script.py")
+    assert done.returncode == 0, done.output
+    assert "GLOBAL None" in done.output
+    rows = {(run.id == "outer", row["x"]) for run in done.runs for row in run.rows}
+    assert rows == {(True, 0), (True, 1), (False, 2)}
+    assert {(run.id == "outer", run.exit_code) for run in done.runs} == {(True, 1), (False, 0)}
+
+
+def test_sigterm_ends_a_run_that_its_opener_has_left(tmp_path):
+    (tmp_path / "script.py").write_text(
+        """
+import asyncio, os, signal
+from flyteplugins_tracking import get_run, tracking_init
+
+@tracking_init
+async def inner():
+    await asyncio.sleep(0.5)
+    get_run().log({"x": 1})
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(30)
+
+@tracking_init(id="outer")
+async def outer(others):
+    get_run().log({"x": 0})
+    others.append(asyncio.ensure_future(inner()))
+    await asyncio.sleep(0.1)
+
+async def main():
+    others = []
+    await outer(others)
+    await others[0]
+
+asyncio.run(main())
+"""
+    )
+    with WandbServer() as server:
+        done = jobs.python(tmp_path, "script.py", env=server.environment)
+        run = server.run("outer")
+    assert done.returncode == 143, done.output
+    assert ([row["x"] for row in run.rows], run.exit_codes[-1], run.completed) == ([0, 1], 143, True)

@@ -194,7 +194,12 @@ def test_a_child_goes_where_its_parents_run_is(server, tmp_path):
         parents = {"wandb": {"id": "r1-hosted", "project": "tests", "entity": "team", "host": server.url}}
         done = pods2.run("plain", tmp_path, module=MODULE, context={RUNS: json.dumps(parents)}, **theirs.environment)
         assert (done.outputs, theirs.runs) == (["r1-hosted"], []), done.output
-    assert values(server.run("r1-hosted").rows, "plain") == [0, 1, 2]
+        theirs_say = {"WANDB_NAME": "evil", "WANDB_NOTES": "evil", "WANDB_TAGS": "evil", "WANDB_RUN_GROUP": "evil"}
+        context = {RUNS: json.dumps(parents)}
+        pods2.run("plain", tmp_path, action="a1", module=MODULE, context=context, **theirs.environment, **theirs_say)
+    run = server.run("r1-hosted")
+    assert values(run.rows, "plain") == [0, 1, 2, 0, 1, 2]
+    assert "evil" not in (run.name, run.notes, run.group, *run.tags)
 
 
 def test_children_of_a_parent_that_has_failed_are_not_failed_by_the_tracker(tmp_path):
@@ -386,6 +391,24 @@ def test_fault_stacking_and_override_drop_the_tracking(tmp_path):
 def test_fault_a_misspelt_mode_is_accepted():
     with pytest.raises(ConfigError, match="did you mean 'shared'"):
         tracking_init(run_mode="shard")
+
+
+def test_what_is_handed_to_children_holds_any_config_and_no_password():
+    from types import SimpleNamespace
+
+    from flyteplugins_tracking.trackers.wandb import TRACKER
+
+    settings = SimpleNamespace(base_url="http://user:secret@w.example/path")
+    config = {"clip": float("inf"), "lr": 3, "nan": float("nan")}
+    run = SimpleNamespace(id="r", project="p", entity="e", offline=False, settings=settings, config=config)
+    passed_on = TRACKER.pass_on(run)
+    assert json.loads(json.dumps(passed_on, allow_nan=False)) == passed_on
+    assert (passed_on["host"], passed_on["config"]) == (
+        "http://w.example/path",
+        {"clip": "Infinity", "lr": 3, "nan": "NaN"},
+    )
+    run.config = {"long": "x" * 20_000}
+    assert TRACKER.pass_on(run)["config"] is None
 
 
 def test_links_that_are_there_are_kept_and_each_tracker_adds_its_own(tasks):

@@ -184,6 +184,29 @@ def test_a_block_of_another_thread_reaches_neither_older_threads_nor_a_task(reco
     thread.join()
 
 
+def test_threads_of_coroutines_in_different_blocks_get_neither(recorder):
+    async def training(name, seen):
+        with tracking_config(project=name):
+            await asyncio.sleep(0.05)
+            seen.append(await asyncio.get_running_loop().run_in_executor(None, read, CONFIG, None))
+            while len(seen) < 2:
+                await asyncio.sleep(0.01)
+
+    async def trainings():
+        seen = []
+        await asyncio.gather(training("a", seen), training("b", seen))
+        return seen
+
+    assert asyncio.run(trainings()) == [{}, {}]
+
+
+def test_a_block_may_be_left_in_another_context(recorder):
+    block, before = tracking_config(project="block"), dict(os.environ)
+    contextvars.copy_context().run(block.__enter__)
+    contextvars.copy_context().run(block.__exit__, None, None, None)
+    assert (read(CONFIG, None), dict(os.environ)) == ({}, before)
+
+
 def test_a_variable_that_is_set_in_a_block_counts_and_stays(recorder, monkeypatch):
     monkeypatch.delenv(CONFIG, raising=False)
     with tracking_config(group="block"):

@@ -26,7 +26,7 @@ from flyteplugins_tracking.compat._links import Wandb, WandbSweep
 from flyteplugins_tracking.config import TrackingConfig, check_flag
 from flyteplugins_tracking.context import Propagated, tracking_config
 from flyteplugins_tracking.decorator import decorator_of, tracked_function
-from flyteplugins_tracking.lifecycle import Task
+from flyteplugins_tracking.lifecycle import Task, in_time
 from flyteplugins_tracking.policy import RankScope, RunMode
 from flyteplugins_tracking.sweeps import get_sweep_id, tracking_sweep, tracking_sweep_config
 
@@ -259,7 +259,8 @@ def _downloading(download_logs: bool | None, function: Callable[..., Any], _: Ta
         if _is_to_download(download_logs):
             import asyncio
 
-            asyncio.run(_download_sweep(download_logs))
+            # In a thread: a notebook's has a loop that runs.
+            in_time(None, asyncio.run, _download_sweep(download_logs))
         return result
 
     return then_download

@@ -189,6 +189,8 @@ class WandbHandle:
         before = self._before
         if before is not None and (HANDLE in vars(before) or not getattr(before, "_is_finished", False)):
             make_global(before)
+        elif global_run() is self.run:  # it has ended early, while another function was still to log to it
+            unset_global()
 
     def _be_global(self) -> None:
         """Be `wandb.run`, unless that is an open run: of a trial, for instance, that this one's function has begun."""
@@ -398,6 +400,13 @@ def global_run() -> Any:
 
     inherited = wandb.run is not None and getattr(wandb.run, "_init_pid", os.getpid()) != os.getpid()
     return None if inherited else wandb.run
+
+
+def unset_global() -> None:
+    """Set `wandb.run` to None."""
+    from wandb.sdk.lib import module
+
+    module.unset_globals()
 
 
 def make_global(run: Any) -> None:

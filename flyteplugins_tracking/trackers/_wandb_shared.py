@@ -38,6 +38,7 @@ from flyteplugins_tracking.trackers._wandb_run import (
     guard_changes,
     make_global,
     service_gone,
+    unset_global,
     without_reports,
 )
 
@@ -176,9 +177,7 @@ def _told(service: str) -> Iterator[None]:
 
 
 def _restore_global(before: Any) -> None:
-    from wandb.sdk.lib import module
-
-    make_global(before) if before is not None else module.unset_globals()
+    make_global(before) if before is not None else unset_global()
 
 
 def _close(run: Any, connection: Any) -> None:

@@ -154,7 +154,7 @@ class WandbTracker:
         place = {"id": run.id, "project": run.project or None, "entity": run.entity or None}
         if run.offline:
             return {**place, "mode": "offline"}
-        return {**place, _HOST: str(run.settings.base_url), "config": _passed_on_config(run)}
+        return {**place, _HOST: _without_credentials(str(run.settings.base_url)), "config": _passed_on_config(run)}
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""
@@ -187,7 +187,7 @@ class WandbTracker:
             run = _init(request)
         except TrackerUnavailableError as unavailable:
             run = self._degraded(request, unavailable)
-        if isinstance(request.config.config, str):
+        if isinstance(request.config.config, str) and request.plan.primary:
             run.config.update(dict(request.facts), allow_val_change=True)
         return run
 
@@ -220,7 +220,14 @@ def _app(config: TrackingConfig) -> str:
     base_url = settings.get("base_url") if isinstance(settings, Mapping) else getattr(settings, "base_url", None)
     server = os.environ.get("WANDB_APP_URL") or os.environ.get("WANDB_BASE_URL") or base_url or _APP
     address = str(config.options.get(_HOST) or server).rstrip("/")
-    return _APPS.get(address, address)
+    return _without_credentials(_APPS.get(address, address))
+
+
+def _without_credentials(address: str) -> str:
+    """An address that is shown and stored has no password in it."""
+    scheme, separator, rest = address.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def _quoted(name: str) -> str:
@@ -431,8 +438,10 @@ def _leave_to_primary(arguments: dict[str, Any]) -> None:
     """Say nothing about the run itself, by a variable either: it would take the place of what the primary says."""
     for name in ("group", "job_type"):
         arguments.pop(name, None)
-    for name in ("run_group", "run_job_type", "run_name", "run_notes", "run_tags"):
-        setattr(arguments["settings"], name, None)
+    # None would be as if it were not set.
+    for name in ("run_group", "run_job_type", "run_name", "run_notes"):
+        setattr(arguments["settings"], name, "")
+    arguments["settings"].run_tags = ()
 
 
 def _is_joined(request: RunRequest) -> bool:
@@ -442,8 +451,17 @@ def _is_joined(request: RunRequest) -> bool:
 
 def _passed_on_config(run: Any) -> dict[str, Any] | None:
     """The config that a task in another process reads; None for one that is too long to travel with each task."""
-    config = json.loads(json.dumps(dict(run.config), default=str))
-    return config if len(json.dumps(config)) <= _MOST_CONFIG else None
+    # What JSON has no number for, it has text for.
+    text = json.dumps(dict(run.config), default=str)
+    config: dict[str, Any] = json.loads(text, parse_constant=str)
+    if len(text) <= _MOST_CONFIG:
+        return config
+    logger.warning(
+        "W&B: the config of run %s is longer than %d bytes: tasks in other processes do not see it",
+        run.id,
+        _MOST_CONFIG,
+    )
+    return None
 
 
 def _metadata(request: RunRequest) -> dict[str, Any]:
