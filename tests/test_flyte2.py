@@ -436,6 +436,11 @@ def test_links_that_are_there_are_kept_and_each_tracker_adds_its_own(tasks):
     ]
 
 
+MALFORMED = [
+    {CONFIG: '{"tracker": "nothing"}'},
+    {CONFIG: '{"run_mode": 3}'},
+    {RUNS: '{"wandb": {"id": "r1-a0", "project": 5}}'},
+]
 LINK = {
     "run_name": "r1",
     "project": "p",
@@ -475,7 +480,7 @@ def test_a_link_knows_what_the_environment_of_its_task_says():
     assert task.links[0].get_link(**{**LINK, "context": context}) == "https://wandb.ai/e/p/runs/exp-{{.actionName}}"
 
 
-@pytest.mark.parametrize("context", [{}, {CONFIG: "no json"}, {CONFIG: "[1]"}, {RUNS: '{"wandb": 1}'}])
+@pytest.mark.parametrize("context", [{}, {CONFIG: "no json"}, {CONFIG: "[1]"}, {RUNS: '{"wandb": 1}'}, *MALFORMED])
 def test_a_link_without_project_and_entity_is_the_hosts_page_and_raises_nothing(tasks, context):
     assert tasks.links(tasks.bare, context) == {"Weights & Biases": "https://wandb.ai"}
 

@@ -63,19 +63,21 @@ class TrackingLink:
         **kwargs: Any,  # noqa: ARG002
     ) -> str:
         """The page's address. `action_name` may be a template of the backend's. Nothing is raised."""
-        carried = context or {}
         try:
-            config = self.config.over(_propagated(self.variables, carried, action_name))
-            parent = _runs(carried).get(config.tracker) if self.workers is None and config.run_mode != "new" else None
+            return self._address(f"{run_name}-{action_name}", action_name, context or {})
         except ConfigError:  # which the task itself will say
             return find_tracker(self.config.tracker).page(self.config, None)
+
+    def _address(self, own_id: str, action_name: str, carried: Mapping[str, str]) -> str:
+        config = self.config.over(_propagated(self.variables, carried, action_name))
+        parent = _runs(carried).get(config.tracker) if self.workers is None and config.run_mode != "new" else None
         if parent is not None:
             config = config.under({name: value for name, value in parent.items() if name != "id"})
         elif config.run_mode == "shared" and self.workers is None:
             return find_tracker(config.tracker).page(config, None)
         variables = find_tracker(config.tracker).run_id_variables
         chosen = next((self.variables[name] for name in variables if self.variables.get(name)), None)
-        base_id = config.id or chosen or f"{run_name}-{action_name}"
+        base_id = config.id or chosen or own_id
         to = pages(self.workers, config.run_mode, config.rank_scope, base_id, parent and parent["id"])
         return find_tracker(config.tracker).page(config, to[min(self.index, len(to) - 1)])
 
