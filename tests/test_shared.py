@@ -199,6 +199,9 @@ def test_prefixes_and_a_config_for_all(tmp_path):
         rows = [{k: v for k, v in row.items() if not k.startswith("_")} for row in run.rows]
         for rank in range(3):
             assert {f"rank_{rank}/loss": rank + 0.5, "step": 10 * rank} in rows
+            # What `watch` hands over goes with the rank's own row, also where another rank logs first.
+            (watched,) = [row for row in run.rows if f"rank_{rank}/watched_{rank}" in row]
+            assert watched[f"rank_{rank}/gradients/weight"]["_type"] == "histogram"
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])

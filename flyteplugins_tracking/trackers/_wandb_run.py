@@ -326,6 +326,8 @@ def _guarded(kind: Any) -> Any:
     members.update({name: _guard_ending(getattr(kind, name)) for name in _ENDINGS if hasattr(kind, name)})
     members.update({name: _guard_property(getattr(kind, name)) for name in _CHANGING if hasattr(kind, name)})
     members.update({name: _guard_change(getattr(kind, name)) for name in _CALLBACKS if hasattr(kind, name)})
+    if hasattr(kind, "_log"):
+        members["_log"] = _guard_row(kind._log)
     members["__reduce_ex__"] = lambda run, _: (_new, (kind,), run.__getstate__())
     named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (kind,), {**named, **members})
@@ -356,6 +358,17 @@ def _guard_change(accessor: Any) -> Any:
     def guarded(run: Any, *args: Any, **kwargs: Any) -> Any:
         handle = vars(run).get(HANDLE)
         return accessor(run, *args, **kwargs) if handle is None else handle.change(accessor, *args, **kwargs)
+
+    return guarded
+
+
+def _guard_row(own: Callable[..., Any]) -> Any:
+    """What `watch` hands over for the run's next row: in a shared run that may be another rank's."""
+
+    @functools.wraps(own)
+    def guarded(run: Any, data: Any, step: Any = None, commit: bool | None = None) -> Any:
+        keep = getattr(vars(run).get(HANDLE), "keep_for_next_row", None)
+        return own(run, data, step, commit) if keep is None or commit is not False else keep(data)
 
     return guarded
 

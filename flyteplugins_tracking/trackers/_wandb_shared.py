@@ -246,6 +246,10 @@ class SharedHandle(WandbHandle):
             if self._offline and self._place.has_peers and self._request.plan.primary and self._request.info:
                 _tell_how_to_merge(self.run)
 
+    def keep_for_next_row(self, data: Mapping[str, Any]) -> None:
+        """Have these values in this rank's next row."""
+        self._rows.log(self._row, data, commit=False)
+
     def _row(self, row: Mapping[str, Any]) -> Any:
         return super().call(self._log, row)
 
@@ -402,6 +406,10 @@ class GuestHandle:
         if os.getpid() != self._pid or not (args or kwargs):
             return accessor(self.run, *args, **kwargs)
         return self._use(accessor, args, kwargs)
+
+    def keep_for_next_row(self, data: Mapping[str, Any]) -> None:
+        """Have these values in this rank's next row."""
+        self._rows.log(self._row, data, commit=False)
 
     def _row(self, row: dict[str, Any]) -> None:
         for is_last in (False, True):
