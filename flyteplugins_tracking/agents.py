@@ -14,7 +14,7 @@ from flyteplugins_tracking.decorator import is_async
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.lifecycle import apart, exit_code_of, may_prompt
 from flyteplugins_tracking.signals import TERMINATED
-from flyteplugins_tracking.sweeps import log_in, restore_variables, session_kept
+from flyteplugins_tracking.sweeps import log_in, session_kept
 from flyteplugins_tracking.topology import get_distributed_info
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def _following(variables: Mapping[str, str], parameters: dict[str, Any]) -> Iter
         yield
     finally:
         _followed = None
-        restore_variables(before)
+        propagation.set_variables(before)
 
 
 def _fail_run() -> None:

@@ -115,6 +115,15 @@ class TrackingConfig:
         """
         return TrackingConfig.of(merged(self.arguments, arguments))
 
+    def joining(self, parent: Mapping[str, Any]) -> TrackingConfig:
+        """This, in the run that a calling task has passed on: where that is, and with its config for this one's.
+
+        Raises:
+            ConfigError: As `of`.
+        """
+        passed_on = {name: value for name, value in parent.items() if name != "id"}
+        return dataclasses.replace(self, config={}).under(passed_on)
+
 
 # What `tracking_init` takes by name.
 OWN_ARGUMENTS = frozenset(TrackingConfig.__dataclass_fields__) - {"options", "given"}

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
-from flyteplugins_tracking import propagation
+from flyteplugins_tracking import integrations, propagation
 from flyteplugins_tracking.config import TrackingConfig, merged
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.integrations import flyte
@@ -35,9 +35,7 @@ class Propagated(dict[str, str]):
 
     def __enter__(self) -> Propagated:
         """Enter the block."""
-        context = flyte.task_context()
-        carried = None if context is None else context.custom_context or {}
-        over = {key: merged(propagation.read(key, carried), propagation.parse(self[key], key)) for key in self}
+        over = {key: merged(integrations.propagated(key), propagation.parse(self[key], key)) for key in self}
         block = flyte.carrying({key: propagation.write(value, key) for key, value in over.items()})
         block.__enter__()
         entered = (self, block)

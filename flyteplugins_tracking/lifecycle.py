@@ -320,8 +320,7 @@ def _open(
     info = detect(os.environ)
     parent = _parent(config, tracker, around, has_workers or info is not None)
     if parent is not None:
-        # Its config, and not this one's.
-        config = replace(config, config={}).under({name: value for name, value in parent.items() if name != "id"})
+        config = config.joining(parent)
     elif has_workers is False and info is None and config.run_mode == "shared":
         raise ConfigError(
             "run_mode='shared' in a task without workers of its own is for going on in the run of the task that calls "
@@ -497,7 +496,7 @@ def _end(entry: Entry, exit_code: int) -> None:
         if is_opener:
             entry.left_with = exit_code
         is_last = owner is None or (owner.joined == 0 and owner.left_with is not None)
-    if owner is None or is_last:
+    if is_last:
         # A run that was opened again since its opener left is ended with that one's status, unless a signal ends it.
         opener_code = None if owner is None else owner.left_with
         _finish(owner or entry, exit_code if opener_code is None or exit_code == TERMINATED else opener_code)

@@ -155,9 +155,14 @@ def _see_changes() -> None:
 def _export() -> None:
     """Set the variables for processes that are started now. Blocks of several threads at once share them."""
     innermost = _blocks[-1].values if _blocks else {}
-    for key, outside in _outside.items():
-        value = _exported[key] = innermost.get(key, outside)
+    _exported.update({key: innermost.get(key, outside) for key, outside in _outside.items()})
+    set_variables(_exported)
+
+
+def set_variables(values: Mapping[str, str | None]) -> None:
+    """Set environment variables; None is for one that is not to be set."""
+    for name, value in values.items():
         if value is None:
-            os.environ.pop(key, None)
+            os.environ.pop(name, None)
         else:
-            os.environ[key] = value
+            os.environ[name] = value

@@ -25,7 +25,7 @@ from flyteplugins_tracking.context import Propagated
 from flyteplugins_tracking.decorator import is_async
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.integrations import flyte
-from flyteplugins_tracking.lifecycle import Task, may_prompt
+from flyteplugins_tracking.lifecycle import Task, in_time, may_prompt
 from flyteplugins_tracking.policy import Workers
 from flyteplugins_tracking.topology import get_distributed_info
 from flyteplugins_tracking.trackers.base import find_tracker
@@ -374,9 +374,7 @@ def _in_time(make: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, 
         except Exception as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, name="tracking-sweep", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+    in_time(timeout_s, run)
     if results:
         return results[0]
     cause = (str(errors[0]).strip().splitlines() or [repr(errors[0])])[0] if errors else f"no answer in {timeout_s:g} s"
@@ -410,22 +408,13 @@ def session_kept() -> Iterator[None]:
 
 
 def _restore(variables: Mapping[str, str | None], settings: Mapping[str, Any]) -> None:
-    restore_variables(variables)
+    propagation.set_variables(variables)
     if "wandb" in sys.modules:
         from wandb.sdk import wandb_setup
 
         loaded_here = {name: os.environ.get(f"WANDB_{name.upper()}") for name in ("project", "entity")}
         for name, value in (settings or loaded_here).items():
             setattr(wandb_setup.singleton().settings, name, value)
-
-
-def restore_variables(before: Mapping[str, str | None]) -> None:
-    """Set the environment variables as they were; None is for one that was not set."""
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _settings() -> dict[str, Any]:

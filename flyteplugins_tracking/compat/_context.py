@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flyteplugins_tracking import propagation
-from flyteplugins_tracking.integrations import flyte
+from flyteplugins_tracking import integrations, propagation
 from flyteplugins_tracking.lifecycle import get_run
 from flyteplugins_tracking.policy import RankScope, RunMode
 
@@ -78,15 +76,9 @@ def get_wandb_run() -> Any:
     return run
 
 
-def carried() -> Mapping[str, str] | None:
-    """What Flyte 2 has handed to the task that runs here; None outside of one."""
-    context = flyte.task_context()
-    return None if context is None else context.custom_context or {}
-
-
 def _arguments(key: str, kind: type) -> dict[str, Any]:
     """What is propagated under `key`, as the arguments of `kind`; empty for nothing."""
-    given = propagation.read(key, carried())
+    given = integrations.propagated(key)
     names = set(kind.__dataclass_fields__) - {"kwargs"}  # type: ignore[attr-defined]
     more = {name: value for name, value in given.items() if name not in names}
     known = {name: value for name, value in given.items() if name in names}

@@ -171,7 +171,8 @@ def wandb_sweep(function: Any = None, /, *, download_logs: bool | None = None, *
     Raises:
         ConfigError: As `tracking_sweep`.
     """
-    check_flag("download_logs", bool(download_logs) if download_logs is None else download_logs)
+    if download_logs is not None:
+        check_flag("download_logs", download_logs)
     sweep, wrap = tracking_sweep(**kwargs), functools.partial(_downloading, download_logs)
 
     def decorate(target: Any) -> Any:

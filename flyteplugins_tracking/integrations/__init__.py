@@ -74,8 +74,7 @@ def propagated(key: str) -> dict[str, Any]:
     Raises:
         ConfigError: It is malformed.
     """
-    context = flyte.task_context()
-    return propagation.read(key, None if context is None else context.custom_context or {})
+    return propagation.read(key, flyte.carried())
 
 
 def _refuse_what_is_no_function(target: Any, name: str) -> None:

@@ -72,7 +72,7 @@ class TrackingLink:
         config = self.config.over(_propagated(self.variables, carried, action_name))
         parent = _runs(carried).get(config.tracker) if self.workers is None and config.run_mode != "new" else None
         if parent is not None:
-            config = config.under({name: value for name, value in parent.items() if name != "id"})
+            config = config.joining(parent)
         elif config.run_mode == "shared" and self.workers is None:
             return find_tracker(config.tracker).page(config, None)
         variables = find_tracker(config.tracker).run_id_variables
@@ -141,17 +141,22 @@ def task_context() -> Any:
     return (read() or None) if read is not None else None
 
 
+def carried() -> Mapping[str, str] | None:
+    """What Flyte 2 has handed to the task that runs here; None outside of one."""
+    context = task_context()
+    return None if context is None else context.custom_context or {}
+
+
 @contextmanager
 def carrying(values: Mapping[str, str]) -> Iterator[None]:
     """Have the tasks that are called in the block carry `values`, and what is started in it find them.
 
     Outside of a task only the latter.
     """
-    context = task_context()
-    carried = {} if context is None else {**(context.custom_context or {}), **values}
-    ours = {key: carried[key] for key in propagation.EXPORTED if key in carried} if context is not None else values
-    with propagation.propagate(ours):
-        if context is None:
+    around = carried()
+    reaching = values if around is None else {**around, **values}
+    with propagation.propagate({key: reaching[key] for key in propagation.EXPORTED if key in reaching}):
+        if around is None:
             yield
             return
         with sys.modules["flyte"].custom_context(**values):
@@ -200,8 +205,7 @@ def _hand_out(files: str, run_id: str, is_async: bool) -> Any:
 
 
 def _passing_on(tracker: str, passed_on: Mapping[str, Any]) -> Any:
-    context = task_context()
-    runs = {**_runs(context.custom_context or {}), tracker: passed_on}
+    runs = {**_runs(carried() or {}), tracker: passed_on}
     return carrying({propagation.RUNS: propagation.write(runs, "the open run")})
 
 
@@ -235,7 +239,7 @@ def run_links(config: TrackingConfig, workers: Workers | None, task: Any) -> Ite
     tracker = find_tracker(config.tracker)
     counting = (propagation.CONFIG, *tracker.run_id_variables)
     variables = {name: value for name, value in (task.env_vars or {}).items() if name in counting}
-    title, config = find_tracker(config.tracker).title, replace(config, secret=None, given=config.given - {"secret"})
+    title, config = tracker.title, replace(config, secret=None, given=config.given - {"secret"})
     for index, page in enumerate(pages(workers, config.run_mode, config.rank_scope, "")):
         name = title if page.worker_index is None else f"{title} worker {page.worker_index}"
         yield TrackingLink(name, config, workers, index, variables)

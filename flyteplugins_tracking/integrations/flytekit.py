@@ -148,7 +148,8 @@ def surroundings() -> Surroundings | None:
         return None
     # Not is_local_execution(): in a local spawn worker it says False. This variable every pod has, and nothing else.
     execution = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID")
-    is_task = execution is not None and _runs_a_task(flytekit)
+    runs_a_task = _runs_a_task(flytekit)
+    is_task = execution is not None and runs_a_task
     prefix = flytekit.current_context().raw_output_prefix if is_task else ""
     base_id, group = _identity(str(execution), prefix) if is_task else (None, None)
     return Surroundings(
@@ -160,7 +161,7 @@ def surroundings() -> Surroundings | None:
         keep=_keep if is_task else None,
         show=_show,
         has_report=bool(getattr(flytekit.current_context(), "enable_deck", False)),
-        hand_out=_hand_out if _runs_a_task(flytekit) else None,
+        hand_out=_hand_out if runs_a_task else None,
         read_secret=functools.partial(_read_secret, on_cluster=execution is not None),
         successes=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
     )

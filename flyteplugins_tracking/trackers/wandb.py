@@ -17,11 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
-from flyteplugins_tracking.errors import (
-    ConfigError,
-    TrackerNotInstalledError,
-    TrackerUnavailableError,
-)
+from flyteplugins_tracking.errors import ConfigError, TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers._place import Place
