@@ -22,7 +22,7 @@ class TrackingConfig:
     """The arguments of one `tracking_init`.
 
     Attributes:
-        tracker: The tracker's name.
+        tracker: The tracker's name, or a `Tracker`.
         run_mode: See `flyteplugins_tracking.policy.plan`.
         rank_scope: See `flyteplugins_tracking.policy.plan`.
         id: The base id; None for one that the ranks agree on by themselves.
@@ -44,7 +44,7 @@ class TrackingConfig:
         given: The names of those above, but for `options`, that were asked for; the others have their defaults.
     """
 
-    tracker: str = "wandb"
+    tracker: Any = "wandb"
     run_mode: RunMode = "auto"
     rank_scope: RankScope = "global"
     id: str | None = None

@@ -11,7 +11,7 @@ from flyteplugins_tracking import integrations, propagation
 from flyteplugins_tracking.config import TrackingConfig, merged
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.integrations import flyte
-from flyteplugins_tracking.trackers.base import find_tracker
+from flyteplugins_tracking.trackers.base import check_propagated
 
 # The blocks that this thread or coroutine is in. Several may be in one object's at once.
 _Entered = tuple["Propagated", AbstractContextManager[None]]
@@ -72,5 +72,5 @@ def tracking_config(**options: Any) -> Propagated:
     if "secret" in options:
         raise ConfigError("secret= is read where the run is opened, and is not propagated: pass it to tracking_init")
     config = TrackingConfig.of(options)
-    find_tracker(config.tracker).check(config)
+    check_propagated(config)
     return Propagated(propagation.CONFIG, config.arguments, "tracking_config")

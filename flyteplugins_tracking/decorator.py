@@ -12,7 +12,7 @@ from flyteplugins_tracking import integrations
 from flyteplugins_tracking.config import IfUnavailable, TrackingConfig
 from flyteplugins_tracking.lifecycle import Entry, Task, hand_out, open_run
 from flyteplugins_tracking.policy import RankScope, RunMode
-from flyteplugins_tracking.trackers.base import find_tracker
+from flyteplugins_tracking.trackers.base import Tracker, check_config, find_tracker, propagated_to
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,7 +24,7 @@ def tracking_init(function: F, /) -> F: ...
 @overload
 def tracking_init(
     *,
-    tracker: str = "wandb",
+    tracker: str | Tracker = "wandb",
     run_mode: RunMode = "auto",
     rank_scope: RankScope = "global",
     id: str | None = None,
@@ -56,7 +56,8 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
 
     Args:
         function: The function or task, where the decorator is used without arguments.
-        tracker: The tracker's name.
+        tracker: The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry
+            point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.base.Tracker`.
         run_mode: "auto": one run for the scope, on its first rank. "new": a run for every rank. "shared": one run
             for the scope, on all its ranks.
         rank_scope: "global": the scope is the whole job. "worker": it is each worker (= node).
@@ -98,7 +99,7 @@ def decorator_of(
     Raises:
         ConfigError: What is wanted cannot work.
     """
-    find_tracker(wanted.tracker).check(wanted)
+    check_config(wanted)
 
     def decorate(target: Any) -> Any:
         of_runs = integrations.Decorator.of_runs("tracking_init", wanted)
@@ -135,11 +136,8 @@ def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task:
 def _run_of(wanted: TrackingConfig, task: Task | None) -> AbstractContextManager[Entry]:
     """The run that one call has: what is propagated to it counts where the decorator says nothing."""
     around = integrations.surroundings()
-    config = wanted.over(around.propagated)
-    tracker = find_tracker(config.tracker)
-    if around.propagated:
-        tracker.check(config)
-    return open_run(config, tracker, around, task)
+    config = propagated_to(wanted, around.propagated)
+    return open_run(config, find_tracker(config.tracker), around, task)
 
 
 def is_async(function: Any) -> bool:

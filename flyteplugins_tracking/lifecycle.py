@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking.config import TrackingConfig
-from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.errors import ConfigError, TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.loop_watch import LoopWatch
 from flyteplugins_tracking.policy import RunPlan, needs_agreement, plan
 from flyteplugins_tracking.signals import TERMINATED, Watch
@@ -296,7 +296,7 @@ def _join_here(entry: Entry, run_id: str) -> bool:
     with _lock:
         owners = [other.owner for other in _running if other.owner is not None and other.tracker == entry.tracker]
         for owner in owners:
-            if getattr(owner.run, "id", None) == run_id:
+            if owner.handle is not None and owner.handle.id == run_id:
                 _join(entry, owner)
                 return True
     return False
@@ -349,6 +349,7 @@ def _open(
             watch=entry.watch or _watch,
             deadline=deadline,
         )
+        require(tracker)
         entry.handle = tracker.open(request)
         entry.run, entry.owner = entry.handle.run, entry
         with _lock:
@@ -358,7 +359,8 @@ def _open(
 
 
 def _files(entry: Entry, info: DistributedInfo | None) -> tuple[str, str] | None:
-    files = entry.handle.files if entry.handle is not None else None
+    handle = entry.handle
+    files = handle.files if handle is not None else None
     reason = None
     if info is not None:
         reason = f"the training has {info.world_size} ranks, and a task's output is one process's"
@@ -366,13 +368,25 @@ def _files(entry: Entry, info: DistributedInfo | None) -> tuple[str, str] | None
         reason = "this is no task of Flyte"
     if reason is not None and (info is None or info.rank == 0):
         logger.warning("%s: download_logs=True is left out: %s", entry.tracker, reason)
-    return (files, entry.run.id) if files is not None and reason is None else None
+    return (files, handle.id) if handle is not None and files is not None and reason is None else None
 
 
 def _entered_watch(tracker: Tracker, config: TrackingConfig) -> Watch | LoopWatch | None:
     """The one that can watch for this thread's run, if any can."""
     watches = (_watch, _loop_watch)
-    return next((watch for watch in watches if watch.enter(tracker.package, config.finish_timeout_s)), None)
+    return next((watch for watch in watches if watch.enter(tracker.package or "", config.finish_timeout_s)), None)
+
+
+def require(tracker: Tracker) -> None:
+    """See that the vendor's package is installed, without importing it.
+
+    Raises:
+        TrackerNotInstalledError: It is not.
+    """
+    from importlib.util import find_spec
+
+    if tracker.package is not None and tracker.package not in sys.modules and find_spec(tracker.package) is None:
+        raise TrackerNotInstalledError(f"pip install {tracker.distribution or tracker.package}")
 
 
 def _parent(
@@ -536,9 +550,11 @@ def _show(entry: Entry, exit_code: int, summary: Mapping[str, Any]) -> None:
     from flyteplugins_tracking import report
     from flyteplugins_tracking.identity import job_store
 
-    info, config = entry.info, entry.config
+    info, config, handle = entry.info, entry.config, entry.handle
     assert config is not None
-    outcome = report.Outcome.of(entry.run, 0 if info is None else info.rank, exit_code, summary)
+    assert handle is not None
+    rank = 0 if info is None else info.rank
+    outcome = report.Outcome.of(handle.id, handle.url, rank, exit_code, summary)
     others = _other_runs(config, info)
     store = job_store(info, os.environ) if info is not None and others else None
     base = f"flyteplugins_tracking/report/{entry.tracker}/{info.restart_count if info else 0}"

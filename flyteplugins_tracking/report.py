@@ -38,11 +38,11 @@ class Outcome:
     summary: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run: Any, rank: int, exit_code: int, summary: Mapping[str, Any]) -> Outcome:
-        """From the tracker's run and its last values; media and the like have no text."""
+    def of(cls, run_id: str, url: str | None, rank: int, exit_code: int, summary: Mapping[str, Any]) -> Outcome:
+        """From what the tracker knows; media and the like have no text."""
         plain = {key: value for key, value in summary.items() if isinstance(value, (bool, int, float, str))}
         shown = {key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in plain.items()}
-        return cls(str(run.id), rank, exit_code, getattr(run, "url", None), dict(list(shown.items())[:_MOST_VALUES]))
+        return cls(run_id, rank, exit_code, url, dict(list(shown.items())[:_MOST_VALUES]))
 
 
 def tell(store: Any, base: str, outcome: Outcome) -> None:

@@ -25,10 +25,10 @@ from flyteplugins_tracking.context import Propagated
 from flyteplugins_tracking.decorator import is_async
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.integrations import flyte
-from flyteplugins_tracking.lifecycle import Task, in_time, may_prompt
+from flyteplugins_tracking.lifecycle import Task, in_time, may_prompt, require
 from flyteplugins_tracking.policy import Workers
 from flyteplugins_tracking.topology import get_distributed_info
-from flyteplugins_tracking.trackers.base import find_tracker
+from flyteplugins_tracking.trackers.base import check_config, find_tracker
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -196,7 +196,7 @@ class SweepLink:
             config = TrackingConfig.of(merged(*layers, _place(self.place), _place({} if "id" in self.place else sweep)))
         except ConfigError:  # which the task itself will say
             config, sweep = TrackingConfig.of(_place(self.place)), {}
-        address = find_tracker("wandb").page(config, None)
+        address = find_tracker("wandb").page(config, None) or ""
         if not config.project or not config.options.get("entity"):
             return address
         return "/".join([address, "sweeps", *filter(None, [self.place.get("id") or sweep.get("id")])])
@@ -210,7 +210,7 @@ def _checked(owner: str, options: Mapping[str, Any], allowed: Collection[str] = 
     """
     given = {name: value for name, value in options.items() if value is not None}
     check_arguments(owner, given, allowed)
-    find_tracker("wandb").check(TrackingConfig.of(_place(given)))
+    check_config(TrackingConfig.of(_place(given)))
     for name in _TEXTS:
         check_text(name, given.get(name))
     for name in _MAPPINGS:
@@ -338,9 +338,9 @@ def log_in(host: str | None, may_ask: bool) -> None:
         TrackerUnavailableError: There is no key.
         TrackerNotInstalledError: wandb is missing.
     """
-    from flyteplugins_tracking.trackers.wandb import api_of, drop_unusable_service, has_credentials, require_wandb
+    from flyteplugins_tracking.trackers.wandb import api_of, drop_unusable_service, has_credentials
 
-    require_wandb()
+    require(find_tracker("wandb"))
     import wandb
     from wandb.sdk import wandb_setup
 

@@ -10,7 +10,7 @@ from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.integrations.flyte import TrackingLink
 from flyteplugins_tracking.policy import RankScope, RunMode
 from flyteplugins_tracking.sweeps import SweepLink
-from flyteplugins_tracking.trackers.base import find_tracker
+from flyteplugins_tracking.trackers.base import check_config
 
 _HOST = "https://wandb.ai"
 
@@ -120,5 +120,5 @@ def _place(link: Wandb | WandbSweep) -> dict[str, Any]:
 
 def _checked(arguments: Mapping[str, Any]) -> TrackingConfig:
     config = TrackingConfig.of({name: value for name, value in arguments.items() if value is not None})
-    find_tracker(config.tracker).check(config)
+    check_config(config)
     return config

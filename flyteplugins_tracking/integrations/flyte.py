@@ -22,7 +22,7 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.integrations.flytekit import workers_of
 from flyteplugins_tracking.lifecycle import Surroundings, Task
 from flyteplugins_tracking.policy import Workers, pages
-from flyteplugins_tracking.trackers.base import find_tracker
+from flyteplugins_tracking.trackers.base import find_tracker, propagated_to
 
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"
 _ANY_TASK = "flyte._task.TaskTemplate"
@@ -66,20 +66,20 @@ class TrackingLink:
         try:
             return self._address(f"{run_name}-{action_name}", action_name, context or {})
         except ConfigError:  # which the task itself will say
-            return find_tracker(self.config.tracker).page(self.config, None)
+            return find_tracker(self.config.tracker).page(self.config, None) or ""
 
     def _address(self, own_id: str, action_name: str, carried: Mapping[str, str]) -> str:
-        config = self.config.over(_propagated(self.variables, carried, action_name))
+        config = propagated_to(self.config, _propagated(self.variables, carried, action_name))
+        tracker = find_tracker(config.tracker)
         parent = _runs(carried).get(config.tracker) if self.workers is None and config.run_mode != "new" else None
         if parent is not None:
             config = config.joining(parent)
         elif config.run_mode == "shared" and self.workers is None:
-            return find_tracker(config.tracker).page(config, None)
-        variables = find_tracker(config.tracker).run_id_variables
-        chosen = next((self.variables[name] for name in variables if self.variables.get(name)), None)
+            return tracker.page(config, None) or ""
+        chosen = next((self.variables[name] for name in tracker.run_id_variables if self.variables.get(name)), None)
         base_id = config.id or chosen or own_id
         to = pages(self.workers, config.run_mode, config.rank_scope, base_id, parent and parent["id"])
-        return find_tracker(config.tracker).page(config, to[min(self.index, len(to) - 1)])
+        return tracker.page(config, to[min(self.index, len(to) - 1)]) or ""
 
 
 def is_entity(target: Any) -> bool:
@@ -237,6 +237,8 @@ def _runs(carried: Mapping[str, str]) -> dict[str, Any]:
 def run_links(config: TrackingConfig, workers: Workers | None, task: Any) -> Iterator[TrackingLink]:
     """The links to the runs of `task`, which has these workers."""
     tracker = find_tracker(config.tracker)
+    if tracker.page(config, None) is None:
+        return
     counting = (propagation.CONFIG, *tracker.run_id_variables)
     variables = {name: value for name, value in (task.env_vars or {}).items() if name in counting}
     title, config = tracker.title, replace(config, secret=None, given=config.given - {"secret"})

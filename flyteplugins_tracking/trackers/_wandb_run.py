@@ -15,6 +15,7 @@ from typing import Any
 
 from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.signals import TERMINATED
+from flyteplugins_tracking.trackers.base import Handle
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +27,13 @@ _CALLBACKS = ("_summary_update_callback", "_config_callback")
 HANDLE = "_flyteplugins_tracking_handle"
 
 
-class WandbHandle:
+class WandbHandle(Handle):
     """An open W&B run, which `wandb.run` is while the function runs."""
 
     def __init__(self, run: Any, before: Any, request: RunRequest, reopen: Callable[[Any, bool], Any]) -> None:
         """`before` was `wandb.run`; `reopen` gives a run again, offline or not, in another object."""
         self.run = run
-        self._id, self._offline = run.id, bool(run.offline)
+        self.id, self._offline = run.id, bool(run.offline)
         self._request = request
         self._open_again = reopen
         self._before = None if before is run else before
@@ -168,7 +169,7 @@ class WandbHandle:
                 logger.warning(
                     "wandb-core has died (%s). Run %s goes on in another; what this one had not sent: wandb sync %s",
                     type(error).__name__,
-                    self._id,
+                    self.id,
                     directory(self.run),
                 )
             if self._offline or not was_torn_down:
@@ -229,7 +230,7 @@ class WandbHandle:
             self._timed_out = True
             logger.warning(
                 "W&B did not take all of run %s within finish_timeout_s=%g. Nothing is lost: wandb sync %s",
-                self._id,
+                self.id,
                 self._request.config.finish_timeout_s,
                 directory(self.run),
             )
@@ -248,14 +249,14 @@ class WandbHandle:
             self._adopt(self._open_again(self.run, self._offline or self._timed_out))
         except Exception:
             self._lost = True
-            logger.warning("W&B: run %s has ended, and what is logged now is lost", self._id, exc_info=True)
+            logger.warning("W&B: run %s has ended, and what is logged now is lost", self.id, exc_info=True)
         finally:
             self._ender = 0
 
     def _adopt(self, reopened: Any) -> None:
         """Be `reopened`: share its state, and take its place in the vendor's list."""
-        if reopened.id != self._id:
-            raise RuntimeError(f"asked for run {self._id}, W&B gave run {reopened.id}")
+        if reopened.id != self.id:
+            raise RuntimeError(f"asked for run {self.id}, W&B gave run {reopened.id}")
         reopened._wl.remove_active_run(reopened)
         self.run.__dict__ = reopened.__dict__
         vars(self.run)[HANDLE] = self

@@ -18,14 +18,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from flyteplugins_tracking.attendance import Attendance
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.handover import Guest, HandoverError, Host, HostExistsError
-from flyteplugins_tracking.identity import job_store
 from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.signals import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.trackers._place import Place
@@ -41,6 +39,8 @@ from flyteplugins_tracking.trackers._wandb_run import (
     unset_global,
     without_reports,
 )
+from flyteplugins_tracking.trackers._writers import Writers
+from flyteplugins_tracking.trackers.base import Handle
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def _open(
     request: RunRequest, open_own: Callable[[], Any], reopen: Callable[[Any, bool], Any], host: _Host | None
 ) -> SharedHandle:
     before = global_run()
-    nodes = _Nodes.of(request)
+    nodes = _nodes(request)
     return SharedHandle(open_own(), before, request, reopen, host, nodes)
 
 
@@ -199,7 +199,7 @@ class SharedHandle(WandbHandle):
         request: RunRequest,
         reopen: Callable[[Any, bool], Any],
         host: _Host | None = None,
-        nodes: _Nodes | None = None,
+        nodes: Writers | None = None,
     ) -> None:
         self._log = type(run).log
         self._rows = _rows(request.config, request.info, lambda: self.run)
@@ -264,7 +264,7 @@ class SharedHandle(WandbHandle):
             logger.warning(
                 "W&B: run %s ends, finish_timeout_s=%g after the function of its writer has returned. What these ranks "
                 "log from now on is lost: %s. Ranks of the node that have not called the function: %d.",
-                self._id,
+                self.id,
                 timeout_s,
                 ", ".join(map(str, ranks)) or "none",
                 host.missing,
@@ -293,7 +293,7 @@ class SharedHandle(WandbHandle):
                 if not self._lost:
                     self._offer()
         except Exception:
-            logger.warning("W&B: run %s could not be opened again for its other ranks", self._id, exc_info=True)
+            logger.warning("W&B: run %s could not be opened again for its other ranks", self.id, exc_info=True)
 
     def _offer(self) -> None:
         if self._host is not None:
@@ -318,18 +318,18 @@ class SharedHandle(WandbHandle):
                 "W&B: run %s is the calling task's: what this task changes in the config of its parent's run is not "
                 "sent. Change it in the task that has opened the run; or pass allow_config=True, and it takes the "
                 "place of the parent's.",
-                self._id,
+                self.id,
             )
 
 
-class GuestHandle:
-    """A W&B run that a neighbour has opened."""
+class GuestHandle(Handle):
+    """A W&B run that a neighbour has opened, who has its files and its summary."""
 
     def __init__(self, run: Any, connection: Any, before: Any, request: RunRequest, guest: Guest) -> None:
         """`connection` is the one to the host's wandb-core; `before` was `wandb.run`."""
         self.run = run
         self._connection = connection
-        self._id = run.id
+        self.id = run.id
         self._request = request
         self._guest = guest
         self._before = before
@@ -346,23 +346,6 @@ class GuestHandle:
         guard(run)
         self._dress()
         guest.listen(offered=self._offered, paused=self._paused, gone=self._gone)
-
-    @property
-    def files(self) -> str | None:
-        """See `Handle.files`. The host has them."""
-        return None
-
-    def summary(self) -> Mapping[str, Any]:
-        """See `Handle.summary`. The host tells them."""
-        return {}
-
-    def unsent(self) -> Sequence[str]:
-        """See `Handle.unsent`. The host has it."""
-        return ()
-
-    def how_to_send(self, directory: str) -> str:
-        """See `Handle.how_to_send`."""
-        return f"wandb sync {directory}"
 
     def finish(self, exit_code: int) -> None:  # noqa: ARG002 the host's decides
         """See `Handle.finish`. The run goes on, and its host ends it."""
@@ -466,7 +449,7 @@ class GuestHandle:
                 "W&B: rank %d cannot log to run %s any more: local rank 0 of its node, which writes the run, has ended "
                 "it or was killed. What this rank logs from now on is lost.",
                 self._guest.rank,
-                self._id,
+                self.id,
             )
 
     def _flush(self, timeout_s: float) -> None:
@@ -515,7 +498,7 @@ class GuestHandle:
                 for row in held:
                     self._row(row)
             except Exception:
-                logger.warning("W&B: a rank could not attach to run %s again", self._id, exc_info=True)
+                logger.warning("W&B: a rank could not attach to run %s again", self.id, exc_info=True)
                 self._state = "gone"
             self._changed.notify_all()
 
@@ -538,51 +521,6 @@ class GuestHandle:
         with self._changed:
             self._state = "gone"
             self._changed.notify_all()
-
-
-class _Nodes:
-    """The other nodes that write to the run, as far as the job has a store to ask."""
-
-    def __init__(self, request: RunRequest, attendance: Attendance | None) -> None:
-        self._request = request
-        self._attendance = attendance
-        # Whether the run may have been there: the service would say so of one that another node has just created.
-        self.is_retry = _is_retry(request)
-        if attendance is not None and request.plan.primary:
-            attendance.enter_as_primary()
-        elif attendance is not None:
-            self.is_retry |= attendance.enter(request.plan.label or "")
-
-    @classmethod
-    def of(cls, request: RunRequest) -> _Nodes | None:
-        """None where the run has no other nodes."""
-        if not Place.of(request).has_peers:
-            return None
-        store = None if request.info is None else job_store(request.info, os.environ)
-        return cls(request, None if store is None else Attendance(store, request.known_id))
-
-    def leave(self) -> None:
-        """What this node has to write is written."""
-        if self._attendance is not None and not self._request.plan.primary:
-            self._attendance.leave(self._request.plan.label or "")
-
-    def wait(self) -> None:
-        """On the primary, wait for the others: what they have logged is to come before the run's end."""
-        request, info = self._request, self._request.info
-        if self._attendance is None or info is None or not request.plan.primary:
-            return
-        kind, count = ("worker", info.num_workers) if info.worker_index is not None else ("rank", info.world_size)
-        others = [f"{kind}-{index}" for index in range(1, count or 0)]
-        timeout_s = request.config.finish_timeout_s
-        missing = self._attendance.wait(others, timeout_s, until=lambda: request.watch.terminated)
-        if missing:
-            logger.warning(
-                "W&B: run %s ends. finish_timeout_s=%g after rank 0's function had returned, these had not written all "
-                "to it: %s.",
-                request.plan.run_id,
-                timeout_s,
-                ", ".join(missing),
-            )
 
 
 class _Host(Host):
@@ -611,14 +549,21 @@ def _name(request: RunRequest) -> str:
     return json.dumps(["wandb", *run, *attempt])
 
 
+def _nodes(request: RunRequest) -> Writers | None:
+    """The writers on other nodes; None where the run has none."""
+    if not Place.of(request).has_peers:
+        return None
+    info = request.info
+    kind, count = ("rank", 1) if info is None else ("rank", info.world_size)
+    if info is not None and info.worker_index is not None:
+        kind, count = "worker", info.num_workers or 1
+    others = [f"{kind}-{index}" for index in range(1, count)]
+    return Writers(request, "W&B", request.plan.label or "", others)
+
+
 def _neighbours(request: RunRequest) -> int:
     ranks = request.info.local_world_size if request.info else None
     return (ranks or 1) - 1
-
-
-def _is_retry(request: RunRequest) -> bool:
-    flyte = request.facts.get("flyte") or {}
-    return bool(request.facts.get("restart_count") or flyte.get("attempt"))
 
 
 def _offer(run: Any) -> dict[str, Any]:

@@ -1,35 +1,61 @@
-"""What a tracker is, and how it is found by its name."""
+"""What a tracker is, and how it is found by its name.
+
+A third party's tracker is a class that inherits from `Tracker`, or has all that it has. It is passed as `tracker=`, or
+registered under the entry point group `flyteplugins_tracking.trackers` and found by its name.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
-from flyteplugins_tracking.config import TrackingConfig, check_choice
+from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
+from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import Page
 
+ENTRY_POINTS = "flyteplugins_tracking.trackers"
+
+# What a service may be without. See docs/trackers.md.
+Feature = Literal[
+    "shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "allow_config", "download_logs"
+]
+
 
 class Handle(Protocol):
-    """An open run."""
+    """An open run.
+
+    Attributes:
+        id: The run's id, as plans have it.
+        run: The vendor's own object.
+    """
+
+    id: str
+    run: Any
 
     @property
-    def run(self) -> Any:
-        """The vendor's own object."""
+    def url(self) -> str | None:
+        """The run's page, where it is known."""
+        return getattr(self.run, "url", None)
 
     @property
     def files(self) -> str | None:
         """The local directory with the run's files, where this process has written them."""
+        return None
 
     def summary(self) -> Mapping[str, Any]:
         """The run's last values, as far as this process knows them. Called before `finish`."""
+        return {}
 
     def unsent(self) -> Sequence[str]:
         """The local directories that hold what the service has not got. Called after `finish`."""
+        return ()
 
-    def how_to_send(self, directory: str) -> str:
+    def how_to_send(self, directory: str) -> str:  # noqa: ARG002 as they all have it
         """The command that sends what is in such a directory."""
+        return ""
 
     def finish(self, exit_code: int) -> None:
         """End the run, which the function's end is: 0 is success, anything else is failure. Called once, and last."""
@@ -43,54 +69,172 @@ class Handle(Protocol):
 
 
 class Tracker(Protocol):
-    """One tracking service. Its module is imported on every rank: the vendor's `package` only in `open`."""
+    """One tracking service. Its module is imported on every rank: the vendor's `package` only in `open`.
+
+    Attributes:
+        name: What `tracker=` calls it.
+        title: What people call it.
+        package: The vendor's module, which `open` needs; None for none.
+        distribution: What `pip install` takes for it, if that is another name.
+        run_id_variables: The service's own variables that choose a run, the first one that is set.
+        arguments: Its own arguments of `tracking_init`, which are `config.options`.
+        lacks: What it cannot do, and why. What is asked for all the same is refused at decoration.
+    """
 
     name: str
-    title: str  # what people call it
-    package: str
-    run_id_variables: tuple[str, ...]
+    title: str
+    package: str | None = None
+    distribution: str = ""
+    run_id_variables: tuple[str, ...] = ()
+    arguments: Collection[str] = frozenset()
+    lacks: Mapping[Feature, str] = {}
 
     def imposed_id(self) -> str | None:
         """The id that the service gives to what is opened now, whatever is asked for: in a trial of its sweep."""
+        return None
 
     def check(self, config: TrackingConfig) -> None:
-        """Refuse, at decoration, what cannot work.
+        """Refuse, at decoration, what cannot work. Names of arguments and what it lacks are checked already.
 
         Raises:
             ConfigError: It cannot.
         """
 
-    def page(self, config: TrackingConfig, page: Page | None) -> str:
-        """The address of a run or a group, None for the whole project; the host's where it cannot be told."""
+    def page(self, config: TrackingConfig, page: Page | None) -> str | None:  # noqa: ARG002 as they all have it
+        """The address of a run or a group, None for the whole project; the host's where it cannot be told.
 
-    def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
+        None where the service has no pages.
+        """
+        return None
+
+    def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:  # noqa: ARG002
         """What flytekit's task template gains so that the console links to `pages`: text values, own key names.
 
         Their ids lack what is before the plan's suffix: `config.id`, or what the backend calls the task's execution.
         None for pages that are not known.
         """
+        address = self.page(config, None)
+        return {} if address is None else {"link_type": f"tracking-{self.name}", f"{self.name}_page": address}
 
-    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
+    def pass_on(self, run: Any) -> Mapping[str, Any] | None:  # noqa: ARG002
         """Its "id", and the arguments that a task goes on in it with: plain values. None where none can."""
+        return None
 
     def open(self, request: RunRequest) -> Handle:
         """Open this rank's run; to go on with it where the id exists.
 
         Raises:
             TrackerUnavailableError: The service, or a key for it, is not there.
-            TrackerNotInstalledError: The vendor's package is not installed.
         """
+        ...
 
 
-_BUILT_IN = {"wandb": "flyteplugins_tracking.trackers.wandb"}
+_BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb",)}
+_MEMBERS = [name for name in vars(Tracker) if not name.startswith("_")] + ["name", "title"]
 
 
-def find_tracker(name: str) -> Tracker:
-    """The tracker called `name`.
+def find_tracker(tracker: str | Tracker) -> Tracker:
+    """The tracker of this name; or `tracker` itself, if it is one.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is none of that name, or it is none.
     """
-    check_choice("tracker", name, _BUILT_IN)
-    tracker: Tracker = importlib.import_module(_BUILT_IN[name]).TRACKER
+    if not isinstance(tracker, str):
+        return _as_tracker(tracker, "tracker=")
+    if tracker in _BUILT_IN:
+        built_in: Tracker = importlib.import_module(_BUILT_IN[tracker]).TRACKER
+        return built_in
+    registered = _registered()
+    check_choice("tracker", tracker, [*_BUILT_IN, *registered])
+    return _as_tracker(registered[tracker].load(), f"the entry point {tracker!r} of {ENTRY_POINTS}")
+
+
+def check_config(config: TrackingConfig) -> None:
+    """Refuse, at decoration, what the tracker that is asked for cannot do.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    tracker = find_tracker(config.tracker)
+    check_arguments(f"tracking_init(tracker={tracker.name!r})", config.options, {*tracker.arguments, *OWN_ARGUMENTS})
+    for feature in _asked_for(config):
+        if feature in tracker.lacks:
+            raise ConfigError(f"{_ASKING[feature]} cannot be had with {tracker.title}: {tracker.lacks[feature]}")
+    tracker.check(config)
+
+
+def propagated_to(wanted: TrackingConfig, propagated: Mapping[str, Any]) -> TrackingConfig:
+    """What is `wanted`, with what is `propagated` where that says nothing.
+
+    It may be meant for several trackers: what this one does not know and another one does is left out.
+
+    Raises:
+        ConfigError: It cannot work.
+    """
+    if not propagated:
+        return wanted
+    tracker = find_tracker(wanted.tracker if "tracker" in wanted.given else propagated.get("tracker", wanted.tracker))
+    foreign = {name for name in propagated if name not in tracker.arguments and name not in OWN_ARGUMENTS}
+    foreign &= _known_to_any()
+    foreign |= {name for name in ("allow_config", "download_logs") if name in tracker.lacks}
+    config = wanted.over({name: value for name, value in propagated.items() if name not in foreign})
+    check_config(config)
+    return config
+
+
+def check_propagated(config: TrackingConfig) -> None:
+    """Refuse what no decorated function could take, where it is not known for which tracker it is.
+
+    Raises:
+        ConfigError: None could.
+    """
+    if "tracker" in config.given:
+        check_config(config)
+        return
+    of_default = find_tracker(config.tracker).arguments
+    known = {name: value for name, value in config.options.items() if name in of_default}
+    check_arguments("tracking_init", config.options.keys() - known.keys(), _known_to_any() | OWN_ARGUMENTS)
+    check_config(replace(config, options=known))
+
+
+# How each is asked for by arguments.
+_ASKING: dict[Feature, str] = {
+    "shared": "run_mode='shared'",
+    "offline": "if_unavailable='degrade'",
+    "config file": "config= with the path of a file",
+    "allow_config": "allow_config=True",
+    "download_logs": "download_logs=True",
+}
+
+
+def _asked_for(config: TrackingConfig) -> Iterator[Feature]:
+    asked: dict[Feature, bool] = {
+        "shared": config.run_mode == "shared",
+        "offline": config.if_unavailable == "degrade",
+        "config file": isinstance(config.config, str),
+        "allow_config": config.allow_config,
+        "download_logs": config.download_logs,
+    }
+    return (feature for feature, is_asked in asked.items() if is_asked)
+
+
+def _known_to_any() -> set[str]:
+    """The own arguments of all trackers that are part of this package."""
+    return {name for tracker in _BUILT_IN for name in find_tracker(tracker).arguments}
+
+
+def _registered() -> dict[str, Any]:
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+
+
+def _as_tracker(given: Any, what: str) -> Tracker:
+    tracker: Tracker = given() if isinstance(given, type) else given
+    missing = [name for name in _MEMBERS if not hasattr(tracker, name)]
+    if missing:
+        raise ConfigError(
+            f"{what} is a {type(tracker).__name__}, and no tracker: it has no {', '.join(missing)}. Let its class "
+            f"inherit from {__name__}.Tracker"
+        )
     return tracker

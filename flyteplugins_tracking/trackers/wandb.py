@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +14,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
-from flyteplugins_tracking.errors import ConfigError, TrackerNotInstalledError, TrackerUnavailableError
+from flyteplugins_tracking.config import TrackingConfig, check_choice
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers._place import Place
 from flyteplugins_tracking.trackers._wandb_run import WandbHandle, directory, global_run, without_reports
-from flyteplugins_tracking.trackers.base import Handle
+from flyteplugins_tracking.trackers.base import Handle, Tracker
 
 logger = logging.getLogger(__name__)
 # Runs are opened again at any time, by any thread. Reentrant: by a signal's handler too.
@@ -87,13 +85,15 @@ _REOPENING_S = 5.0
 _VIEWER_S = 5.0
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """Opens W&B runs."""
 
     name = "wandb"
     title = "Weights & Biases"
     package = "wandb"
+    distribution = '"flyteplugins-tracking[wandb]"'
     run_id_variables = ("WANDB_RUN_ID",)
+    arguments = INIT_ARGUMENTS | {_HOST}
 
     def imposed_id(self) -> str | None:
         """See `Tracker.imposed_id`."""
@@ -102,7 +102,6 @@ class WandbTracker:
     def check(self, config: TrackingConfig) -> None:
         """See `Tracker.check`."""
         options = config.options
-        check_arguments("wandb.init", options, INIT_ARGUMENTS | OWN_ARGUMENTS | {_HOST})
         _check_host(options.get(_HOST))
         _check_id(config.id)
         if options.get("mode") == "shared":
@@ -155,7 +154,6 @@ class WandbTracker:
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""
         _check_id(request.plan.run_id)
-        require_wandb()
         drop_unusable_service()
         reopen = functools.partial(_reopen, request)
         place, open_own = Place.of(request), functools.partial(self._open, request)
@@ -578,16 +576,6 @@ def _has_api_key(settings: Any) -> bool:
     if isinstance(settings, Mapping):
         return bool(settings.get("api_key"))
     return bool(getattr(settings, "api_key", None))
-
-
-def require_wandb() -> None:
-    """See that wandb is installed, without importing it.
-
-    Raises:
-        TrackerNotInstalledError: It is not.
-    """
-    if "wandb" not in sys.modules and importlib.util.find_spec("wandb") is None:
-        raise TrackerNotInstalledError('pip install "flyteplugins-tracking[wandb]"')
 
 
 def drop_unusable_service() -> None:

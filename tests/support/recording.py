@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import pytest
 
 from flyteplugins_tracking.lifecycle import RunRequest
+from flyteplugins_tracking.trackers.base import Handle
 from flyteplugins_tracking.trackers.wandb import WandbTracker
 
 
 @dataclass(eq=False)
-class RecordedRun:
+class RecordedRun(Handle):
     id: str
     request: RunRequest
     exit_codes: list[int] = field(default_factory=list)
@@ -21,16 +22,6 @@ class RecordedRun:
     @property
     def run(self) -> RecordedRun:
         return self
-
-    @property
-    def files(self) -> None:
-        return None
-
-    def summary(self) -> dict[str, object]:
-        return {}
-
-    def unsent(self) -> tuple[str, ...]:
-        return ()
 
     def finish(self, exit_code: int) -> None:
         self.exit_codes.append(exit_code)

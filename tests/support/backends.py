@@ -1,0 +1,142 @@
+"""The services behind the trackers, for tests that are the same for all: what to tell a job, and what arrived."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from support import jobs
+from support.wandb_server import WandbServer
+
+Status = Literal["running", "finished", "failed", "killed"]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A run as its service has it.
+
+    Attributes:
+        id: The id, as plans have it.
+        points: How often there is which value of which key: of the keys that `conform.py` logs.
+        status: What the service says of it.
+        ends: How often the service was told of the run's end; None where that leaves no trace.
+        config: What was passed as the run's config, and what the library adds.
+    """
+
+    id: str
+    points: Counter[tuple[str, int]]
+    status: Status
+    ends: int | None = None
+    group: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Backend(Protocol):
+    """One service, from `with` to the end of its block.
+
+    Attributes:
+        name: The tracker's name.
+        package: What must not be imported on ranks without a run; empty for nothing.
+        can_degrade: Whether a job goes on where the service is not there.
+    """
+
+    name: str
+    package: str
+    can_degrade: bool
+
+    def environment(self) -> dict[str, str]:
+        """The variables that lead a job's client to it."""
+
+    def missing(self, directory: Path) -> dict[str, str]:
+        """Those that lead it to where there is none."""
+
+    def runs(self, project: str) -> list[Kept]:
+        """What it has."""
+
+
+def points(rows: list[Mapping[str, Any]]) -> Counter[tuple[str, int]]:
+    """The values of the keys that `conform.py` logs, in rows of any shape."""
+    return Counter((key, int(value)) for row in rows for key, value in row.items() if key.startswith("rank"))
+
+
+class WandbBackend:
+    name, package, can_degrade = "wandb", "wandb", True
+
+    def __init__(self, server: WandbServer) -> None:
+        self._server = server
+
+    def environment(self) -> dict[str, str]:
+        return self._server.environment
+
+    def missing(self, directory: Path) -> dict[str, str]:
+        return {**self._server.environment, "WANDB_BASE_URL": f"http://127.0.0.1:{jobs.free_port()}"}
+
+    def runs(self, project: str) -> list[Kept]:
+        states: dict[str, Status] = {"finished": "finished", "failed": "failed", "preempted": "killed"}
+        return [
+            Kept(
+                run.id,
+                points(run.rows),
+                states.get(run.state, "running"),
+                len(run.exit_codes),
+                run.group,
+                run.config,
+            )
+            for run in self._server.runs
+            if run.project == project
+        ]
+
+
+class JsonlBackend:
+    """The documented example of a third party's tracker, installed beside the library."""
+
+    name, package, can_degrade = "jsonl", "", False
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._installed = directory / "runs", directory / "installed"
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+        subprocess.run([*pip, "--target", self._installed, EXAMPLES / "jsonl_tracker"], check=True, timeout=300)
+
+    def environment(self) -> dict[str, str]:
+        return {"JSONL_DIR": str(self._directory), "PYTHONPATH": search_path(self._installed)}
+
+    def missing(self, directory: Path) -> dict[str, str]:
+        (directory / "a-file").touch()
+        return {**self.environment(), "JSONL_DIR": str(directory / "a-file")}
+
+    def runs(self, project: str) -> list[Kept]:
+        return [self._kept(path) for path in sorted((self._directory / project).glob("*.jsonl"))]
+
+    def _kept(self, path: Path) -> Kept:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        codes = [line["exit_code"] for line in lines if "exit_code" in line]
+        told = [line for line in lines if "config" in line]
+        status: Status = "running" if not codes else {0: "finished", 143: "killed"}.get(codes[-1], "failed")
+        return Kept(path.stem, points(lines), status, len(codes), told[-1]["group"] or "", told[-1]["config"])
+
+
+def search_path(directory: Path) -> str:
+    return os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+
+
+@contextmanager
+def wandb(directory: Path) -> Iterator[Backend]:
+    with WandbServer() as server:
+        yield WandbBackend(server)
+
+
+@contextmanager
+def jsonl(directory: Path) -> Iterator[Backend]:
+    yield JsonlBackend(directory)
+
+
+BACKENDS: dict[str, Callable[[Path], Any]] = {"wandb": wandb, "jsonl": jsonl}

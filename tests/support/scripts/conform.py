@@ -1,0 +1,119 @@
+"""A job that `test_conformance.py` does something to.
+
+Its arguments: a key of `SCENARIOS`, the tracker's name, its package, the project; "degrade", where that can be had.
+
+What `log` has returned from is written down: `logged {rank} {value}` for the value `value` of the key `rank{rank}`.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, tracking_init
+
+SCENARIO, TRACKER, PACKAGE, PROJECT = sys.argv[1:5]
+DIRECTORY = Path(os.environ["TRAIN_DIR"])
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+NOTES = (DIRECTORY / f"notes-{os.getpid()}").open("a", buffering=1)
+TRACKING = {"tracker": TRACKER, "project": PROJECT, "config": {"lr": 0.1}, "name": "n"}
+ROWS = {"shared": 500}
+numbers = iter(range(10_000 * ATTEMPT, 10_000 * ATTEMPT + 10_000))
+
+
+def note(line: str) -> None:
+    NOTES.write(f"{line}\n")
+
+
+def rank() -> int:
+    return get_distributed_info()["rank"]
+
+
+def log(count: int) -> None:
+    run = get_run()
+    for _ in range(count if run is not None else 0):
+        number = next(numbers)
+        run.log({f"rank{rank()}": number, "loss": 1 / (number + 1)})
+        note(f"logged {rank()} {number} {time.time():.3f}")
+
+
+def loop() -> None:
+    note(f"ready {rank()} {ATTEMPT}")
+    while True:
+        log(1)
+        time.sleep(0.02)
+
+
+def modes() -> None:
+    for mode in ("auto", "new", "shared"):
+        for scope in ("global", "worker"):
+            in_mode(mode, scope)
+
+
+def in_mode(mode: str, scope: str) -> None:
+    @tracking_init(**TRACKING, run_mode=mode, rank_scope=scope, id=f"{mode}-{scope}")
+    def train() -> None:
+        first = numbers.__reduce__()[-1]
+        log(ROWS.get(mode, 5))
+        run = get_run()
+        loaded = PACKAGE in sys.modules
+        note(f"ran {mode} {scope} {rank()} {run is not None} {loaded} {first} {numbers.__reduce__()[-1]}")
+        getattr(run, "finish", lambda: None)()  # as a framework would: the run is not its to end
+
+    train()
+
+
+@tracking_init(**TRACKING, run_mode="shared")
+def restarted() -> None:
+    log(20)
+    note(f"resumed {ATTEMPT} {getattr(get_run(), 'resumed', None)}")
+    if ATTEMPT == 0:
+        if rank() == 1:
+            wait_for("ready 0 0")
+            raise ValueError("made to fail")
+        loop()
+
+
+@tracking_init(**TRACKING)
+def failing() -> None:
+    log(20)
+    if rank() == 0:
+        raise ValueError("made to fail")
+
+
+@tracking_init(**TRACKING, run_mode="shared")
+def looping() -> None:
+    loop()
+
+
+def missing() -> None:
+    """First as a failure, then, where that can be had, in local files."""
+    started = time.monotonic()
+    try:
+        tracking_init(**TRACKING, init_timeout_s=10, run_mode="shared")(log)(5)
+    except TrackingError as error:
+        note(f"refused {type(error).__name__} {time.monotonic() - started:.1f}")
+    if "degrade" in sys.argv:
+        tracking_init(**TRACKING, init_timeout_s=10, run_mode="shared", if_unavailable="degrade")(log)(5)
+
+
+def wait_for(line: str) -> None:
+    while not any(line in path.read_text() for path in DIRECTORY.glob("notes-*")):
+        time.sleep(0.05)
+
+
+SCENARIOS: dict[str, Callable[[], None]] = {
+    "modes": modes,
+    "restart": restarted,
+    "exception": failing,
+    "sigterm": looping,
+    "sigkill": looping,
+    "missing": missing,
+}
+
+if __name__ == "__main__":
+    logging.basicConfig()
+    SCENARIOS[SCENARIO]()
+    note("returned")
