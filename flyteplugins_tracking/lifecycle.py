@@ -374,7 +374,7 @@ def _files(entry: Entry, info: DistributedInfo | None) -> tuple[str, str] | None
 def _entered_watch(tracker: Tracker, config: TrackingConfig) -> Watch | LoopWatch | None:
     """The one that can watch for this thread's run, if any can."""
     watches = (_watch, _loop_watch)
-    return next((watch for watch in watches if watch.enter(tracker.package or "", config.finish_timeout_s)), None)
+    return next((watch for watch in watches if watch.enter(tracker.package, config.finish_timeout_s)), None)
 
 
 def require(tracker: Tracker) -> None:

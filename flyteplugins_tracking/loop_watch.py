@@ -151,7 +151,7 @@ class LoopWatch:
         """Whether SIGTERM has come since the first of the functions was entered."""
         return self._depth > 0 and self._signalled_at is not None
 
-    def enter(self, package: str, timeout_s: float) -> bool:  # noqa: ARG002 no thread is unwound out of its code
+    def enter(self, package: str | None, timeout_s: float) -> bool:  # noqa: ARG002 no thread is unwound out of its code
         """Begin to watch, for a run that may take `timeout_s` seconds to end.
 
         The run is opened next, and the signal is put off until then: see `settle`.

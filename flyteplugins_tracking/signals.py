@@ -49,6 +49,8 @@ _RENEWAL_S = 0.1
 # Stops the thread: no signal has the number 0. A forked child may hold the pipe's other end open, so that it would wait
 # for its end in vain.
 _STOP = b"\0"
+# Runs are written to there, as in a vendor's code: an exception would lose a row half way.
+_TRACKERS = "flyteplugins_tracking.trackers."
 # Our own code between the decorator's frame and the user's function, where an exception would leave a run half open.
 _OURS = ("contextlib", "flyteplugins_tracking.lifecycle", "flyteplugins_tracking.signals")
 
@@ -123,7 +125,7 @@ class Watch:
         """Whether SIGTERM has come since the outermost function was entered."""
         return self._depth > 0 and self._signalled_at is not None
 
-    def enter(self, package: str, timeout_s: float) -> bool:
+    def enter(self, package: str | None, timeout_s: float) -> bool:
         """Begin to watch, for a run of the vendor's `package` that may take `timeout_s` seconds to end.
 
         The run is opened next, and the signal is put off until then: see `settle`.
@@ -138,7 +140,7 @@ class Watch:
             return False
         self._depth += 1
         self._deferral_s = _OPENING_S
-        self._packages.add(package)
+        self._packages |= {package} if package else set()
         self._timeout_s = max(self._timeout_s, timeout_s)
         return True
 
@@ -316,7 +318,7 @@ class Watch:
             called, module = module, str(frame.f_globals.get("__name__", ""))
             if module == "flyteplugins_tracking.decorator":
                 return "ours" if called in ("", *_OURS) else "user"
-            if module.partition(".")[0] in self._packages:
+            if module.partition(".")[0] in self._packages or module.startswith(_TRACKERS):
                 return "vendor"
             frame = frame.f_back
         return "user"

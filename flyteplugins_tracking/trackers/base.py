@@ -6,6 +6,7 @@ registered under the entry point group `flyteplugins_tracking.trackers` and foun
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -223,6 +224,7 @@ def _known_to_any() -> set[str]:
     return {name for tracker in _BUILT_IN for name in find_tracker(tracker).arguments}
 
 
+@functools.cache
 def _registered() -> dict[str, Any]:
     from importlib.metadata import entry_points
 

@@ -6,7 +6,9 @@ A tracker gives three methods, `write`, `end` and `resume`; when they are called
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -66,10 +68,11 @@ class ClientHandle(Handle):
         self._values = values or Values(title, prefix)
         self._writers = Writers.of_ranks(request, title)
         self._lock = threading.RLock()  # held while the run is written to, ended or resumed
-        self._holding = threading.Lock()  # held to look at the state and at what is held at once
+        self._holding = threading.RLock()  # held to look at the state and at what is held at once
         self._held: list[tuple[dict[str, Any], Any, dict[str, Any]]] = []  # what is logged while the run ends
-        self._ending = self._ended = False
+        self._ending = self._ended = self._finished = False
         self._has_failed = False
+        self._pid = os.getpid()
 
     @abstractmethod
     def write(self, row: Mapping[str, Any], step: Any, **more: Any) -> None:
@@ -88,6 +91,9 @@ class ClientHandle(Handle):
         Raises:
             TypeError: `data` is no mapping of text to values.
         """
+        if self._finished or os.getpid() != self._pid:  # a forked child may have our locks for good
+            self._warn("is not open here, and what is logged is lost: its function has ended, or is another process's")
+            return
         self.request.watch.renew()
         row = self._values.of(data)
         with self._holding:
@@ -116,6 +122,7 @@ class ClientHandle(Handle):
                 if not self._ended:
                     self._end(exit_code)
             finally:
+                self._finished = True
                 if self._writers is not None:
                     self._writers.leave()
 
@@ -157,7 +164,7 @@ class ClientHandle(Handle):
         """Once: it is said in a training's loop."""
         if not self._has_failed:
             self._has_failed = True
-            logger.warning("%s: run %s %s", self._title, self.id, what, exc_info=True)
+            logger.warning("%s: run %s %s", self._title, self.id, what, exc_info=sys.exc_info()[0] is not None)
 
 
 def prefix_of(request: RunRequest) -> str:
