@@ -13,8 +13,9 @@ _POLL_S = 0.05
 class Attendance:
     """The writers of one run, over all attempts of the job. A store that has gone tells nothing, and nobody waits.
 
-    The primary counts its entries. What another writer leaves behind has the count at that time, so that nothing of an
-    earlier attempt, whose writers may have been killed, is taken for this one's.
+    The primary counts its entries, and so does each other writer. What that leaves behind has both counts at that time,
+    so that nothing of an earlier attempt, whose writers may have been killed, is taken for this one's; and so that a
+    writer which has come and gone before the primary was there is not waited for.
     """
 
     def __init__(self, store: Any, run_id: str | None) -> None:
@@ -39,7 +40,7 @@ class Attendance:
         """The other writer has written all."""
         with suppress(RuntimeError):
             entries = self._store.add(f"{self._prefix}/entries", 0)
-            self._store.set(f"{self._prefix}/left/{label}", str(entries))
+            self._store.set(f"{self._prefix}/left/{label}", f"{entries} {self._own_entries(label)}")
 
     def wait(self, labels: Sequence[str], timeout_s: float, until: Callable[[], bool]) -> list[str]:
         """Wait for these writers to leave, at most `timeout_s` seconds and at most `until` holds.
@@ -57,4 +58,11 @@ class Attendance:
 
     def _has_left(self, label: str) -> bool:
         left = f"{self._prefix}/left/{label}"
-        return bool(self._store.check([left]) and int(self._store.get(left)) >= self._entry)
+        if not self._store.check([left]):
+            return False
+        entries, own = map(int, self._store.get(left).split())
+        return entries >= self._entry or (own >= self._entry and own == self._own_entries(label))
+
+    def _own_entries(self, label: str) -> int:
+        entries: int = self._store.add(f"{self._prefix}/entries/{label}", 0)
+        return entries
