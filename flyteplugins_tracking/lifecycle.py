@@ -144,6 +144,7 @@ class Entry:
     joined: int = 0
     left_with: int | None = None
     pid: int = field(default_factory=os.getpid)
+    aside: Callable[[], object] | None = None  # what undoes `Tracker.stand_aside`
 
 
 # The entry of this thread or task; and all of this process, for threads that a decorated function starts: they do
@@ -328,6 +329,7 @@ def _open(
         )
     run_plan = _decide(config, tracker, around, info, ordinal, parent)
     if not run_plan.opens:
+        entry.aside = tracker.stand_aside()
         return
     entry.around, entry.config, entry.info, entry.plan = around, config, info, run_plan
     entry.watch = _entered_watch(tracker, config)
@@ -498,6 +500,8 @@ def _leave(entry: Entry, exit_code: int) -> None:
     finally:
         if entry.watch is not None:
             entry.watch.leave()
+        if entry.aside is not None:
+            entry.aside()
 
 
 def _end(entry: Entry, exit_code: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -121,6 +121,14 @@ class Tracker(Protocol):
         """Its "id", and the arguments that a task goes on in it with: plain values. None where none can."""
         return None
 
+    def stand_aside(self) -> Callable[[], object] | None:
+        """Called on a rank that gets no run, before its function: keep the vendor from making one by itself.
+
+        Returns:
+            What undoes it when the function has ended.
+        """
+        return None
+
     def open(self, request: RunRequest) -> Handle:
         """Open this rank's run; to go on with it where the id exists.
 
@@ -130,7 +138,7 @@ class Tracker(Protocol):
         ...
 
 
-_BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb",)}
+_BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb", "mlflow")}
 _MEMBERS = [name for name in vars(Tracker) if not name.startswith("_")] + ["name", "title"]
 
 

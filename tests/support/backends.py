@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from support import jobs
+from support.mlflow_server import GROUP_TAG, MlflowServer, StoredRun
 from support.wandb_server import WandbServer
 
 Status = Literal["running", "finished", "failed", "killed"]
@@ -96,6 +97,29 @@ class WandbBackend:
         ]
 
 
+class MlflowBackend:
+    name, package, can_degrade = "mlflow", "mlflow", True
+
+    def __init__(self, server: MlflowServer) -> None:
+        self._server = server
+
+    def environment(self) -> dict[str, str]:
+        return {"MLFLOW_TRACKING_URI": self._server.url}
+
+    def missing(self, directory: Path) -> dict[str, str]:
+        return {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{jobs.free_port()}"}
+
+    def runs(self, project: str) -> list[Kept]:
+        """Without the runs that stand for groups, which have no id of ours."""
+        return [self._kept(run, run.id) for run in self._server.runs(project) if run.id is not None]
+
+    def _kept(self, run: StoredRun, run_id: str) -> Kept:
+        states: dict[str, Status] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed"}
+        logged = points([{key: value} for key, value, *_ in run.rows])
+        group = run.tags.get(GROUP_TAG, "")
+        return Kept(run_id, logged, states.get(run.status, "running"), group=group, config=run.config)
+
+
 class JsonlBackend:
     """The documented example of a third party's tracker, installed beside the library."""
 
@@ -135,8 +159,14 @@ def wandb(directory: Path) -> Iterator[Backend]:
 
 
 @contextmanager
+def mlflow(directory: Path) -> Iterator[Backend]:
+    with MlflowServer(directory) as server:
+        yield MlflowBackend(server)
+
+
+@contextmanager
 def jsonl(directory: Path) -> Iterator[Backend]:
     yield JsonlBackend(directory)
 
 
-BACKENDS: dict[str, Callable[[Path], Any]] = {"wandb": wandb, "jsonl": jsonl}
+BACKENDS: dict[str, Callable[[Path], Any]] = {"wandb": wandb, "mlflow": mlflow, "jsonl": jsonl}

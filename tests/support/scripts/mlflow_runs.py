@@ -1,0 +1,272 @@
+"""What `test_mlflow.py` looks at. Its arguments: a function's name, and the function's own.
+
+What it has seen is written down as JSON, in `seen-{rank}`.
+"""
+
+import json
+import logging
+import os
+import statistics
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+DIRECTORY = Path(os.environ["TRAIN_DIR"])
+SEEN: dict[str, object] = {}
+
+
+def fluent(project: str) -> None:
+    """MLflow's own functions, in one process without ranks."""
+    import mlflow
+
+    from flyteplugins_tracking import get_run, tracking_init
+
+    tracking = {"tracker": "mlflow", "project": project, "id": "fluent"}
+
+    @tracking_init(
+        **tracking, config={"lr": 0.1, "deep": {"a": 1}}, name="named", tags=["plain", "team=ml"], notes="why"
+    )
+    def train() -> None:
+        run = get_run()
+        SEEN["is_active"] = mlflow.active_run() is run and isinstance(run, mlflow.ActiveRun)
+        SEEN["run_id"], SEEN["url"], SEEN["resumed"] = run.run_id, run.url, run.resumed
+        with run:
+            run.log({"loss": 1.0})
+        mlflow.end_run()
+        run.client.set_terminated(run.run_id, "FINISHED")  # as Lightning's logger does
+        SEEN["status_inside"] = run.client.get_run(run.run_id).info.status
+        mlflow.log_metric("fluent", 1.0)
+        with mlflow.start_run(nested=True):
+            mlflow.log_metric("child", 1.0)
+        SEEN["is_active_after"] = mlflow.active_run() is run
+        run.log({"truth": True, "none": None, "nan": float("nan"), "inf": float("inf"), "text": "x", "odd#key": 1.0})
+        run.log({"loss": 3.0}, step=7)
+        run.log({"loss": 4.0})
+        run.log_params({"late": 1})
+        run.log_param("lr", 5)
+        run.set_tag("later", "tag")
+        run.log_dict({"a": 1}, "a.json")
+        in_other_threads()
+        in_a_child()
+        as_a_called_task()
+
+    train()
+    SEEN["active_outside"] = mlflow.active_run()
+
+    @tracking_init(**tracking, config={"lr": 0.2})
+    def again() -> None:
+        SEEN["resumed_again"] = get_run().resumed
+        get_run().log({"loss": 5.0})
+        sys.exit(3)
+
+    with suppress(SystemExit):
+        again()
+    chosen(project)
+
+
+def in_other_threads() -> None:
+    from flyteplugins_tracking import get_run
+
+    thread = threading.Thread(target=lambda: get_run().log({"thread": 1.0}))
+    thread.start()
+    thread.join()
+
+
+def in_a_child() -> None:
+    import mlflow
+
+    from flyteplugins_tracking import get_run
+
+    run = get_run()
+    run.log({"before_fork": 1.0})
+    child = os.fork()
+    if child == 0:
+        run.log({"forked": 1.0})
+        run.log_params({"forked": 1})
+        os._exit(int(get_run() is not None or mlflow.active_run() is not None))
+    SEEN["child"] = os.waitpid(child, 0)[1]
+
+
+def as_a_called_task() -> None:
+    """What a task of Flyte 2 that this one calls does in its own pod, by what is passed on to it."""
+    from flyteplugins_tracking import get_run
+    from flyteplugins_tracking.config import TrackingConfig
+    from flyteplugins_tracking.lifecycle import RunRequest
+    from flyteplugins_tracking.policy import plan
+    from flyteplugins_tracking.signals import Watch
+    from flyteplugins_tracking.trackers.base import find_tracker
+
+    tracker = find_tracker("mlflow")
+    passed_on = json.loads(json.dumps(tracker.pass_on(get_run())))
+    request = RunRequest(
+        plan=plan(None, "auto", "global", None, passed_on["id"]),
+        known_id=passed_on["id"],
+        config=TrackingConfig.of({"tracker": "mlflow", "experiment_name": "another"}).joining(passed_on),
+        info=None,
+        has_other_writers=True,
+        facts={},
+        read_secret=lambda: None,
+        may_prompt=False,
+        watch=Watch(lambda _: None),
+        deadline=time.monotonic() + 20,
+    )
+    handle = tracker.open(request)
+    handle.run.log({"called": 1.0})
+    handle.finish(1)
+    SEEN["status_after_call"] = get_run().client.get_run(get_run().run_id).info.status
+
+
+def chosen(project: str) -> None:
+    """The very run that MLFLOW_RUN_ID names."""
+    import mlflow
+
+    from flyteplugins_tracking import get_run, tracking_init
+
+    client = mlflow.MlflowClient()
+    made = client.create_run(client.get_experiment_by_name(project).experiment_id).info.run_id
+    os.environ["MLFLOW_RUN_ID"] = made
+
+    @tracking_init(tracker="mlflow", project=project)
+    def train() -> None:
+        with mlflow.start_run(nested=True) as nested:
+            SEEN["is_nested"] = nested.info.run_id != made
+        get_run().log({"chosen": 1.0})
+        SEEN["is_chosen"] = (get_run().id, get_run().run_id) == (made, made)
+
+    train()
+    SEEN["variable"] = os.environ.pop("MLFLOW_RUN_ID") == made
+    SEEN["chosen"] = made
+
+
+def ranks(project: str) -> None:
+    """Autologging, and "new" with a rank that fails."""
+    import mlflow
+    import mlflow.sklearn
+    from sklearn.linear_model import LinearRegression
+
+    from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+
+    rank = get_distributed_info()["rank"]
+    mlflow.sklearn.autolog(log_models=False)
+    models = {"autolog_kwargs": {"log_input_examples": False}, "log_models": False, "log_datasets": False}
+
+    @tracking_init(tracker="mlflow", project=project, id="auto", autolog=True, framework="sklearn", **models)
+    def auto() -> None:
+        LinearRegression().fit([[0.0], [1.0]], [0.0, 1.0])
+        SEEN["run"] = get_run() is not None
+
+    auto()
+
+    @tracking_init(tracker="mlflow", project=project, run_mode="new", id="new", log_system_metrics=True)
+    def new(fails: bool) -> None:
+        get_run().log({"rank": rank})
+        time.sleep(1.5)
+        if fails:
+            raise ValueError("made to fail")
+
+    with suppress(ValueError):
+        new(fails=rank == 1)
+    note()
+    wait_for(2)
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name(project).experiment_id
+    (parent,) = client.search_runs([experiment], "tags.`flyteplugins_tracking.parent_of` = 'new'")
+    SEEN["parent_after_failure"] = parent.info.status
+    note()
+    time.sleep(0.5)
+    new(fails=False)
+
+
+def cost(project: str) -> None:
+    """What a log costs, and the end of 10,000 points."""
+    started = time.perf_counter()
+    import mlflow
+
+    from flyteplugins_tracking import get_run, tracking_init
+
+    mlflow.get_tracking_uri()
+    SEEN["import_s"] = time.perf_counter() - started
+    started = time.perf_counter()
+
+    @tracking_init(tracker="mlflow", project=project, id="cost")
+    def train() -> None:
+        nonlocal started
+        SEEN["init_s"] = time.perf_counter() - started
+        run, taken = get_run(), []
+        for number in range(2000):
+            at = time.perf_counter()
+            run.log(dict.fromkeys("abcde", number))
+            taken.append(time.perf_counter() - at)
+        SEEN["log_us"] = statistics.median(taken) * 1e6
+        started = time.perf_counter()
+
+    train()
+    SEEN["flush_s"] = time.perf_counter() - started
+
+
+def outage(project: str) -> None:
+    """Told when to go on by the test, which stops the server and lets it go on."""
+    from flyteplugins_tracking import get_run, tracking_init
+
+    @tracking_init(tracker="mlflow", project=project, id="outage", finish_timeout_s=20)
+    def train() -> None:
+        slowest = 0.0
+        for number in range(600):
+            at = time.perf_counter()
+            get_run().log({"loss": float(number)})
+            slowest = max(slowest, time.perf_counter() - at)
+            time.sleep(0.01)
+        SEEN["slowest_s"] = slowest
+
+    @tracking_init(tracker="mlflow", project=project, id="mute", finish_timeout_s=3)
+    def ends_mute() -> None:
+        get_run().log({"loss": 0.0})
+        time.sleep(1)
+        (DIRECTORY / "mute").touch()
+        while not (DIRECTORY / "is-mute").exists():
+            time.sleep(0.02)
+        for number in range(1, 50):
+            get_run().log({"loss": float(number)})
+        get_run().log_params({"late": 1})
+        SEEN["ends_at"] = time.perf_counter()
+
+    (DIRECTORY / "started").touch()
+    train()
+    ends_mute()
+    SEEN["end_s"] = time.perf_counter() - float(str(SEEN["ends_at"]))
+
+
+def unavailable(*uris: str) -> None:
+    """What opening says, and how long it takes."""
+    import mlflow  # noqa: F401 at no run's cost
+
+    from flyteplugins_tracking import TrackingError, tracking_init
+
+    for uri in uris:
+        started = time.perf_counter()
+        try:
+            secret = {"secret": lambda: "user:the-password"}
+            tracking_init(tracker="mlflow", project="p", tracking_uri=uri, init_timeout_s=3, **secret)(lambda: None)()
+        except TrackingError as error:
+            SEEN[uri] = [type(error).__name__, str(error), time.perf_counter() - started]
+    SEEN["variables"] = [name for name in os.environ if name.startswith("MLFLOW_TRACKING_")]
+
+
+def note() -> None:
+    path = DIRECTORY / f"seen-{os.environ.get('RANK', 0)}"
+    path.with_suffix(".new").write_text(json.dumps(SEEN, default=str))
+    path.with_suffix(".new").rename(path)
+
+
+def wait_for(count: int) -> None:
+    until = time.monotonic() + 60
+    while len(list(DIRECTORY.glob("seen-?"))) < count and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    logging.basicConfig()
+    globals()[sys.argv[1]](*sys.argv[2:])
+    note()
