@@ -31,7 +31,7 @@ class JsonlHandle(ClientHandle):
         except OSError as error:
             raise TrackerUnavailableError(f"{folder} cannot be written: {error}. Set JSONL_DIR") from error
         if request.plan.primary:
-            self._add({"config": run_config(request), "group": request.plan.group})
+            self._add({"config": run_config(request), "group": request.config.group or request.plan.group})
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         self._add({**row, "step": step})

@@ -120,6 +120,11 @@ class LocalHandle(ClientHandle):
         self.directory = self.journal.directory
         self.run = LocalRun(self)
 
+    @property
+    def url(self) -> str | None:
+        """See `Handle.url`."""
+        return None
+
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         """See `ClientHandle.write`."""
         self.journal.row(row, step)
