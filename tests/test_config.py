@@ -30,7 +30,7 @@ class Settings:
         ({"run_mode": "atuo"}, "run_mode='atuo' is none of auto, new, shared; did you mean 'auto'?"),
         ({"run_mode": None}, "run_mode=None is none of"),
         ({"rank_scope": "node"}, "rank_scope='node' is none of global, worker"),
-        ({"tracker": "wanbd"}, "wandb; did you mean 'wandb'?"),
+        ({"tracker": "wanbd"}, "did you mean 'wandb'?"),
         ({"if_unavailable": "ignore"}, "if_unavailable='ignore' is none of degrade, raise"),
         ({"entitty": "e"}, "has no argument 'entitty'; did you mean 'entity'?"),
         ({"projct": "p"}, "has no argument 'projct'; did you mean 'project'?"),

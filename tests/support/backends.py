@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -148,6 +149,38 @@ class JsonlBackend:
         return Kept(path.stem, points(lines), status, len(codes), told[-1]["group"] or "", told[-1]["config"])
 
 
+class TrackioBackend:
+    """Trackio's files, read without Trackio."""
+
+    name, package, can_degrade = "trackio", "trackio", True
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def environment(self) -> dict[str, str]:
+        return {"TRACKIO_DIR": str(self.directory)}
+
+    def missing(self, directory: Path) -> dict[str, str]:
+        (directory / "a-file").touch()
+        return {"TRACKIO_DIR": str(directory / "a-file" / "trackio")}
+
+    def runs(self, project: str) -> list[Kept]:
+        path = self.directory / f"{project}.db"
+        if not path.exists():
+            return []
+        with closing(sqlite3.connect(path)) as database:
+            metrics = database.execute("SELECT run_id, metrics FROM metrics").fetchall()
+            configs = database.execute("SELECT run_id, config FROM configs").fetchall()
+        rows: dict[str, list[Mapping[str, Any]]] = {run_id: [] for run_id, _ in [*configs, *metrics]}
+        for run_id, row in metrics:
+            rows[run_id].append(json.loads(row))
+        told = {run_id: json.loads(config) for run_id, config in configs}
+        return [
+            Kept(run_id, points(rows[run_id]), config["status"], None, config["_Group"] or "", config)
+            for run_id, config in ((run_id, told[run_id]) for run_id in rows)
+        ]
+
+
 def search_path(directory: Path) -> str:
     return os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
 
@@ -169,4 +202,9 @@ def jsonl(directory: Path) -> Iterator[Backend]:
     yield JsonlBackend(directory)
 
 
-BACKENDS: dict[str, Callable[[Path], Any]] = {"wandb": wandb, "mlflow": mlflow, "jsonl": jsonl}
+@contextmanager
+def trackio(directory: Path) -> Iterator[Backend]:
+    yield TrackioBackend(directory / "trackio")
+
+
+BACKENDS: dict[str, Callable[[Path], Any]] = {"wandb": wandb, "mlflow": mlflow, "trackio": trackio, "jsonl": jsonl}
