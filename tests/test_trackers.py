@@ -1,0 +1,318 @@
+"""Trackers by name, by entry point and as objects; and what they have in common, without any service."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sqlite3
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+from support.backends import EXAMPLES, JsonlBackend
+
+from flyteplugins_tracking import (
+    ConfigError,
+    TrackerNotInstalledError,
+    TrackerUnavailableError,
+    get_run,
+    tracking_config,
+    tracking_init,
+)
+from flyteplugins_tracking.send import main as send
+from flyteplugins_tracking.trackers import base
+from flyteplugins_tracking.trackers._values import Values
+from flyteplugins_tracking.trackers.base import Handle, Tracker, find_tracker
+from flyteplugins_tracking.trackers.local import open_or_keep
+
+BUILT_IN = sorted(base._BUILT_IN)
+
+
+class Noted(Handle):
+    def __init__(self, request: Any) -> None:
+        self.id, self.run, self.request = request.plan.run_id, self, request
+
+    def finish(self, exit_code: int) -> None:
+        pass
+
+
+class Noting(Tracker):
+    name = "noting"
+    title = "Noting"
+    arguments = frozenset({"colour"})
+
+    def open(self, request: Any) -> Handle:
+        return Noted(request)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> JsonlBackend:
+    """The example of a third party's tracker, as pip installs it."""
+    return JsonlBackend(tmp_path_factory.mktemp("jsonl"))
+
+
+@pytest.fixture
+def registered(installed, monkeypatch):
+    """It is there for this process."""
+    monkeypatch.syspath_prepend(installed.environment()["PYTHONPATH"].partition(":")[0])
+    monkeypatch.setenv("JSONL_DIR", installed.environment()["JSONL_DIR"])
+    base._registered.cache_clear()
+    yield installed
+    monkeypatch.delitem(sys.modules, "jsonl_tracker", raising=False)
+    base._registered.cache_clear()
+
+
+def test_a_name_that_nobody_has_is_refused_with_those_that_there_are(registered):
+    with pytest.raises(ConfigError) as refused:
+        tracking_init(tracker="jsnol")
+    for name in [*BUILT_IN, "jsonl"]:
+        assert name in str(refused.value)
+    assert "did you mean 'jsonl'?" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_tracker_has_its_name_and_says_how_it_is_installed(monkeypatch, bare_environment, name):
+    tracker = find_tracker(name)
+    assert tracker.name == name
+    for module in [m for m in sys.modules if m.partition(".")[0] == tracker.package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(TrackerNotInstalledError, match=rf'^pip install "flyteplugins-tracking\[{name}\]"$'):
+        tracking_init(tracker=name)(lambda: None)()
+
+
+def test_an_entry_point_gives_a_tracker_that_is_its_class(registered, bare_environment):
+    @tracking_init(tracker="jsonl", project="p", id="by-name")
+    def train():
+        get_run("jsonl").log({"a": 1})
+
+    train()
+    (run,) = [kept for kept in registered.runs("p") if kept.id == "by-name"]
+    assert run.status == "finished"
+
+
+@pytest.mark.parametrize("given", [Noting(), Noting], ids=["object", "class"])
+def test_a_tracker_may_be_given_itself(bare_environment, given):
+    @tracking_init(tracker=given, colour="red", id="i")
+    def train():
+        return get_run("noting").request.config.options, get_run().id
+
+    assert train() == ({"colour": "red"}, "i")
+
+
+@pytest.mark.parametrize("given", [object(), 5, None, len, logging.Logger("l")])
+def test_what_is_no_tracker_is_refused_with_what_it_lacks(given):
+    if given is None:  # the default
+        tracking_init(tracker="wandb")
+        return
+    with pytest.raises(ConfigError, match=r"and no tracker: it has no .*open.*inherit from .*Tracker"):
+        tracking_init(tracker=given)
+
+
+@pytest.mark.parametrize(
+    ("feature", "arguments"),
+    [
+        ("shared", {"run_mode": "shared"}),
+        ("offline", {"if_unavailable": "degrade"}),
+        ("config file", {"config": "config.yaml"}),
+        ("allow_config", {"allow_config": True}),
+        ("download_logs", {"download_logs": True}),
+    ],
+)
+def test_what_a_tracker_lacks_is_refused_with_the_reason(bare_environment, feature, arguments):
+    class Lacking(Noting):
+        lacks = {feature: "its reason"}  # noqa: RUF012 as third parties write it
+
+    with pytest.raises(ConfigError, match="cannot be had with Noting: its reason"):
+        tracking_init(tracker=Lacking, **arguments)
+    tracking_init(tracker=Noting, **arguments)
+
+    @tracking_init(tracker=Lacking, id="i")
+    def train():
+        return get_run().id
+
+    with tracking_config(**arguments):
+        if feature in ("allow_config", "download_logs"):  # they may be meant for another tracker of the same call
+            assert train() == "i"
+        else:
+            with pytest.raises(ConfigError, match="its reason"):
+                train()
+
+
+def test_propagated_arguments_of_another_tracker_are_left_out(bare_environment):
+    @tracking_init(tracker=Noting, id="i")
+    def train():
+        return dict(get_run().request.config.options)
+
+    with tracking_config(entity="wandbs", project="all"):
+        assert train() == {}
+    with pytest.raises(ConfigError, match="has no argument 'entity'"):
+        tracking_init(tracker=Noting, entity="wandbs")
+    with pytest.raises(ConfigError, match="did you mean 'entity'"):
+        tracking_config(entiti="nobodys")
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_no_tracker_refuses_what_is_propagated_to_all(bare_environment, monkeypatch, name):
+    monkeypatch.setattr(type(find_tracker(name)), "open", lambda _, request: Noted(request))
+    monkeypatch.setattr("flyteplugins_tracking.lifecycle.require", lambda _: None)
+
+    @tracking_init(tracker=name, id="i")
+    def train():
+        return get_run(name).request.config
+
+    with tracking_config(project="p", group="g", tags=["t"], notes="n", config={"lr": 1}, entity="e", job_type="j"):
+        config = train()
+    assert (config.project, config.group, config.tags, config.config) == ("p", "g", ("t",), {"lr": 1})
+
+
+class Absent(Noting):
+    """The example's, whose service may be away."""
+
+    name = "jsonl"
+    title = "JSON lines"
+    arguments = frozenset()
+    is_there = False
+
+    def open(self, request: Any) -> Handle:
+        from jsonl_tracker import JsonlTracker
+
+        def open_run() -> Any:
+            raise TrackerUnavailableError("It is away.")
+
+        return open_or_keep(request, JsonlTracker(), open_run)
+
+
+def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
+    registered, bare_environment, monkeypatch, tmp_path, caplog, capsys
+):
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker=Absent, project="sent", id="i", group="g", config={"lr": 0.1}, if_unavailable="degrade")
+    def train():
+        run = get_run()
+        run.log({"a": 1})
+        run.log({"a": 2, "nan": math.nan}, step=7)
+        run.alert("kept, to be called later")
+        run.log({"what JSON cannot hold": object()})
+        run.finish()
+        assert run._handle.url is None
+        raise ValueError("made to fail")
+
+    with pytest.raises(ValueError, match="made to fail"):
+        train()
+    (directory,) = (tmp_path / "tracking-offline").iterdir()
+    assert (
+        f"It is away. This run is logged to files. Send it when JSON lines is there: python -m {send.__module__}"
+        in (caplog.text)
+    )
+    assert registered.runs("sent") == []
+    (path,) = directory.iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["call"] for line in lines if "call" in line] == ["alert"]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines if "call" not in line))  # that run has no alerts
+    assert send([str(directory)]) == 0
+    (run,) = registered.runs("sent")
+    assert (run.id, run.status, run.group, run.ends, run.config["lr"]) == ("i", "failed", "g", 1, 0.1)
+    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("sent/*.jsonl")
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["a"], row["step"]) for row in kept if "a" in row] == [(1, None), (2, 7)]
+    assert send([str(directory)]) == 1
+    assert "has no files of a run" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def objects(installed, tmp_path_factory) -> jobs.Done:
+    pytest.importorskip("flytekitplugins.kfpytorch")
+    pytest.importorskip("trackio")
+    directory = tmp_path_factory.mktemp("objects")
+    env = {**installed.environment(), "TRACKIO_DIR": str(directory / "trackio")}
+    done = jobs.python(directory, jobs.SCRIPTS / "tracker_objects.py", env=env)
+    assert done.returncode == 0, done.output
+    return done
+
+
+def test_an_object_reaches_the_workers_of_elastic(objects, installed):
+    (run,) = installed.runs("elastic")
+    assert run.points == {(f"rank{rank}", number): 1 for rank in range(2) for number in range(20)}
+    assert (run.status, run.ends) == ("finished", 1)
+
+
+def test_two_trackers_on_one_function_both_have_all_rows(objects, installed):
+    (path,) = Path(installed.environment()["JSONL_DIR"]).glob("stacked/*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["a"] for line in lines if "a" in line] == list(range(500))
+    with closing(sqlite3.connect(objects.directory / "trackio" / "stacked.db")) as database:
+        found = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+    assert [(step, json.loads(row)["a"]) for step, row in found] == [(n, n) for n in range(500)]
+
+
+class Scalar:
+    """As a 0-d array or tensor is."""
+
+    def __init__(self, value: Any, ndim: int = 0) -> None:
+        self.value, self.ndim = value, ndim
+
+    def item(self) -> Any:
+        return self.value
+
+
+MANY = Scalar(1.0, ndim=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "plain", "said"),
+    [
+        (1, 1, None),
+        (1.5, 1.5, None),
+        ("text", "text", None),
+        (True, 1, "a truth value is no number: it is logged as 1 or 0"),
+        (None, "left out", "None is no value: it is left out"),
+        (math.inf, math.inf, "inf is dropped"),
+        (-math.inf, -math.inf, "-inf is dropped"),
+        (Scalar(2), 2, None),
+        (Scalar(2.5), 2.5, None),
+        (Scalar(True), 1, "a truth value"),
+        (Scalar(math.inf), math.inf, "inf is dropped"),
+        (MANY, MANY, None),  # the service's to take or to refuse
+    ],
+)
+def test_values_become_numbers_or_are_said_once(caplog, value, plain, said):
+    values = Values("A service", "rank_1/", odd_floats="dropped")
+    for _ in range(2):
+        assert values.of({"a": value}) == ({} if plain == "left out" else {"rank_1/a": plain})
+    assert [message.startswith(f"A service: 'a': {said}") for message in caplog.messages] == ([True] if said else [])
+
+
+def test_nan_is_said_where_the_service_does_something_to_it(caplog):
+    for odd_floats in (None, "shown as 0"):
+        assert math.isnan(Values("A service", odd_floats=odd_floats).of({"a": math.nan})["a"])
+    assert caplog.messages == ["A service: 'a': nan is shown as 0"]
+
+
+def test_scalars_of_numpy_and_torch_become_pythons():
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    given = [numpy.float32(0.5), numpy.int64(3), numpy.array(2), numpy.bool_(True), torch.tensor(0.25), torch.tensor(4)]
+    row = Values("A service").of({str(number): value for number, value in enumerate(given)})
+    assert [(type(value), value) for value in row.values()] == [
+        (float, 0.5),
+        (int, 3),
+        (int, 2),
+        (int, 1),
+        (float, 0.25),
+        (int, 4),
+    ]
+
+
+@pytest.mark.parametrize("row", [None, [1], "text", {1: 2}, {"a": 1, None: 2}])
+def test_what_is_no_row_is_an_error(row):
+    with pytest.raises(TypeError, match="takes a mapping of text to values"):
+        Values("A service").of(row)
+
+
+def test_the_example_is_as_short_as_it_is_said_to_be():
+    assert len((EXAMPLES / "jsonl_tracker" / "jsonl_tracker.py").read_text().splitlines()) < 50
