@@ -29,6 +29,7 @@ def test_every_python_snippet_has_a_file_name():
         "flyte2.py",
         "arguments.py",
         "secret.py",
+        "stacked.py",
         "shared.py",
         "configured.py",
         "sweep.py",
