@@ -39,11 +39,13 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m build --wheel --outdir dist .
 
 # torch first and by itself, at exactly the pinned version: what depends on it would take the newest one.
+# pluto-ml last and beside the others, where its .pth is not run: that imports it at each start of an interpreter.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)" numpy -c constraints.txt
 	$(BIN)/pip install --quiet -e '.[dev]' -c constraints.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/pluto "$$(grep '^pluto-ml==' constraints.txt)"
 	touch $@
 
 clean:

@@ -138,7 +138,7 @@ class Tracker(Protocol):
         ...
 
 
-_BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb", "mlflow", "trackio")}
+_BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb", "pluto", "mlflow", "trackio")}
 _MEMBERS = [name for name in vars(Tracker) if not name.startswith("_")] + ["name", "title"]
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from support import jobs
+from support import jobs, pluto_server
 from support.mlflow_server import GROUP_TAG, MlflowServer, StoredRun
+from support.pluto_server import PlutoServer
 from support.wandb_server import WandbServer
 
 Status = Literal["running", "finished", "failed", "killed"]
@@ -181,6 +182,34 @@ class TrackioBackend:
         ]
 
 
+class PlutoBackend:
+    name, package, can_degrade = "pluto", "pluto", True
+
+    def __init__(self, server: PlutoServer) -> None:
+        self._server = server
+
+    def environment(self) -> dict[str, str]:
+        return pluto_environment(self._server)
+
+    def missing(self, directory: Path) -> dict[str, str]:
+        return {**self.environment(), **pluto_server.urls(f"http://127.0.0.1:{jobs.free_port()}")}
+
+    def runs(self, project: str) -> list[Kept]:
+        return [self._kept(run) for run in self._server.runs if run.project == project]
+
+    def _kept(self, run: pluto_server.RecordedRun) -> Kept:
+        states: dict[str, Status] = {"COMPLETED": "finished", "FAILED": "failed", "TERMINATED": "killed"}
+        group = next((tag.removeprefix("group:") for tag in run.tags if tag.startswith("group:")), "")
+        assert run.duplicates == 0
+        status = states.get(run.status, "running")
+        return Kept(run.id, points(run.rows), status, len(run.statuses), group, run.config)
+
+
+def pluto_environment(server: PlutoServer) -> dict[str, str]:
+    """The variables that lead a job's client to `server`; and to the client, which is installed beside the others."""
+    return {**server.environment, "PYTHONPATH": search_path(Path(sys.prefix) / "pluto")}
+
+
 def search_path(directory: Path) -> str:
     return os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
 
@@ -198,6 +227,12 @@ def mlflow(directory: Path) -> Iterator[Backend]:
 
 
 @contextmanager
+def pluto(directory: Path) -> Iterator[Backend]:
+    with PlutoServer() as server:
+        yield PlutoBackend(server)
+
+
+@contextmanager
 def jsonl(directory: Path) -> Iterator[Backend]:
     yield JsonlBackend(directory)
 
@@ -207,4 +242,10 @@ def trackio(directory: Path) -> Iterator[Backend]:
     yield TrackioBackend(directory / "trackio")
 
 
-BACKENDS: dict[str, Callable[[Path], Any]] = {"wandb": wandb, "mlflow": mlflow, "trackio": trackio, "jsonl": jsonl}
+BACKENDS: dict[str, Callable[[Path], Any]] = {
+    "wandb": wandb,
+    "pluto": pluto,
+    "mlflow": mlflow,
+    "trackio": trackio,
+    "jsonl": jsonl,
+}

@@ -38,7 +38,7 @@ _OPERATION = re.compile(r"(?:query|mutation)\s+(\w+)")
 _NOT_LOGGED_IN = {"errors": [{"message": "user is not logged in", "extensions": {"code": "PERMISSION_ERROR"}}]}
 
 T = TypeVar("T")
-Endpoint = Literal["graphql", "filestream", "other"]
+Endpoint = Literal["graphql", "filestream", "other"]  # pluto_server has other ones
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Fault:
     delay_s: float = 0
     code: int = 0
     retry_after_s: float | None = None
-    only: Endpoint | None = None
+    only: str | None = None
     hits: int = 0
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -65,17 +65,17 @@ class Fault:
         return cls("refuse")
 
     @classmethod
-    def mute(cls, only: Endpoint | None = None) -> Fault:
+    def mute(cls, only: str | None = None) -> Fault:
         """Requests are read and not answered. At the end those are served whose client still waits."""
         return cls("mute", only=only)
 
     @classmethod
-    def slow(cls, delay_s: float, only: Endpoint | None = None) -> Fault:
+    def slow(cls, delay_s: float, only: str | None = None) -> Fault:
         """Each request is served after `delay_s` seconds."""
         return cls("slow", delay_s=delay_s, only=only)
 
     @classmethod
-    def status(cls, code: int, retry_after_s: float | None = None, only: Endpoint | None = None) -> Fault:
+    def status(cls, code: int, retry_after_s: float | None = None, only: str | None = None) -> Fault:
         """Each request is answered with this HTTP status, and nothing is taken."""
         return cls("status", code=code, retry_after_s=retry_after_s, only=only)
 
@@ -189,7 +189,7 @@ class WandbServer:
             self.fault = None
 
     def _listen(self) -> None:
-        self._listener = _Listener(self)
+        self._listener = _Listener(self, _Handler)
         threading.Thread(target=self._listener.serve_forever, args=(0.02,), daemon=True).start()
 
     def _hang_up(self) -> int:
@@ -269,11 +269,11 @@ class _Listener(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, recorder: WandbServer) -> None:
+    def __init__(self, recorder: Any, handler: type[BaseHTTPRequestHandler]) -> None:
         self.recorder = recorder
         self._open: set[socket.socket] = set()
         self._open_lock = threading.Lock()
-        super().__init__(("127.0.0.1", recorder.port), _Handler)
+        super().__init__(("127.0.0.1", recorder.port), handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         request, address = super().get_request()
@@ -322,12 +322,12 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         filestream = _FILESTREAM.match(self.path)
         endpoint: Endpoint = "filestream" if filestream else "graphql" if self.path == "/graphql" else "other"
-        if not self._survives(self.server.recorder.meet_fault(endpoint)):
+        if not _survives(self, self.server.recorder.meet_fault(endpoint)):
             return
         if endpoint == "other":  # telemetry of wandb's own
-            self._answer(200, {})
+            self.answer(200, {})
         elif not self._authorised():
-            self._answer(401, _NOT_LOGGED_IN)
+            self.answer(401, _NOT_LOGGED_IN)
         else:
             self._serve(filestream, body)
 
@@ -339,52 +339,34 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:
             self.server.recorder.errors.append(error)
             code, answer = 400, {"errors": [{"message": repr(error)}]}
-        self._answer(code, answer)
+        self.answer(code, answer)
 
     def _query(self, posted: Json) -> tuple[int, Json]:
         return self.server.recorder.graphql(posted)
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if not self._survives(self.server.recorder.meet_fault("other")):
+        if not _survives(self, self.server.recorder.meet_fault("other")):
             return
         upload = _UPLOAD.match(unquote(self.path))
         if upload:
             self.server.recorder.uploaded(_run_key(upload), upload[4], body)
-        self._answer(200, {})
+        self.answer(200, {})
 
     def do_GET(self) -> None:
-        if not self._survives(self.server.recorder.meet_fault("other")):
+        if not _survives(self, self.server.recorder.meet_fault("other")):
             return
         file = _DOWNLOAD.match(unquote(self.path))
         content = self.server.recorder.file(_run_key(file), file[4]) if file else None
         if not self._authorised():
-            self._answer(401, _NOT_LOGGED_IN)
+            self.answer(401, _NOT_LOGGED_IN)
         elif content is None:
-            self._answer(404, {"error": "file not found"})
+            self.answer(404, {"error": "file not found"})
         else:
             self._send(200, {"Content-Type": "application/octet-stream"}, content)
 
     def log_message(self, *_: object) -> None:
         pass
-
-    def _survives(self, fault: Fault | None) -> bool:
-        """Suffer the fault. Tells whether the request is to be served after it."""
-        if fault is None:
-            return True
-        if fault.kind == "status":
-            wait = {} if fault.retry_after_s is None else {"Retry-After": f"{fault.retry_after_s:g}"}
-            self._answer(fault.code, {"error": "made to fail"}, wait)
-            return False
-        fault.ended.wait(fault.delay_s if fault.kind == "slow" else None)
-        if self._client_is_gone():
-            self.close_connection = True
-            return False
-        return True
-
-    def _client_is_gone(self) -> bool:
-        readable, _, _ = select.select([self.connection], [], [], 0)
-        return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def _authorised(self) -> bool:
         expected = base64.b64encode(f"api:{self.server.recorder.key}".encode()).decode()
@@ -400,7 +382,7 @@ class _Handler(BaseHTTPRequestHandler):
         known = self.server.recorder.filestream(_run_key(path), posted, client, self._streamed)
         return (200, {"exitcode": None, "limits": {}}) if known else (404, {"error": "run not found"})
 
-    def _answer(self, code: int, answer: Json, headers: Mapping[str, str] | None = None) -> None:
+    def answer(self, code: int, answer: Json, headers: Mapping[str, str] | None = None) -> None:
         self._send(code, {"Content-Type": "application/json", **(headers or {})}, json.dumps(answer).encode())
 
     def _send(self, code: int, headers: Mapping[str, str], body: bytes) -> None:
@@ -410,6 +392,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+
+def _survives(handler: Any, fault: Fault | None) -> bool:
+    """Have a request suffer the fault. Tells whether it is to be served after it."""
+    if fault is None:
+        return True
+    if fault.kind == "status":
+        wait = {} if fault.retry_after_s is None else {"Retry-After": f"{fault.retry_after_s:g}"}
+        handler.answer(fault.code, {"error": "made to fail"}, wait)
+        return False
+    fault.ended.wait(fault.delay_s if fault.kind == "slow" else None)
+    if _client_is_gone(handler.connection):
+        handler.close_connection = True
+        return False
+    return True
+
+
+def _client_is_gone(connection: socket.socket) -> bool:
+    readable, _, _ = select.select([connection], [], [], 0)
+    return bool(readable) and not connection.recv(1, socket.MSG_PEEK)
 
 
 def _run_key(path: re.Match[str]) -> RunKey:
