@@ -32,7 +32,7 @@ needs_sweeps = pytest.mark.skipif(
     importlib.util.find_spec("flyteplugins_tracking.sweeps") is None, reason="there is no tracking_sweep yet"
 )
 FLYTEKIT = jobs.SCRIPTS / "compat_flytekit.py"
-TASKS = {"module": "compat_tasks"}
+TASKS, WORKERS = {"module": "compat_tasks"}, {"module": "compat_workers"}
 
 
 def seen(directory: Path, tag: str) -> list[dict]:
@@ -299,7 +299,7 @@ def test_quickstart(tmp_path):
 def test_modes_and_scopes_on_elastic_workers(tmp_path, task, by_rank, group):
     from support import pods2
 
-    done = pods2.run(task, tmp_path, **TASKS)
+    done = pods2.run(task, tmp_path, **WORKERS)
     assert done.error is None, done.output
     reports = seen(tmp_path, task)
     assert [report["run"] for report in reports] == by_rank
@@ -328,7 +328,7 @@ def test_the_context_reaches_children_and_the_decorator_goes_before_it(tmp_path)
 def test_a_decorators_mode_goes_before_the_contexts(tmp_path):
     from support import pods2
 
-    done = pods2.run("shared_global", tmp_path, context=wandb_config(run_mode="new"), **TASKS)
+    done = pods2.run("shared_global", tmp_path, context=wandb_config(run_mode="new"), **WORKERS)
     assert {run.id for run in done.runs} == {"r1-a0"}, done.output
 
 

@@ -20,7 +20,7 @@ from support import pods2
 from flyteplugins_tracking import ConfigError, tracking_config, tracking_init
 from flyteplugins_tracking.propagation import CONFIG, RUNS
 
-MODULE = "flyte2_tracked"
+MODULE, WORKERS = "flyte2_tracked", "flyte2_workers"
 TASKS = jobs.SCRIPTS / f"{MODULE}.py"
 
 
@@ -52,6 +52,14 @@ def tasks(monkeypatch):
     import flyte2_tracked
 
     return flyte2_tracked
+
+
+@pytest.fixture
+def with_workers(tasks):
+    """The module of the tasks with workers, in this process."""
+    import flyte2_workers
+
+    return flyte2_workers
 
 
 def values(rows: list[dict[str, Any]], key: str) -> list[Any]:
@@ -131,7 +139,7 @@ def test_fault_an_unreachable_server_fails_the_task(tmp_path):
 
 
 def test_children_go_on_in_the_parents_run_or_have_their_own(pod, server):
-    done = pod("parent", children=True)
+    done = pod("parent", module=WORKERS, children=True)
     assert done.outputs is not None, done.output
     ids = json.loads(done.outputs[0])
     assert {ids[kind] for kind in ("parent", "plain", "shared", "through")} == {"r1-parent"}
@@ -155,9 +163,9 @@ def test_what_a_block_says_reaches_the_children_that_are_called_in_it(pod, serve
     assert (run.tags, sorted(values(run.rows, "coroutine"))) == ([], [0, 0, 1, 1, 2, 2])
 
 
-@pytest.mark.parametrize("task", ["parent", "async_parent"])
-def test_children_in_local_mode_are_as_on_a_cluster(tmp_path, task):
-    done = pods2.local(task, tmp_path, module=MODULE)
+@pytest.mark.parametrize(("module", "task"), [(WORKERS, "parent"), (MODULE, "async_parent")])
+def test_children_in_local_mode_are_as_on_a_cluster(tmp_path, module, task):
+    done = pods2.local(task, tmp_path, module=module)
     assert done.returncode == 0, done.output
     ids = json.loads(done.outputs[0])
     joined = {"parent": ("plain", "shared", "through"), "async_parent": ("first", "second")}[task]
@@ -223,7 +231,7 @@ def test_tasks_that_share_a_process_share_a_run_and_no_configuration(server, tmp
 
 
 def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
-    done = pod("parent", action="identified", children=True, context=tracking_config(id="exp"))
+    done = pod("parent", module=WORKERS, action="identified", children=True, context=tracking_config(id="exp"))
     assert done.outputs is not None, done.output
     ids = json.loads(done.outputs[0])
     assert ids["parent"] == ids["plain"] == "exp"
@@ -236,13 +244,13 @@ def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
 
 
 def test_the_report_shows_the_runs_and_what_they_came_to(pod, server):
-    for task, run_ids, state in [
-        ("reported", ["r1-reported"], "finished"),
-        ("async_reported", ["r1-async_reported"], "finished"),
-        ("fails_reported", ["r1-fails_reported"], "failed (1)"),
-        ("reported_ranks", [f"r1-reported_ranks-rank-{rank}" for rank in range(2)], "finished"),
+    for module, task, run_ids, state in [
+        (MODULE, "reported", ["r1-reported"], "finished"),
+        (MODULE, "async_reported", ["r1-async_reported"], "finished"),
+        (MODULE, "fails_reported", ["r1-fails_reported"], "failed (1)"),
+        (WORKERS, "reported_ranks", [f"r1-reported_ranks-rank-{rank}" for rank in range(2)], "finished"),
     ]:
-        report = pod(task).report
+        report = pod(task, module=module).report
         for run_id in run_ids:
             assert f'<a href="{server.url}/team/tests/runs/{run_id}">{run_id}</a></td><td>{state}</td>' in report
             assert f"<td>{task}: 2</td>" in report
@@ -258,7 +266,7 @@ def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
 
 
 def test_files_that_cannot_be_an_output_fail_nothing(pod):
-    done = pod("downloaded_workers")
+    done = pod("downloaded_workers", module=WORKERS)
     assert (done.error, done.output.count("download_logs=True is left out: the training has 2 ranks")) == (None, 1)
     done = pod("downloaded")  # without a controller, which records traces
     assert (done.error, done.output.count("the files are no output of the task")) == (None, 1)
@@ -275,7 +283,7 @@ def test_what_was_logged_offline_outlives_the_pod(tmp_path):
 
 
 def test_fault_wandb_is_imported_on_every_rank(pod, server, directory):
-    done = pod("workers")
+    done = pod("workers", module=WORKERS)
     assert done.outputs == ["r1-workers"], done.output
     first, second = seen(directory / "workers", "workers")
     assert (first["run_id"], first["wandb"]) == ("r1-workers", True)
@@ -286,47 +294,49 @@ def test_fault_wandb_is_imported_on_every_rank(pod, server, directory):
 
 
 def test_all_ranks_share_a_run(pod, server):
-    assert pod("shared_workers").outputs == ["r1-shared_workers"]
+    assert pod("shared_workers", module=WORKERS).outputs == ["r1-shared_workers"]
     run = server.run("r1-shared_workers")
     assert (run.exit_codes, sorted(values(run.rows, "shared_workers"))) == ([0], [0, 0, 1, 1, 2, 2])
 
 
 def test_fault_a_restart_does_not_resume(pod, server):
-    assert pod("restarted_workers").outputs == ["r1-restarted_workers"]
+    assert pod("restarted_workers", module=WORKERS).outputs == ["r1-restarted_workers"]
     run = server.run("r1-restarted_workers")
     assert (run.exit_codes, run.rows_overwritten) == ([1, 0], 0)
     assert values(run.rows, "restarted_workers") == [0, 1, 2, 0, 1, 2]
 
 
 def test_fault_when_a_peer_dies_the_run_stays_running(pod, server):
-    done = pod("dying_peer")
+    done = pod("dying_peer", module=WORKERS)
     assert done.error is not None
     run = server.run("r1-dying_peer")
     assert (run.exit_codes, values(run.rows, "dying_peer")) == ([143], [0, 1, 2])
 
 
-def test_two_nodes_have_a_run_each_and_links_that_lead_there(server, directory, tasks):
+def test_two_nodes_have_a_run_each_and_links_that_lead_there(server, directory, tasks, with_workers):
     for task, ids in [
         ("per_node", {f"r1-per_node-worker-{i}" for i in range(2)}),
         ("new_on_nodes", {f"r1-new_on_nodes-rank-{i}" for i in range(4)}),
     ]:
-        done = pods2.nodes(task, directory / task, module=MODULE, action=task, **server.environment)
+        done = pods2.nodes(task, directory / task, module=WORKERS, action=task, **server.environment)
         assert (done.returncode, done.error) == (0, None), done.output
         runs = [run for run in server.runs if run.id.startswith(f"r1-{task}")]
         assert {run.id for run in runs} == ids
         assert {(run.group, *run.exit_codes) for run in runs} == {(f"r1-{task}", 0)}
         context = tracking_config(entity="team")
-        leads_to = {link.rpartition("/")[2] for link in tasks.links(getattr(tasks, task), context, task).values()}
+        leads_to = {
+            link.rpartition("/")[2] for link in tasks.links(getattr(with_workers, task), context, task).values()
+        }
         assert leads_to == (ids if task == "per_node" else {"r1-new_on_nodes"})
 
 
-def test_fault_an_elastic_range_has_links_that_dangle(server, directory, tasks):
+def test_fault_an_elastic_range_has_links_that_dangle(server, directory, tasks, with_workers):
     """It comes up as one node, of 1 to 4."""
-    done = pods2.run("resized", directory / "resized", module=MODULE, action="resized", **server.environment)
+    done = pods2.run("resized", directory / "resized", module=WORKERS, action="resized", **server.environment)
     assert done.error is None, done.output
     (run,) = [run for run in server.runs if run.id.startswith("r1-resized")]
     assert (run.id, run.group) == ("r1-resized-worker-0", "r1-resized")
-    assert tasks.links(tasks.resized, action="resized") == {
+    assert tasks.links(with_workers.resized, action="resized") == {
         "Weights & Biases": "https://wandb.ai/team/tests/groups/r1-resized"
     }
 
@@ -350,10 +360,10 @@ def test_the_execution_that_a_run_names_is_the_consoles(monkeypatch, endpoint, i
     assert _url(action) == Console(endpoint, insecure == "true").action_url("p", "d", "r1", "a0")
 
 
-def test_the_task_stays_the_same_object_and_its_copies_are_tracked(tasks):
+def test_the_task_stays_the_same_object_and_its_copies_are_tracked(tasks, with_workers):
     assert tasks.env.tasks["plain.plain"] is tasks.plain
-    copy = tasks.workers.override(retries=2)
-    assert (copy.func, copy.links) == (tasks.workers.func, tasks.workers.links)
+    copy = with_workers.workers.override(retries=2)
+    assert (copy.func, copy.links) == (with_workers.workers.func, with_workers.workers.links)
     assert tasks.links(copy) == {"Weights & Biases": "https://wandb.ai/team/tests/runs/r1-{{.actionName}}"}
 
 
@@ -452,14 +462,16 @@ LINK = {
 }
 
 
-def test_a_link_leads_to_what_is_propagated_and_to_the_parents_run(tasks, monkeypatch):
+def test_a_link_leads_to_what_is_propagated_and_to_the_parents_run(tasks, with_workers, monkeypatch):
     given = tracking_config(project="2024", entity="e", host="https://wandb.example.com/")
     address = "https://wandb.example.com/e/2024/runs/r1-{{.actionName}}"
     assert tasks.links(tasks.bare, given) == {"Weights & Biases": address}
     parents = {RUNS: json.dumps({"wandb": {"id": "r1-a0", "project": "theirs", "entity": "e"}})}
     assert tasks.links(tasks.bare, parents) == {"Weights & Biases": "https://wandb.ai/e/theirs/runs/r1-a0"}
     assert tasks.links(tasks.shared, parents) == {"Weights & Biases": "https://wandb.ai/e/theirs/runs/r1-a0"}
-    assert tasks.links(tasks.workers, parents)["Weights & Biases"].endswith("/team/tests/runs/r1-{{.actionName}}")
+    assert tasks.links(with_workers.workers, parents)["Weights & Biases"].endswith(
+        "/team/tests/runs/r1-{{.actionName}}"
+    )
     monkeypatch.setenv("WANDB_BASE_URL", "https://self.hosted")
     assert tasks.links(tasks.plain)["Weights & Biases"].startswith("https://self.hosted/team/tests/runs/")
 
@@ -507,14 +519,14 @@ def test_fault_a_direct_call_raises_and_wandb_run_is_none(tmp_path):
     script = f"""
         import sys
         sys.path.insert(0, {str(jobs.SCRIPTS)!r})
-        import asyncio, flyte2_tracked, wandb
+        import asyncio, flyte2_tracked, flyte2_workers, wandb
         from flyteplugins_tracking import get_run
         def training(tag):
             print(tag, wandb.run is get_run() is not None)
             get_run().log({{tag: 1}})
 
-        flyte2_tracked.training = training
-        flyte2_tracked.plain(n=1), flyte2_tracked.workers(n=1), asyncio.run(flyte2_tracked.coroutine(n=1))
+        flyte2_tracked.training = flyte2_workers.training = training
+        flyte2_tracked.plain(n=1), flyte2_workers.workers(n=1), asyncio.run(flyte2_tracked.coroutine(n=1))
     """
     (tmp_path / "script.py").write_text("\n".join(line[8:] for line in script.splitlines()))
     done = jobs.python(tmp_path, "script.py")

@@ -38,7 +38,7 @@ def test_a_child_is_retried_as_its_task_says(tmp_path):
 
 
 def test_a_child_with_two_nodes_has_two_pods(tmp_path):
-    done = pods2.run("parent_of_nodes", tmp_path, children=True)
+    done = pods2.run("parent_of_nodes", tmp_path, module="flyte2_nodes", children=True)
     assert done.error is None, done.output
     assert [seen["rank"] for seen in told(tmp_path, "nodes")] == ["0", "1", "2", "3"]
 

@@ -13,7 +13,7 @@ from support.wandb_server import WandbServer
 from flyteplugins_tracking import tracking_config
 
 pytest.importorskip("flytekit", reason='flytekit is not installed: pip install "flyteplugins-tracking[flytekit]"')
-TASKS = jobs.SCRIPTS / "flyte_tasks.py"
+TASKS, WORKERS = jobs.SCRIPTS / "flyte_tasks.py", jobs.SCRIPTS / "flyte_workers.py"
 
 
 def reports(directory: Path) -> dict[str, list[dict]]:
@@ -27,17 +27,17 @@ def reports(directory: Path) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def in_process(tmp_path_factory):
-    return all_of("in-process", tmp_path_factory)
+    """All tasks of one process."""
+    return succeeded(jobs.python(tmp_path_factory.mktemp("in-process"), TASKS))
 
 
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory):
-    return all_of("elastic", tmp_path_factory)
+    """All tasks with workers, twice."""
+    return succeeded(jobs.python(tmp_path_factory.mktemp("elastic"), WORKERS, "elastic"))
 
 
-def all_of(kind: str, tmp_path_factory: pytest.TempPathFactory) -> jobs.Done:
-    """All tasks of a kind, run by `flyte_tasks.py` in one process."""
-    done = jobs.python(tmp_path_factory.mktemp(kind), TASKS, kind)
+def succeeded(done: jobs.Done) -> jobs.Done:
     assert done.returncode == 0, done.output
     return done
 
@@ -86,7 +86,7 @@ def test_two_local_executions_in_a_row_make_two_runs(elastic):
 
 
 def test_an_exception_in_an_elastic_worker_is_a_failed_run(tmp_path):
-    done = jobs.python(tmp_path, TASKS, "failing")
+    done = jobs.python(tmp_path, WORKERS, "failing")
     assert done.returncode != 0
     assert "made to fail" in done.output
     assert [run.exit_code for run in done.runs] == [1]
@@ -116,7 +116,9 @@ def test_a_pod_runs_a_task_and_its_retry_goes_on_with_the_run(tmp_path):
 def test_the_pods_of_an_elastic_job_agree(tmp_path):
     rendezvous = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{jobs.free_port()}"}
     env = pods.environment("on_two_nodes", FLYTE_EXECUTION_URL="http://flyte/x", **rendezvous)
-    agents = [jobs.start(pods.command("on_two_nodes", tmp_path), tmp_path, env) for _ in range(2)]
+    agents = [
+        jobs.start(pods.command("on_two_nodes", tmp_path, module="flyte_workers"), tmp_path, env) for _ in range(2)
+    ]
     done = [jobs.finish(agent, tmp_path) for agent in agents]
     assert (tmp_path / "out" / "outputs.pb").exists(), done[0].output
     assert sorted(run.id for run in done[0].runs) == ["f7c3a-n0-worker-0", "f7c3a-n0-worker-1"]
@@ -127,13 +129,13 @@ def test_the_pods_of_an_elastic_job_agree(tmp_path):
 
 @pytest.mark.parametrize("task", ["spawn_above", "fork_below"])
 def test_a_pod_with_elastic_workers(tmp_path, task):
-    done = pods.run(task, tmp_path)
+    done = pods.run(task, tmp_path, module="flyte_workers")
     assert (tmp_path / "out" / "outputs.pb").exists(), done.output
     assert [(run.id, run.exit_code) for run in done.runs] == [("f7c3a-n0", 0)]
 
 
 def test_a_failing_pod_writes_its_error_and_a_failed_run(tmp_path):
-    done = pods.run("failing", tmp_path)
+    done = pods.run("failing", tmp_path, module="flyte_workers")
     assert list((tmp_path / "out").glob("error*.pb")), done.output
     assert [(run.id, run.exit_code) for run in done.runs] == [("f7c3a-n0", 1)]
 
@@ -204,11 +206,12 @@ def test_a_missing_secret_on_a_cluster_is_told(tmp_path):
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory):
     """The config of each task's serialized template, from a process that imports the tasks."""
-    tasks = ["below", "above", "inner_links", "async_below", "spawn_below", "spawn_above", "cached", "pytorch_job"]
-    tasks += ["links_per_worker", "link_to_group", "links_of_a_range"]
-    code = f"""
-import flyte_tasks, json
-print("TEMPLATES", json.dumps({{name: flyte_tasks.serialized(getattr(flyte_tasks, name)) for name in {tasks!r}}}))
+    code = """
+import flyte_tasks, flyte_workers, json
+tasks = [getattr(flyte_tasks, name) for name in ("below", "above", "inner_links", "async_below", "cached")]
+workers = ("spawn_below", "spawn_above", "links_per_worker", "link_to_group", "links_of_a_range")
+tasks += [flyte_tasks.pytorch_job, *(getattr(flyte_workers, name) for name in workers)]
+print("TEMPLATES", json.dumps({task.name.rpartition(".")[2]: flyte_tasks.serialized(task) for task in tasks}))
 """
     done = jobs.python(tmp_path_factory.mktemp("templates"), "-c", code, env={"PYTHONPATH": str(jobs.SCRIPTS)})
     assert done.returncode == 0, done.output
@@ -250,7 +253,7 @@ def test_the_deck_shows_the_runs_and_the_files_are_kept(tmp_path):
 
 
 def test_the_deck_shows_the_runs_of_all_ranks_and_what_is_unsent_outlives_the_pod(tmp_path):
-    done = pods.run("decked_ranks", tmp_path)
+    done = pods.run("decked_ranks", tmp_path, module="flyte_workers")
     assert done.returncode == 0, done.output
     ids = [f"{pods.EXECUTION}-{pods.NODE}-rank-{rank}" for rank in range(2)]
     deck = (tmp_path / "out" / "deck.html").read_text()

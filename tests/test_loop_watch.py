@@ -57,13 +57,13 @@ def told(process: subprocess.Popen[str], directory: Path, server: WandbServer, c
 
 
 @contextmanager
-def pod(task: str, directory: Path, count: int = 1) -> Iterator[Told]:
+def pod(task: str, directory: Path, count: int = 1, module: str = "flyte2_told") -> Iterator[Told]:
     pytest.importorskip("flyte", reason="flyte is not installed")
     pytest.importorskip("flyteplugins.pytorch", reason="flyteplugins-pytorch is not installed")
     from support import pods2
 
     with WandbServer() as server:
-        process = pods2.start(task, directory, module="flyte2_told", **server.environment)
+        process = pods2.start(task, directory, module=module, **server.environment)
         with told(process, directory, server, count) as started:
             yield started
 
@@ -124,7 +124,7 @@ def test_an_end_that_is_being_recorded_is_waited_for(tmp_path):
 
 
 def test_the_agent_of_an_elastic_pod_has_its_workers_end_their_run(tmp_path):
-    with pod("workers", tmp_path, count=2) as started:
+    with pod("workers", tmp_path, count=2, module="flyte2_told_workers") as started:
         assert started.process.pid not in started.pids
         done = started.end()
         (run,) = started.server.runs

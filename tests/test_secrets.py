@@ -80,8 +80,8 @@ def test_a_key_is_nowhere_but_in_the_requests(tmp_path, given, trouble):
 def test_a_key_is_in_no_serialized_task(tmp_path, monkeypatch):
     pytest.importorskip("flytekit", reason='flytekit is not installed: pip install "flyteplugins-tracking[flytekit]"')
     script = """
-        import cloudpickle, flyte_tasks
-        for task in (flyte_tasks.spawn_below, flyte_tasks.with_secret, flyte_tasks.failing):
+        import cloudpickle, flyte_tasks, flyte_workers
+        for task in (flyte_workers.spawn_below, flyte_tasks.with_secret, flyte_workers.failing):
             print(flyte_tasks.serialized(task), cloudpickle.dumps(task), repr(task.task_function))
     """
     env = {"PYTHONPATH": str(jobs.SCRIPTS), "WANDB_API_KEY": CANARY, "_FSEC_WANDB_API_KEY": CANARY}

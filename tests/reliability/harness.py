@@ -19,7 +19,7 @@ from support.wandb_server import WandbServer
 from wandb_files import read_runs
 
 ENDS = jobs.SCRIPTS / "ends.py"
-FLYTE_ENDS = jobs.SCRIPTS / "flyte_ends.py"
+FLYTE_ENDS = jobs.SCRIPTS / "flyte_ends_workers.py"
 Row = tuple[int, int]  # the process that logged it, and its number there
 
 

@@ -114,11 +114,11 @@ def during_finish(job: Job) -> Outcome:
         return job.outcome()
 
 
-def together(how: dict[str, str], *options: str, **settings: Any) -> Scenario:
+def together(how: dict[str, str], *options: str, command: list[str] | None = None, **settings: Any) -> Scenario:
     """Two ranks, which are told to end when both are under way."""
 
     def scenario(job: Job) -> Outcome:
-        job.start(torchrun(*options), **ends(how, **settings))
+        job.start(command or torchrun(*options), **ends(how, **settings))
         for rank in (0, 1):
             job.wait_for(f"ready {rank} 0")
         job.go()
@@ -376,7 +376,7 @@ CASES = [
     ),
     Case(
         "Flyte Elastic, fork: exception on another rank",
-        rank_signalled(1, 0, {"0": "sleep", "1": "raise"}, flyte(), task="fork"),
+        together({"0": "sleep", "1": "raise when told"}, command=flyte(), task="fork"),
         (143,),
         PREEMPTED,
     ),

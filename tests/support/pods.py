@@ -48,8 +48,10 @@ def environment(task: str, attempt: int = 0, execution: str = EXECUTION, **more:
     }
 
 
-def run(task: str, directory: Path, attempt: int = 0, name: str | None = None, **env: str) -> jobs.Done:
-    return jobs.run(command(task, directory, attempt, name), directory, environment(task, attempt, **env))
+def run(
+    task: str, directory: Path, attempt: int = 0, name: str | None = None, module: str = "flyte_tasks", **env: str
+) -> jobs.Done:
+    return jobs.run(command(task, directory, attempt, name, module), directory, environment(task, attempt, **env))
 
 
 def _inputs(directory: Path) -> Path:

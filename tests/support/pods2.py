@@ -102,7 +102,7 @@ def start(
     where = base(directory, run) / action
     Path(where, str(attempt + 1)).mkdir(parents=True, exist_ok=True)
     Path(where, "inputs.pb").write_bytes(serialized(inputs or {"n": 1}, context or {}))
-    place_code(module, directory)
+    place_code(directory)
     variables = {
         **flyte2_pod.pod_environment(run, action, attempt, node),
         "_U_RUN_BASE": str(base(directory, run)),
@@ -133,7 +133,7 @@ def local(
 ) -> Ended:
     """`flyte.run` of a task in local mode; a failure is in the output alone, as it is for its user."""
     directory.mkdir(parents=True, exist_ok=True)
-    place_code(module, directory)
+    place_code(directory)
     arguments = {"module": module, "task": task, "name": run, "directory": str(directory)}
     given = json.dumps({**arguments, "context": dict(context or {}), "inputs": dict(inputs or {"n": 1})})
     done = jobs.python(directory, LOCAL, given, env={"PYTHONPATH": str(jobs.SCRIPTS), **env})
@@ -210,6 +210,7 @@ def native(literal: Any) -> Any:
     return None
 
 
-def place_code(module: str, directory: Path) -> None:
-    """The module of the tasks in the pod's working directory, where an image or a code bundle has it."""
-    shutil.copy(jobs.SCRIPTS / f"{module}.py", directory / f"{module}.py")
+def place_code(directory: Path) -> None:
+    """The modules of the tasks in the pod's working directory, where an image or a code bundle has them."""
+    for module in jobs.SCRIPTS.glob("*.py"):
+        shutil.copy(module, directory)

@@ -43,7 +43,7 @@ def above(n: int) -> str:
     return training("above")
 
 
-@task(task_config=Elastic(nnodes=1, nproc_per_node=2, increase_shared_mem=False))
+@task(task_config=Elastic(nnodes=1, nproc_per_node=2, increase_shared_mem=False, monitor_interval=1))
 @wandb_init(secret=KEY, **WHERE)
 def elastic(n: int) -> str:
     return training("elastic")

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import flyte
-from flyteplugins.pytorch import Elastic
 
 from flyteplugins_tracking.compat.wandb import (
     Wandb,
     download_wandb_run_dir,
     download_wandb_run_logs,
-    get_distributed_info,
     get_wandb_context,
     get_wandb_run,
     get_wandb_run_dir,
@@ -23,9 +21,6 @@ from flyteplugins_tracking.compat.wandb import (
 
 DIRECTORY = Path(os.environ.get("TRAIN_DIR", "."))
 env = flyte.TaskEnvironment(name="compat")
-workers = flyte.TaskEnvironment(
-    name="compat-workers", plugin_config=Elastic(nnodes=1, nproc_per_node=2, max_restarts=0)
-)
 
 
 def seen(tag: str, **more: Any) -> None:
@@ -38,50 +33,6 @@ def quickstart(n: int) -> str:
     run = get_wandb_run()
     run.log({"loss": 0.5, "accuracy": 0.9})
     return json.dumps([run.id, run.project, run.entity, get_wandb_run_dir() == run.dir])
-
-
-def log_the_rank(tag: str) -> None:
-    run = get_wandb_run()
-    info = get_distributed_info()
-    if run:
-        run.log({"rank": info["rank"]})
-    seen(tag, info=info, kind=type(info).__name__, run=run.id if run else None)
-
-
-@wandb_init
-@workers.task
-def auto_global(n: int) -> None:
-    log_the_rank("auto_global")
-
-
-@wandb_init(rank_scope="worker")
-@workers.task
-def auto_worker(n: int) -> None:
-    log_the_rank("auto_worker")
-
-
-@wandb_init(run_mode="shared")
-@workers.task
-def shared_global(n: int) -> None:
-    log_the_rank("shared_global")
-
-
-@wandb_init(run_mode="shared", rank_scope="worker")
-@workers.task
-def shared_worker(n: int) -> None:
-    log_the_rank("shared_worker")
-
-
-@wandb_init(run_mode="new")
-@workers.task
-def new_global(n: int) -> None:
-    log_the_rank("new_global")
-
-
-@wandb_init(run_mode="new", rank_scope="worker")
-@workers.task
-def new_worker(n: int) -> None:
-    log_the_rank("new_worker")
 
 
 def told() -> list[Any]:

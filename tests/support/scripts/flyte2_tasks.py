@@ -7,14 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import flyte
-from flyteplugins.pytorch import Elastic
 
 DIRECTORY = Path(os.environ.get("TRAIN_DIR", "."))
 env = flyte.TaskEnvironment(name="plain")
-two_nodes = flyte.TaskEnvironment(
-    name="two-nodes",
-    plugin_config=Elastic(nnodes=2, nproc_per_node=2, max_restarts=0, rdzv_configs={"timeout": 60, "join_timeout": 60}),
-)
 
 
 def seen(tag: str, **more: Any) -> dict[str, Any]:
@@ -50,11 +45,6 @@ def second_attempt(n: int) -> int:
     return n
 
 
-@two_nodes.task
-def nodes(n: int) -> None:
-    seen("nodes")
-
-
 @env.task
 def parent(n: int) -> str:
     """A child in the context given to the run, and one in a context of its own."""
@@ -68,8 +58,3 @@ def parent(n: int) -> str:
 @env.task
 def retrying_parent(n: int) -> int:
     return second_attempt(n)
-
-
-@env.task
-def parent_of_nodes(n: int) -> None:
-    nodes(n)

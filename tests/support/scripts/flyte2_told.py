@@ -6,14 +6,11 @@ import time
 from pathlib import Path
 
 import flyte
-from flyteplugins.pytorch import Elastic
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
 DIRECTORY = Path(os.environ.get("TRAIN_DIR", "."))
-QUICK = {"max_restarts": 0, "monitor_interval": 1, "rdzv_configs": {"timeout": 60, "join_timeout": 60}}
 env = flyte.TaskEnvironment(name="told")
-elastic = flyte.TaskEnvironment(name="told_workers", plugin_config=Elastic(nnodes=1, nproc_per_node=2, **QUICK))
 tracked = tracking_init(project="tests", entity="team")
 
 
@@ -62,12 +59,3 @@ def returns(n: int) -> None:
     ready()
     while not Path(DIRECTORY, "go").exists():
         time.sleep(0.01)
-
-
-@tracked
-@elastic.task
-def workers(n: int) -> None:
-    if get_run() is not None:
-        get_run().log({"row": 0})
-    ready()
-    time.sleep(120)

@@ -1,4 +1,7 @@
-"""Flyte 2 tasks of every kind that the decorator meets. Each logs its rows and returns its run's id."""
+"""Flyte 2 tasks of every kind that the decorator meets, of one process. Each logs its rows and returns its run's id.
+
+Those with workers are in `flyte2_workers.py`: their plugin takes a pod two seconds to import.
+"""
 
 import asyncio
 import json
@@ -9,23 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import flyte
-from flyteplugins.pytorch import Elastic
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_config, tracking_init
 
 DIRECTORY = Path(os.environ.get("TRAIN_DIR", "."))
-QUICK = {
-    "max_restarts": 0,
-    "monitor_interval": 1,
-    "rdzv_configs": {"timeout": 60, "join_timeout": 60, "last_call_timeout": 2},
-}
 env = flyte.TaskEnvironment(name="plain")
-elastic = flyte.TaskEnvironment(name="elastic", plugin_config=Elastic(nnodes=1, nproc_per_node=2, **QUICK))
-two_nodes = flyte.TaskEnvironment(name="two", plugin_config=Elastic(nnodes=2, nproc_per_node=2, **QUICK))
-resizable = flyte.TaskEnvironment(name="resizable", plugin_config=Elastic(nnodes="1:4", nproc_per_node=1, **QUICK))
-restarting = flyte.TaskEnvironment(
-    name="restarting", plugin_config=Elastic(nnodes=1, nproc_per_node=2, **{**QUICK, "max_restarts": 1})
-)
 tracked = tracking_init(project="tests", entity="team")
 
 
@@ -95,47 +86,6 @@ def calls_a_function(n: int) -> list[str]:
 
 
 @tracked
-@elastic.task
-def workers(n: int) -> str:
-    return training("workers")
-
-
-@tracking_init(project="tests", run_mode="shared")
-@elastic.task
-def shared_workers(n: int) -> str:
-    return training("shared_workers")
-
-
-@tracking_init(project="tests", rank_scope="worker")
-@two_nodes.task
-def per_node(n: int) -> None:
-    training("per_node")
-
-
-@tracking_init(project="tests", run_mode="new")
-@two_nodes.task
-def new_on_nodes(n: int) -> None:
-    training("new_on_nodes")
-
-
-@tracking_init(project="tests", entity="team", rank_scope="worker")
-@resizable.task
-def resized(n: int) -> None:
-    training("resized")
-
-
-@tracked
-@env.task
-def parent(n: int) -> str:
-    """Children of every kind, while its own run is open."""
-    get_run().log({"parent": 0})
-    ids = {"parent": get_run().id, "plain": plain(n), "new": new(n), "shared": shared(n), "through": untracked(n)}
-    ids["workers"] = workers(n)
-    get_run().log({"parent": 1})
-    return json.dumps(ids)
-
-
-@tracked
 @env.task
 async def async_parent(n: int) -> str:
     get_run().log({"parent": 0})
@@ -171,40 +121,10 @@ def second_attempt(n: int) -> str:
 
 
 @tracked
-@elastic.task
-def failing_workers(n: int) -> str:
-    if training("failing_workers"):
-        raise ValueError("made to fail")
-    time.sleep(60)
-    return ""
-
-
-@tracked
-@restarting.task
-def restarted_workers(n: int) -> str:
-    run_id = training("restarted_workers")
-    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == 0 and run_id:
-        raise ValueError("the first attempt fails")
-    return run_id
-
-
-@tracked
 @env.task
 def waits(n: int) -> str:
     training("waits")
     Path(DIRECTORY, "waiting").touch()
-    time.sleep(60)
-    return ""
-
-
-@tracked
-@elastic.task
-def dying_peer(n: int) -> str:
-    training("dying_peer")
-    if os.environ["RANK"] == "1":
-        while len(list(DIRECTORY.glob("dying_peer-*"))) < 2:
-            time.sleep(0.1)
-        os._exit(9)
     time.sleep(60)
     return ""
 
@@ -311,12 +231,6 @@ def fails_reported(n: int) -> str:
     raise ValueError("made to fail")
 
 
-@tracking_init(project="tests", entity="team", run_mode="new")
-@elastic.task(report=True)
-def reported_ranks(n: int) -> str:
-    return training("reported_ranks")
-
-
 @tracking_init(project="tests", download_logs=True)
 @env.task
 def downloaded(n: int) -> str:
@@ -327,12 +241,6 @@ def downloaded(n: int) -> str:
 @env.task
 async def async_downloaded(n: int) -> str:
     return training("async_downloaded")
-
-
-@tracking_init(project="tests", download_logs=True)
-@elastic.task
-def downloaded_workers(n: int) -> str:
-    return training("downloaded_workers")
 
 
 @env.task

@@ -1,9 +1,11 @@
-"""Flyte 1 tasks of every kind that the decorator meets. Each logs its rows and returns its run's id."""
+"""Flyte 1 tasks of every kind that the decorator meets, of one process. Each logs its rows and returns its run's id.
+
+Those with workers are in `flyte_workers.py`: torch, which they need, takes a pod two seconds to import.
+"""
 
 import asyncio
 import json
 import os
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,11 @@ from typing import Any
 from flytekit import Secret, dynamic, map_task, task, workflow
 from flytekit.core.base_task import IgnoreOutputs
 from flytekit.core.utils import ClassDecorator
-from flytekitplugins.kfpytorch import Elastic, PyTorch, Worker
+from flytekitplugins.kfpytorch import PyTorch, Worker
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
 DIRECTORY = Path(os.environ.get("TRAIN_DIR", "."))
-spawn = Elastic(nnodes=1, nproc_per_node=2, start_method="spawn", increase_shared_mem=False)
-fork = Elastic(nnodes=1, nproc_per_node=2, start_method="fork", increase_shared_mem=False)
-two_nodes = Elastic(nnodes=2, nproc_per_node=2, start_method="spawn", increase_shared_mem=False)
 
 
 def training(tag: str) -> str:
@@ -99,38 +98,6 @@ def pytorch_job(n: int) -> str:
     return training("pytorch_job")
 
 
-@task(task_config=spawn)
-@tracking_init(project="tests", entity="team", run_mode="new")
-def spawn_below(n: int) -> str:
-    return training("spawn_below")
-
-
-@tracking_init(project="tests", entity="team")
-@task(task_config=spawn)
-def spawn_above(n: int) -> str:
-    return training("spawn_above")
-
-
-@task(task_config=fork)
-@tracking_init(project="tests")
-def fork_below(n: int) -> str:
-    return training("fork_below")
-
-
-@tracking_init(project="tests", run_mode="new")
-@task(task_config=fork)
-def fork_above(n: int) -> str:
-    return training("fork_above")
-
-
-@tracking_init(project="tests")
-@task(task_config=spawn)
-def failing(n: int) -> str:
-    if training("failing"):  # the rank that has a run
-        raise ValueError("made to fail")
-    return ""
-
-
 @tracking_init(project="tests")
 @task
 def ignored(n: int) -> str:
@@ -139,46 +106,16 @@ def ignored(n: int) -> str:
     return ""
 
 
-@tracking_init(project="tests", rank_scope="worker")
-@task(task_config=two_nodes)
-def on_two_nodes(n: int) -> str:
-    return training("on_two_nodes")
-
-
 @tracking_init(project="tests", secret=Secret(group="wandb", key="api_key"))
 @task(secret_requests=[Secret(group="wandb", key="api_key")])
 def with_secret(n: int) -> str:
     return training("with_secret")
 
 
-@tracking_init(project="tests", entity="team", rank_scope="worker")
-@task(task_config=two_nodes)
-def links_per_worker(n: int) -> str:
-    return training("links_per_worker")
-
-
-@tracking_init(project="tests", entity="team", run_mode="new")
-@task(task_config=two_nodes)
-def link_to_group(n: int) -> str:
-    return training("link_to_group")
-
-
-@tracking_init(project="tests", entity="team", rank_scope="worker")
-@task(task_config=Elastic(nnodes="1:4", nproc_per_node=2, increase_shared_mem=False))
-def links_of_a_range(n: int) -> str:
-    return training("links_of_a_range")
-
-
 @tracking_init(download_logs=True)
 @task(enable_deck=True)
 def decked(n: int) -> str:
     return training("decked")
-
-
-@tracking_init(run_mode="new")
-@task(enable_deck=True, task_config=spawn)
-def decked_ranks(n: int) -> str:
-    return training("decked_ranks")
 
 
 @workflow
@@ -195,14 +132,6 @@ def all_in_process(n: int) -> str:
     return ignored_elements[0]
 
 
-@workflow
-def elastic(n: int) -> str:
-    spawn_below(n=n)
-    spawn_above(n=n)
-    fork_below(n=n)
-    return fork_above(n=n)
-
-
 def serialized(entity: Any) -> dict[str, str]:
     """The task template's config, as registration would send it."""
     from flytekit.configuration import Image, ImageConfig, SerializationSettings
@@ -215,15 +144,9 @@ def serialized(entity: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    if "in-process" in sys.argv:
-        all_in_process(n=1)
-        asyncio.run(async_below(n=1))
-        asyncio.run(async_above(n=1))
-    if "elastic" in sys.argv:
-        elastic(n=1)
-        elastic(n=1)
-    if "failing" in sys.argv:
-        failing(n=1)
+    all_in_process(n=1)
+    asyncio.run(async_below(n=1))
+    asyncio.run(async_above(n=1))
 
 
 if __name__ == "__main__":
