@@ -1,10 +1,11 @@
 """A training that ends as the variable TRAIN_SETTINGS, a JSON object, says. Each process writes down what it logs.
 
-Keys: `tracking`: the decorator's arguments. `config_bytes`: the size of the run's config. `rows`: how many rows are
-logged before anything else. `with_step`: with `step=`. `step_s`: seconds between later ones. `value`: what a row holds.
-`ends`: how each rank goes on, by rank, or `"*"`: a key of `ENDS`. `attempts`: `ends` holds for the attempts below it, 1
-unless given; later ones return. `handler`: a key of `HANDLERS`, installed for SIGTERM before the function;
-`handler_inside`: in it. `nested`: another decorated function is called. `async`: the function is async, and sleeps.
+Keys: `tracking`: the decorator's arguments; `then`: those of a second training of the process. `config_bytes`: the size
+of the run's config. `rows`: how many rows are logged before anything else. `with_step`: with `step=`. `step_s`: seconds
+between later ones. `value`: what a row holds. `ends`: how each rank goes on, by rank, or `"*"`: a key of `ENDS`.
+`attempts`: `ends` holds for the attempts below it, 1 unless given; later ones return. `handler`: a key of `HANDLERS`,
+installed for SIGTERM before the function; `handler_inside`: in it. `nested`: another decorated function is called.
+`async`: the function is async, and sleeps.
 """
 
 import asyncio
@@ -191,13 +192,16 @@ def nested() -> None:
     body()
 
 
-@tracking_init(**{"project": "tests", **SETTINGS.get("tracking", {})})
-def train() -> None:
+def training() -> None:
     note(f"entered {rank()}")
     try:
         nested() if SETTINGS.get("nested") else body()
     finally:
         note("unwound")
+
+
+def train(**arguments: object) -> None:
+    tracking_init(**{"project": "tests", **arguments})(training)()
 
 
 @tracking_init(project="tests")
@@ -221,7 +225,9 @@ def main() -> None:
         dist.init_process_group("gloo")
     note(f"starts {rank()}")
     try:
-        asyncio.run(train_async()) if SETTINGS.get("async") else train()
+        asyncio.run(train_async()) if SETTINGS.get("async") else train(**SETTINGS.get("tracking", {}))
+        if "then" in SETTINGS:
+            train(**SETTINGS["then"])
     finally:
         note(f"held {rank()} {len(os.listdir('/proc/self/fd'))} {threading.active_count()}")
     note(f"restored {signal.getsignal(signal.SIGTERM) is before}")
