@@ -395,11 +395,13 @@ def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
 def test_a_sweep_runs_its_trials(tmp_path):
     program = """
         import flyte, wandb
+        from wandb.agents.pyagent import Agent
         from flyteplugins_tracking.compat.wandb import (
             download_wandb_sweep_dirs, get_wandb_context, get_wandb_run, get_wandb_sweep_context, get_wandb_sweep_id,
             wandb_config, wandb_init, wandb_sweep, wandb_sweep_config,
         )
 
+        Agent.HEARTBEAT_SLEEP_SECONDS = 0.1
         env = flyte.TaskEnvironment(name="sweeps")
 
         @wandb_init

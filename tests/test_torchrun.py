@@ -33,6 +33,20 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory):
     return job
 
 
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory):
+    """2 nodes of 2 ranks, with a run for each node."""
+    directory = tmp_path_factory.mktemp("two-nodes")
+    return jobs.nodes(directory, [2, 2], ["--rdzv-id=job"], tracking={"rank_scope": "worker"})
+
+
+@pytest.fixture(scope="module")
+def ragged_nodes(tmp_path_factory: pytest.TempPathFactory):
+    """A node of 3 ranks and one of 1, with a run for each rank."""
+    directory = tmp_path_factory.mktemp("ragged-nodes")
+    return jobs.nodes(directory, [3, 1], ["--rdzv-id=job"], tracking={"run_mode": "new", "rank_scope": "worker"})
+
+
 @pytest.mark.parametrize("rank_scope", ["global", "worker"])
 @pytest.mark.parametrize("run_mode", ["auto", "new"])
 def test_each_mode_and_scope_gives_its_runs_with_rows_config_and_status(four_ranks, run_mode, rank_scope):
@@ -87,8 +101,8 @@ def test_a_rank_without_a_run_loads_no_tracker_starts_nothing_and_writes_nothing
     assert len([path for path in (done.directory / "wandb").iterdir() if path.is_dir() and not path.is_symlink()]) == 1
 
 
-def test_two_nodes_have_a_run_each_per_worker(tmp_path):
-    done = jobs.nodes(tmp_path, [2, 2], ["--rdzv-id=job"], tracking={"rank_scope": "worker"})
+def test_two_nodes_have_a_run_each_per_worker(two_nodes):
+    done = two_nodes
     assert done.returncode == 0, done.output
     ids = {report["worker_index"]: report["run_id"] for report in done.reports if report["run_id"]}
     (group,) = {run.group for run in done.runs}
@@ -97,8 +111,8 @@ def test_two_nodes_have_a_run_each_per_worker(tmp_path):
     assert [report["local_rank"] for report in done.reports if report["run_id"]] == [0, 0]
 
 
-def test_ragged_nodes_agree_on_ids(tmp_path):
-    done = jobs.nodes(tmp_path, [3, 1], ["--rdzv-id=job"], tracking={"run_mode": "new", "rank_scope": "worker"})
+def test_ragged_nodes_agree_on_ids(ragged_nodes):
+    done = ragged_nodes
     assert done.returncode == 0, done.output
     sizes = {
         worker: len([r for r in done.reports if r["worker_index"] == worker])
@@ -112,12 +126,11 @@ def test_ragged_nodes_agree_on_ids(tmp_path):
     assert len({report["run_id"] for report in done.reports}) == 4
 
 
-def test_a_constant_rendezvous_id_makes_a_new_run_for_each_invocation(tmp_path):
-    twice = [jobs.nodes(tmp_path / str(i), [1, 1], ["--rdzv-id=job"], tracking={"run_mode": "new"}) for i in range(2)]
-    groups = [{run.group for run in done.runs} for done in twice]
-    assert [len(group) for group in groups] == [1, 1]
-    assert groups[0] != groups[1]
-    assert all(run.id.startswith("job-") for done in twice for run in done.runs)
+def test_a_constant_rendezvous_id_makes_a_new_run_for_each_invocation(two_nodes, ragged_nodes):
+    twice = [{run.id.partition("-worker-")[0] for run in done.runs} for done in (two_nodes, ragged_nodes)]
+    assert [len(bases) for bases in twice] == [1, 1]
+    assert twice[0] != twice[1]
+    assert all(base.startswith("job-") for bases in twice for base in bases)
 
 
 @pytest.mark.parametrize("shared_store", [True, False])

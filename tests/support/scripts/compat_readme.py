@@ -16,8 +16,11 @@ import torch.distributed
 import wandb
 from flyte._task import TaskTemplate
 from flyteplugins.pytorch import Elastic
+from wandb.agents.pyagent import Agent
 
 from flyteplugins_tracking.compat import wandb as compat
+
+Agent.HEARTBEAT_SLEEP_SECONDS = 0.1  # between two trials; 5 unless set
 
 
 class Loss(float):

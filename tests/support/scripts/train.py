@@ -2,7 +2,7 @@
 
 Keys: `tracking`: the decorator's arguments. `rows`: how many to log. `end`: {rank: how it ends}, with "raise",
 "interrupt" or an exit code; `fail_attempts`: `end` holds for the attempts below it; `linger_s`: how long the
-others stay. `process_group`: whether to
+others stay, where no later attempt comes. `process_group`: whether to
 initialise one before. `calls`: how often the function is called.
 """
 
@@ -16,6 +16,7 @@ from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
 SETTINGS = json.loads(sys.argv[-1])
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+REPORTS = Path(os.environ["TRAIN_DIR"], "reports")
 
 
 @tracking_init(**{"project": "tests", **SETTINGS.get("tracking", {})})
@@ -27,7 +28,7 @@ def train(rows: int) -> None:
     report(run, info)
     if SETTINGS.get("fail_attempts", 1) > ATTEMPT:
         end(SETTINGS.get("end", {}).get(str(info.rank if info else 0)))
-        time.sleep(SETTINGS.get("linger_s", 0))
+        linger(SETTINGS.get("linger_s", 0))
 
 
 def end(how: object) -> None:
@@ -39,9 +40,15 @@ def end(how: object) -> None:
         sys.exit(how)
 
 
+def linger(seconds: float) -> None:
+    """An agent that restarts its workers with those of another node does not count that: they are told here."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not Path(REPORTS, f"attempt-{ATTEMPT + 1}").exists():
+        time.sleep(0.1)
+
+
 def report(run: object, info: object) -> None:
-    directory = Path(os.environ["TRAIN_DIR"], "reports")
-    directory.mkdir(exist_ok=True)
+    REPORTS.mkdir(exist_ok=True)
     seen = {
         "rank": info.rank if info else None,
         "local_rank": info.local_rank if info else None,
@@ -56,7 +63,8 @@ def report(run: object, info: object) -> None:
         "children": children(),
         "argv": sys.argv[1:-1],
     }
-    Path(directory, f"{os.getpid()}-{len(list(directory.iterdir()))}.json").write_text(json.dumps(seen))
+    Path(REPORTS, f"{os.getpid()}-{len(list(REPORTS.iterdir()))}.json").write_text(json.dumps(seen))
+    Path(REPORTS, f"attempt-{ATTEMPT}").touch()
 
 
 def children() -> list[str]:
