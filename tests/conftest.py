@@ -26,19 +26,23 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 class _Scheduler(LoadScopeScheduling):
-    """Each test goes where a worker is free; those of a module that share its fixtures stay in one, in their order.
+    """Each test goes where a worker is free; those that share a module's fixtures stay in one, in their order.
 
     By file alone, a worker would be left with the longest one. (xdist's own groups do nothing under pytest 9.2.)
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return path if _shares_fixtures(path) else nodeid
+        path, _, parameters = nodeid.partition("[")
+        path = path.partition("::")[0]
+        if not _has(path, 'scope="module"'):
+            return nodeid
+        # Where the shared fixture has parameters, they stand first in the test's.
+        return f"{path}[{parameters.rstrip(']').partition('-')[0]}" if _has(path, 'scope="module", params=') else path
 
 
 @functools.cache
-def _shares_fixtures(path: str) -> bool:
-    return 'scope="module"' in (Path(__file__).parents[1] / path).read_text()
+def _has(path: str, text: str) -> bool:
+    return text in (Path(__file__).parents[1] / path).read_text()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
