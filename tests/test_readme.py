@@ -1,23 +1,46 @@
-"""Every snippet of the README runs, and the demo shows what it says."""
+"""Every snippet of the README and of the page of trackers runs, and the demo shows what it says."""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from support import jobs
 
 from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES
+from flyteplugins_tracking.trackers.base import Feature, find_tracker
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-SNIPPETS = {
-    code.splitlines()[0].removeprefix("# "): code for code in re.findall(r"```python\n(.+?)```", README, re.DOTALL)
-}
+TRACKERS = (ROOT / "docs" / "trackers.md").read_text()
+
+
+def snippets(text: str) -> dict[str, str]:
+    """The code of a page, by the names of files in its first lines."""
+    blocks = re.findall(r"```python\n(.+?)```", text, re.DOTALL)
+    return {code.splitlines()[0].removeprefix("# "): code for code in blocks}
+
+
+SNIPPETS = snippets(README)
+# What the rows of the table of trackers are about, in their order.
+FEATURES = (
+    "shared",
+    "resume",
+    "offline",
+    "media",
+    "system metrics",
+    "sweeps",
+    "config file",
+    "allow_config",
+    "download_logs",
+)
 # These set up this very environment, or run this very suite.
 SET_UP = ("make ", "pip install ")
 
@@ -78,6 +101,31 @@ def test_the_tables_have_every_mode_and_scope():
     for mode in RUN_MODES:
         for scope in RANK_SCOPES:
             assert f'| `"{mode}"` | `"{scope}"` | `{{base}}' in README
+
+
+def test_the_table_of_trackers_says_what_each_refuses_and_why():
+    table = [line.strip("| ").split(" | ") for line in TRACKERS.splitlines() if line.startswith("| ")]
+    rows = table[1 : len(FEATURES) + 1]
+    assert set(FEATURES) == set(get_args(Feature))
+    for column, name in enumerate(("wandb", "pluto", "mlflow", "trackio"), start=1):
+        lacks = find_tracker(name).lacks
+        expected = ["no" if feature in lacks else "yes" for feature in FEATURES]
+        assert [row[column] for row in rows] == expected, name
+        assert all(reason in TRACKERS for reason in lacks.values()), name
+
+
+def test_the_trackers_own_snippets_run(tmp_path):
+    written = snippets(TRACKERS)
+    assert list(written) == ["pluto_train.py", "mlflow_train.py", "trackio_train.py", "jsonl_tracker.py"]
+    example = (ROOT / "examples" / "jsonl_tracker" / "jsonl_tracker.py").read_text()
+    assert written["jsonl_tracker.py"].partition("\n")[2] == example
+    for name, code in written.items():
+        (tmp_path / name).write_text(code)
+    code = f"import runpy; [runpy.run_path(name, run_name='__main__') for name in {list(written)}]"
+    done = jobs.python(tmp_path, "-c", code, env={"TRACKIO_DIR": str(tmp_path)})
+    assert done.returncode == 0, done.output
+    with closing(sqlite3.connect(tmp_path / "llm.db")) as database:
+        assert database.execute("SELECT COUNT(*) FROM metrics").fetchone() == (10,)
 
 
 def test_the_demo_shows_the_stored_runs(tmp_path):
