@@ -7,6 +7,7 @@ import logging
 import math
 import sqlite3
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from flyteplugins_tracking.send import main as send
 from flyteplugins_tracking.trackers import base
 from flyteplugins_tracking.trackers._values import Values
 from flyteplugins_tracking.trackers.base import Handle, Tracker, find_tracker
+from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.local import open_or_keep
 
 BUILT_IN = sorted(base._BUILT_IN)
@@ -47,6 +49,35 @@ class Noting(Tracker):
 
     def open(self, request: Any) -> Handle:
         return Noted(request)
+
+
+class Eventful(ClientHandle):
+    """What it is told, in order; its end takes until it may."""
+
+    def __init__(self, request: Any) -> None:
+        super().__init__(request, "Noting")
+        self.events: list[Any] = []
+        self.ends, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
+
+    def write(self, row: Any, step: Any, **_: Any) -> None:
+        self.events.append(dict(row))
+
+    def end(self, exit_code: int) -> None:
+        self.ends.set()
+        assert self.may_end.wait(10)
+        self.events.append(exit_code)
+
+    def resume(self) -> None:
+        self.events.append("resume")
+
+
+class Events(Noting):
+    handle: Any = None
+
+    def open(self, request: Any) -> Handle:
+        self.handle = Eventful(request)
+        return self.handle
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +280,28 @@ def test_two_trackers_on_one_function_both_have_all_rows(objects, installed):
     with closing(sqlite3.connect(objects.directory / "trackio" / "stacked.db")) as database:
         found = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
     assert [(step, json.loads(row)["a"]) for step, row in found] == [(n, n) for n in range(500)]
+
+
+def test_a_row_that_waits_for_the_end_of_its_run_does_not_open_it_again(bare_environment):
+    tracker, logging_thread = Events(), None
+
+    @tracking_init(tracker=tracker, id="i")
+    def train():
+        nonlocal logging_thread
+        run, handle = get_run(), tracker.handle
+        handle.may_end.clear()
+
+        def log_at_the_end():
+            assert handle.ends.wait(10)
+            threading.Timer(0.1, handle.may_end.set).start()
+            run.log({"late": 1})
+
+        logging_thread = threading.Thread(target=log_at_the_end)
+        logging_thread.start()
+
+    train()
+    logging_thread.join(10)
+    assert tracker.handle.events == [0]
 
 
 class Scalar:

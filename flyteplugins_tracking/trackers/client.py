@@ -21,6 +21,8 @@ from flyteplugins_tracking.trackers.base import Handle
 
 logger = logging.getLogger(__name__)
 
+_NOT_OPEN = "is not open here, and what is logged is lost: its function has ended, or is another process's"
+
 
 class Run:
     """What `get_run` gives where the service's client has no run object.
@@ -92,7 +94,7 @@ class ClientHandle(Handle):
             TypeError: `data` is no mapping of text to values.
         """
         if self._finished or os.getpid() != self._pid:  # a forked child may have our locks for good
-            self._warn("is not open here, and what is logged is lost: its function has ended, or is another process's")
+            self._warn(_NOT_OPEN)
             return
         self.request.watch.renew()
         row = self._values.of(data)
@@ -103,6 +105,9 @@ class ClientHandle(Handle):
         if self._ended:
             self.request.watch.await_handler()
         with self._lock:
+            if self._finished:  # while the lock was waited for
+                self._warn(_NOT_OPEN)
+                return
             self._go_on()
             self._write(row, step, more)
 
