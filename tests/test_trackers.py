@@ -304,6 +304,25 @@ def test_a_row_that_waits_for_the_end_of_its_run_does_not_open_it_again(bare_env
     assert tracker.handle.events == [0]
 
 
+def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end(bare_environment):
+    tracker = Events()
+
+    @tracking_init(tracker=tracker, id="i")
+    def train():
+        handle = tracker.handle
+        handle.may_end.clear()
+        ending = threading.Thread(target=handle.end_early, args=(143,))
+        ending.start()
+        assert handle.ends.wait(10)
+        get_run().log({"late": 1})
+        handle.may_end.set()
+        ending.join(10)
+        handle.end_early(143)  # before the launcher kills, where the function does not return
+        return list(handle.events)
+
+    assert train() == [143, "resume", {"late": 1}, 143]
+
+
 class Scalar:
     """As a 0-d array or tensor is."""
 

@@ -134,6 +134,8 @@ class ClientHandle(Handle):
     def end_early(self, exit_code: int) -> None:
         """See `Handle.end_early`."""
         with self._lock:
+            if self._held:  # while an earlier signal ended it, and nothing was logged since
+                self._go_on()
             if self._ended:
                 return
             with self._holding:
