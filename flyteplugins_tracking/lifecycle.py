@@ -546,7 +546,11 @@ def _summary(entry: Entry, exit_code: int) -> Mapping[str, Any] | None:
     is_shown = entry.has_report and entry.around.show is not None and exit_code != TERMINATED
     if not is_shown or entry.handle is None or entry.plan is None or not entry.plan.primary:
         return None
-    return entry.handle.summary()
+    try:
+        return entry.handle.summary()
+    except Exception:
+        logger.warning("%s: the task's report has no values of the run", entry.tracker, exc_info=True)
+        return {}
 
 
 def _show(entry: Entry, exit_code: int, summary: Mapping[str, Any]) -> None:

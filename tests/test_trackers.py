@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -21,6 +22,7 @@ from flyteplugins_tracking import (
     TrackerNotInstalledError,
     TrackerUnavailableError,
     get_run,
+    lifecycle,
     tracking_config,
     tracking_init,
 )
@@ -321,6 +323,20 @@ def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end
         return list(handle.events)
 
     assert train() == [143, "resume", {"late": 1}, 143]
+
+
+def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(bare_environment):
+    tracker = Events()
+
+    @tracking_init(tracker=tracker, id="i")
+    def train():
+        entry = lifecycle._current.get()
+        shown = dataclasses.replace(entry.around, show=lambda *_: None)
+        entry.around, entry.has_report, tracker.handle.summary = shown, True, lambda: 1 / 0
+        return entry
+
+    assert train().claim._bound is None
+    assert tracker.handle.events == [0]
 
 
 class Scalar:
