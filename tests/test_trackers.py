@@ -137,6 +137,10 @@ def test_a_tracker_may_be_given_itself(bare_environment, given):
     assert train() == ({"colour": "red"}, "i")
 
 
+def test_a_handle_that_is_its_own_run_has_no_page(bare_environment):
+    assert tracking_init(tracker=Noting, id="i")(lambda: get_run().url)() is None
+
+
 @pytest.mark.parametrize("given", [object(), 5, None, len, logging.Logger("l")])
 def test_what_is_no_tracker_is_refused_with_what_it_lacks(given):
     if given is None:  # the default

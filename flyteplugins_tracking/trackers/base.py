@@ -39,7 +39,7 @@ class Handle(Protocol):
     @property
     def url(self) -> str | None:
         """The run's page, where it is known."""
-        return getattr(self.run, "url", None)
+        return None if self.run is self else getattr(self.run, "url", None)
 
     @property
     def files(self) -> str | None:
