@@ -23,9 +23,12 @@ from flyteplugins_tracking import (
     TrackerUnavailableError,
     get_run,
     lifecycle,
+    propagation,
     tracking_config,
     tracking_init,
 )
+from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.integrations.flyte import TrackingLink
 from flyteplugins_tracking.send import main as send
 from flyteplugins_tracking.trackers import base
 from flyteplugins_tracking.trackers._values import Values
@@ -139,6 +142,15 @@ def test_a_tracker_may_be_given_itself(bare_environment, given):
 
 def test_a_handle_that_is_its_own_run_has_no_page(bare_environment):
     assert tracking_init(tracker=Noting, id="i")(lambda: get_run().url)() is None
+
+
+@pytest.mark.parametrize("given", [Noting, Noting()])
+def test_the_link_of_a_tracker_that_is_given_itself_leads_to_the_calling_tasks_run(monkeypatch, given):
+    monkeypatch.setattr(Noting, "page", lambda _, config, page: f"https://noting/{page.id}")
+    link = TrackingLink("Noting", TrackingConfig.of({"tracker": given}))
+    runs = {propagation.RUNS: json.dumps({"noting": {"id": "the-parents"}})}
+    address = link.get_link("r", "p", "d", runs, "", "a1", "")
+    assert address == "https://noting/the-parents"
 
 
 @pytest.mark.parametrize("given", [object(), 5, None, len, logging.Logger("l")])

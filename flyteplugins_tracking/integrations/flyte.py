@@ -71,7 +71,7 @@ class TrackingLink:
     def _address(self, own_id: str, action_name: str, carried: Mapping[str, str]) -> str:
         config = propagated_to(self.config, _propagated(self.variables, carried, action_name))
         tracker = find_tracker(config.tracker)
-        parent = _runs(carried).get(config.tracker) if self.workers is None and config.run_mode != "new" else None
+        parent = _runs(carried).get(tracker.name) if self.workers is None and config.run_mode != "new" else None
         if parent is not None:
             config = config.joining(parent)
         elif config.run_mode == "shared" and self.workers is None:
