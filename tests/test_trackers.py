@@ -11,7 +11,8 @@ import sys
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from support import jobs
@@ -28,6 +29,7 @@ from flyteplugins_tracking import (
     tracking_init,
 )
 from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.integrations import flytekit
 from flyteplugins_tracking.integrations.flyte import TrackingLink
 from flyteplugins_tracking.send import main as send
 from flyteplugins_tracking.trackers import base
@@ -353,6 +355,27 @@ def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(ba
 
     assert train().claim._bound is None
     assert tracker.handle.events == [0]
+
+
+class Deck:
+    """As flytekit's, without flytekit."""
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, name: str, html: str) -> None:
+        self.name, self.html = name, html
+        self.made.append(self)
+
+    def append(self, html: str) -> None:
+        self.html += html
+
+
+def test_the_deck_shows_the_runs_of_each_tracker(monkeypatch):
+    context = SimpleNamespace(decks=Deck.made)
+    monkeypatch.setitem(sys.modules, "flytekit", SimpleNamespace(Deck=Deck, current_context=lambda: context))
+    flytekit._show("Tracking", "one")
+    flytekit._show("Tracking", "other")
+    assert {deck.name: deck.html for deck in Deck.made} == {"Tracking": "oneother"}  # as flytekit reads them
 
 
 class Scalar:

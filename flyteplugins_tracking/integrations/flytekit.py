@@ -168,8 +168,13 @@ def surroundings() -> Surroundings | None:
 
 
 def _show(title: str, html: str) -> None:
-    """Add a deck. Those of rank 0 become the task's."""
-    sys.modules["flytekit"].Deck(title, html)
+    """Add to the deck, of which flytekit shows the last that has its name. Those of rank 0 become the task's."""
+    flytekit = sys.modules["flytekit"]
+    for deck in flytekit.current_context().decks:
+        if deck.name == title:
+            deck.append(html)
+            return
+    flytekit.Deck(title, html)
 
 
 def _keep(directory: str) -> str:
