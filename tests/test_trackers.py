@@ -378,6 +378,28 @@ def test_the_deck_shows_the_runs_of_each_tracker(monkeypatch):
     assert {deck.name: deck.html for deck in Deck.made} == {"Tracking": "oneother"}  # as flytekit reads them
 
 
+def test_a_line_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_being_sent(
+    registered, bare_environment, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker=Absent, project="torn", id="i", if_unavailable="degrade")
+    def train():
+        get_run().log({"a": 1})
+        get_run().log({"a": 2})
+
+    train()
+    (path,) = (tmp_path / "tracking-offline" / "jsonl-i").iterdir()
+    header, row, other, end, _ = path.read_text().split("\n")
+    path.write_text(f"{header}\n{row}\n{other[:9]}\n{end}\n")
+    path.with_name("0001-none-jsonl.jsonl").touch()
+    assert send([str(path.parent)]) == 0
+    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("torn/*.jsonl")
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["a"] for line in kept if "a" in line] == [1]
+    assert f"{path}: line 3 is incomplete, and is left out" in caplog.text
+
+
 class Scalar:
     """As a 0-d array or tensor is."""
 

@@ -158,9 +158,9 @@ def send(directory: Path) -> str:
         ValueError: There is nothing to send in `directory`.
     """
     paths = sorted(directory.glob("*.jsonl"))
-    if not paths:
+    files = [lines for lines in map(_lines, paths) if lines]
+    if not files:
         raise ValueError(f"{directory} has no files of a run that is to be sent")
-    files = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
     for attempt in _attempts(files):
         primary, others = attempt
         opened = [(_open(lines[0]), lines[1:]) for lines in ([primary] if primary else []) + others]
@@ -171,6 +171,19 @@ def send(directory: Path) -> str:
     for path in paths:
         path.rename(path.with_name(path.name + _SENT))
     return str(files[0][0]["id"])
+
+
+def _lines(path: Path) -> list[Any]:
+    """Those that are whole: a process that is killed, or a full disk, leaves a part of one."""
+    lines = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                logger.warning("%s: line %d is incomplete, and is left out", path, number)
+    is_one = bool(lines) and isinstance(lines[0], dict) and "tracker" in lines[0]
+    return lines if is_one else []
 
 
 def _attempts(files: Sequence[list[Any]]) -> Iterator[tuple[list[Any] | None, list[list[Any]]]]:
