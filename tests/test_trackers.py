@@ -400,6 +400,23 @@ def test_a_line_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_be
     assert f"{path}: line 3 is incomplete, and is left out" in caplog.text
 
 
+def test_what_is_kept_again_while_it_is_sent_is_not_said_to_be_sent(
+    registered, bare_environment, monkeypatch, tmp_path, capsys
+):
+    from jsonl_tracker import JsonlHandle
+
+    monkeypatch.chdir(tmp_path)
+    tracked = tracking_init(tracker=Absent, project="again", id="i", if_unavailable="degrade")
+    tracked(lambda: get_run().log({"a": 1}))()
+    directory = tmp_path / "tracking-offline" / "jsonl-i"
+    (path,) = directory.iterdir()
+    kept = path.read_text()
+    monkeypatch.setattr(JsonlHandle, "end", lambda *_: path.with_name("0000-again.jsonl").write_text(kept))
+    assert send([str(directory)]) == 1
+    assert "not all of it could be written" in capsys.readouterr().err
+    monkeypatch.undo()
+
+
 class Scalar:
     """As a 0-d array or tensor is."""
 

@@ -154,7 +154,8 @@ def send(directory: Path) -> str:
         The id of the run.
 
     Raises:
-        TrackerUnavailableError: The service is still not there. Nothing is marked.
+        TrackerUnavailableError: The service is still not there, and nothing is marked; or it has not taken all, and
+            the rest is kept in `directory`.
         ValueError: There is nothing to send in `directory`.
     """
     paths = sorted(directory.glob("*.jsonl"))
@@ -170,6 +171,8 @@ def send(directory: Path) -> str:
             handle.finish(next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1))
     for path in paths:
         path.rename(path.with_name(path.name + _SENT))
+    if any(directory.glob("*.jsonl")):  # what the tracker has kept again
+        raise TrackerUnavailableError("not all of it could be written. What could not is kept there, to be sent again")
     return str(files[0][0]["id"])
 
 
