@@ -221,6 +221,29 @@ def test_no_tracker_refuses_what_is_propagated_to_all(bare_environment, monkeypa
     assert (config.project, config.group, config.tags, config.config) == ("p", "g", ("t",), {"lr": 1})
 
 
+def test_what_is_propagated_to_a_registered_tracker_reaches_no_other(bare_environment, monkeypatch):
+    class Other(Noting):
+        name = "other"
+        arguments = frozenset({"shape", "colour"})
+
+    def broken():
+        raise ImportError("made to fail")
+
+    entries = {"broken": broken, "noting": lambda: Noting, "other": lambda: Other}
+    registered = {name: SimpleNamespace(load=load) for name, load in entries.items()}
+    monkeypatch.setattr(base, "_registered", lambda: registered)
+
+    @tracking_init(tracker="noting", id="i")
+    @tracking_init(tracker="other", id="i")
+    def train():
+        return [dict(get_run(name).request.config.options) for name in ("noting", "other")]
+
+    with tracking_config(colour="red", shape="round"):
+        assert train() == [{"colour": "red"}, {"colour": "red", "shape": "round"}]
+    with tracking_config(tracker="other", colour="red", shape="round"):
+        assert train() == [{}, {"colour": "red", "shape": "round"}]
+
+
 class Absent(Noting):
     """The example's, whose service may be away."""
 

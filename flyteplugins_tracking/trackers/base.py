@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -183,8 +184,11 @@ def propagated_to(wanted: TrackingConfig, propagated: Mapping[str, Any]) -> Trac
     if not propagated:
         return wanted
     tracker = find_tracker(wanted.tracker if "tracker" in wanted.given else propagated.get("tracker", wanted.tracker))
+    named = find_tracker(propagated.get("tracker", tracker))
     foreign = {name for name in propagated if name not in tracker.arguments and name not in OWN_ARGUMENTS}
-    foreign &= _known_to_any()
+    foreign = _known_to_any(foreign)
+    if named.name != tracker.name:  # what has two trackers' name is meant for the one that is named
+        foreign |= {*named.arguments} - OWN_ARGUMENTS
     foreign |= {name for name in ("allow_config", "download_logs") if name in tracker.lacks}
     config = wanted.over({name: value for name, value in propagated.items() if name not in foreign})
     check_config(config)
@@ -202,7 +206,9 @@ def check_propagated(config: TrackingConfig) -> None:
         return
     of_default = find_tracker(config.tracker).arguments
     known = {name: value for name, value in config.options.items() if name in of_default}
-    check_arguments("tracking_init", config.options.keys() - known.keys(), _known_to_any() | OWN_ARGUMENTS)
+    others = config.options.keys() - known.keys()
+    allowed = _known_to_any(others) | {name for built_in in _BUILT_IN for name in find_tracker(built_in).arguments}
+    check_arguments("tracking_init", others, allowed | OWN_ARGUMENTS)
     check_config(replace(config, options=known))
 
 
@@ -227,9 +233,16 @@ def _asked_for(config: TrackingConfig) -> Iterator[Feature]:
     return (feature for feature, is_asked in asked.items() if is_asked)
 
 
-def _known_to_any() -> set[str]:
-    """The own arguments of all trackers that are part of this package."""
-    return {name for tracker in _BUILT_IN for name in find_tracker(tracker).arguments}
+def _known_to_any(names: Collection[str]) -> set[str]:
+    """Which of `names` are own arguments of a tracker; those that are registered are asked only if they must be."""
+    known, unknown = set[str](), set(names)
+    for tracker in (*_BUILT_IN, *_registered()):
+        if not unknown:
+            break
+        with suppress(Exception):  # one that nobody has asked for may be broken
+            known |= unknown.intersection(find_tracker(tracker).arguments)
+            unknown -= known
+    return known
 
 
 @functools.cache
