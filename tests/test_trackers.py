@@ -244,6 +244,22 @@ def test_what_is_propagated_to_a_registered_tracker_reaches_no_other(bare_enviro
         assert train() == [{}, {"colour": "red", "shape": "round"}]
 
 
+def test_what_cannot_be_made_a_tracker_is_refused_with_the_reason(monkeypatch):
+    class Wanting(Noting):
+        def __init__(self, key: str) -> None:
+            self.key = key
+
+    def broken():
+        raise ImportError("made to fail")
+
+    monkeypatch.setattr(base, "_registered", lambda: {"broken": SimpleNamespace(load=broken)})
+    with pytest.raises(ConfigError, match=r"entry point 'broken' .* cannot be loaded: ImportError: made to fail"):
+        tracking_init(tracker="broken")
+    with pytest.raises(ConfigError, match=r"Wanting\(\) makes no tracker: .*'key'"):
+        tracking_init(tracker=Wanting)
+    tracking_init(tracker=Wanting("key"))
+
+
 class Absent(Noting):
     """The example's, whose service may be away."""
 

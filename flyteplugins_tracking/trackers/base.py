@@ -156,7 +156,12 @@ def find_tracker(tracker: str | Tracker) -> Tracker:
         return built_in
     registered = _registered()
     check_choice("tracker", tracker, [*_BUILT_IN, *registered])
-    return _as_tracker(registered[tracker].load(), f"the entry point {tracker!r} of {ENTRY_POINTS}")
+    what = f"the entry point {tracker!r} of {ENTRY_POINTS}"
+    try:
+        loaded = registered[tracker].load()
+    except Exception as error:
+        raise ConfigError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
+    return _as_tracker(loaded, what)
 
 
 def check_config(config: TrackingConfig) -> None:
@@ -253,7 +258,10 @@ def _registered() -> dict[str, Any]:
 
 
 def _as_tracker(given: Any, what: str) -> Tracker:
-    tracker: Tracker = given() if isinstance(given, type) else given
+    try:
+        tracker: Tracker = given() if isinstance(given, type) else given
+    except TypeError as error:
+        raise ConfigError(f"{what}: {given.__name__}() makes no tracker: {error}. Pass an object of it") from error
     missing = [name for name in _MEMBERS if not hasattr(tracker, name)]
     if missing:
         raise ConfigError(
