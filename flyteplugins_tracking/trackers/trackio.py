@@ -71,6 +71,8 @@ _RESERVED_SUFFIXES = (
     "_run_artifact_links",
     "_external_run_artifact_links",
 )
+# What its database takes for a step, which others are to come behind.
+_MOST_STEPS = 2**62
 _DEFAULT_PROJECT = "default"
 _INTERRUPTED = 130
 _POLL_S = 0.1
@@ -162,6 +164,8 @@ class TrackioHandle(ClientHandle):
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         """See `ClientHandle.write`."""
         step = self._next_step if step is None else int(step)
+        if abs(step) > _MOST_STEPS:  # written with others, it would keep them from being written
+            raise ValueError(f"step={step}: Trackio takes 64 bits")
         self._next_step = max(self._next_step, step + 1)
         self.run.queue(row, step)
         self._summary.update({key: value for key, value in row.items() if isinstance(value, (int, float))})
