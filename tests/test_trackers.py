@@ -439,6 +439,45 @@ def test_a_line_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_be
     assert f"{path}: line 3 is incomplete, and is left out" in caplog.text
 
 
+def test_what_json_cannot_hold_takes_no_row_with_it(registered, bare_environment, monkeypatch, tmp_path):
+    numpy = pytest.importorskip("numpy")
+    monkeypatch.chdir(tmp_path)
+    tracked = tracking_init(tracker=Absent, project="odd", id="i", if_unavailable="degrade")
+    tracked(lambda: get_run().log({"a": 1, "array": numpy.arange(2)}))()
+    (path,) = (tmp_path / "tracking-offline" / "jsonl-i").iterdir()
+    assert json.loads(path.read_text().splitlines()[1])["row"] == {"a": 1, "array": [0, 1]}
+
+
+class Waiting:
+    """Writers that are waited for until a signal comes."""
+
+    def __init__(self, handle: ClientHandle) -> None:
+        self._handle = handle
+
+    def wait(self) -> None:
+        self._handle.request = SimpleNamespace(watch=SimpleNamespace(terminated=True))
+
+    def leave(self) -> None:
+        pass
+
+
+def test_a_run_that_is_terminated_while_it_waits_for_its_other_ranks_has_not_succeeded(
+    registered, bare_environment, monkeypatch
+):
+    from jsonl_tracker import JsonlHandle
+
+    codes = []
+    monkeypatch.setattr(JsonlHandle, "end", lambda _, code: codes.append(code))
+
+    @tracking_init(tracker="jsonl", project="waits", id="i")
+    def train():
+        handle = get_run()._handle
+        handle._writers = Waiting(handle)
+
+    train()
+    assert codes == [143]
+
+
 def test_what_is_kept_again_while_it_is_sent_is_not_said_to_be_sent(
     registered, bare_environment, monkeypatch, tmp_path, capsys
 ):

@@ -234,6 +234,8 @@ class SharedHandle(WandbHandle):
             self._await_guests(self._host, exit_code)
         if self._nodes is not None and exit_code == 0:
             self._nodes.wait()
+        if self._request.watch.terminated:  # since another rank has failed, perhaps: the job has not succeeded
+            exit_code = TERMINATED
         with self._lock:
             self._has_left = True
         try:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flyteplugins_tracking.lifecycle import RunRequest
+from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.trackers._values import Values
 from flyteplugins_tracking.trackers._writers import Writers
 from flyteplugins_tracking.trackers.base import Handle
@@ -120,6 +121,8 @@ class ClientHandle(Handle):
         """See `Handle.finish`."""
         if self._writers is not None and exit_code == 0:
             self._writers.wait()
+            if self.request.watch.terminated:  # since another rank has failed, perhaps: the job has not succeeded
+                exit_code = TERMINATED
         with self._lock:
             try:
                 if self._held:

@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,8 @@ class Journal:
         self._file: Any = None
 
     def row(self, row: Mapping[str, Any], step: Any, time_s: float | None = None) -> None:
-        """Keep a row."""
-        self._add({"row": row, "step": step, "time": time_s or time.time()})
+        """Keep a row; what JSON cannot hold of it as lists, or as text."""
+        self._add({"row": row, "step": step, "time": time_s or time.time()}, _plain)
 
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Keep a call of one of the run's methods."""
@@ -80,13 +80,17 @@ class Journal:
         """Keep the run's end."""
         self._add({"exit_code": exit_code})
 
-    def _add(self, line: Mapping[str, Any]) -> None:
+    def _add(self, line: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> None:
         if self._file is None:
             os.makedirs(self.directory, exist_ok=True)
             self._file = open(self._path, "a")  # noqa: SIM115 until the process ends
             self._file.write(json.dumps(self._header, default=str) + "\n")
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line, default=default) + "\n")
         self._file.flush()
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)
 
 
 class LocalRun(Run):
@@ -158,22 +162,20 @@ def send(directory: Path) -> str:
             the rest is kept in `directory`.
         ValueError: There is nothing to send in `directory`.
     """
-    paths = sorted(directory.glob("*.jsonl"))
-    files = [lines for lines in map(_lines, paths) if lines]
+    there = {path: _lines(path) for path in sorted(directory.glob("*.jsonl"))}
+    files = {path: lines for path, lines in there.items() if lines}
     if not files:
         raise ValueError(f"{directory} has no files of a run that is to be sent")
-    for attempt in _attempts(files):
-        primary, others = attempt
-        opened = [(_open(lines[0]), lines[1:]) for lines in ([primary] if primary else []) + others]
-        for handle, lines in opened:
-            _replay(handle, lines)
-        for handle, lines in reversed(opened):  # the primary's end is the run's
-            handle.finish(next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1))
-    for path in paths:
-        path.rename(path.with_name(path.name + _SENT))
+    attempts: dict[int, list[Path]] = {}
+    for path, lines in files.items():
+        attempts.setdefault(lines[0]["attempt"], []).append(path)
+    for paths in attempts.values():
+        _send_attempt([files[path] for path in paths])
+        _mark_as_sent(paths)
+    _mark_as_sent(there.keys() - files.keys())
     if any(directory.glob("*.jsonl")):  # what the tracker has kept again
         raise TrackerUnavailableError("not all of it could be written. What could not is kept there, to be sent again")
-    return str(files[0][0]["id"])
+    return str(next(iter(files.values()))[0]["id"])
 
 
 def _lines(path: Path) -> list[Any]:
@@ -189,15 +191,19 @@ def _lines(path: Path) -> list[Any]:
     return lines if is_one else []
 
 
-def _attempts(files: Sequence[list[Any]]) -> Iterator[tuple[list[Any] | None, list[list[Any]]]]:
-    """The primary's lines, and the others', of each attempt."""
-    rest = list(files)
-    while rest:
-        attempt = rest[0][0]["attempt"]
-        mine = [lines for lines in rest if lines[0]["attempt"] == attempt]
-        rest = [lines for lines in rest if lines[0]["attempt"] != attempt]
-        primaries = [lines for lines in mine if lines[0]["primary"]]
-        yield (primaries[0] if primaries else None), [lines for lines in mine if lines not in primaries[:1]]
+def _mark_as_sent(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.rename(path.with_name(path.name + _SENT))
+
+
+def _send_attempt(files: Sequence[list[Any]]) -> None:
+    """Send what the ranks of one attempt have kept. The primary's end is the run's: it opens first and ends last."""
+    in_order = sorted(files, key=lambda lines: not lines[0]["primary"])
+    opened = [(_open(lines[0]), lines[1:]) for lines in in_order]
+    for handle, lines in opened:
+        _replay(handle, lines)
+    for handle, lines in reversed(opened):
+        handle.finish(next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1))
 
 
 def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any]:
