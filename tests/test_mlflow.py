@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 from support import jobs
 from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun
 
-from flyteplugins_tracking import ConfigError, tracking_config, tracking_init
+from flyteplugins_tracking import ConfigError, get_run, tracking_config, tracking_init
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers.base import find_tracker
@@ -272,3 +273,41 @@ def test_flytekits_links_lead_to_the_experiment_where_its_id_is_known(bare_envir
     assert link(None, experiment_id=7) == {"link_type": "tracking-mlflow-experiment", **known}
     assert link(run, project="named") == {"link_type": "tracking-mlflow-host", "mlflow_host": ADDRESS}
     assert tracker.link(TrackingConfig.of({"tracker": "mlflow"}), run) == {}
+
+
+def test_what_no_request_or_file_can_hold_takes_nothing_else_with_it(server, tmp_path, monkeypatch, bare_environment):
+    numpy = pytest.importorskip("numpy")
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker="mlflow", project="odd", id="odd", tracking_uri=server.url, finish_timeout_s=8)
+    def train():
+        run = get_run()
+        run.log({"a": 1}, step=2**63 + 5)
+        run.log({"a": 2}, step=math.nan)
+        run.log({"a": numpy.array([3], dtype=object)[0]})
+        run.log_params({"unsendable": "\ud800"})
+        run.log({"a": 4})
+
+    train()
+    (run,) = server.runs("odd")
+    assert (run.values("a"), run.status) == ([1.0, 2.0, 3.0, 4.0], "FINISHED")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_kept_at_the_end_is_all_that_was_left(server, tmp_path, monkeypatch, bare_environment):
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker="mlflow", project="left", id="left", tracking_uri=server.url, finish_timeout_s=1)
+    def train():
+        run = get_run()
+        with server.mute():
+            run.log_params({"path": Path("x")})
+            run.set_tags({"number": Decimal(1)})
+            run.log({"a": Decimal("0.5")})
+            run._handle.end(0)
+            run._handle._ended = True
+
+    train()
+    (file,) = tmp_path.rglob("*.jsonl")
+    kept = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    assert [line.get("args", line.get("row")) for line in kept][:3] == [[{"path": "x"}], [{"number": "1"}], {"a": 0.5}]

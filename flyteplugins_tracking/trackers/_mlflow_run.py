@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 # What of a run's end is kept for telling the server of it, in seconds and at most as a part of it all.
 _TELLING_S, _TELLING_PART = 3.0, 0.25
+# The server's steps have 64 bits, and one more is to come.
+_LARGEST_STEP = 2**63 - 1
 # The options that ask for something on the rank itself: nothing for the process that sends kept rows later.
 _LOCAL_OPTIONS = ("autolog", "framework", "log_models", "log_datasets", "autolog_kwargs", "log_system_metrics")
 
@@ -160,12 +162,24 @@ class MlflowHandle(ClientHandle):
         self._put(Item("row", dict(metrics), step, now_ms()))
 
     def _write_at(self, row: Mapping[str, Any], step: Any, time_ms: int) -> None:
-        at = self._next_step if step is None else int(step)
+        at = self._step(step)
         self._next_step = max(self._next_step, at + 1)
-        points = {self._name(key): value for key, value in row.items() if self._is_number(key, value)}
+        points = {self._name(key): float(value) for key, value in row.items() if self._is_number(key, value)}
         if points:
             self._last.update(points)
             self._put(Item("row", points, at, time_ms))
+
+    def _step(self, step: Any) -> int:
+        if step is None:
+            return self._next_step
+        try:
+            whole = int(step)
+        except (TypeError, ValueError, OverflowError):
+            whole = _LARGEST_STEP
+        if abs(whole) < _LARGEST_STEP:
+            return whole
+        self._values.tell(f"step={step!r}", "it is no step of MLflow's: the next one is taken")
+        return self._next_step
 
     def _put(self, item: Item) -> None:
         if not self._sender.put(item):
@@ -211,7 +225,8 @@ class MlflowHandle(ClientHandle):
             if item.kind == "row":
                 journal.row(item.data, item.step, item.time_ms / 1000)
             else:
-                journal.call("log_params" if item.kind == "params" else "set_tags", [item.data], {})
+                texts = {str(key): str(value) for key, value in item.data.items()}  # as the server would have them
+                journal.call("log_params" if item.kind == "params" else "set_tags", [texts], {})
         if exit_code is not None:
             journal.end(exit_code)
         if is_first:

@@ -87,6 +87,8 @@ class Service:
             raise UnavailableError(_first_line(error.message)) from None
         except (UnavailableError, RefusedError, AttributeError, TypeError):
             raise
+        except ValueError as error:  # it cannot be put into a request: nothing that changes
+            raise RefusedError(f"{type(error).__name__}: {_first_line(str(error))}") from None
         except Exception as error:  # of a database: it is locked, or another process is just making its tables
             raise UnavailableError(f"{type(error).__name__}: {_first_line(str(error))}") from None
 
