@@ -311,3 +311,43 @@ def test_what_is_kept_at_the_end_is_all_that_was_left(server, tmp_path, monkeypa
     (file,) = tmp_path.rglob("*.jsonl")
     kept = [json.loads(line) for line in file.read_text().splitlines()[1:]]
     assert [line.get("args", line.get("row")) for line in kept][:3] == [[{"path": "x"}], [{"number": "1"}], {"a": 0.5}]
+
+
+def test_a_loop_that_ends_all_runs_ends_and_leaves_ours_active(server, bare_environment):
+    import mlflow
+
+    @tracking_init(tracker="mlflow", project="loop", id="loop", tracking_uri=server.url)
+    def train():
+        ends = 0
+        while mlflow.active_run():
+            ends += 1
+            assert ends < 100
+            mlflow.end_run()
+        mlflow.log_metric("a", 1)
+        return mlflow.active_run() is get_run()
+
+    assert train()
+    (run,) = server.runs("loop")
+    assert (run.values("a"), run.status) == ([1.0], "FINISHED")
+
+
+@pytest.mark.parametrize(("status", "body"), [(404, "default backend"), (200, "<html>log in</html>")])
+def test_what_a_proxy_answers_is_an_outage_where_mlflow_has_answered_before(status, body):
+    from flyteplugins_tracking.trackers._mlflow_service import RefusedError, Service, UnavailableError
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
+        uri = f"http://127.0.0.1:{proxy.server_port}"
+        for is_known, error in ((False, RefusedError), (True, UnavailableError)):
+            with pytest.raises(error, match="MLflow server"):
+                Service(uri, is_known=is_known).call("log_batch", "run", [], [], [])
+        proxy.shutdown()

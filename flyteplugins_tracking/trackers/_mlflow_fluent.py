@@ -10,6 +10,7 @@ import posixpath
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 Undo = Callable[[], object]
 
 _LONGEST_NAME = 250
+# What is a loop of `mlflow.end_run()`: so many, each so soon after the one before.
+_ENDS_OF_A_LOOP, _AT_ONCE_S = 10, 0.1
 # What a last sample may take, in seconds.
 _STOP_S = 2.0
 # The server's ids of the runs that are open here, and how often. They are ours to end.
@@ -61,11 +64,29 @@ def activate(run: Any, uri: str, experiment_id: str) -> Undo:
 
 
 class Stack(list[Any]):
-    """The stack of active runs. `mlflow.end_run` ends the topmost one: it takes none of ours from it."""
+    """The stack of active runs. `mlflow.end_run` ends the topmost one: it takes none of ours from it.
+
+    `while mlflow.active_run(): mlflow.end_run()` is to end all the same: after some ends at once it is empty, once.
+    """
+
+    _ends = 0
+    _last_end = 0.0
+    _seems_empty = False
+
+    def __len__(self) -> int:
+        seems_empty, self._seems_empty = self._seems_empty, False
+        return 0 if seems_empty else super().__len__()
 
     def pop(self, *index: Any) -> Any:
         """The topmost one."""
-        return self[-1] if self and not index and hasattr(self[-1], "is_tracked") else super().pop(*index)
+        if not self or index or not hasattr(self[-1], "is_tracked"):
+            return super().pop(*index)
+        now = time.monotonic()
+        self._ends = self._ends + 1 if now - self._last_end < _AT_ONCE_S else 1
+        self._last_end = now
+        if self._ends >= _ENDS_OF_A_LOOP:
+            self._ends, self._seems_empty = 0, True
+        return self[-1]
 
 
 @functools.lru_cache(maxsize=1)

@@ -57,7 +57,7 @@ class MlflowHandle(ClientHandle):
         self._next_step = next_step(opened.run) if self.is_resumed else 0
         self._names: dict[str, str] = {}  # the names of metrics, as MLflow takes them
         self._last: dict[str, Any] = {}
-        self._sender = Sender(Service(uri), opened.run.info.run_id, self.id)
+        self._sender = Sender(Service(uri, is_known=True), opened.run.info.run_id, self.id)
         self._journal: Journal | None = None
         self._leave: list[Callable[[], object]] = [at_end]
         try:
@@ -210,7 +210,7 @@ class MlflowHandle(ClientHandle):
         if not self.request.plan.primary:
             return True
         try:
-            end_run(Service(self.uri, until), self.opened, exit_code)
+            end_run(Service(self.uri, until, is_known=True), self.opened, exit_code)
         except RefusedError:
             self._warn("could not be told how it has ended")
         except UnavailableError:

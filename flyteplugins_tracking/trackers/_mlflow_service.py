@@ -61,10 +61,12 @@ class Service:
     Attributes:
         uri: The tracking URI.
         deadline: When calls must have ended, in seconds of `time.monotonic`; None for a time of their own each.
+        is_known: Whether an MLflow server has answered there: another's answers are then a proxy's, and pass.
     """
 
-    def __init__(self, uri: str, deadline: float | None = None) -> None:
+    def __init__(self, uri: str, deadline: float | None = None, *, is_known: bool = False) -> None:
         self.uri = uri
+        self.is_known = is_known
         self.deadline = deadline
         # A server that is not there is mostly an address that is wrong: it is waited for half of the time.
         self._absent_until = None if deadline is None else (time.monotonic() + deadline) / 2
@@ -199,7 +201,7 @@ def _request(
     try:
         parse_dict(js_dict=response.json(), message=answer)
     except ValueError:
-        raise RefusedError(f"{shown(service.uri)} is no MLflow server: what it answers is no JSON") from None
+        raise _strange(service)(f"{shown(service.uri)} is no MLflow server: what it answers is no JSON") from None
     return answer
 
 
@@ -216,11 +218,16 @@ def _check(response: Any, service: Service) -> None:
         raise UnavailableError(f"{host} answers with HTTP {status}")
     told = _told(response)
     if not told:
-        raise RefusedError(f"{host} answers with HTTP {status}: is it an MLflow server?")
+        raise _strange(service)(f"{host} answers with HTTP {status}: is it an MLflow server?")
     text, code = _first_line(str(told.get("message"))), str(told.get("error_code"))
     if code == "RESOURCE_DOES_NOT_EXIST":
         raise RestException({"error_code": code, "message": text})  # which MLflow's store expects, where that may be
     raise RefusedError(text, code)
+
+
+def _strange(service: Service) -> type[Exception]:
+    """What an answer that is none of MLflow's comes to."""
+    return UnavailableError if service.is_known else RefusedError
 
 
 def _told(response: Any) -> Mapping[str, Any]:
