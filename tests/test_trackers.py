@@ -439,15 +439,6 @@ def test_a_line_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_be
     assert f"{path}: line 3 is incomplete, and is left out" in caplog.text
 
 
-def test_what_json_cannot_hold_takes_no_row_with_it(registered, bare_environment, monkeypatch, tmp_path):
-    numpy = pytest.importorskip("numpy")
-    monkeypatch.chdir(tmp_path)
-    tracked = tracking_init(tracker=Absent, project="odd", id="i", if_unavailable="degrade")
-    tracked(lambda: get_run().log({"a": 1, "array": numpy.arange(2)}))()
-    (path,) = (tmp_path / "tracking-offline" / "jsonl-i").iterdir()
-    assert json.loads(path.read_text().splitlines()[1])["row"] == {"a": 1, "array": [0, 1]}
-
-
 class Waiting:
     """Writers that are waited for until a signal comes."""
 
@@ -560,3 +551,32 @@ def test_what_is_no_row_is_an_error(row):
 
 def test_the_example_is_as_short_as_it_is_said_to_be():
     assert len((EXAMPLES / "jsonl_tracker" / "jsonl_tracker.py").read_text().splitlines()) < 50
+
+
+def test_what_files_cannot_hold_or_nobody_can_call_takes_nothing_else_with_it(
+    registered, bare_environment, monkeypatch, tmp_path, caplog
+):
+    numpy = pytest.importorskip("numpy")
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker=Absent, project="kept", id="k", if_unavailable="degrade")
+    def train(error: Exception | None) -> None:
+        run = get_run()
+        run.log({"a": 1, "odd": object()}, step=numpy.int64(7))
+        run.nobodys("call")
+        run.log({"a": 2})
+        if error is not None:
+            raise error
+
+    with pytest.raises(ValueError, match="the first job's"):
+        train(ValueError("the first job's"))
+    monkeypatch.setattr("flyteplugins_tracking.trackers.local.time.time", lambda: 4e9)
+    train(None)
+    (directory,) = (tmp_path / "tracking-offline").iterdir()
+    assert send([str(directory)]) == 0
+    assert "'odd': a object is left out" in caplog.text
+    assert "nobodys() cannot be called any more" in caplog.text
+    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("kept/*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["a"], line["step"]) for line in lines if "a" in line] == [(1, 7), (2, None)] * 2
+    assert [line["exit_code"] for line in lines if "exit_code" in line] == [1, 0]

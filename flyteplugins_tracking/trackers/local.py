@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,16 +61,15 @@ class Journal:
         """Of the run that `tracker` calls `run_id`. The file is made with the first line."""
         self.directory = os.path.abspath(os.path.join(FOLDER, f"{tracker.name}-{run_id}"))
         self._header = _header(request, tracker, run_id)
-        info = request.info
-        attempt, rank = (info.restart_count, info.rank) if info else (0, 0)
+        attempt, rank = self._header["attempt"], request.info.rank if request.info else 0
         # Sorted by their names, they are in the order of the attempts, each one's primary first.
         who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"
         self._path = os.path.join(self.directory, f"{attempt:04}-{int(time.time()):x}-{who}.jsonl")
         self._file: Any = None
 
     def row(self, row: Mapping[str, Any], step: Any, time_s: float | None = None) -> None:
-        """Keep a row; what JSON cannot hold of it as lists, or as text."""
-        self._add({"row": row, "step": step, "time": time_s or time.time()}, _plain)
+        """Keep a row."""
+        self._add({"row": row, "step": step, "time": time_s or time.time()})
 
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Keep a call of one of the run's methods."""
@@ -80,17 +79,13 @@ class Journal:
         """Keep the run's end."""
         self._add({"exit_code": exit_code})
 
-    def _add(self, line: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> None:
+    def _add(self, line: Mapping[str, Any]) -> None:
         if self._file is None:
             os.makedirs(self.directory, exist_ok=True)
             self._file = open(self._path, "a")  # noqa: SIM115 until the process ends
             self._file.write(json.dumps(self._header, default=str) + "\n")
-        self._file.write(json.dumps(line, default=default) + "\n")
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)
 
 
 class LocalRun(Run):
@@ -131,7 +126,19 @@ class LocalHandle(ClientHandle):
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         """See `ClientHandle.write`."""
-        self.journal.row(row, step)
+        row = {key: value for key, value in row.items() if self._fits(key, value)}
+        if row:
+            self.journal.row(row, step.item() if callable(getattr(step, "item", None)) else step)
+
+    def _fits(self, key: str, value: Any) -> bool:
+        if isinstance(value, (int, float, str)):
+            return True
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            self._values.tell(key, f"a {type(value).__name__} is left out: the run is logged to files, as JSON")
+            return False
+        return True
 
     def end(self, exit_code: int) -> None:
         """See `ClientHandle.end`."""
@@ -166,10 +173,7 @@ def send(directory: Path) -> str:
     files = {path: lines for path, lines in there.items() if lines}
     if not files:
         raise ValueError(f"{directory} has no files of a run that is to be sent")
-    attempts: dict[int, list[Path]] = {}
-    for path, lines in files.items():
-        attempts.setdefault(lines[0]["attempt"], []).append(path)
-    for paths in attempts.values():
+    for paths in _attempts(files):
         _send_attempt([files[path] for path in paths])
         _mark_as_sent(paths)
     _mark_as_sent(there.keys() - files.keys())
@@ -196,6 +200,16 @@ def _mark_as_sent(paths: Iterable[Path]) -> None:
         path.rename(path.with_name(path.name + _SENT))
 
 
+def _attempts(files: Mapping[Path, Sequence[Any]]) -> Iterator[list[Path]]:
+    """Those that are sent together: of the ranks of one attempt."""
+    for attempt in dict.fromkeys(lines[0]["attempt"] for lines in files.values()):
+        headers = {path: lines[0] for path, lines in files.items() if lines[0]["attempt"] == attempt}
+        primaries = [path for path, header in headers.items() if header["primary"]]
+        yield [path for path in headers if path not in primaries[1:]]
+        for primary in primaries[1:]:  # of a later job, which does not count its attempts: its end is the last
+            yield [primary]
+
+
 def _send_attempt(files: Sequence[list[Any]]) -> None:
     """Send what the ranks of one attempt have kept. The primary's end is the run's: it opens first and ends last."""
     in_order = sorted(files, key=lambda lines: not lines[0]["primary"])
@@ -213,7 +227,7 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "id": run_id,
         "group": request.plan.group,
         "primary": request.plan.primary,
-        "attempt": request.info.restart_count if request.info else 0,
+        "attempt": request.facts.get("restart_count", 0) + request.facts.get("attempt_number", 0),
         "arguments": {**arguments, "run_mode": "auto", "if_unavailable": "raise", "rank_prefix": False},
         "facts": dict(request.facts),
         "info": None if request.info is None else asdict(request.info),
@@ -248,4 +262,14 @@ def _replay(handle: ClientHandle, lines: Sequence[Mapping[str, Any]]) -> None:
         if "row" in line:
             handle.replay(line["row"], line["step"], line["time"])
         elif "call" in line:
-            getattr(handle.run, line["call"])(*line["args"], **line["kwargs"])
+            _call(handle, line["call"], line["args"], line["kwargs"])
+
+
+def _call(handle: ClientHandle, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Call what was called then. What never can be does not hold up all else."""
+    try:
+        getattr(handle.run, name)(*args, **kwargs)
+    except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
+        logger.warning("run %s: %s() cannot be called any more: %s: %s", handle.id, name, type(error).__name__, error)
+    except Exception as error:
+        raise TrackerUnavailableError(f"{name}() has failed: {type(error).__name__}: {error}") from error
