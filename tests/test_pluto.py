@@ -360,3 +360,59 @@ def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
     ours = {"project", "name", "config", "tags", "run_id", "resume", "kwargs"}
     assert set(json.loads(done.stdout)) - ours == INIT_ARGUMENTS
+
+
+def test_the_uploader_finds_the_standard_library_before_the_users_modules(monkeypatch, tmp_path):
+    from flyteplugins_tracking.trackers._pluto_run import Uploader
+
+    (tmp_path / "logging.py").write_text("raise RuntimeError('the wrong one')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [tmp_path / "a-path", *sys.path])
+    started = {}
+
+    class Popen:
+        stdin = None
+
+        def __init__(self, command: Any, env: Any, **_: Any) -> None:
+            started["env"] = env
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Popen)
+        patch.setattr(Uploader, "_tell", lambda *_: None)
+        Uploader("database", {}, 2)
+    code = "import logging; print(logging.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], env=started["env"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) not in done.stdout
+
+
+LATE = """
+import os, sys, time
+from dataclasses import replace
+sys.path[:0] = sys.argv[1:]
+import test_pluto
+from flyteplugins_tracking.topology import detect
+from flyteplugins_tracking.trackers.pluto import TRACKER
+first = replace(test_pluto._request("late"), deadline=time.monotonic() + 30)
+info = detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+second = replace(first, plan=replace(first.plan, primary=False), info=info)
+handles = [TRACKER.open(first), TRACKER.open(second)]
+for handle in handles:
+    handle.end_early(143)
+handles[1].log({"late": 1})
+for handle in handles:
+    handle.finish(143)
+"""
+
+
+def test_a_rank_that_logs_after_the_runs_end_by_a_signal_leaves_it_ended(tmp_path):
+    with PlutoServer() as server:
+        env = pluto_environment(server)
+        command = [sys.executable, "-c", LATE, str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+        done = jobs.run(command, tmp_path, env, timeout_s=60)
+        assert done.returncode == 0, done.output
+        run = server.run("late")
+        assert (run.status, [line["data"] for line in run.lines if "late" in line["data"]]) == (
+            "TERMINATED",
+            [{"late": 1}],
+        )

@@ -16,6 +16,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,6 +116,7 @@ class PlutoHandle(ClientHandle):
         self._tracker = tracker
         self._uploader = uploader
         self._kept: str | None = None
+        self._tells_status = request.plan.primary
         self._steps = _Steps(request, self.id)
         self._take_over(op)
 
@@ -151,6 +153,7 @@ class PlutoHandle(ClientHandle):
     def end(self, exit_code: int) -> None:
         """See `ClientHandle.end`."""
         ending = _Ending(self.run, self._uploader, _CODES.get(exit_code, 1), self.request)
+        ending.tells_status = self._tells_status
         in_time(self.request.config.finish_timeout_s, ending.run)
         if self._uploader is None or not ending.give_up():
             return
@@ -167,6 +170,8 @@ class PlutoHandle(ClientHandle):
 
     def resume(self) -> None:
         """See `ClientHandle.resume`."""
+        # The primary has told the end, mostly, and a rank that attaches has the service say again that the run goes on.
+        self._tells_status = self.request.plan.primary or self.request.info is not None
         config = replace(self.request.config, name=None)
         key = self.run.settings._auth
         deadline = time.monotonic() + _REQUEST_S
@@ -295,7 +300,11 @@ class Uploader:
 
     def _start(self) -> subprocess.Popen[bytes]:
         # Below the user's modules, where this process finds the same. The key is in neither the command nor a variable.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        # Before them is the standard library, whose modules this process has had before the user's came to the path.
+        own = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+        own |= {os.path.join(directory, "lib-dynload") for directory in own}
+        entries = [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)]  # as Python's own search
+        path = os.pathsep.join(sorted(entries, key=lambda entry: entry not in own))
         process = subprocess.Popen(  # noqa: S603 our own
             [sys.executable, "-m", "flyteplugins_tracking.trackers._pluto_uploader", self._database, str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -364,11 +373,12 @@ class _Ending:
         self._op, self._uploader, self._code, self._request = op, uploader, code, request
         self._end = time.monotonic() + request.config.finish_timeout_s
         self._decided = threading.Lock()  # taken once: by what is complete, or by who gives it up
+        self.tells_status = request.plan.primary
 
     def run(self) -> None:
         op = self._op
         left = self._send() if self._uploader is not None else 0
-        if self._request.plan.primary and not left:
+        if self.tells_status and not left:
             type(op).finish(op, self._code)
         else:
             type(op).close(op, self._code)
