@@ -351,3 +351,17 @@ def test_what_a_proxy_answers_is_an_outage_where_mlflow_has_answered_before(stat
             with pytest.raises(error, match="MLflow server"):
                 Service(uri, is_known=is_known).call("log_batch", "run", [], [], [])
         proxy.shutdown()
+
+
+def test_of_two_runs_with_our_id_the_one_asked_for_last_goes_on(server, bare_environment):
+    from mlflow import MlflowClient
+
+    @tracking_init(tracker="mlflow", project="late", id="late", tracking_uri=server.url)
+    def train():
+        get_run().log({"a": 1})
+        return get_run().run_id, get_run().info.experiment_id
+
+    run_id, experiment_id = train()
+    # As a request that has been on its way all the time.
+    MlflowClient(server.url).create_run(experiment_id, start_time=1, tags={"flyteplugins_tracking.run_id": "late"})
+    assert train()[0] == run_id

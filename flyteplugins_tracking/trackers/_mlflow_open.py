@@ -234,8 +234,9 @@ def _find(service: Service, experiment_id: str, tag: str, value: str) -> Any:
 def _search(service: Service, experiment_id: str, condition: str) -> Any:
     from mlflow.entities import ViewType
 
-    oldest_first = ["attributes.start_time ASC"]
-    return service.call("search_runs", [experiment_id], condition, ViewType.ACTIVE_ONLY, 1, oldest_first, None)
+    # Where a request to create it has arrived late, after it was made again, there are two: the last asked for is ours.
+    newest_first = ["attributes.start_time DESC"]
+    return service.call("search_runs", [experiment_id], condition, ViewType.ACTIVE_ONLY, 1, newest_first, None)
 
 
 def _create(service: Service, experiment_id: str, name: str | None, tags: Mapping[str, str]) -> Any:
