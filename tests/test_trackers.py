@@ -482,7 +482,7 @@ def test_what_is_kept_again_while_it_is_sent_is_not_said_to_be_sent(
     kept = path.read_text()
     monkeypatch.setattr(JsonlHandle, "end", lambda *_: path.with_name("0000-again.jsonl").write_text(kept))
     assert send([str(directory)]) == 1
-    assert "not all of it could be written" in capsys.readouterr().err
+    assert "not all of it could be sent" in capsys.readouterr().err
     monkeypatch.undo()
 
 

@@ -116,7 +116,6 @@ class PlutoHandle(ClientHandle):
         self._tracker = tracker
         self._uploader = uploader
         self._kept: str | None = None
-        self._tells_status = request.plan.primary
         self._steps = _Steps(request, self.id)
         self._take_over(op)
 
@@ -152,8 +151,7 @@ class PlutoHandle(ClientHandle):
 
     def end(self, exit_code: int) -> None:
         """See `ClientHandle.end`."""
-        ending = _Ending(self.run, self._uploader, _CODES.get(exit_code, 1), self.request)
-        ending.tells_status = self._tells_status
+        ending = _Ending(self.run, self._uploader, _CODES.get(exit_code, 1) if self.ends_run else None, self.request)
         in_time(self.request.config.finish_timeout_s, ending.run)
         if self._uploader is None or not ending.give_up():
             return
@@ -171,7 +169,7 @@ class PlutoHandle(ClientHandle):
     def resume(self) -> None:
         """See `ClientHandle.resume`."""
         # The primary has told the end, mostly, and a rank that attaches has the service say again that the run goes on.
-        self._tells_status = self.request.plan.primary or self.request.info is not None
+        self.ends_run = self.request.plan.primary or self.request.info is not None
         config = replace(self.request.config, name=None)
         key = self.run.settings._auth
         deadline = time.monotonic() + _REQUEST_S
@@ -369,19 +367,19 @@ class Uploader:
 class _Ending:
     """The end of a run, in a thread that may be given up."""
 
-    def __init__(self, op: Any, uploader: Uploader | None, code: int, request: RunRequest) -> None:
+    def __init__(self, op: Any, uploader: Uploader | None, code: int | None, request: RunRequest) -> None:
+        """`code` is what the service is told, None for nothing."""
         self._op, self._uploader, self._code, self._request = op, uploader, code, request
         self._end = time.monotonic() + request.config.finish_timeout_s
         self._decided = threading.Lock()  # taken once: by what is complete, or by who gives it up
-        self.tells_status = request.plan.primary
 
     def run(self) -> None:
         op = self._op
         left = self._send() if self._uploader is not None else 0
-        if self.tells_status and not left:
+        if self._code is None:
+            type(op).close(op)
+        else:  # also where something is left, which may be a row that the service refuses
             type(op).finish(op, self._code)
-        else:
-            type(op).close(op, self._code)
         is_complete = not left and op._status_update_error is None and self._decided.acquire(blocking=False)
         if is_complete and self._uploader is not None:
             self._uploader.close()
@@ -398,7 +396,7 @@ class _Ending:
         op.settings.x_thread_join_timeout_seconds = 1
         op._monitor._stop_event.set()
         op._queue.put(({}, 0, None))  # wakes a thread of its that asks once a second
-        op._monitor.stop(self._code)
+        op._monitor.stop(self._code or 0)
         manager, op._sync_manager, op._monitor.op._sync_manager = op._sync_manager, None, None
         assert self._uploader is not None
         spare_s = min(_STATUS_S, self._request.config.finish_timeout_s / 4)

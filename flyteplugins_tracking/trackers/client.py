@@ -53,6 +53,11 @@ class ClientHandle(Handle):
     """An open run that this process writes to, alone or beside other ranks.
 
     `write`, `end` and `resume` are called one at a time, and not by several threads at once.
+
+    Attributes:
+        request: What was asked for.
+        ends_run: Whether `end` tells the service how the run has ended: on the primary rank; and where the rows of
+            others are sent later and alone, to a service for which whoever attaches begins the run again.
     """
 
     def __init__(self, request: RunRequest, title: str, values: Values | None = None) -> None:
@@ -66,6 +71,7 @@ class ClientHandle(Handle):
         self.id = request.plan.run_id or new_id()
         self.run: Any = Run(self)
         self.request = request
+        self.ends_run = request.plan.primary
         self._title = title
         prefix = prefix_of(request)
         self._values = values or Values(title, prefix)

@@ -173,12 +173,16 @@ def send(directory: Path) -> str:
     files = {path: lines for path, lines in there.items() if lines}
     if not files:
         raise ValueError(f"{directory} has no files of a run that is to be sent")
+    kept_again = {directory}
     for paths in _attempts(files):
-        _send_attempt([files[path] for path in paths])
+        kept_again |= _send_attempt([files[path] for path in paths])
         _mark_as_sent(paths)
     _mark_as_sent(there.keys() - files.keys())
-    if any(directory.glob("*.jsonl")):  # what the tracker has kept again
-        raise TrackerUnavailableError("not all of it could be written. What could not is kept there, to be sent again")
+    left = sorted(str(one) for one in kept_again if any(one.glob("*.jsonl")))
+    if left:
+        raise TrackerUnavailableError(
+            f"not all of it could be sent. Send the rest later: {how_to_send(' '.join(left))}"
+        )
     return str(next(iter(files.values()))[0]["id"])
 
 
@@ -210,14 +214,20 @@ def _attempts(files: Mapping[Path, Sequence[Any]]) -> Iterator[list[Path]]:
             yield [primary]
 
 
-def _send_attempt(files: Sequence[list[Any]]) -> None:
-    """Send what the ranks of one attempt have kept. The primary's end is the run's: it opens first and ends last."""
+def _send_attempt(files: Sequence[list[Any]]) -> set[Path]:
+    """Send what the ranks of one attempt have kept. The primary's end is the run's: it opens first and ends last.
+
+    Returns:
+        Where the tracker may have kept some of it again.
+    """
     in_order = sorted(files, key=lambda lines: not lines[0]["primary"])
     opened = [(_open(lines[0]), lines[1:]) for lines in in_order]
+    opened[0][0].ends_run = True
     for handle, lines in opened:
         _replay(handle, lines)
     for handle, lines in reversed(opened):
         handle.finish(next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1))
+    return {Path(kept) for handle, _ in opened for kept in handle.unsent()}
 
 
 def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any]:

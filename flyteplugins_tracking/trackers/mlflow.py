@@ -138,8 +138,11 @@ def _check_addresses(options: Mapping[str, Any]) -> None:
     if host is not None and not host.startswith(("https://", "http://")):
         raise ConfigError(f"link_host={host!r} is no address: write it as link_host='https://mlflow.example.com'")
     for name in ("tracking_uri", "link_host"):
-        if options.get(name) and options[name].startswith("http") and has_password(options[name]):
-            raise ConfigError(f"{name}= holds a password, which would be pickled with the task: pass secret=...")
+        if options.get(name) and has_password(options[name]):
+            raise ConfigError(
+                f"{name}= holds a password, which would be pickled with the task: pass secret=..., or set "
+                "MLFLOW_TRACKING_URI where it runs"
+            )
 
 
 def _check_experiment(options: Mapping[str, Any]) -> None:
