@@ -26,17 +26,18 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 class _Scheduler(LoadScopeScheduling):
-    """Each test goes where a worker is free; those that share a module's fixtures stay in one, in their order.
+    """A file's tests stay in one worker, in their order; those of the longest files go where one is free.
 
-    By file alone, a worker would be left with the longest one. (xdist's own groups do nothing under pytest 9.2.)
+    Only where each job has a project of its own (`ends.py`): a run that is open has its project and id on the machine.
+    (xdist's own groups do nothing under pytest 9.2.)
     """
 
     def _split_scope(self, nodeid: str) -> str:
         path, _, parameters = nodeid.partition("[")
         path = path.partition("::")[0]
-        if not _has(path, 'scope="module"'):
+        if Path(path).stem in ("test_reliability", "test_shared"):
             return nodeid
-        # Where the shared fixture has parameters, they stand first in the test's.
+        # Where a shared fixture has parameters, they stand first in the test's.
         return f"{path}[{parameters.rstrip(']').partition('-')[0]}" if _has(path, 'scope="module", params=') else path
 
 

@@ -63,7 +63,7 @@ def pod(task: str, directory: Path, count: int = 1, module: str = "flyte2_told")
     from support import pods2
 
     with WandbServer() as server:
-        process = pods2.start(task, directory, module=module, **server.environment)
+        process = pods2.start(task, directory, run="told", module=module, **server.environment)
         with told(process, directory, server, count) as started:
             yield started
 
@@ -344,7 +344,7 @@ FORKS = """
         seen.put(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
         signal.pause()
 
-    @tracking_init(project="tests", id="parent")
+    @tracking_init(project="tests", id="forks")
     def train():
         fork = multiprocessing.get_context("fork")
         assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL

@@ -94,7 +94,7 @@ def test_a_key_is_in_no_serialized_task(tmp_path, monkeypatch):
 def test_a_flyte_secret_reaches_the_server_and_nothing_else(tmp_path):
     with WandbServer(key=CANARY) as server:
         env = {"WANDB_BASE_URL": server.url, "WANDB_MODE": "online", "_FSEC_WANDB_API_KEY": CANARY}
-        done = pods.run("with_secret", tmp_path, **env)
+        done = pods.run("with_secret", tmp_path, name="f5ec7-n0-0", execution="f5ec7", **env)
         (run,) = server.runs
         assert run.exit_codes == [0], done.output
         assert CANARY not in done.output + json.dumps([run.raw_config, run.rows, run.log])

@@ -319,7 +319,7 @@ def test_a_neighbour_that_comes_when_the_writers_function_has_returned(tmp_path)
     script.write_text(
         "import os, time\n"
         "from flyteplugins_tracking import get_run, tracking_init\n"
-        "@tracking_init(project='tests', run_mode='shared', id='chosen')\n"
+        "@tracking_init(project='tests', run_mode='shared', id='late')\n"
         "def train(rank):\n"
         "    get_run().log({'rank': rank})\n"
         "rank = int(os.environ['RANK'])\n"
@@ -539,7 +539,7 @@ def test_a_rank_that_cannot_attach_leaves_nothing_behind(tmp_path):
         "    raise RuntimeError('broken')\n"
         "if os.environ['RANK'] == '1':\n"
         "    wandb.attach = broken\n"
-        "@tracking_init(project='tests', run_mode='shared', id='chosen', init_timeout_s=4)\n"
+        "@tracking_init(project='tests', run_mode='shared', id='attach', init_timeout_s=4)\n"
         "def train():\n"
         "    get_run().log({'n': 1})\n"
         "try:\n"

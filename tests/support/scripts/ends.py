@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,8 @@ SETTINGS = json.loads(os.environ.get("TRAIN_SETTINGS", "{}"))
 if "config_bytes" in SETTINGS:
     SETTINGS.setdefault("tracking", {})["config"] = {"text": "x" * SETTINGS["config_bytes"]}
 DIRECTORY = Path(os.environ["TRAIN_DIR"])
+# A run is claimed by project and id on the whole machine, where other jobs with the same id run at the same time.
+PROJECT = f"tests-{zlib.crc32(os.fsencode(DIRECTORY)):08x}"
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(os.environ.get("FLYTE_ATTEMPT_NUMBER", 0))
 flag = threading.Event()
 logged = 0
@@ -187,7 +190,7 @@ def body() -> None:
     note("returns")
 
 
-@tracking_init(project="tests", run_mode="new")
+@tracking_init(project=PROJECT, run_mode="new")
 def nested() -> None:
     body()
 
@@ -201,10 +204,10 @@ def training() -> None:
 
 
 def train(**arguments: object) -> None:
-    tracking_init(**{"project": "tests", **arguments})(training)()
+    tracking_init(**{"project": PROJECT, **arguments})(training)()
 
 
-@tracking_init(project="tests")
+@tracking_init(project=PROJECT)
 async def train_async() -> None:
     for _ in range(50):
         log()

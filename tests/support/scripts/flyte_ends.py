@@ -6,7 +6,7 @@ from flytekit import task
 from flyteplugins_tracking import tracking_init
 
 
-@tracking_init(**{"project": "tests", **ends.SETTINGS.get("tracking", {})})
+@tracking_init(**{"project": ends.PROJECT, **ends.SETTINGS.get("tracking", {})})
 @task
 def plain(n: int) -> str:
     ends.body()

@@ -9,14 +9,14 @@ from flyteplugins_tracking import tracking_init
 LOCAL = {"nnodes": 1, "nproc_per_node": 2, "increase_shared_mem": False, "monitor_interval": 1}
 
 
-@tracking_init(**{"project": "tests", **ends.SETTINGS.get("tracking", {})})
+@tracking_init(**{"project": ends.PROJECT, **ends.SETTINGS.get("tracking", {})})
 @task(task_config=Elastic(start_method="spawn", **LOCAL))
 def spawn(n: int) -> str:
     worker()
     return ""
 
 
-@tracking_init(**{"project": "tests", **ends.SETTINGS.get("tracking", {})})
+@tracking_init(**{"project": ends.PROJECT, **ends.SETTINGS.get("tracking", {})})
 @task(task_config=Elastic(start_method="fork", **LOCAL))
 def fork(n: int) -> str:
     worker()
