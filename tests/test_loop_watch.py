@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 from support import jobs
+from support.loopback import Fault
 from support.recording import recorded
-from support.wandb_server import Fault, WandbServer
+from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from support import jobs
 from support.backends import pluto_environment
+from support.loopback import Fault
 from support.pluto_server import KEY, PlutoServer
-from support.wandb_server import Fault
 
 from flyteplugins_tracking import ConfigError, tracking_init
 from flyteplugins_tracking.config import TrackingConfig

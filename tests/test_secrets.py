@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from support import jobs, pods
-from support.wandb_server import Fault, WandbServer
+from support.loopback import Fault
+from support.wandb_server import WandbServer
 
 CANARY = "canary" + secrets.token_hex(17)
 TRAIN = """

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from reliability.harness import ENDS, Job, ends, flyte, job, python, torchrun
 from support import jobs
-from support.wandb_server import Fault, WandbServer
+from support.loopback import Fault
+from support.wandb_server import WandbServer
 from support.wandb_store import RecordedRun
 from wandb_files import read_runs
 

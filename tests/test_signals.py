@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from reliability.harness import ends, job, python, torchrun
 from support import jobs
+from support.loopback import Fault
 from support.recording import recorded
-from support.wandb_server import Fault, WandbServer
+from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from support import jobs, pods2
-from support.wandb_server import Fault, WandbServer
+from support.loopback import Fault
+from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import (
     ConfigError,

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 from support import jobs
-from support.wandb_server import Fault, WandbServer
+from support.loopback import Fault
+from support.wandb_server import WandbServer
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 QUICK = {  # whole seconds, or wandb takes its own: 15 s between transmissions, 2-60 s between retries

@@ -9,6 +9,7 @@ from urllib.parse import quote
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers._mlflow_service import shown
+from flyteplugins_tracking.trackers.base import link_types
 
 # The tags that runs are found by.
 ID_TAG = "flyteplugins_tracking.run_id"
@@ -70,10 +71,7 @@ def _link_types(config: TrackingConfig, pages: Sequence[Page] | None) -> Iterato
     elif pages is None:
         yield "tracking-mlflow-experiment"
     else:
-        for one in pages:
-            known = config.id if one.kind == "run" else config.group or config.id
-            suffix = "" if one.kind == "group" and config.group else one.id
-            yield f"tracking-mlflow{'-group' if one.kind == 'group' else ''}{'-id' if known else ''}{suffix}"
+        yield from link_types("mlflow", config, pages)
 
 
 def _experiment_id(config: TrackingConfig) -> str | None:

@@ -217,6 +217,14 @@ def check_propagated(config: TrackingConfig) -> None:
     check_config(replace(config, options=known))
 
 
+def link_types(name: str, config: TrackingConfig, pages: Sequence[Page]) -> Iterator[str]:
+    """The names of the backend's templates for pages of runs and groups: see `Tracker.link`."""
+    for page in pages:
+        known = config.id if page.kind == "run" else config.group or config.id
+        suffix = "" if page.kind == "group" and config.group else page.id
+        yield f"tracking-{name}{'-group' if page.kind == 'group' else ''}{'-id' if known else ''}{suffix}"
+
+
 # How each is asked for by arguments.
 _ASKING: dict[Feature, str] = {
     "shared": "run_mode='shared'",

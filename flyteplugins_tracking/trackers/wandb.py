@@ -20,7 +20,7 @@ from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers._place import Place
 from flyteplugins_tracking.trackers._wandb_run import WandbHandle, directory, global_run, without_reports
-from flyteplugins_tracking.trackers.base import Handle, Tracker
+from flyteplugins_tracking.trackers.base import Handle, Tracker, link_types
 
 logger = logging.getLogger(__name__)
 # Runs are opened again at any time, by any thread. Reentrant: by a signal's handler too.
@@ -202,10 +202,7 @@ def _link_types(config: TrackingConfig, pages: Sequence[Page] | None) -> Iterato
     elif pages is None:
         yield "tracking-wandb-project"
     else:
-        for page in pages:
-            known = config.id if page.kind == "run" else config.group or config.id
-            suffix = "" if page.kind == "group" and config.group else page.id
-            yield f"tracking-wandb{'-group' if page.kind == 'group' else ''}{'-id' if known else ''}{suffix}"
+        yield from link_types("wandb", config, pages)
 
 
 def _app(config: TrackingConfig) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from support import jobs, pods
-from support.wandb_server import Fault
+from support.loopback import Fault
 
 from reliability.harness import ENDS, Job, Outcome, ends, flyte, job, python, torchrun
 

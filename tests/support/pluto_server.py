@@ -21,13 +21,12 @@ import re
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal, TypeVar
 
-from support.wandb_server import Fault, _bound_socket, _Listener, _survives
+from support.loopback import LoopbackServer, survives
 
 KEY = "plt_s_" + "fa4e" * 10
 T = TypeVar("T")
@@ -132,7 +131,7 @@ class RecordedRun:
             self.status = status
 
 
-class PlutoServer:
+class PlutoServer(LoopbackServer):
     """The server, from `with` to the end of its block. `fault` can be set at any time, to None to work again.
 
     Attributes:
@@ -141,29 +140,11 @@ class PlutoServer:
     """
 
     def __init__(self, key: str = KEY) -> None:
+        super().__init__(_Handler, threading.Condition(threading.RLock()))
         self.key = key
         self.requests: Counter[str] = Counter()
         self.refused: list[str] = []
-        self.errors: list[BaseException] = []
-        self.changed = threading.Condition(threading.RLock())
         self._runs: dict[tuple[str, str], RecordedRun] = {}
-        self._fault: Fault | None = None
-        self._listener: _Listener | None = None
-        self._port_holder = _bound_socket(0)
-        self.port: int = self._port_holder.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> PlutoServer:
-        self._listen()
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.fault = None
-        if self._listener is not None:
-            self._listener.hang_up()
-        self._port_holder.close()
-        if self.errors and kind is None:
-            raise self.errors[0]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -175,75 +156,7 @@ class PlutoServer:
         """All runs, in the order in which they were created."""
         return list(self._runs.values())
 
-    def run(self, id: str) -> RecordedRun:
-        """The one run with this id.
-
-        Raises:
-            LookupError: There is none, or one in several projects.
-        """
-        found = [run for run in self.runs if run.id == id]
-        if len(found) != 1:
-            raise LookupError(f"{len(found)} runs have the id {id!r}; there are {[run.id for run in self.runs]}")
-        return found[0]
-
-    def wait_for(self, predicate: Callable[[], T], timeout_s: float = 30) -> T:
-        """Wait until `predicate` gives something true, asked after each request; a LookupError counts as false.
-
-        Raises:
-            TimeoutError: It did not come true in `timeout_s`.
-        """
-
-        def asked() -> T | None:
-            try:
-                return predicate()
-            except LookupError:
-                return None
-
-        with self.changed:
-            if not self.changed.wait_for(asked, timeout_s):
-                raise TimeoutError(f"not within {timeout_s} s; the server has {self.runs}")
-            return predicate()
-
-    @property
-    def fault(self) -> Fault | None:
-        return self._fault
-
-    @fault.setter
-    def fault(self, fault: Fault | None) -> None:
-        if fault is not None:
-            fault.hits = 0
-            fault.ended.clear()
-        previous, self._fault = self._fault, fault
-        if previous is not None:
-            previous.ended.set()
-            if previous.kind == "refuse":
-                self._listen()
-        if fault is not None and fault.kind == "refuse" and self._listener is not None:
-            fault.hits = self._listener.hang_up()
-
-    @contextmanager
-    def failing(self, fault: Fault) -> Iterator[Fault]:
-        """Fail so inside the block, and work after it."""
-        self.fault = fault
-        try:
-            yield fault
-        finally:
-            self.fault = None
-
-    def _listen(self) -> None:
-        self._listener = _Listener(self, _Handler)
-        threading.Thread(target=self._listener.serve_forever, args=(0.02,), daemon=True).start()
-
     # What the handlers call.
-
-    def meet_fault(self, endpoint: Endpoint) -> Fault | None:
-        with self.changed:
-            fault = self._fault
-            if fault is None or fault.only not in (None, endpoint):
-                return None
-            fault.hits += 1
-            self.changed.notify_all()
-            return fault
 
     def answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, Json]:
         """Answer one request, with the HTTP status."""
@@ -381,7 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
         recorder: PlutoServer = self.server.recorder  # type: ignore[attr-defined]
         body = self._body()
         endpoint = "ingest" if self.path.startswith("/ingest/") else _ENDPOINTS.get(self.path, "other")
-        if not _survives(self, recorder.meet_fault(endpoint)):
+        if not survives(self, recorder.meet_fault(endpoint)):
             return
         try:
             code, answer = recorder.answer(self.path, body, self.headers)

@@ -17,17 +17,13 @@ import base64
 import gzip
 import json
 import re
-import select
-import socket
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from typing import Literal, TypeVar
 from urllib.parse import unquote
 
+from support.loopback import Listener, LoopbackServer, survives
 from support.wandb_store import Json, Operations, RecordedRun, RecordedSweep, RefusedError, RunKey, Store
 
 KEY = "fa4e" * 10
@@ -38,49 +34,10 @@ _OPERATION = re.compile(r"(?:query|mutation)\s+(\w+)")
 _NOT_LOGGED_IN = {"errors": [{"message": "user is not logged in", "extensions": {"code": "PERMISSION_ERROR"}}]}
 
 T = TypeVar("T")
-Endpoint = Literal["graphql", "filestream", "other"]  # pluto_server has other ones
+Endpoint = Literal["graphql", "filestream", "other"]
 
 
-@dataclass
-class Fault:
-    """One way to fail, until it ends. Make it with a class method.
-
-    Attributes:
-        only: The endpoint that it is limited to. The other one works.
-        hits: How many requests have met it. Of refused connections the kernel tells nothing: there it is the number
-            of open connections that were dropped.
-    """
-
-    kind: Literal["refuse", "mute", "slow", "status"]
-    delay_s: float = 0
-    code: int = 0
-    retry_after_s: float | None = None
-    only: str | None = None
-    hits: int = 0
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    @classmethod
-    def refuse(cls) -> Fault:
-        """Nobody listens: connections are refused, the open ones are dropped."""
-        return cls("refuse")
-
-    @classmethod
-    def mute(cls, only: str | None = None) -> Fault:
-        """Requests are read and not answered. At the end those are served whose client still waits."""
-        return cls("mute", only=only)
-
-    @classmethod
-    def slow(cls, delay_s: float, only: str | None = None) -> Fault:
-        """Each request is served after `delay_s` seconds."""
-        return cls("slow", delay_s=delay_s, only=only)
-
-    @classmethod
-    def status(cls, code: int, retry_after_s: float | None = None, only: str | None = None) -> Fault:
-        """Each request is answered with this HTTP status, and nothing is taken."""
-        return cls("status", code=code, retry_after_s=retry_after_s, only=only)
-
-
-class WandbServer:
+class WandbServer(LoopbackServer):
     """The server, from `with` to the end of its block. `fault` can be set at any time, to None to work again.
 
     Args:
@@ -93,30 +50,11 @@ class WandbServer:
     """
 
     def __init__(self, key: str = KEY, counts_on_upsert: bool = False) -> None:
+        self._store = Store()
+        super().__init__(_Handler, self._store.changed)
         self.key = key
         self.unknown_operations: list[str] = []
-        self.errors: list[BaseException] = []
-        self._store = Store()
-        self._fault: Fault | None = None
-        self._listener: _Listener | None = None
-        # Bound without listening, it keeps the port ours while nobody listens: no other process gets it, and no
-        # client that dials it is given it as its own port, which would connect it to itself.
-        self._port_holder = _bound_socket(0)
-        self.port: int = self._port_holder.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
         self._operations = Operations(self._store, self.url, counts_on_upsert)
-
-    def __enter__(self) -> WandbServer:
-        self._listen()
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._hang_up()
-        if self._fault is not None:
-            self._fault.ended.set()
-        self._port_holder.close()
-        if self.errors and kind is None:
-            raise self.errors[0]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -133,81 +71,7 @@ class WandbServer:
         """All sweeps, in the order in which they were created."""
         return self._store.sweeps
 
-    def run(self, id: str) -> RecordedRun:
-        """The one run with this id.
-
-        Raises:
-            LookupError: There is none, or one in several projects.
-        """
-        found = [run for run in self.runs if run.id == id]
-        if len(found) != 1:
-            raise LookupError(f"{len(found)} runs have the id {id!r}; there are {[run.id for run in self.runs]}")
-        return found[0]
-
-    def wait_for(self, predicate: Callable[[], T], timeout_s: float = 30) -> T:
-        """Wait until `predicate` gives something true, asked after each request; a LookupError counts as false.
-
-        Raises:
-            TimeoutError: It did not come true in `timeout_s`.
-        """
-
-        def asked() -> T | None:
-            try:
-                return predicate()
-            except LookupError:
-                return None
-
-        with self._store.changed:
-            if not self._store.changed.wait_for(asked, timeout_s):
-                raise TimeoutError(f"not within {timeout_s} s; the server has {self.runs}")
-            return predicate()
-
-    @property
-    def fault(self) -> Fault | None:
-        return self._fault
-
-    @fault.setter
-    def fault(self, fault: Fault | None) -> None:
-        if fault is not None:
-            fault.hits = 0
-            fault.ended.clear()
-        previous, self._fault = self._fault, fault
-        if previous is not None:
-            previous.ended.set()
-            if previous.kind == "refuse":
-                self._listen()
-        if fault is not None and fault.kind == "refuse":
-            fault.hits = self._hang_up()
-
-    @contextmanager
-    def failing(self, fault: Fault) -> Iterator[Fault]:
-        """Fail so inside the block, and work after it."""
-        self.fault = fault
-        try:
-            yield fault
-        finally:
-            self.fault = None
-
-    def _listen(self) -> None:
-        self._listener = _Listener(self, _Handler)
-        threading.Thread(target=self._listener.serve_forever, args=(0.02,), daemon=True).start()
-
-    def _hang_up(self) -> int:
-        """Stop listening and drop the open connections. Tells how many."""
-        listener, self._listener = self._listener, None
-        return 0 if listener is None else listener.hang_up()
-
     # What the handlers call.
-
-    def meet_fault(self, endpoint: Endpoint) -> Fault | None:
-        """The fault that a request to `endpoint` meets now, if any; it is counted."""
-        with self._store.changed:
-            fault = self._fault
-            if fault is None or fault.only not in (None, endpoint):
-                return None
-            fault.hits += 1
-            self._store.changed.notify_all()
-            return fault
 
     def graphql(self, posted: Json) -> tuple[int, Json]:
         """Answer one GraphQL request, with the HTTP status."""
@@ -263,52 +127,13 @@ class WandbServer:
             self._store.changed.notify_all()
 
 
-class _Listener(ThreadingHTTPServer):
-    """The listening socket and the connections it has accepted."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, recorder: Any, handler: type[BaseHTTPRequestHandler]) -> None:
-        self.recorder = recorder
-        self._open: set[socket.socket] = set()
-        self._open_lock = threading.Lock()
-        super().__init__(("127.0.0.1", recorder.port), handler)
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        request, address = super().get_request()
-        with self._open_lock:
-            self._open.add(request)
-        return request, address
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._open_lock:
-            self._open.discard(request)
-        super().shutdown_request(request)
-
-    def hang_up(self) -> int:
-        """Close the listening socket, then drop all connections. Tells how many."""
-        self.shutdown()
-        self.socket.close()
-        with self._open_lock:
-            for connection in self._open:
-                with suppress(OSError):  # its client was faster
-                    connection.shutdown(socket.SHUT_RDWR)
-            return len(self._open)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, OSError):
-            self.recorder.errors.append(error)
-
-
 class _Handler(BaseHTTPRequestHandler):
     """One connection: it may carry many requests."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     wbufsize = -1  # an answer is one packet
-    server: _Listener
+    server: Listener
 
     def setup(self) -> None:
         super().setup()
@@ -322,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         filestream = _FILESTREAM.match(self.path)
         endpoint: Endpoint = "filestream" if filestream else "graphql" if self.path == "/graphql" else "other"
-        if not _survives(self, self.server.recorder.meet_fault(endpoint)):
+        if not survives(self, self.server.recorder.meet_fault(endpoint)):
             return
         if endpoint == "other":  # telemetry of wandb's own
             self.answer(200, {})
@@ -346,7 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if not _survives(self, self.server.recorder.meet_fault("other")):
+        if not survives(self, self.server.recorder.meet_fault("other")):
             return
         upload = _UPLOAD.match(unquote(self.path))
         if upload:
@@ -354,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, {})
 
     def do_GET(self) -> None:
-        if not _survives(self, self.server.recorder.meet_fault("other")):
+        if not survives(self, self.server.recorder.meet_fault("other")):
             return
         file = _DOWNLOAD.match(unquote(self.path))
         content = self.server.recorder.file(_run_key(file), file[4]) if file else None
@@ -394,32 +219,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def _survives(handler: Any, fault: Fault | None) -> bool:
-    """Have a request suffer the fault. Tells whether it is to be served after it."""
-    if fault is None:
-        return True
-    if fault.kind == "status":
-        wait = {} if fault.retry_after_s is None else {"Retry-After": f"{fault.retry_after_s:g}"}
-        handler.answer(fault.code, {"error": "made to fail"}, wait)
-        return False
-    fault.ended.wait(fault.delay_s if fault.kind == "slow" else None)
-    if _client_is_gone(handler.connection):
-        handler.close_connection = True
-        return False
-    return True
-
-
-def _client_is_gone(connection: socket.socket) -> bool:
-    readable, _, _ = select.select([connection], [], [], 0)
-    return bool(readable) and not connection.recv(1, socket.MSG_PEEK)
-
-
 def _run_key(path: re.Match[str]) -> RunKey:
     return path[1], path[2], path[3]
-
-
-def _bound_socket(port: int) -> socket.socket:
-    bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(("127.0.0.1", port))
-    return bound
