@@ -49,8 +49,6 @@ _RENEWAL_S = 0.1
 # Stops the thread: no signal has the number 0. A forked child may hold the pipe's other end open, so that it would wait
 # for its end in vain.
 _STOP = b"\0"
-# Runs are written to there, as in a vendor's code: an exception would lose a row half way.
-_TRACKERS = "flyteplugins_tracking.trackers."
 # Our own code between the decorator's frame and the user's function, where an exception would leave a run half open.
 _OURS = ("contextlib", "flyteplugins_tracking.lifecycle", "flyteplugins_tracking.signals")
 
@@ -318,7 +316,7 @@ class Watch:
             called, module = module, str(frame.f_globals.get("__name__", ""))
             if module == "flyteplugins_tracking.decorator":
                 return "ours" if called in ("", *_OURS) else "user"
-            if module.partition(".")[0] in self._packages or module.startswith(_TRACKERS):
+            if module.partition(".")[0] in self._packages:
                 return "vendor"
             frame = frame.f_back
         return "user"

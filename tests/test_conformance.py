@@ -73,10 +73,11 @@ class Job:
 
 @pytest.fixture(scope="module")
 def modes(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, dict[str, Kept]]:
-    """A job that is in each mode and scope, one after the other; and its runs."""
+    """A job that is in each mode and scope, one after the other, and ends with an exception; and its runs."""
     job = Job(backend, tmp_path_factory.mktemp("modes"), "modes")
     done = job.ended()
-    assert done.returncode == 0, done.output
+    assert done.returncode != 0
+    assert "made to fail" in done.output
     return job, {run.id: run for run in job.runs}
 
 
@@ -130,14 +131,11 @@ def test_a_restart_goes_on_with_the_run(backend, tmp_path):
     assert ("1", "False") not in said, said
 
 
-def test_an_exception_is_a_failure(backend, tmp_path):
-    job = Job(backend, tmp_path, "exception")
-    done = job.ended()
-    assert done.returncode != 0
-    assert "made to fail" in done.output
-    (run,) = job.runs
-    assert run.points == job.logged()
-    assert (run.status, run.ends or 1) == ("failed", 1)
+def test_an_exception_is_a_failure(modes):
+    _, runs = modes
+    failed = runs["failing"]
+    assert (len(failed.points), {key for key, _ in failed.points}) == (20, {"rank0"})
+    assert (failed.status, failed.ends or 1) == ("failed", 1)
 
 
 def test_sigterm_ends_the_run_with_all_its_rows(backend, tmp_path):

@@ -465,7 +465,7 @@ def test_processes_that_ranks_have_started(tmp_path):
 
 
 def test_sigterm_while_the_writer_waits(tmp_path):
-    """All are told to end; what the others log in `finally` arrives."""
+    """All are told to end: the job has not succeeded, and what the others log in `finally` arrives."""
     with job(tmp_path) as started:
         agent = started.start(torchrun(ranks=3), **ends({"0": "return", "*": "finally"}, tracking=GIVEN))
         started.wait_for("returns")
@@ -474,7 +474,7 @@ def test_sigterm_while_the_writer_waits(tmp_path):
         time.sleep(0.5)
         started.signal(agent.pid)
         found = started.outcome()
-        assert (found.lost, found.exit_codes, found.leaked) == (0, (0,), ()), found.output
+        assert (found.lost, found.exit_codes, found.leaked) == (0, (143,), ()), found.output
         assert "finish_timeout_s" not in found.output
         assert found.seconds < 10
 

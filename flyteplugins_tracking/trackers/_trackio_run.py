@@ -17,8 +17,8 @@ from flyteplugins_tracking.lifecycle import in_time
 # How long a row waits for others to be written with it: what SIGKILL takes, at most.
 _FLUSH_S = 0.2
 # Writing may take this share of the time; with many ranks in one store, each waits longer for its turn.
-_SHARE = 0.1
-_MOST_PAUSE_S = 8.0
+_SHARE = 0.5
+_MOST_PAUSE_S = 1.0
 _RETRY_S = 0.2
 # How long the Hugging Face Hub may take to say who runs this, where there is a token for it. Trackio has no limit.
 _USERNAME_S = 2.0

@@ -47,9 +47,11 @@ def loop() -> None:
 
 
 def modes() -> None:
+    """One after the other; and last one that fails."""
     for mode in ("auto", "new", "shared"):
         for scope in ("global", "worker"):
             in_mode(mode, scope)
+    failing()
 
 
 def in_mode(mode: str, scope: str) -> None:
@@ -76,7 +78,7 @@ def restarted() -> None:
         loop()
 
 
-@tracking_init(**TRACKING)
+@tracking_init(**TRACKING, id="failing")
 def failing() -> None:
     log(20)
     if rank() == 0:
@@ -107,7 +109,6 @@ def wait_for(line: str) -> None:
 SCENARIOS: dict[str, Callable[[], None]] = {
     "modes": modes,
     "restart": restarted,
-    "exception": failing,
     "sigterm": looping,
     "sigkill": looping,
     "missing": missing,
