@@ -63,6 +63,12 @@ class RunRequest:
     watch: Watch | LoopWatch
     deadline: float
 
+    @property
+    def is_retry(self) -> bool:
+        """Whether this is a later attempt of the job, after a restart of its workers or a retry of Flyte's."""
+        flyte = self.facts.get("flyte") or {}
+        return bool(self.facts.get("restart_count") or flyte.get("attempt"))
+
 
 @dataclass(frozen=True)
 class Task:

@@ -703,9 +703,8 @@ def _go_on_with_steps(settings: Any, request: RunRequest) -> None:
 
 
 def _say_what_is_ignored(op: Any, request: RunRequest) -> None:
-    name, facts = request.config.name, request.facts
-    is_retry = facts.get("restart_count") or (facts.get("flyte") or {}).get("attempt")
-    if request.plan.primary and op.resumed and name is not None and not is_retry:
+    name = request.config.name
+    if request.plan.primary and op.resumed and name is not None and not request.is_retry:
         logger.warning(
             "Pluto: name=%r is ignored where run %s has been there under another: it keeps its name and tags",
             name,

@@ -28,8 +28,7 @@ class Writers:
         store = None if request.info is None else job_store(request.info, os.environ)
         self._attendance = None if store is None else Attendance(store, f"{title}/{request.known_id}")
         # Whether the run may have been there: the service would say so of one that another writer has just created.
-        flyte = request.facts.get("flyte") or {}
-        self.is_retry = bool(request.facts.get("restart_count") or flyte.get("attempt"))
+        self.is_retry = request.is_retry
         if self._attendance is not None and request.plan.primary:
             self._attendance.enter_as_primary()
         elif self._attendance is not None:

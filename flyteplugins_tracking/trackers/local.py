@@ -13,7 +13,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +239,6 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "attempt": request.facts.get("restart_count", 0) + request.facts.get("attempt_number", 0),
         "arguments": {**arguments, "run_mode": "auto", "if_unavailable": "raise", "rank_prefix": False},
         "facts": dict(request.facts),
-        "info": None if request.info is None else asdict(request.info),
     }
 
 
