@@ -18,7 +18,7 @@ from flyteplugins_tracking.trackers._mlflow_sender import Item, Sender, flush_ve
 from flyteplugins_tracking.trackers._mlflow_service import RefusedError, Service, UnavailableError, has_password, shown
 from flyteplugins_tracking.trackers._values import Values
 from flyteplugins_tracking.trackers.base import Tracker
-from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of
+from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of, refuse_to_pickle
 from flyteplugins_tracking.trackers.local import Journal, how_to_send
 
 logger = logging.getLogger(__name__)
@@ -347,9 +347,7 @@ class Logging:
         """Do nothing, as `finish`."""
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a run is of the process that has opened it: pass what is needed of it, or call get_run() there"
-        )
+        refuse_to_pickle()
 
 
 @functools.lru_cache(maxsize=1)

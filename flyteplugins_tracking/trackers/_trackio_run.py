@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flyteplugins_tracking.lifecycle import in_time
+from flyteplugins_tracking.trackers.client import refuse_to_pickle
 
 # How long a row waits for others to be written with it: what SIGKILL takes, at most.
 _FLUSH_S = 0.2
@@ -72,9 +73,7 @@ class _OwnWay:
         """Do nothing: the run ends when the decorated function does."""
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a run is of the process that has opened it: pass what is needed of it, or call get_run() there"
-        )
+        refuse_to_pickle()
 
     def queue(self, row: Mapping[str, Any], step: int) -> None:
         """Have Trackio make a row ready, to be written with the next ones."""

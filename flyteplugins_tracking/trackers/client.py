@@ -12,7 +12,7 @@ import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.signals import TERMINATED
@@ -44,9 +44,7 @@ class Run:
         """Do nothing: the run ends when the decorated function does."""
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a run is of the process that has opened it: pass what is needed of it, or call get_run() there"
-        )
+        refuse_to_pickle()
 
 
 class ClientHandle(Handle):
@@ -181,6 +179,11 @@ class ClientHandle(Handle):
         if not self._has_failed:
             self._has_failed = True
             logger.warning("%s: run %s %s", self._title, self.id, what, exc_info=sys.exc_info()[0] is not None)
+
+
+def refuse_to_pickle() -> NoReturn:
+    """What pickling a run comes to."""
+    raise TypeError("a run is of the process that has opened it: pass what is needed of it, or call get_run() there")
 
 
 def prefix_of(request: RunRequest) -> str:
