@@ -48,9 +48,12 @@ def told(process: subprocess.Popen[str], directory: Path, server: WandbServer, c
     """`process` as soon as `count` of its own have logged; killed after the block if it still runs."""
     files = [directory / f"ready-{rank}" for rank in range(count)]
     try:
-        wait_until(lambda: process.poll() is not None or all(file.exists() and file.read_text() for file in files))
-        assert process.poll() is None, process.communicate()[0]
-        yield Told(process, directory, server, [int(file.read_text()) for file in files])
+        pids: dict[Path, str] = {}  # a file is read until it is not empty: writing it anew empties it for a moment
+        while len(pids) < count:
+            assert process.poll() is None, process.communicate()[0]
+            pids |= {file: pid for file in files if file not in pids and file.exists() and (pid := file.read_text())}
+            time.sleep(0.05)
+        yield Told(process, directory, server, [int(pids[file]) for file in files])
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

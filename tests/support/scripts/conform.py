@@ -2,7 +2,8 @@
 
 Its arguments: a key of `SCENARIOS`, the tracker's name, its package, the project; "degrade", where that can be had.
 
-What `log` has returned from is written down: `logged {rank} {value}` for the value `value` of the key `rank{rank}`.
+What is logged is written down: `logs {rank} {value} {time}` before `log` is called with `value` for the key
+`rank{rank}`, and the same with `logged` as soon as it has returned.
 """
 
 import logging
@@ -35,6 +36,7 @@ def log(count: int) -> None:
     run = get_run()
     for _ in range(count if run is not None else 0):
         number = next(numbers)
+        note(f"logs {rank()} {number} {time.time():.3f}")
         run.log({f"rank{rank()}": number, "loss": 1 / (number + 1)})
         note(f"logged {rank()} {number} {time.time():.3f}")
 
