@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import jobs
+from wandb_files import StoredRun
+
+from flyteplugins_tracking.policy import RANK_SCOPES
 
 FOUR = 4
 
 
+@dataclass(frozen=True)
+class Training:
+    """One of the trainings of a job, which has a project of its own."""
+
+    job: jobs.Done
+    project: str
+
+    @property
+    def runs(self) -> list[StoredRun]:
+        return [run for run in self.job.runs if run.project == self.project]
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        return [report for report in self.job.reports if report["project"] == self.project]
+
+
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory):
-    """Jobs of 4 ranks on one node, each mode and scope run once for all tests."""
-    done: dict[tuple[str, str], jobs.Done] = {}
+    """A job of 4 ranks on one node for each mode, which trains in one scope and then in the other."""
 
-    def job(run_mode: str, rank_scope: str) -> jobs.Done:
-        if (run_mode, rank_scope) not in done:
-            directory = tmp_path_factory.mktemp(f"{run_mode}-{rank_scope}")
-            tracking = {
-                "run_mode": run_mode,
-                "rank_scope": rank_scope,
-                "name": "n",
-                "tags": ["t"],
-                "config": {"lr": 0.1},
-            }
-            done[run_mode, rank_scope] = jobs.one_node(directory, FOUR, tracking=tracking)
-        return done[run_mode, rank_scope]
+    @functools.cache
+    def job(run_mode: str) -> jobs.Done:
+        tracking = {"run_mode": run_mode, "name": "n", "tags": ["t"], "config": {"lr": 0.1}}
+        trackings = [{**tracking, "rank_scope": scope, "project": scope} for scope in RANK_SCOPES]
+        return jobs.one_node(tmp_path_factory.mktemp(run_mode), FOUR, trackings=trackings)
 
-    return job
+    return lambda run_mode, rank_scope: Training(job(run_mode), rank_scope)
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +65,13 @@ def ragged_nodes(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("run_mode", ["auto", "new"])
 def test_each_mode_and_scope_gives_its_runs_with_rows_config_and_status(four_ranks, run_mode, rank_scope):
     done = four_ranks(run_mode, rank_scope)
-    assert done.returncode == 0, done.output
+    assert done.job.returncode == 0, done.job.output
     opened = [report["run_id"] for report in done.reports if report["run_id"]]
     assert sorted(run.id for run in done.runs) == sorted(opened)
     assert len(set(opened)) == len(opened) == (1 if run_mode == "auto" else FOUR)
     for run in done.runs:
         assert [row["row"] for row in run.rows] == [0, 1, 2]
         assert run.exit_code == 0
-        assert run.project == "tests"
         assert run.config["lr"] == 0.1
         assert run.config["restart_count"] == 0
         assert run.config["distributed"] == {
@@ -97,8 +110,10 @@ def test_a_rank_without_a_run_loads_no_tracker_starts_nothing_and_writes_nothing
         assert not report["wandb_loaded"]
         assert not report["torch_loaded"]
         assert report["children"] == []
-    assert {path.name for path in done.directory.iterdir()} - {".cache", ".config"} == {"reports", "wandb"}
-    assert len([path for path in (done.directory / "wandb").iterdir() if path.is_dir() and not path.is_symlink()]) == 1
+    directory = done.job.directory
+    assert {path.name for path in directory.iterdir()} - {".cache", ".config"} == {"reports", "wandb"}
+    runs = [path for path in (directory / "wandb").iterdir() if path.is_dir() and not path.is_symlink()]
+    assert len(runs) == len(RANK_SCOPES)
 
 
 def test_two_nodes_have_a_run_each_per_worker(two_nodes):

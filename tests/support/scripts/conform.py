@@ -20,7 +20,7 @@ DIRECTORY = Path(os.environ["TRAIN_DIR"])
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 NOTES = (DIRECTORY / f"notes-{os.getpid()}").open("a", buffering=1)
 TRACKING = {"tracker": TRACKER, "project": PROJECT, "config": {"lr": 0.1}, "name": "n"}
-# Ranks that need not agree on an id are spared torch, 2 s of CPU each; those of the restart agree.
+# Ranks that need not agree on an id are spared torch, 2 s of CPU each; test_torchrun.py has those that agree.
 SHARED = {**TRACKING, "run_mode": "shared", "id": "given"}
 ROWS = {"shared": 500}
 numbers = iter(range(10_000 * ATTEMPT, 10_000 * ATTEMPT + 10_000))
@@ -71,7 +71,7 @@ def in_mode(mode: str, scope: str) -> None:
     train()
 
 
-@tracking_init(**TRACKING, run_mode="shared")
+@tracking_init(**SHARED)
 def restarted() -> None:
     log(20)
     note(f"resumed {ATTEMPT} {getattr(get_run(), 'resumed', None)}")

@@ -1,8 +1,8 @@
 """A training that does what its argument, a JSON object, says, and reports what this rank saw.
 
-Keys: `tracking`: the decorator's arguments. `rows`: how many to log. `end`: {rank: how it ends}, with "raise",
-"interrupt" or an exit code; `fail_attempts`: `end` holds for the attempts below it; `linger_s`: how long the
-others stay, where no later attempt comes. `process_group`: whether to
+Keys: `tracking`: the decorator's arguments; `trackings`: those of several trainings, one after the other. `rows`: how
+many to log. `end`: {rank: how it ends}, with "raise", "interrupt" or an exit code; `fail_attempts`: `end` holds for the
+attempts below it; `linger_s`: how long the others stay, where no later attempt comes. `process_group`: whether to
 initialise one before. `calls`: how often the function is called.
 """
 
@@ -19,13 +19,12 @@ ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 REPORTS = Path(os.environ["TRAIN_DIR"], "reports")
 
 
-@tracking_init(**{"project": "tests", **SETTINGS.get("tracking", {})})
-def train(rows: int) -> None:
+def training(project: str, rows: int) -> None:
     run, info = get_run(), get_distributed_info()
     for row in range(rows):
         if run is not None:
             run.log({"row": row, "attempt": ATTEMPT})
-    report(run, info)
+    report(run, info, project)
     if SETTINGS.get("fail_attempts", 1) > ATTEMPT:
         end(SETTINGS.get("end", {}).get(str(info.rank if info else 0)))
         linger(SETTINGS.get("linger_s", 0))
@@ -47,7 +46,7 @@ def linger(seconds: float) -> None:
         time.sleep(0.1)
 
 
-def report(run: object, info: object) -> None:
+def report(run: object, info: object, project: str) -> None:
     REPORTS.mkdir(exist_ok=True)
     seen = {
         "rank": info.rank if info else None,
@@ -57,6 +56,7 @@ def report(run: object, info: object) -> None:
         "world_size": info.world_size if info else None,
         "launcher": info.launcher if info else None,
         "restart_count": ATTEMPT,
+        "project": project,
         "run_id": run.id if run else None,
         "wandb_loaded": "wandb" in sys.modules,
         "torch_loaded": "torch" in sys.modules,
@@ -85,5 +85,8 @@ def join_process_group() -> None:
 if __name__ == "__main__":
     if SETTINGS.get("process_group"):
         join_process_group()
-    for _ in range(SETTINGS.get("calls", 1)):
-        train(SETTINGS.get("rows", 3))
+    for tracking in SETTINGS.get("trackings", [SETTINGS.get("tracking", {})]):
+        tracking = {"project": "tests", **tracking}
+        train = tracking_init(**tracking)(training)
+        for _ in range(SETTINGS.get("calls", 1)):
+            train(tracking["project"], SETTINGS.get("rows", 3))
