@@ -181,7 +181,7 @@ def test_a_service_that_is_not_there_is_said_and_can_be_done_without(backend, tm
     assert done.returncode == 0, done.output
     refused = [line[1:] for line in job.notes() if line[0] == "refused"]
     assert [name for name, _ in refused] == ["TrackerUnavailableError"] * RANKS
-    assert max(float(seconds) for _, seconds in refused) < 15
+    assert max(float(seconds) for _, seconds in refused) < 20  # 10 s, and the import of the client by 4 ranks at once
     assert job.runs == []
     if not backend.can_degrade:
         return

@@ -210,7 +210,7 @@ def test_prefixes_and_a_config_for_all(tmp_path):
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_without_a_server(tmp_path, mode):
     with WandbServer() as server:
-        reports = features(tmp_path, server, {"WANDB_MODE": mode})
+        reports = features(tmp_path, server, {"WANDB_MODE": mode}, id=mode)
         assert [report["is_run"] for report in reports] == [True] * 3
         assert [report["refused"] != [] for report in reports] == [False, True, True]
         stored = [run for run in read_runs(tmp_path) if not run.id.startswith(("own-", "later-"))]
@@ -387,7 +387,7 @@ RESTARTED = """
 
     RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
-    @tracking_init(project="tests", run_mode="shared")
+    @tracking_init(project="tests", id="restarted", run_mode="shared")
     def train():
         run = get_run()
         run.log({"rank": RANK, "attempt": ATTEMPT}, step=ATTEMPT)
@@ -437,7 +437,7 @@ CHILD = """
     import os, subprocess, sys, time
     from flyteplugins_tracking import get_run, tracking_init
 
-    @tracking_init(project="tests", run_mode="shared", init_timeout_s=10)
+    @tracking_init(project="tests", id="with-children", run_mode="shared", init_timeout_s=10)
     def train(who):
         get_run().log({"who": who})
         if who == "parent":
