@@ -170,7 +170,7 @@ def _true_local_rank(env: Env) -> int | None:
 
 def _rank_variables(env: Env) -> DistributedInfo | None:
     """Ray Train, Accelerate, Composer, DeepSpeed and hand-written launchers: RANK, WORLD_SIZE and LOCAL_RANK."""
-    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= env.keys():
+    if not _are_set(env, "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         return None
     return _from_env(
         env,
@@ -246,7 +246,7 @@ def _jsm(env: Env) -> DistributedInfo | None:
 
 def _mpich(env: Env) -> DistributedInfo | None:
     """MPICH and Intel MPI (hydra). PMI_RANK alone may be Slurm's."""
-    if not {"PMI_RANK", "MPI_LOCALRANKID"} <= env.keys():
+    if not _are_set(env, "PMI_RANK", "MPI_LOCALRANKID"):
         return None
     return _from_env(
         env,
@@ -309,7 +309,7 @@ def _lightning(env: Env) -> DistributedInfo | None:
     On the first node the local rank is the rank. On others the rank takes the number of processes per node, which
     nothing tells here.
     """
-    if "RANK" in env or not {"LOCAL_RANK", "WORLD_SIZE"} <= env.keys():
+    if "RANK" in env or not _are_set(env, "LOCAL_RANK", "WORLD_SIZE"):
         return None
     node_variable = _first(env, "NODE_RANK", "GROUP_RANK")
     if (_integer(env, node_variable) or 0) > 0:
@@ -341,9 +341,9 @@ def _kubeflow(env: Env) -> DistributedInfo | None:
 
     There RANK is the node. It is the process's rank only where one process runs per node.
     """
-    if {"RANK", "WORLD_SIZE"} <= env.keys():
+    if _are_set(env, "RANK", "WORLD_SIZE"):
         rank, world_size = "RANK", "WORLD_SIZE"
-    elif {"PET_NODE_RANK", "PET_NNODES"} <= env.keys():
+    elif _are_set(env, "PET_NODE_RANK", "PET_NNODES"):
         rank, world_size = "PET_NODE_RANK", "PET_NNODES"
     else:
         return None
@@ -549,6 +549,11 @@ def _integer(env: Env, name: str) -> int | None:
         return int(text)
     except ValueError:
         raise TopologyError(f"{name}={text!r} is not a whole number") from None
+
+
+def _are_set(env: Env, *names: str) -> bool:
+    """Whether all are. They are looked at in their order, which the doctor shows."""
+    return all(name in env for name in names)
 
 
 def _first(env: Env, *names: str) -> str:
