@@ -369,19 +369,31 @@ def _path(name: str) -> str:
 
 def _directory() -> str:
     """A directory of this user's, which nobody else can enter."""
-    own = f"flyteplugins-tracking-{os.geteuid()}"
-    path = os.path.join(tempfile.gettempdir(), own)
-    if len(path) + 48 > _MAX_PATH:
-        path = os.path.join("/tmp", own)  # noqa: S108 it is looked at below
+    path = place()
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise HandoverError(
-            f"{path} is not a directory of this user's that nobody else can enter (owner {found.st_uid}, mode "
-            f"{stat.S_IMODE(found.st_mode):o}). Remove it, or set TMPDIR to another directory"
-        )
+    problem = problem_of(path)
+    if problem is not None:
+        raise HandoverError(f"{problem}. Remove it, or set TMPDIR to another directory")
     return path
+
+
+def place() -> str:
+    """Where this user's directory of sockets is, or will be."""
+    own = f"flyteplugins-tracking-{os.geteuid()}"
+    path = os.path.join(tempfile.gettempdir(), own)
+    return path if len(path) + 48 <= _MAX_PATH else os.path.join("/tmp", own)  # noqa: S108 it is looked at
+
+
+def problem_of(path: str) -> str | None:
+    """Why a directory that is there may not be used for sockets; None where it may."""
+    found = os.lstat(path)
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+        return None
+    return (
+        f"{path} is not a directory of this user's that nobody else can enter (owner {found.st_uid}, mode "
+        f"{stat.S_IMODE(found.st_mode):o})"
+    )
 
 
 def _listening(path: str) -> socket.socket:
