@@ -27,6 +27,7 @@ LAYERS = [
     "loop_watch",
     "report",
     "lifecycle",
+    "findings",
     "trackers",
     "integrations",
     "context",

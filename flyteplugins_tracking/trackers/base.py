@@ -11,12 +11,15 @@ import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import Page
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking.findings import Examination
 
 ENTRY_POINTS = "flyteplugins_tracking.trackers"
 
@@ -130,6 +133,12 @@ class Tracker(Protocol):
         """
         return None
 
+    def examine(self) -> Examination:
+        """What the doctor shows of the service here: where runs go, where a key is, what is wrong. No effects."""
+        from flyteplugins_tracking.findings import Examination
+
+        return Examination()
+
     def open(self, request: RunRequest) -> Handle:
         """Open this rank's run; to go on with it where the id exists.
 
@@ -141,6 +150,11 @@ class Tracker(Protocol):
 
 _BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb", "pluto", "mlflow", "trackio")}
 _MEMBERS = [name for name in vars(Tracker) if not name.startswith("_")] + ["name", "title"]
+
+
+def names_of_trackers() -> list[str]:
+    """What `tracker=` can be: those that are built in, and those that other packages have registered."""
+    return list(dict.fromkeys([*_BUILT_IN, *_registered()]))
 
 
 def find_tracker(tracker: str | Tracker) -> Tracker:

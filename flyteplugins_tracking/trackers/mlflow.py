@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking.config import TrackingConfig, check_flag, check_text
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
@@ -13,6 +13,9 @@ from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers import _mlflow_links as links
 from flyteplugins_tracking.trackers.base import Handle, Tracker
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking.findings import Examination
 
 _TEXTS = ("tracking_uri", "experiment_name", "framework", "link_host")
 _FLAGS = ("autolog", "log_models", "log_datasets", "log_system_metrics")
@@ -72,6 +75,12 @@ class MlflowTracker(Tracker):
         from flyteplugins_tracking.trackers._mlflow_fluent import without_autologging
 
         return without_autologging()
+
+    def examine(self) -> Examination:
+        """See `Tracker.examine`."""
+        from flyteplugins_tracking.trackers._mlflow_examine import examine
+
+        return examine()
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking.config import TrackingConfig, check_text
 from flyteplugins_tracking.errors import ConfigError
@@ -15,6 +15,9 @@ from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import Run, new_id
 from flyteplugins_tracking.trackers.local import open_or_keep
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking.findings import Examination
 
 # The parameters of pluto.init that the decorator does not take by name, and that choose no run: a test compares.
 INIT_ARGUMENTS = frozenset({"dir", "settings", "fork_run_id", "fork_step", "inherit_config", "inherit_tags"})
@@ -77,6 +80,12 @@ class PlutoTracker(Tracker):
         if isinstance(run, Run) or run.id is None:
             return None  # it is in local files, or nowhere
         return {"id": run.run_id, "project": run.settings.project}
+
+    def examine(self) -> Examination:
+        """See `Tracker.examine`."""
+        from flyteplugins_tracking.trackers._pluto_examine import examine
+
+        return examine()
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from flyteplugins_tracking.config import TrackingConfig
@@ -23,6 +23,9 @@ from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.trackers.base import Feature, Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, new_id, run_config
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking.findings import Examination
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +129,12 @@ class TrackioTracker(Tracker):
         if not isinstance(getattr(run, "url", None), str):
             return None
         return {"id": run.id, "name": run.name, "project": run.project, "server_url": run.url}
+
+    def examine(self) -> Examination:
+        """See `Tracker.examine`."""
+        from flyteplugins_tracking.trackers._trackio_examine import examine
+
+        return examine()
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""

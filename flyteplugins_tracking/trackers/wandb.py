@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking.config import TrackingConfig, check_choice
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
@@ -21,6 +21,9 @@ from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers._place import Place
 from flyteplugins_tracking.trackers._wandb_run import WandbHandle, directory, global_run, without_reports
 from flyteplugins_tracking.trackers.base import Handle, Tracker, link_types
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking.findings import Examination
 
 logger = logging.getLogger(__name__)
 # Runs are opened again at any time, by any thread. Reentrant: by a signal's handler too.
@@ -150,6 +153,12 @@ class WandbTracker(Tracker):
         if run.offline:
             return {**place, "mode": "offline"}
         return {**place, _HOST: _without_credentials(str(run.settings.base_url)), "config": _passed_on_config(run)}
+
+    def examine(self) -> Examination:
+        """See `Tracker.examine`."""
+        from flyteplugins_tracking.trackers._wandb_examine import examine
+
+        return examine()
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""

@@ -1,0 +1,123 @@
+"""What the doctor is told of W&B, read as its client reads it, but without importing it: that has effects."""
+
+from __future__ import annotations
+
+import configparser
+import functools
+import json
+import netrc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from flyteplugins_tracking import findings
+from flyteplugins_tracking.findings import Examination, Finding, NotReachedError
+
+_SERVER = "https://api.wandb.ai"
+_NOT_ONLINE = ("offline", "disabled", "dryrun")
+# https://github.com/wandb/wandb/blob/v0.31.0/wandb/sdk/lib/wbauth/validation.py
+_SHORTEST_KEY = 40
+
+
+def examine() -> Examination:
+    """See `Tracker.examine`."""
+    stored = _stored_settings()
+    mode = os.environ.get("WANDB_MODE") or stored.get("mode", "online")
+    address = findings.without_credentials(os.environ.get("WANDB_BASE_URL") or stored.get("base_url", _SERVER))
+    where, key = _key(address, stored)
+    is_online = mode not in _NOT_ONLINE
+    return Examination(
+        place=address if is_online else f"{'nowhere' if mode == 'disabled' else _directory()} ({mode})",
+        credentials=findings.found_key(where, key) if key else where or None,
+        is_chosen=bool(where) or any(name.startswith("WANDB_") for name in os.environ),
+        reach=functools.partial(_reach, address) if is_online else None,
+        findings=(*_of_key(where, key, is_online), *_of_mode(mode), *_of_surroundings(mode)),
+    )
+
+
+def _stored_settings() -> Mapping[str, str]:
+    """What `wandb init`, `wandb login --host` and `wandb offline` have stored; the directory's own goes before."""
+    folder = os.environ.get("WANDB_CONFIG_DIR") or os.path.join("~", ".config", "wandb")
+    parser = configparser.ConfigParser(interpolation=None)
+    for path in (os.path.join(os.path.expanduser(folder), "settings"), os.path.join(_directory(), "settings")):
+        with suppress(configparser.Error, OSError, UnicodeDecodeError):
+            parser.read(path)
+    return dict(parser["default"]) if parser.has_section("default") else {}
+
+
+def _directory() -> str:
+    base = os.path.expanduser(os.environ.get("WANDB_DIR") or os.curdir)
+    hidden = os.path.join(base, ".wandb")
+    return hidden if os.path.isdir(hidden) else os.path.join(base, "wandb")
+
+
+def _key(address: str, stored: Mapping[str, str]) -> tuple[str, str]:
+    """Where a key is, and the key; without it where there is a token of another kind."""
+    if os.environ.get("WANDB_API_KEY"):
+        return "WANDB_API_KEY", os.environ["WANDB_API_KEY"]
+    if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return "WANDB_IDENTITY_TOKEN_FILE", ""
+    if stored.get("api_key"):
+        return "W&B's settings file", stored["api_key"]
+    path = os.path.expanduser(os.environ.get("NETRC") or os.path.join("~", ".netrc"))
+    with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+        entry = netrc.netrc(path).authenticators(urlsplit(address).netloc)
+        return (path, entry[2] or "") if entry and entry[2] else ("", "")
+    return "", ""
+
+
+def _of_key(where: str, key: str, is_online: bool) -> Iterator[Finding]:
+    if not where and is_online:
+        yield Finding(
+            "error",
+            "W&B: there is no API key: WANDB_API_KEY is not set, and no netrc file has one for its server",
+            "wandb login, or export WANDB_API_KEY=..., or secret= of tracking_init; or WANDB_MODE=offline",
+        )
+    secret = key.strip().partition("-")[2] or key.strip()
+    if key and len(secret) < _SHORTEST_KEY and secret.count(".") != 2:
+        yield Finding(
+            "error",
+            f"W&B: the API key of {where} has {len(key.strip())} characters, and W&B takes none below {_SHORTEST_KEY}",
+            "copy it again from https://wandb.ai/authorize, then wandb login --relogin",
+        )
+    elif key != key.strip():
+        yield Finding(
+            "warning",
+            f"W&B: the API key of {where} has blanks or a line end around it, which W&B refuses",
+            f'export WANDB_API_KEY="$(echo ${where})"' if where == "WANDB_API_KEY" else "wandb login --relogin",
+        )
+
+
+def _of_mode(mode: str) -> Iterator[Finding]:
+    if mode == "disabled":
+        yield Finding("warning", "W&B: WANDB_MODE=disabled: nothing is logged", "unset WANDB_MODE, or wandb online")
+    elif mode in _NOT_ONLINE:
+        yield Finding(
+            "warning",
+            f"W&B: WANDB_MODE={mode}: runs stay in {_directory()} and nothing is sent",
+            f"unset WANDB_MODE, or wandb online; afterwards: wandb sync {_directory()}/offline-run-*",
+        )
+
+
+def _of_surroundings(mode: str) -> Iterator[Finding]:
+    if os.environ.get("WANDB_SERVICE"):
+        yield Finding(
+            "warning",
+            "W&B: WANDB_SERVICE is set: a process above this one has W&B open. A run of this library's does without; "
+            "one that wandb.init opens outside of it ends with that process",
+            "unset WANDB_SERVICE",
+        )
+    why = findings.obstacle(_directory())
+    if why is not None and mode != "disabled":
+        yield Finding("error", f"W&B keeps its files in {_directory()}: {why}", "export WANDB_DIR=/a/directory")
+
+
+def _reach(address: str, timeout_s: float) -> None:
+    """Ask whose key this is, without one: the one question that every W&B server answers."""
+    answer = findings.ask(f"{address}/graphql", timeout_s, b'{"query": "query Viewer { viewer { id } }"}')
+    with suppress(ValueError):
+        told = json.loads(answer.text)
+        if isinstance(told, dict) and {"data", "errors"} & told.keys():
+            return
+    raise NotReachedError(f"it answers HTTP {answer.status}, and not as a W&B server does")
