@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -86,6 +87,17 @@ def modes(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> tuple[J
     assert done.returncode != 0
     assert "made to fail" in done.output
     return job, {run.id: run for run in job.runs}
+
+
+def test_the_doctor_tells_whether_the_service_can_be_used(backend, tmp_path):
+    for variables, is_there in ((backend.environment(), True), (backend.missing(tmp_path), False)):
+        command = ["-m", "flyteplugins_tracking", "--json", "--tracker", backend.name]
+        done = jobs.python(tmp_path, *command, env=variables)
+        (state,) = json.loads(done.output)["trackers"]
+        assert state["version"] is not None
+        assert state["reachable"] in (is_there, None)
+        # The example of a third party's tracker tells nothing.
+        assert done.returncode == int(not is_there and backend.can_degrade), done.output
 
 
 def expected_runs(mode: str, scope: str) -> dict[str, tuple[str, set[int]]]:

@@ -37,6 +37,8 @@ LAYERS = [
     "__init__",
     "send",
     "compat",
+    "doctor",
+    "__main__",
 ]
 
 

@@ -1,0 +1,492 @@
+"""The doctor: what it prints of launchers, runs, trackers and what looks wrong; never a key; one table for a job."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import jobs
+from support.loopback import Fault
+from support.wandb_server import WandbServer
+from test_package import PACKAGE
+from test_topology import OPENMPI, SLURM, TORCHRUN
+
+from flyteplugins_tracking import DistributedInfo, doctor
+from flyteplugins_tracking.doctor import ranks, services, text
+from flyteplugins_tracking.doctor.plans import named, pattern, plan_rows
+from flyteplugins_tracking.doctor.versions import _fits
+from flyteplugins_tracking.findings import Examination, Finding
+from flyteplugins_tracking.trackers import base
+from flyteplugins_tracking.trackers.base import Tracker
+
+KEY = "a1b2" * 10
+CANARY = "canary" + secrets.token_hex(17)
+CLOSED = "127.0.0.1:9"  # nobody listens there
+VERSIONS = functools.cache(doctor.versions)
+
+
+@pytest.fixture
+def env(bare_environment, tmp_path, monkeypatch):
+    """Sets variables; nothing of this machine's is in the way."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(doctor, "versions", VERSIONS)
+    monkeypatch.chdir(tmp_path)
+
+    def set_all(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return set_all
+
+
+@pytest.fixture
+def ask(env, capsys):
+    """Calls the doctor with variables, and gives status, stdout and stderr."""
+
+    def call(*arguments: str, **variables: str) -> tuple[int, str, str]:
+        env(**variables)
+        status = doctor.main(arguments)
+        return (status, *capsys.readouterr())
+
+    return call
+
+
+def findings(out: str, level: str = "") -> str:
+    return "\n".join(f["text"] + " -> " + f["mend"] for f in json.loads(out)["findings"] if level in ("", f["level"]))
+
+
+LAUNCHERS: dict[str, dict[str, str]] = {
+    "torchelastic": {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"},
+    "slurm": {**SLURM, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
+    "openmpi": {**OPENMPI, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    "env": {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"},
+    "lightning": {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "NODE_RANK": "0"},
+    "horovod": {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "2"},
+    "mvapich": {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
+    "jsm": {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "4", "LSB_JOBID": "9"},
+    "mpich": {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
+    "kubeflow": {"RANK": "0", "WORLD_SIZE": "2"},
+    "konduktor": {"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "2"},
+    "skypilot": {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "t"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_is_told_with_the_variables_that_were_read(ask, launcher):
+    _, out, _ = ask("--json", "--offline", UNRELATED="1", **LAUNCHERS[launcher])
+    detected = json.loads(out)["detected"]
+    assert detected["job"]["launcher"] == launcher
+    unused = {"OMPI_COMM_WORLD_NODE_RANK"}  # which is not the node
+    assert detected["variables"] == {k: v for k, v in LAUNCHERS[launcher].items() if k not in unused}
+    assert len(json.loads(out)["plans"]) == 6
+
+
+def test_variables_that_contradict_each_other_are_a_finding(ask):
+    status, out, err = ask("--offline", RANK="8", WORLD_SIZE="8", LOCAL_RANK="0")
+    assert (status, err) == (1, "")
+    assert "error: RANK=8 and WORLD_SIZE=8 contradict each other: 8 is not below 8\n    -> unset RANK WORLD_SIZE" in out
+    assert "run_mode" not in out
+
+
+def test_without_a_launcher_it_says_how_to_start_a_job(ask):
+    status, out, err = ask("--offline", WANDB_API_KEY=KEY)
+    assert (status, err) == (0, "")
+    assert "none: one process" in out
+    assert "torchrun --nproc-per-node=2 train.py" in out
+    assert out.endswith("nothing is wrong\n")
+
+
+def test_the_plan_of_each_mode_and_scope_is_told_for_this_world():
+    rows = [
+        (r.run_mode, r.rank_scope, r.runs, r.ids, r.groups, r.writers)
+        for r in plan_rows(DistributedInfo(0, 8, 0, 4, 0, 2), None)
+    ]
+    workers, group = "{base}-worker-{0..1}", "{base}"
+    assert rows == [
+        ("auto", "global", 1, group, None, "rank 0"),
+        ("auto", "worker", 2, workers, group, "ranks 0, 4"),
+        ("shared", "global", 1, group, None, "all 8 ranks"),
+        ("shared", "worker", 2, workers, group, "the 4 ranks of each worker"),
+        ("new", "global", 8, "{base}-rank-{0..7}", group, "each rank its own"),
+        ("new", "worker", 8, f"{workers}-rank-{{0..3}}", workers, "each rank its own"),
+    ]
+
+
+def test_the_plan_of_a_large_world_is_there_at_once():
+    begin = time.monotonic()
+    rows = plan_rows(DistributedInfo(0, 8192, 0, 8, 0, 1024), None)
+    assert time.monotonic() - begin < 5
+    assert (rows[1].runs, rows[1].writers) == (1024, "ranks 0, 8, 16, ..., 8184")
+    assert rows[5].ids == "{base}-worker-{0..1023}-rank-{0..7}"
+
+
+def test_workers_may_differ_in_size():
+    of_one = plan_rows(DistributedInfo(8, 11, 0, 3, 2, 3), "b")  # of the others it is known that they have 8
+    assert (of_one[1].writers, of_one[3].writers) == ("ranks 0, 4, 8", "the 3 to 4 ranks of each worker")
+    assert of_one[1].ids == "b-worker-{0..2}"
+    told = [DistributedInfo(r, 4, *place, 2) for r, place in enumerate([(0, 1, 0), (0, 3, 1), (1, 3, 1), (2, 3, 1)])]
+    assert plan_rows(told[0], None, told)[1].writers == "ranks 0-1"
+
+
+def test_ranks_and_ids_are_shortened():
+    assert [named([3]), named([0, 1, 2, 3, 4, 5]), named([0, 9, 17])] == ["3", "0-5", "0, 9, 17"]
+    assert pattern(["a-1-b-7", "a-12-b-7"]) == "a-{1..12}-b-7"
+
+
+def test_workers_that_are_not_told_are_refused_in_the_table(ask):
+    _, out, _ = ask("--offline", WANDB_API_KEY=KEY, **LAUNCHERS["openmpi"])
+    assert out.count("refused: see the findings") == 3
+    assert "warning: openmpi does not tell which worker (node) rank 0 is on: rank_scope='worker' is refused" in out
+    assert "MASTER_ADDR and MASTER_PORT not set" in out
+
+
+def test_a_base_id_is_shown_where_it_is_known(ask):
+    _, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, WANDB_RUN_ID="mine", **LAUNCHERS["env"])
+    assert json.loads(out)["base_id"] == {"base_id": "mine", "source": "WANDB_RUN_ID"}
+    assert json.loads(out)["plans"][4]["ids"] == "mine-rank-{0..3}"
+    assert "WANDB_RUN_ID=mine: every job" in findings(out, "warning")
+
+
+# What is set, and what is said of it.
+WRONG: dict[str, tuple[dict[str, str], str, str]] = {
+    "a mode": ({"WANDB_MODE": "disabled"}, "warning", "WANDB_MODE=disabled: nothing is logged -> unset WANDB_MODE"),
+    "offline": (
+        {"WANDB_MODE": "offline"},
+        "warning",
+        "nothing is sent -> unset WANDB_MODE, or wandb online; afterwards",
+    ),
+    "no key": ({"WANDB_PROJECT": "p"}, "error", "there is no API key: WANDB_API_KEY is not set"),
+    "a short key": ({"WANDB_API_KEY": "short"}, "error", "WANDB_API_KEY has 5 characters"),
+    "a line end": ({"WANDB_API_KEY": KEY + "\n"}, "warning", "blanks or a line end around it"),
+    "an id": ({"WANDB_API_KEY": KEY, "WANDB_RUN_ID": "a/b"}, "error", "WANDB_RUN_ID=a/b: run id 'a/b' has /"),
+    "a service": ({"WANDB_SERVICE": "3-x"}, "warning", "-> unset WANDB_SERVICE"),
+    "files": ({"WANDB_DIR": "/dev/null"}, "error", "/dev/null is no directory -> export WANDB_DIR="),
+    "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is no directory -> export HOME="),
+    "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "takes itself for the only one -> srun python train.py"),
+    "a pod": ({"RANK": "0", "WORLD_SIZE": "2"}, "warning", "is taken for one process per node -> torchrun train.py"),
+    "no agreement": (LAUNCHERS["env"], "warning", "no run id that all nodes agree on: env offers none"),
+    "srun": (LAUNCHERS["slurm"], "warning", 'export MASTER_ADDR="$(scontrol show hostnames'),
+    "Pluto's servers": (
+        {"PLUTO_URL_API": "http://x"},
+        "error",
+        "PLUTO_URL_APP, PLUTO_URL_INGEST, PLUTO_URL_PY not set",
+    ),
+    "MLflow's files": ({"MLFLOW_TRACKING_URI": "./mlruns"}, "warning", "runs in files are in maintenance mode"),
+    "MLflow's database": ({"MLFLOW_TRACKING_URI": "sqlite:////dev/null/a.db"}, "error", "/dev/null is no directory"),
+    "Trackio's token": ({"TRACKIO_SERVER_URL": "http://x"}, "error", "wants a write token"),
+    "Trackio's files": ({"TRACKIO_DIR": "/dev/null/x"}, "error", "Trackio keeps runs in /dev/null/x"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_with_the_value_and_how_to_mend_it(ask, case, monkeypatch):
+    variables, level, said = WRONG[case]
+    monkeypatch.setattr(services, "find_spec", lambda name: True)  # Pluto's too
+    status, out, err = ask("--json", "--offline", **variables)
+    assert said in findings(out, level)
+    assert status == int(bool(findings(out, "error")))
+    assert err == ""
+
+
+def test_a_directory_of_sockets_that_others_can_enter_is_told(ask):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a longer path would be none for a socket
+        folder = Path(short, f"flyteplugins-tracking-{os.geteuid()}")
+        folder.mkdir()
+        folder.chmod(0o777)
+        _, out, _ = ask("--json", "--offline", TMPDIR=short)
+    assert f"{folder} is not a directory of this user's" in findings(out, "warning")
+
+
+def test_no_place_for_temporary_files_and_no_working_directory_are_told(ask, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/dev/null"])
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    _, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, WANDB_DIR=str(tmp_path))
+    assert "run_mode='shared' needs a directory for temporary files: No usable temporary directory" in findings(out)
+    assert "the working directory has been removed -> cd to another" in findings(out, "warning")
+
+
+def test_a_server_is_asked_and_told_from_another(ask, monkeypatch):
+    monkeypatch.setattr(services, "_ANSWER_S", 1.0)
+    with WandbServer() as server:
+        variables = {**server.environment, "TRACKIO_SERVER_URL": server.url, "TRACKIO_WRITE_TOKEN": "t"}
+        status, out, _ = ask("--json", **variables)
+        reached = {state["name"]: state["reachable"] for state in json.loads(out)["trackers"]}
+        assert (status, reached["wandb"], reached["trackio"]) == (1, True, False)
+        assert "and not as a Trackio server does" in findings(out, "error")
+        assert ask("--tracker", "wandb")[0] == 0  # and its key is not sent
+
+        server.fault = Fault.status(503)
+        _, out, _ = ask("--json", "--tracker", "wandb")
+        assert f"the server at {server.url} cannot be used: it answers HTTP 503" in findings(out, "error")
+        server.fault = Fault.status(404)
+        assert "it answers HTTP 404, and not as a W&B server does" in ask("--tracker", "wandb")[1].replace(
+            "\n     ", ""
+        )
+        server.fault = Fault.mute()
+        begin = time.monotonic()
+        _, out, _ = ask("--json")
+        assert time.monotonic() - begin < 2  # both at once
+        assert findings(out, "error").count("it does not answer") == 2
+        server.fault = Fault.refuse()
+        assert "Connection refused" in findings(ask("--json")[1], "error")
+    assert server.runs == []
+
+
+def test_mlflow_s_server_is_known_by_its_version(ask, monkeypatch):
+    monkeypatch.setattr(services, "find_spec", lambda name: True)
+
+    def says(status: int, said: str) -> str:
+        monkeypatch.setattr("flyteplugins_tracking.findings.ask", lambda *_: SimpleNamespace(status=status, text=said))
+        return findings(ask("--json", "--tracker", "mlflow", MLFLOW_TRACKING_URI="http://mlflow:5000")[1], "error")
+
+    assert says(200, "3.17.0") == ""
+    assert "not as an MLflow server does" in says(200, "<html>log in</html>")
+    assert "MLFLOW_TRACKING_TOKEN" in says(401, "")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")
+    assert says(401, "") == ""
+
+
+def store_keys(home: Path, key: str) -> None:
+    """In each file that a tracker reads a key of."""
+    host = CLOSED
+    (home / ".netrc").write_text(f"machine {host}\n  login user\n  password {key}\n")
+    (home / ".netrc").chmod(0o600)
+    stored = base64.encodebytes(key.encode()).decode()
+    for path, content in {
+        ".mlflow/credentials": f"[mlflow]\nmlflow_tracking_username = u\nmlflow_tracking_password = {key}\n",
+        ".local/share/python_keyring/keyring_pass.cfg": f"[pluto]\npluto = {stored.replace(chr(10), chr(10) + ' ')}\n",
+        ".config/wandb/settings": f"[default]\nbase_url = http://u:{key}@{host}\n",
+    }.items():
+        (home / path).parent.mkdir(parents=True)
+        (home / path).write_text(content)
+
+
+BY_VARIABLES = {
+    "WANDB_API_KEY": CANARY,
+    "PLUTO_API_KEY": CANARY,
+    "MLFLOW_TRACKING_TOKEN": CANARY,
+    "TRACKIO_WRITE_TOKEN": CANARY,
+}
+
+
+@pytest.mark.parametrize("place", ["files", "variables", "addresses"])
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_no_key_is_printed_wherever_it_is(ask, tmp_path, monkeypatch, place, form):
+    monkeypatch.setattr(text, "_redacted", lambda printed: printed)  # it is not what this depends on
+    monkeypatch.setattr(services, "find_spec", lambda name: True)
+    variables = BY_VARIABLES if place == "variables" else {}
+    if place == "files":
+        store_keys(tmp_path, CANARY)
+    if place == "addresses":
+        names = ("WANDB_BASE_URL", "PLUTO_URL_API", "MLFLOW_TRACKING_URI")
+        variables = dict.fromkeys(names, f"http://u:{CANARY}@{CLOSED}")
+        variables |= {"TRACKIO_SERVER_URL": f"http://{CLOSED}/?write_token={CANARY}"}
+        variables |= {"http_proxy": f"http://u:{CANARY}@{CLOSED}"}
+    _, out, err = ask(*form, **variables)
+    for part in (CANARY, CANARY[:8], CANARY[-4:], base64.b64encode(CANARY.encode()).decode()[:8]):
+        assert part not in out + err
+    found = " ".join(out.split()).count(f"({len(CANARY)} characters)")
+    assert found == {"files": 3, "variables": 3, "addresses": 1}[place]
+
+
+def test_what_looks_like_a_key_is_taken_out_once_more(env):
+    env(MY_TOKEN=CANARY)
+    assert text._redacted(f"x {CANARY} http://u:pass@host/ y") == "x *** http://***@host/ y"
+
+
+def test_where_a_key_was_found_is_shown(ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(services, "find_spec", lambda name: True)
+    store_keys(tmp_path, KEY)
+    _, out, _ = ask("--json", "--offline", TRACKIO_SERVER_URL="http://x?write_token=12345")
+    assert {state["name"]: state["credentials"] for state in json.loads(out)["trackers"]} == {
+        "wandb": f"{tmp_path}/.netrc (40 characters)",
+        "pluto": f"{tmp_path}/.local/share/python_keyring/keyring_pass.cfg (40 characters)",
+        "mlflow": f"{tmp_path}/.mlflow/credentials (40 characters)",
+        "trackio": "TRACKIO_SERVER_URL (5 characters)",
+    }
+
+
+def test_the_json_document_has_the_keys_that_are_documented(ask):
+    status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["env"])
+    document = json.loads(out)
+    documented = (PACKAGE.parent / "docs" / "doctor.md").read_text()
+    assert all(f"`{key}`" in documented for key in document)
+    assert (document["schema"], document["ok"], status) == (1, True, 0)
+    assert document["detected"]["job"]["world_size"] == 4
+    assert document["plans"][0].keys() == {"run_mode", "rank_scope", "runs", "ids", "groups", "writers", "error"}
+    assert document["findings"][0].keys() == {"level", "text", "mend", "ranks", "workers"}
+    assert {"python", "flyteplugins-tracking"} <= document["versions"].keys()
+
+
+@pytest.mark.parametrize("arguments", [["--tracker", "nope"], ["--unknown"], ["more"]])
+def test_wrong_arguments_are_status_2(env, arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(arguments)
+    assert ended.value.code == 2
+    assert "usage: flyteplugins-tracking" in capsys.readouterr().err
+
+
+def test_a_tracker_that_nobody_has_set_up_is_shown_and_not_complained_of(ask):
+    assert "trackio" in ask("--offline", WANDB_API_KEY=KEY)[1]
+    status, out, _ = ask("--json", "--offline", TRACKIO_DIR="t")
+    assert (status, findings(out, "error")) == (0, "")
+
+
+class Mine(Tracker):
+    name = "mine"
+    title = "Mine"
+
+    def open(self, request: Any) -> Any:
+        raise NotImplementedError
+
+    def examine(self) -> Examination:
+        wrong = (Finding("error", "Mine is closed", "open it"),)
+        return Examination("there", "a drawer", True, lambda timeout_s: 1 / 0, wrong)
+
+
+def test_a_registered_tracker_tells_too_and_a_broken_one_keeps_nothing_from_being_told(ask, monkeypatch):
+    def broken() -> None:
+        raise ImportError("no module named left")
+
+    registered = {"mine": SimpleNamespace(load=lambda: Mine), "broken": SimpleNamespace(load=broken)}
+    monkeypatch.setattr(base, "_registered", lambda: registered)
+    status, out, _ = ask("--json", WANDB_API_KEY=KEY, WANDB_MODE="offline")
+    assert status == 1
+    assert "Mine is closed -> open it" in findings(out, "error")
+    assert "the server at there cannot be used: division by zero" in findings(out, "error")
+    assert "tracker 'broken' cannot be examined" in findings(out, "warning")
+
+
+@pytest.mark.parametrize(
+    ("installed", "wanted", "fits"),
+    [
+        ("0.31.0", ">=0.31,<1", True),
+        ("0.30.9", "<1,>=0.31", False),
+        ("1.0", "<1", False),
+        ("2.13.0+cpu", ">=2.5", True),
+    ],
+)
+def test_versions_are_compared_with_what_the_extras_want(installed, wanted, fits):
+    assert _fits(installed, wanted) is fits
+
+
+def test_with_nothing_but_this_package_it_says_what_to_install():
+    code = (
+        f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); "
+        "from flyteplugins_tracking.doctor import main; sys.exit(main(sys.argv[1:]))"
+    )
+    # Isolated and without `site`: nothing but this package and the standard library can be imported.
+    bare = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run([*bare, "--offline"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert 'error: no tracker is installed\n    -> pip install "flyteplugins-tracking[wandb]"' in done.stdout
+    done = subprocess.run([*bare, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_imports_no_vendor_and_leaves_nothing_behind(tmp_path):
+    code = (
+        "import os, sys; from flyteplugins_tracking.doctor import main; status = main(['--offline']); "
+        "vendors = {'wandb', 'pluto', 'mlflow', 'trackio', 'torch', 'flytekit', 'flyte', 'urllib.request'}; "
+        "print(sorted(vendors & set(sys.modules))); sys.exit(status)"
+    )
+    done = jobs.python(tmp_path, "-c", code, env={"WANDB_API_KEY": KEY, "TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.output
+    assert done.output.endswith("[]\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_console_script_is_the_doctor():
+    script = f'[project.scripts]\nflyteplugins-tracking = "{doctor.__name__}:{doctor.main.__name__}"\n'
+    assert script in (PACKAGE.parent / "pyproject.toml").read_text()
+
+
+DIAGNOSE = """
+import os, sys
+from flyteplugins_tracking.doctor import main
+
+if os.environ["RANK"] == "1":
+    del os.environ["WANDB_API_KEY"]
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_job_has_one_table_with_what_only_another_rank_has_found(tmp_path):
+    (tmp_path / "diagnose.py").write_text(DIAGNOSE)
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), "diagnose.py", "--offline"]
+    done = jobs.run(command, tmp_path, {"WANDB_MODE": "online", "WANDB_API_KEY": KEY}, 120)
+    assert done.returncode == 1
+    assert done.output.count("run_mode") == done.output.count("launcher   torchelastic") == 1, done.output
+    assert "WANDB_API_KEY (40 characters)" in done.output
+    assert "error: rank 1 (worker 0): W&B: there is no API key" in done.output
+    assert done.output.count("there is no API key") == 1
+    assert "new       worker      2     {base}-worker-0-rank-{0..1}" in done.output
+
+
+@pytest.fixture
+def told(env):
+    """Ranks with a store: rank 1 tells in a thread, rank 3 in another version's words. Gives what rank 0 prints."""
+    torch_store = pytest.importorskip("torch.distributed").HashStore()
+    env(WANDB_API_KEY=KEY, **{**LAUNCHERS["torchelastic"], "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    report = doctor.examine(offline=True)
+    info = report.detected.info
+    assert info is not None
+
+    def exchange(there: Any, status: int) -> tuple[str, list[int | None]]:
+        verdicts: list[int | None] = []
+        other = replace(info, rank=1, local_rank=1)
+        thread = threading.Thread(target=lambda: verdicts.append(ranks.tell(torch_store, other, there(report))))
+        thread.start()
+        newer = {"info": {"rank": 3, "colour": "red"}, "versions": {"flyteplugins-tracking": "9.9"}, "findings": []}
+        torch_store.set(f"{ranks._prefix(info)}/3", json.dumps(newer))
+        heard = ranks.gather(torch_store, info) or {}
+        merged = replace(report, findings=ranks.merged(report, info, heard), ranks_heard=len(heard) + 1)
+        ranks.give_verdict(torch_store, info, status)
+        thread.join(10)
+        return text.as_text(merged), verdicts
+
+    return exchange
+
+
+def test_other_versions_and_silent_ranks_are_told_and_all_end_with_one_status(told, monkeypatch):
+    monkeypatch.setattr(ranks, "_TELLING_S", 0.5)
+    versions = {"flyteplugins-tracking": "9.9", "python": "3.0"}
+    printed, verdicts = told(lambda report: replace(report, versions={**report.versions, **versions}), 1)
+    assert "error: ranks 1, 3 (worker 0): flyteplugins-tracking is 9.9 there" in printed
+    assert "warning: rank 1 (worker 0): python is 3.0 there" in printed
+    assert "warning: rank 2: nothing was told within 0.5 s" in printed
+    assert verdicts == [1]
+
+
+def test_a_rank_without_a_store_prints_its_errors_alone(ask, monkeypatch):
+    assert "the others print their own errors" in ask("--offline", **LAUNCHERS["mpich"])[1]
+    monkeypatch.setattr(doctor, "_PRINTING_S", 0)
+    other = {**LAUNCHERS["mpich"], "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}
+    assert ask("--offline", WANDB_API_KEY=KEY, **other) == (0, "", "")
+    status, out, err = ask("--offline", WANDB_API_KEY="short", **other)
+    assert (status, out) == (1, "")
+    assert err.startswith("rank 1: error: W&B: the API key of WANDB_API_KEY has 5 characters")
+
+
+def test_agents_without_a_store_are_an_error_where_nodes_must_agree(ask):
+    status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
+    assert status == 1
+    assert "the agents of 2 nodes share no store" in findings(out, "error")
