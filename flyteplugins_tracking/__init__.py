@@ -1,5 +1,6 @@
 """One decorator gives a training function its experiment-tracking run, on exactly the ranks that should have one."""
 
+from flyteplugins_tracking._process_group import process_group
 from flyteplugins_tracking.agents import get_sweep_parameters, sweep_agent
 from flyteplugins_tracking.context import tracking_config
 from flyteplugins_tracking.decorator import tracking_init
@@ -12,6 +13,7 @@ from flyteplugins_tracking.errors import (
     TrackingError,
 )
 from flyteplugins_tracking.lifecycle import get_run
+from flyteplugins_tracking.metrics import gather_metrics, prefix_metrics
 from flyteplugins_tracking.policy import RankScope, RunMode, RunPlan, plan
 from flyteplugins_tracking.sweeps import get_sweep_id, tracking_sweep, tracking_sweep_config
 from flyteplugins_tracking.topology import DistributedInfo, get_distributed_info, override_distributed_info
@@ -27,12 +29,15 @@ __all__ = [
     "TrackerNotInstalledError",
     "TrackerUnavailableError",
     "TrackingError",
+    "gather_metrics",
     "get_distributed_info",
     "get_run",
     "get_sweep_id",
     "get_sweep_parameters",
     "override_distributed_info",
     "plan",
+    "prefix_metrics",
+    "process_group",
     "sweep_agent",
     "tracking_config",
     "tracking_init",

@@ -69,8 +69,8 @@ class TrackingConfig:
         check_choice("run_mode", self.run_mode, RUN_MODES)
         check_choice("rank_scope", self.rank_scope, RANK_SCOPES)
         check_choice("if_unavailable", self.if_unavailable, ("raise", "degrade"))
-        _check_seconds("init_timeout_s", self.init_timeout_s)
-        _check_seconds("finish_timeout_s", self.finish_timeout_s)
+        check_seconds("init_timeout_s", self.init_timeout_s)
+        check_seconds("finish_timeout_s", self.finish_timeout_s)
         for name in ("rank_prefix", "allow_config", "download_logs"):
             check_flag(name, getattr(self, name))
         for name in ("id", "project", "group", "name", "notes"):
@@ -221,7 +221,12 @@ def _plain_object(value: Any, where: str, parents: tuple[int, ...]) -> Any:
     )
 
 
-def _check_seconds(name: str, value: object) -> None:
+def check_seconds(name: str, value: object) -> None:
+    """Refuse a `value` that is no positive and finite number.
+
+    Raises:
+        ConfigError: It is none.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ConfigError(f"{name}={value!r} is no positive number of seconds")
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import wandb
 from flytekit import Secret
 from typing_extensions import assert_type
 
-from flyteplugins_tracking import DistributedInfo, RunPlan, get_distributed_info, plan, tracking_init
+from flyteplugins_tracking import (
+    DistributedInfo,
+    RunPlan,
+    gather_metrics,
+    get_distributed_info,
+    plan,
+    prefix_metrics,
+    process_group,
+    tracking_init,
+)
 from flyteplugins_tracking.compat.wandb import wandb_init
 
 
@@ -57,3 +68,10 @@ if info is not None:
     assert_type(info.rank, int)
     assert_type(info.worker_index, int | None)
 assert_type(plan(info, "auto", "global", "base"), RunPlan)
+
+assert_type(prefix_metrics({"loss": 0.5}), dict[str, Any])
+assert_type(gather_metrics({"loss": 0.5}, ("mean", "std")), dict[str, int | float] | None)
+gather_metrics({"loss": 0.5}, ("maen",))  # type: ignore[arg-type]
+with process_group("gloo", timeout_s=60):
+    pass
+process_group(timeout_s="60")  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""Keys that say whose a value is, and metrics of one process. Those of several ranks: `test_process_group.py`."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flyteplugins_tracking import (
+    ConfigError,
+    DistributedInfo,
+    gather_metrics,
+    override_distributed_info,
+    prefix_metrics,
+    process_group,
+)
+
+NUMBERS = st.one_of(st.integers(-(2**63), 2**63), st.floats(allow_nan=True, allow_infinity=True))
+
+
+@pytest.fixture(autouse=True)
+def _bare(bare_environment):
+    """No launcher around these tests counts."""
+
+
+@pytest.fixture
+def group_of_one():
+    with process_group():
+        yield
+
+
+def test_prefixed_keys_name_the_rank():
+    picture = object()
+    with override_distributed_info(DistributedInfo(rank=3, world_size=8)):
+        assert prefix_metrics({"loss": 0.5, "picture": picture}) == {"rank_3/loss": 0.5, "rank_3/picture": picture}
+
+
+def test_one_process_is_rank_0_as_it_is_for_rank_prefix():
+    metrics = {"loss": 0.5}
+    assert prefix_metrics(metrics) == {"rank_0/loss": 0.5}
+    assert metrics == {"loss": 0.5}
+
+
+@pytest.mark.parametrize("metrics", [None, 0.5, "loss", [("loss", 0.5)], {1: 0.5}, {None: 0.5}])
+@pytest.mark.parametrize("function", [prefix_metrics, gather_metrics])
+def test_metrics_that_are_no_mapping_of_text_are_refused(function, metrics):
+    with pytest.raises(ConfigError, match="metrics take a mapping of text to values, not "):
+        function(metrics)
+
+
+def test_without_a_process_group_the_metrics_come_back():
+    metrics = {"loss": np.float32(0.5), "epoch": 3, "done": True}
+    gathered = gather_metrics(metrics)
+    assert gathered == {"loss": 0.5, "epoch": 3, "done": 1}
+    assert [type(value) for value in gathered.values()] == [float, int, int]
+    assert gathered is not metrics
+
+
+def test_without_torch_the_metrics_come_back(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert gather_metrics({"loss": 0.5}) == {"loss": 0.5}
+    assert "torch" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("stats", "message"),
+    [
+        ("mean", r"stats='mean' is no sequence of names: pass stats=\('mean',\)"),
+        (None, "stats=None is no sequence of names"),
+        (("maen",), "'maen' is none of max, mean, min, std, sum; did you mean 'mean'"),
+        ((max,), "is none of"),
+    ],
+)
+def test_statistics_that_are_not_offered_are_refused_without_a_group_too(stats, message):
+    with pytest.raises(ConfigError, match=message):
+        gather_metrics({"loss": 0.5}, stats)
+
+
+def test_a_value_is_refused_by_its_key_also_without_a_group():
+    with pytest.raises(ConfigError, match=r"metrics\['note'\] is 'slow', of type str: pass a number"):
+        gather_metrics({"loss": 0.5, "note": "slow"})
+
+
+def test_a_group_of_one_has_the_columns_of_a_job(group_of_one):
+    assert gather_metrics({"loss": 0.5}) == {"loss/mean": 0.5, "loss/min": 0.5, "loss/max": 0.5, "rank_0/loss": 0.5}
+
+
+def test_tensors_are_fetched_in_one_copy_for_each_type(monkeypatch):
+    import torch
+
+    copies = []
+    stack = torch.stack
+    monkeypatch.setattr(torch, "stack", lambda tensors: (copies.append(len(tensors)), stack(tensors))[1])
+    losses = {f"loss{i}": torch.tensor(float(i)) for i in range(20)}
+    half = {"half": torch.tensor([0.5], dtype=torch.float16), "more": torch.tensor([[1.5]], dtype=torch.float16)}
+    gathered = gather_metrics({**losses, **half})
+    assert list(gathered.items()) == [*((f"loss{i}", float(i)) for i in range(20)), ("half", 0.5), ("more", 1.5)]
+    assert copies == [20, 2]
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=8))
+def test_statistics_are_those_of_the_standard_library_or_nan(values):
+    from flyteplugins_tracking.metrics import _merge
+
+    names = ("mean", "min", "max", "sum", "std")
+    merged = _merge([{"x": value} for value in values], names)
+    found = [merged[f"x/{name}"] for name in names]
+    if any(math.isnan(value) for value in values):
+        assert all(math.isnan(value) for value in found)
+    elif all(math.isfinite(value) and abs(value) < 1e100 for value in values):
+        floats = [float(value) for value in values]
+        expected = [statistics.fmean(floats), min(floats), max(floats), math.fsum(floats), statistics.pstdev(floats)]
+        scale = max(abs(value) for value in floats)
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-9 * scale)
+    else:
+        assert found[1:3] == [min(values), max(values)]
