@@ -324,6 +324,15 @@ def test_where_a_key_was_found_is_shown(ask, tmp_path, monkeypatch):
     }
 
 
+def test_the_server_of_w_and_b_is_the_clients_own_unless_it_is_told_another(ask, tmp_path):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    (tmp_path / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
+    _, out, _ = ask("--tracker=wandb", "--offline", "--json")
+    (told,) = json.loads(out)["trackers"]
+    assert told["place"] == wandb.Settings().base_url
+    assert told["credentials"] == f"{tmp_path}/.netrc (40 characters)"
+
+
 def test_the_json_document_has_the_keys_that_are_documented(ask):
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["env"])
     document = json.loads(out)

@@ -7,14 +7,18 @@ import functools
 import json
 import netrc
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from flyteplugins_tracking import findings
 from flyteplugins_tracking.findings import Examination, Finding, NotReachedError
 
 _SERVER = "https://api.wandb.ai"
+# W&B's own service has two names: a key in netrc under the first one is good for the other.
+_OTHER_NAMES = {"api.forge.coreweave.com": "api.wandb.ai"}
 _NOT_ONLINE = ("offline", "disabled", "dryrun")
 # https://github.com/wandb/wandb/blob/v0.31.0/wandb/sdk/lib/wbauth/validation.py
 _SHORTEST_KEY = 40
@@ -24,7 +28,9 @@ def examine() -> Examination:
     """See `Tracker.examine`."""
     stored = _stored_settings()
     mode = os.environ.get("WANDB_MODE") or stored.get("mode", "online")
-    address = findings.without_credentials(os.environ.get("WANDB_BASE_URL") or stored.get("base_url", _SERVER))
+    address = findings.without_credentials(
+        os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or default_server()
+    )
     where, key = _key(address, stored)
     is_online = mode not in _NOT_ONLINE
     return Examination(
@@ -34,6 +40,17 @@ def examine() -> Examination:
         reach=functools.partial(_reach, address) if is_online else None,
         findings=(*_of_key(where, key, is_online), *_of_mode(mode), *_of_surroundings(mode)),
     )
+
+
+def default_server() -> str:
+    """Where the installed client sends runs unless it is told otherwise: that has changed. Read, and not imported."""
+    spec = find_spec("wandb")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        with suppress(OSError), open(os.path.join(folder, "sdk", "lib", "urls.py")) as file:
+            match = re.search(r'^DEFAULT_BASE_URL = "(.+)"$', file.read(), re.MULTILINE)
+            if match:
+                return match[1]
+    return _SERVER
 
 
 def _stored_settings() -> Mapping[str, str]:
@@ -62,7 +79,8 @@ def _key(address: str, stored: Mapping[str, str]) -> tuple[str, str]:
         return "W&B's settings file", stored["api_key"]
     path = os.path.expanduser(os.environ.get("NETRC") or os.path.join("~", ".netrc"))
     with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
-        entry = netrc.netrc(path).authenticators(urlsplit(address).netloc)
+        host, known = urlsplit(address).netloc, netrc.netrc(path)
+        entry = known.authenticators(host) or known.authenticators(_OTHER_NAMES.get(host, host))
         return (path, entry[2] or "") if entry and entry[2] else ("", "")
     return "", ""
 
