@@ -35,7 +35,7 @@ class DistributedInfo:
         restart_count: Restarts so far, as this worker's agent counts them. Agents that joined later count less.
         launcher: Whose variables these are: "torchelastic", "env" (RANK, WORLD_SIZE and LOCAL_RANK), "lightning",
             "horovod", "openmpi", "mvapich", "jsm", "mpich", "slurm", "process_group", "kubeflow", "konduktor",
-            "skypilot" or "override".
+            "skypilot", "simulated" (`flyteplugins_tracking.testing`) or "override".
         job_id: The launcher's own name for the job, if it has one.
     """
 
@@ -71,7 +71,8 @@ _ORDERED = (
     ("local_rank", "world_size"),
     ("worker_index", "world_size"),
 )
-_override: ContextVar[DistributedInfo | None] = ContextVar("flyteplugins_tracking_topology", default=None)
+# What is said goes before everything else; it may be None.
+_override: ContextVar[tuple[DistributedInfo | None] | None] = ContextVar("flyteplugins_tracking_topology", default=None)
 
 
 def get_distributed_info() -> DistributedInfo | None:
@@ -88,8 +89,11 @@ def get_distributed_info() -> DistributedInfo | None:
 
 
 @contextmanager
-def override_distributed_info(info: DistributedInfo) -> Iterator[None]:
+def override_distributed_info(info: DistributedInfo | None) -> Iterator[None]:
     """Say who this process is, for a launcher that this library does not know. It goes before everything else.
+
+    Args:
+        info: This process; None for one that is in no distributed job, whatever the variables say.
 
     Example:
         ```python
@@ -97,7 +101,7 @@ def override_distributed_info(info: DistributedInfo) -> Iterator[None]:
             train()
         ```
     """
-    token = _override.set(info)
+    token = _override.set((info,))
     try:
         yield
     finally:
@@ -111,7 +115,7 @@ def detect(env: Env) -> DistributedInfo | None:
     """
     chosen = _override.get()
     if chosen is not None:
-        return chosen
+        return chosen[0]
     for detector in _DETECTORS:
         info = detector(env)
         if info is None:
