@@ -108,6 +108,8 @@ class Surroundings:
         on_cluster: Whether nobody sits at this process's terminal.
         read_secret: Gives the value of the system's own secret objects.
         successes: Exceptions that are its way of ending well.
+        is_simulated: Whether no process is at stake: no signal is watched for, and no other process kept from the run.
+        at_end: Called in the run when the function has returned: what it raises, the function has raised.
     """
 
     base_id: str | None = None
@@ -126,6 +128,21 @@ class Surroundings:
     on_cluster: bool = False
     read_secret: Callable[[Any], str | None] = lambda _: None
     successes: tuple[type[BaseException], ...] = ()
+    is_simulated: bool = False
+    at_end: Callable[[Entry], None] | None = None
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What takes the place of the world outside: see `testing`.
+
+    Attributes:
+        tracker: Gives the tracker that stands in for another one.
+        around: Gives the surroundings that stand in for those that were found.
+    """
+
+    tracker: Callable[[Tracker], Tracker]
+    around: Callable[[Surroundings], Surroundings]
 
 
 @dataclass(eq=False)
@@ -158,6 +175,9 @@ class Entry:
 _current: ContextVar[Entry | None] = ContextVar("flyteplugins_tracking_entry", default=None)
 _running: list[Entry] = []
 _entered: Counter[str] = Counter()
+# Who stands in for this thread or task; and, the last one, for threads that do not inherit the context.
+_stand_in: ContextVar[StandIn | None] = ContextVar("flyteplugins_tracking_stand_in", default=None)
+_stand_ins: list[StandIn] = []
 _lock = threading.Lock()
 # Vendors' own set-up is not made for several threads at once: wandb's settings are seen half read.
 _opening = threading.RLock()
@@ -220,6 +240,9 @@ def open_run(
         around: What the system that called the function knows.
         task: The task that the block is, if it was decorated as one.
     """
+    stand_in = _stand_in.get() or next(reversed(_stand_ins), None)
+    if stand_in is not None:
+        tracker, around = stand_in.tracker(tracker), stand_in.around(around)
     # Only this thread's own parent: decorated functions in several threads at once are several trainings.
     entry = Entry(tracker.name, parent=_current.get())
     token = None
@@ -231,6 +254,8 @@ def open_run(
             entry.watch.settle()
         with _passing_on(entry, tracker, around):
             yield entry
+            if around.at_end is not None:
+                around.at_end(entry)
     except BaseException as error:
         exit_code = exit_code_of(error, entry.around.successes)
         raise
@@ -252,6 +277,27 @@ def apart() -> Iterator[None]:
         _current.reset(token)
 
 
+@contextmanager
+def standing_in(stand_in: StandIn) -> Iterator[None]:
+    """Have `stand_in` take the place of the world outside for the functions that are called in the block."""
+    _stand_ins.append(stand_in)
+    try:
+        yield
+    finally:
+        _stand_ins.remove(stand_in)
+
+
+@contextmanager
+def standing_in_here(stand_in: StandIn) -> Iterator[None]:
+    """As `standing_in`, for this thread or task alone, which goes before; its functions join none around the block."""
+    token = _stand_in.set(stand_in)
+    try:
+        with apart():
+            yield
+    finally:
+        _stand_in.reset(token)
+
+
 def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...] = ()) -> int:
     """The status that a process which ends with `error` reports."""
     if isinstance(error, successes):
@@ -270,7 +316,7 @@ def _enter(entry: Entry, config: TrackingConfig, tracker: Tracker, around: Surro
     is_joining = config.run_mode != "new" and not has_workers
     if is_joining and _join_enclosing(entry):
         if entry.owner is not None and entry.owner.config is not None:
-            entry.watch = _entered_watch(tracker, entry.owner.config)
+            entry.watch = _entered_watch(tracker, entry.owner.config, around)
     else:
         entry.has_report = around.has_report if task is None else task.has_report
         _open(entry, config, tracker, around, has_workers)
@@ -338,13 +384,13 @@ def _open(
         entry.aside = tracker.stand_aside()
         return
     entry.around, entry.config, entry.info, entry.plan = around, config, info, run_plan
-    entry.watch = _entered_watch(tracker, config)
+    entry.watch = _entered_watch(tracker, config, around)
     with _opening:
         if parent is not None and _join_here(entry, parent["id"]):
             return
         deadline = time.monotonic() + config.init_timeout_s
         known_id = run_plan.run_id
-        run_plan, entry.claim = _claim(tracker, run_plan, config)
+        run_plan, entry.claim = _claim(tracker, run_plan, config, around)
         request = RunRequest(
             plan=run_plan,
             known_id=known_id,
@@ -379,8 +425,10 @@ def _files(entry: Entry, info: DistributedInfo | None) -> tuple[str, str] | None
     return (files, handle.id) if handle is not None and files is not None and reason is None else None
 
 
-def _entered_watch(tracker: Tracker, config: TrackingConfig) -> Watch | LoopWatch | None:
+def _entered_watch(tracker: Tracker, config: TrackingConfig, around: Surroundings) -> Watch | LoopWatch | None:
     """The one that can watch for this thread's run, if any can."""
+    if around.is_simulated:
+        return None
     watches = (_watch, _loop_watch)
     return next((watch for watch in watches if watch.enter(tracker.package, config.finish_timeout_s)), None)
 
@@ -414,7 +462,7 @@ def _has_other_writers(config: TrackingConfig, around: Surroundings, info: Distr
     return around.has_children if info is None else config.run_mode == "shared" and is_elastic(info, os.environ)
 
 
-def _claim(tracker: Tracker, run_plan: RunPlan, config: TrackingConfig) -> tuple[RunPlan, Claim]:
+def _claim(tracker: Tracker, run_plan: RunPlan, config: TrackingConfig, around: Surroundings) -> tuple[RunPlan, Claim]:
     """Make sure that no other process or thread here has the run open: two writers lose each other's rows.
 
     A rank's own child processes look like the rank itself, and a user's id may be in use: theirs are runs beside it. An
@@ -422,7 +470,7 @@ def _claim(tracker: Tracker, run_plan: RunPlan, config: TrackingConfig) -> tuple
     """
     from flyteplugins_tracking.claims import Claim
 
-    if run_plan.run_id is None or not run_plan.primary:
+    if run_plan.run_id is None or not run_plan.primary or around.is_simulated:
         return run_plan, Claim()
     claim = Claim.take(f"{tracker.name}/{config.project}/{run_plan.run_id}", timeout_s=config.init_timeout_s / 2)
     if claim is not None:
