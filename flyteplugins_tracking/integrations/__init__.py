@@ -58,6 +58,36 @@ def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decor
     return flytekit.adapt_function(wrap(target, None), decorator.link)
 
 
+@dataclass(frozen=True)
+class Callee:
+    """What runs in each process of a job.
+
+    Attributes:
+        function: The function itself.
+        is_task: Whether it is of a task.
+        workers: The workers that the task asks for, as far as its configuration is known; None for none of its own.
+    """
+
+    function: Callable[..., Any]
+    is_task: bool = False
+    workers: Workers | None = None
+
+
+def callee_of(target: Any) -> Callee:
+    """What the processes of a job call that runs `target`, a function or a task.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    for sdk in (flyte, flytekit):
+        if sdk.is_entity(target):
+            function, workers = sdk.function_of(target)
+            return Callee(function, True, workers)
+    if not callable(target) or inspect.isclass(target):
+        raise ConfigError(f"{target!r} is no function and no Flyte task")
+    return Callee(target)
+
+
 def surroundings() -> Surroundings:
     """What the system that called the function knows, read when it is called.
 

@@ -108,6 +108,17 @@ def adapt_task(
     return task
 
 
+def function_of(task: Any) -> tuple[Callable[..., Any], Workers | None]:
+    """The function of `task`, and the workers that it asks for.
+
+    Raises:
+        ConfigError: It is no Python function task.
+    """
+    if _TASK not in _class_names(task):
+        raise ConfigError(f"{task.name!r} is a {type(task).__name__}, and no Python task with a function to call")
+    return task.func, _workers(task)
+
+
 def surroundings() -> Surroundings | None:
     """What Flyte 2 knows of the task that runs here; None outside of one."""
     context = task_context()

@@ -104,6 +104,17 @@ def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], name: str, link: Cal
     return task
 
 
+def function_of(task: Any) -> tuple[Callable[..., Any], Workers | None]:
+    """The function of `task`, and its Elastic workers.
+
+    Raises:
+        ConfigError: It is no Python function task.
+    """
+    if _TASK not in _class_names(task):
+        raise ConfigError(f"{task.name!r} is a {type(task).__name__}, and no Python task with a function to call")
+    return task.task_function, workers_of(task.task_config) if _ELASTIC_TASK in _class_names(task) else None
+
+
 def adapt_function(tracked: Any, link: Callable[[Any], Mapping[str, str]]) -> Any:
     """Where flytekit is loaded, `tracked` may be about to become a task's function: let it bring its link."""
     return tracked if "flytekit.core.utils" not in sys.modules else _adapted(tracked, link(None))
