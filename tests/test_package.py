@@ -41,6 +41,8 @@ LAYERS = [
     "compat",
     "doctor",
     "__main__",
+    "testing",
+    "pytest_plugin",
 ]
 
 

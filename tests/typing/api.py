@@ -19,6 +19,7 @@ from flyteplugins_tracking import (
     tracking_init,
 )
 from flyteplugins_tracking.compat.wandb import wandb_init
+from flyteplugins_tracking.testing import RecordedRun, RecordingTracker, Simulation, simulate
 
 
 @tracking_init
@@ -51,6 +52,11 @@ assert_type(moved(1), bytes)
 assert_type(bare(1, y="a"), float)
 assert_type(with_arguments(1), list[int])
 assert_type(Trainer().fit(1), bytes)
+
+
+assert_type(simulate(bare, args=(1,), nproc_per_node=[1, 2]), Simulation)
+assert_type(simulate(bare, kwargs={"x": 1}).runs["an-id"], RecordedRun)
+tracking_init(tracker=RecordingTracker())
 
 
 async def use() -> None:
