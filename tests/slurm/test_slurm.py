@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ pytestmark = [
 ]
 
 MODES = [("auto", "global"), ("auto", "worker"), ("new", "global"), ("new", "worker")]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FOUR = 4
 
 
@@ -155,6 +157,16 @@ def test_tasks_other_than_the_primary_have_no_run_and_load_no_tracker(steps: Ste
 def test_steps_of_one_job_are_trainings_of_their_own(steps: Steps) -> None:
     assert len({steps.base(mode) for mode in MODES}) == len(MODES)
     assert len(steps.place.runs()) == sum(len(steps.place.runs(steps.base(mode))) for mode in MODES) == 10
+
+
+def test_the_examples_script_has_one_run_on_two_nodes(place: Place) -> None:
+    (place.directory / "train.py").write_text((EXAMPLES / "quickstart" / "train.py").read_text())
+    options = ["--wait", f"--chdir={place.directory}", f"--output={place.directory / 'output.txt'}"]
+    env = {**place.env, "PATH": os.pathsep.join([str(Path(sys.executable).parent), place.cluster.environment["PATH"]])}
+    place.cluster.run("sbatch", *options, EXAMPLES / "slurm" / "train.sbatch", env=env, timeout_s=120)
+    (run,) = place.runs()
+    assert (run.exit_code, len(run.rows)) == (0, 10)
+    assert (run.config["distributed"]["num_workers"], run.config["distributed"]["world_size"]) == (2, 4)
 
 
 def test_uneven_nodes_have_a_run_each_per_worker(place: Place) -> None:

@@ -1,0 +1,69 @@
+"""A training that survives the loss of a rank: the workers start again, and run and training go on.
+
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # else workers that start again with gloo meet what the first have left
+torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic_checkpoint.py checkpoint.pt
+
+Kill one of its processes: torchrun starts both ranks again, the training goes on at the last checkpoint, and its rows
+come behind the earlier ones in the same run. Without a W&B account: `export WANDB_MODE=offline` first.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+
+STEPS, STEPS_A_CHECKPOINT = 40, 5
+
+
+@tracking_init(project="examples", config={"lr": 0.05})
+def train(checkpoint: Path) -> None:
+    """Train from the checkpoint on, if there is one."""
+    run, info = get_run(), get_distributed_info()
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    first = load(checkpoint, model, optimizer)
+    if run is not None:
+        # The step of the training is a column and no `step=`, since W&B drops a row whose step was there: the steps
+        # between the checkpoint and the failure come twice.
+        run.define_metric("*", step_metric="train_step")
+    for step in range(first, STEPS):
+        x = torch.rand(16, 1)
+        loss = torch.nn.functional.mse_loss(model(x), 3 * x - 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.1)  # stands for a step of a large model
+        if run is not None:
+            run.log({"loss": loss.item(), "train_step": step, "restarts": info.restart_count if info else 0})
+            if (step + 1) % STEPS_A_CHECKPOINT == 0:
+                save(checkpoint, {"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The step to go on with. On several nodes, the checkpoint must be where all of them read it."""
+    if not checkpoint.exists():
+        return 0
+    state = torch.load(checkpoint, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+def save(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Written beside it and moved, so that a kill leaves the old one or the new one."""
+    part = checkpoint.with_suffix(".part")
+    torch.save(state, part)
+    os.replace(part, checkpoint)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    train(Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoint.pt"))
+    dist.destroy_process_group()

@@ -1,0 +1,46 @@
+"""Hugging Face's Trainer inside the decorator: Trainer logs to the run that is open, on rank 0, and opens none.
+
+pip install "flyteplugins-tracking[wandb]" transformers accelerate
+torchrun --nproc-per-node=2 examples/hf_trainer.py
+
+Without a W&B account: `export WANDB_MODE=offline` first.
+"""
+
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from flyteplugins_tracking import get_run, tracking_init
+
+
+class Line(torch.nn.Module):
+    """A model as Trainer wants one: it gives its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss of one batch."""
+        return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
+
+
+def make_trainer(report_to: str = "wandb", **more: Any) -> Trainer:
+    """A Trainer on y = 2x. `report_to` is all that it needs to be told of the run."""
+    data = [{"x": torch.tensor([i / 16]), "labels": torch.tensor([i / 8])} for i in range(16)]
+    arguments = TrainingArguments(output_dir="output", report_to=report_to, logging_steps=1, max_steps=4, **more)
+    return Trainer(args=arguments, train_dataset=data, model_init=Line)
+
+
+@tracking_init(project="examples", name="trainer", config={"data": "y = 2x"})
+def train() -> None:
+    """Project and name are the decorator's; Trainer adds its arguments to the config."""
+    make_trainer().train()
+    run = get_run()
+    if run is not None:
+        run.summary["done"] = True
+
+
+if __name__ == "__main__":
+    train()

@@ -1,0 +1,21 @@
+"""A tracked training under torchrun, Slurm, or any other launcher.
+
+pip install "flyteplugins-tracking[wandb]" torch
+wandb login    # or, without an account: export WANDB_MODE=offline
+torchrun --nproc-per-node=2 train.py    # in a Slurm job: srun python train.py
+"""
+
+from flyteplugins_tracking import get_run, tracking_init
+
+
+@tracking_init(project="llm", config={"lr": 3e-4})
+def train(steps: int) -> None:
+    run = get_run()  # W&B's run on rank 0, None on the other ranks
+    for step in range(steps):
+        loss = 1 / (step + 1)
+        if run is not None:
+            run.log({"loss": loss})
+
+
+if __name__ == "__main__":
+    train(steps=10)
