@@ -381,7 +381,7 @@ def _open(
         )
     run_plan = _decide(config, tracker, around, info, ordinal, parent)
     if not run_plan.opens:
-        entry.aside = tracker.stand_aside()
+        entry.aside = tracker.stand_aside(config, info)
         return
     entry.around, entry.config, entry.info, entry.plan = around, config, info, run_plan
     entry.watch = _entered_watch(tracker, config, around)

@@ -8,6 +8,7 @@ import json
 import math
 import shlex
 import socket
+import sqlite3
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun
 from flyteplugins_tracking import ConfigError, get_run, tracking_config, tracking_init
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.policy import Page
+from flyteplugins_tracking.trackers._mlflow_tables import alone_with, await_first_run
 from flyteplugins_tracking.trackers.base import find_tracker
 
 SCRIPT = jobs.SCRIPTS / "mlflow_runs.py"
@@ -94,6 +96,71 @@ def test_what_mlflow_cannot_hold_is_said_once_a_key(fluent):
     for said in ("'truth': a truth value", "'none': None", "'nan': nan", "'inf': inf", "'text': a str", "'odd#key'"):
         assert done.output.count(f"MLflow: {said}") == 1, said
     assert done.output.count("the param 'lr' is not taken") == 1
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    """A SQLite file with the tables of runs, and no run."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.execute("CREATE TABLE runs (run_uuid TEXT)")
+    return tmp_path / "mlflow.db"
+
+
+def test_a_rank_without_a_run_waits_for_the_first_run_of_a_new_store_and_no_longer_than_it_may(store):
+    def waited_s(uri: str, timeout_s: float) -> float:
+        began = time.monotonic()
+        await_first_run({"tracking_uri": uri}, timeout_s)
+        return time.monotonic() - began
+
+    assert waited_s("http://127.0.0.1:1", 5) < 0.1
+    assert waited_s("file:///tmp/mlruns", 5) < 0.1
+    assert 0.3 <= waited_s(f"sqlite:///{store}.absent", 0.3) < 2
+    assert 0.3 <= waited_s(f"sqlite:///{store}", 0.3) < 2
+    assert not Path(f"{store}.absent").exists()
+    timer = threading.Timer(0.5, insert_a_run, [store])
+    timer.start()
+    assert 0.4 <= waited_s(f"sqlite:///{store}", 10) < 5
+    timer.join()
+    assert waited_s(f"sqlite:///{store}", 5) < 0.1
+
+
+def insert_a_run(store: Path) -> None:
+    with contextlib.closing(sqlite3.connect(store)) as database, database:
+        database.execute("INSERT INTO runs VALUES ('x')")
+
+
+@pytest.mark.parametrize(
+    ("worker", "scope", "waits"), [("0", "global", True), ("1", "global", False), ("1", "worker", True)]
+)
+def test_only_a_rank_beside_the_one_with_the_run_waits_for_it(store, bare_environment, worker, scope, waits):
+    ranks = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**ranks, "GROUP_RANK": worker, "GROUP_WORLD_SIZE": "2"}.items():
+        bare_environment.setenv(name, value)
+
+    @tracking_init(tracker="mlflow", tracking_uri=f"sqlite:///{store}", id="x", rank_scope=scope, init_timeout_s=0.5)
+    def train() -> object:
+        return get_run()
+
+    began = time.monotonic()
+    assert train() is None
+    assert (time.monotonic() - began > 0.4) is waits
+
+
+def test_one_at_a_time_opens_a_store_that_is_a_file(store):
+    order: list[str] = []
+
+    def second() -> None:
+        with alone_with(f"sqlite:///{store}", None):
+            order.append("second")
+
+    beside = threading.Thread(target=second)
+    with alone_with(f"sqlite:///{store}", None):
+        beside.start()
+        with alone_with(f"sqlite:///{store}", time.monotonic() + 0.3), alone_with("http://127.0.0.1:1", None):
+            order.append("past the deadline")
+        order.append("first")
+    beside.join(timeout=10)
+    assert order == ["past the deadline", "first", "second"]
 
 
 def test_a_called_task_goes_on_in_the_callers_run_and_does_not_end_it(fluent):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flyteplugins_tracking.trackers._mlflow_tables import alone_with
+
 # What a call may take where nobody waits for it, in seconds: less than the end of a run waits for its rows.
 _CALL_S = 20.0
 _SHORTEST_S = 0.5
@@ -137,7 +139,8 @@ class Service:
         if self._store is None:
             from mlflow.tracking._tracking_service.utils import _get_store
 
-            self._store = _bounded(_get_store(self.uri), self)
+            with alone_with(self.uri, self.deadline):
+                self._store = _bounded(_get_store(self.uri), self)
         return self._store
 
     @property

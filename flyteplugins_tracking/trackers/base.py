@@ -17,6 +17,7 @@ from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig, check_ar
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import Page
+from flyteplugins_tracking.topology import DistributedInfo
 
 if TYPE_CHECKING:
     from flyteplugins_tracking.findings import Examination
@@ -125,7 +126,11 @@ class Tracker(Protocol):
         """Its "id", and the arguments that a task goes on in it with: plain values. None where none can."""
         return None
 
-    def stand_aside(self) -> Callable[[], object] | None:
+    def stand_aside(
+        self,
+        config: TrackingConfig,  # noqa: ARG002
+        info: DistributedInfo | None,  # noqa: ARG002
+    ) -> Callable[[], object] | None:
         """Called on a rank that gets no run, before its function: keep the vendor from making one by itself.
 
         Returns:

@@ -11,6 +11,7 @@ from flyteplugins_tracking.config import TrackingConfig, check_flag, check_text
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import Page
+from flyteplugins_tracking.topology import DistributedInfo
 from flyteplugins_tracking.trackers import _mlflow_links as links
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 
@@ -70,10 +71,14 @@ class MlflowTracker(Tracker):
         handle = run._handle
         return {"id": handle.id, **handle.place} if isinstance(handle, MlflowHandle) else None
 
-    def stand_aside(self) -> Callable[[], object] | None:
+    def stand_aside(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
         """See `Tracker.stand_aside`."""
         from flyteplugins_tracking.trackers._mlflow_fluent import without_autologging
+        from flyteplugins_tracking.trackers._mlflow_tables import await_first_run
 
+        # Elsewhere the file may be another one, to which nobody writes.
+        if config.rank_scope == "worker" or (info is not None and info.worker_index == 0):
+            await_first_run(config.options, config.init_timeout_s)
         return without_autologging()
 
     def examine(self) -> Examination:
