@@ -29,7 +29,16 @@ class Line(torch.nn.Module):
 def make_trainer(report_to: str = "wandb", **more: Any) -> Trainer:
     """A Trainer on y = 2x. `report_to` is all that it needs to be told of the run."""
     data = [{"x": torch.tensor([i / 16]), "labels": torch.tensor([i / 8])} for i in range(16)]
-    arguments = TrainingArguments(output_dir="output", report_to=report_to, logging_steps=1, max_steps=4, **more)
+    arguments = TrainingArguments(
+        output_dir="output",
+        report_to=report_to,
+        logging_steps=1,
+        max_steps=4,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        **more,
+    )
     return Trainer(args=arguments, train_dataset=data, model_init=Line)
 
 
