@@ -107,13 +107,18 @@ class MlflowServer:
 
     def runs(self, project: str) -> list[StoredRun]:
         """The runs of an experiment, by its name."""
-        with contextlib.closing(sqlite3.connect(self._database, timeout=30)) as database:
-            found = database.execute(
-                "SELECT run_uuid, runs.name, status FROM runs JOIN experiments USING (experiment_id) "
-                "WHERE experiments.name = ? ORDER BY start_time",
-                (project,),
-            ).fetchall()
-            return [_stored(database, *run) for run in found]
+        return stored_runs(self._database, project)
+
+
+def stored_runs(database: Path, project: str) -> list[StoredRun]:
+    """The runs of an experiment in MLflow's SQLite file, without MLflow."""
+    with contextlib.closing(sqlite3.connect(database, timeout=30)) as opened:
+        found = opened.execute(
+            "SELECT run_uuid, runs.name, status FROM runs JOIN experiments USING (experiment_id) "
+            "WHERE experiments.name = ? ORDER BY start_time",
+            (project,),
+        ).fetchall()
+        return [_stored(opened, *run) for run in found]
 
 
 def _stored(database: sqlite3.Connection, run_id: str, name: str, status: str) -> StoredRun:

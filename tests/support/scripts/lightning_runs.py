@@ -1,0 +1,61 @@
+"""Lightning in decorated functions, one after the other in the ranks of one job, or under Lightning's own launcher.
+
+Arguments: the functions to call. What a process saw is written to TRAIN_DIR/seen-{function}-{rank}.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning_ddp
+from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
+
+from flyteplugins_tracking import get_run, tracking_init
+
+
+@tracking_init(tracker="mlflow", id="mlflow", project="mlflow", name="ours")
+def mlflow() -> None:
+    """First of all: the ranks without a run make their clients when the one with it makes the tables of the store."""
+    run = get_run()
+    lightning_ddp.fit(MLFlowLogger(tracking_uri=os.environ["MLFLOW_TRACKING_URI"], run_id=run and run.run_id))
+    see("mlflow")
+
+
+@tracking_init(id="wandb", project="wandb", name="ours", config={"mine": 1})
+def wandb() -> None:
+    logger = WandbLogger(project="theirs", name="theirs", save_dir="theirs")
+    lightning_ddp.fit(logger)
+    run = get_run()
+    see("wandb", same=run is not None and logger.experiment is run)
+    if run is not None:
+        run.log({"after": 1})
+
+
+@tracking_init(id="shared", project="shared", run_mode="shared")
+def shared() -> None:
+    lightning_ddp.fit(WandbLogger())
+    get_run().log({"rank": int(os.environ["RANK"])})
+
+
+@tracking_init(id="own", project="own")
+def own() -> None:
+    """Started without a launcher: Lightning starts the script again for the second rank."""
+    see("own", environment={name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")})
+    lightning_ddp.fit(WandbLogger(project="theirs"))
+    raise ValueError("made to fail")
+
+
+def see(function: str, **values: Any) -> None:
+    rank = os.environ.get("LOCAL_RANK", "0")
+    seen = {"id": getattr(get_run(), "id", None), **values}
+    Path(os.environ["TRAIN_DIR"], f"seen-{function}-{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    functions = {"mlflow": mlflow, "wandb": wandb, "shared": shared, "own": own, "example": lightning_ddp.train}
+    for name in sys.argv[1:]:
+        functions[name]()
