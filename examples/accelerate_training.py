@@ -15,6 +15,7 @@ from flyteplugins_tracking import tracking_init
 @tracking_init(project="examples", name="accelerate", config={"data": "y = 2x"})
 def train(steps: int) -> None:
     """Project and name are the decorator's, whatever `init_trackers` says; its config is added."""
+    # Without `cpu`, where there is no GPU, each process takes itself for the only one, and opens a run of its own.
     accelerator = Accelerator(log_with="wandb", cpu=not torch.cuda.is_available())
     accelerator.init_trackers("ignored", config={"lr": 0.1})
     layer = torch.nn.Linear(1, 1)

@@ -36,6 +36,7 @@ def make_trainer(report_to: str = "wandb", **more: Any) -> Trainer:
         max_steps=4,
         save_strategy="no",
         disable_tqdm=True,
+        # Without it, where there is no GPU, each process takes itself for the only one, and opens a run of its own.
         use_cpu=not torch.cuda.is_available(),
         **more,
     )
