@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
-STEPS, STEPS_A_CHECKPOINT = 40, 5
+STEPS, STEPS_A_CHECKPOINT = 20, 5
 
 
 @tracking_init(project="examples", config={"lr": 0.05})

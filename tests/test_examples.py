@@ -56,23 +56,22 @@ def test_per_worker_has_a_run_on_each_of_two_nodes(tmp_path):
 
 
 def test_run_per_rank_has_a_run_of_each_rank_with_its_learning_rate(tmp_path):
-    done = example(tmp_path, "run_per_rank.py", 3)
+    done = example(tmp_path, "run_per_rank.py", 2)
     runs = sorted(done.runs, key=lambda run: run.id)
-    assert [run.id for run in runs] == [f"{runs[0].group}-rank-{rank}" for rank in range(3)]
+    assert [run.id for run in runs] == [f"{runs[0].group}-rank-{rank}" for rank in range(2)]
     assert [(run.config["lr"], len(run.rows), run.exit_code) for run in runs] == [
         (0.03, 20, 0),
         (0.1, 20, 0),
-        (0.3, 20, 0),
     ]
 
 
 def test_shared_metrics_has_one_run_of_all_ranks_and_a_plot_of_them(tmp_path):
-    done = example(tmp_path, "shared_metrics.py", 3)
+    done = example(tmp_path, "shared_metrics.py", 2)
     (run,) = done.runs
     logged = [(key, row["global_step"]) for row in run.rows for key in row if key.endswith("/loss")]
-    assert sorted(logged) == [(f"rank_{rank}/loss", step) for rank in range(3) for step in range(20)]
+    assert sorted(logged) == [(f"rank_{rank}/loss", step) for rank in range(2) for step in range(20)]
     plotted = jobs.python(tmp_path, EXAMPLES / "shared_metrics.py", "plot")
-    assert f"ranks.png: rank_0/loss, rank_1/loss, rank_2/loss of run {run.id}" in plotted.output
+    assert f"ranks.png: rank_0/loss, rank_1/loss of run {run.id}" in plotted.output
     assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -90,7 +89,7 @@ def test_elastic_checkpoint_goes_on_with_run_and_training_when_a_rank_is_killed(
     run = server.run("elastic")
     attempts = [[int(row["train_step"]) for row in run.rows if row["restarts"] == attempt] for attempt in (0, 1)]
     assert attempts[0] == list(range(len(attempts[0])))
-    assert attempts[1] == list(range(attempts[1][0], 40))
+    assert attempts[1] == list(range(attempts[1][0], 20))
     assert attempts[1][0] % 5 == 0
     assert 5 <= attempts[1][0] <= len(attempts[0])
     assert (run.exit_codes[-1], run.state, run.rows_overwritten) == (0, "finished", 0)
