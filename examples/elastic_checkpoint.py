@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+from flyteplugins_tracking import get_distributed_info, get_run, process_group, tracking_init
 
 STEPS, STEPS_A_CHECKPOINT = 20, 5
 
 
 @tracking_init(project="examples", config={"lr": 0.05})
-def train(checkpoint: Path) -> None:
+def train(checkpoint: Path, device: torch.device) -> None:
     """Train from the checkpoint on, if there is one."""
     run, info = get_run(), get_distributed_info()
-    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    model = DistributedDataParallel(torch.nn.Linear(1, 1).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     first = load(checkpoint, model, optimizer)
     if run is not None:
@@ -34,7 +33,7 @@ def train(checkpoint: Path) -> None:
         # between the checkpoint and the failure come twice.
         run.define_metric("*", step_metric="train_step")
     for step in range(first, STEPS):
-        x = torch.rand(16, 1)
+        x = torch.rand(16, 1, device=device)
         loss = torch.nn.functional.mse_loss(model(x), 3 * x - 1)
         optimizer.zero_grad()
         loss.backward()
@@ -50,7 +49,7 @@ def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
     """The step to go on with. On several nodes, the checkpoint must be where all of them read it."""
     if not checkpoint.exists():
         return 0
-    state = torch.load(checkpoint, weights_only=True)
+    state = torch.load(checkpoint, weights_only=True, map_location="cpu")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
@@ -64,6 +63,5 @@ def save(checkpoint: Path, state: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    train(Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoint.pt"))
-    dist.destroy_process_group()
+    with process_group() as device:  # NCCL on GPUs, else gloo
+        train(Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoint.pt"), device)

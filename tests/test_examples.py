@@ -38,9 +38,9 @@ def server() -> Iterator[WandbServer]:
 
 
 def test_single_logger_has_one_run(tmp_path, server):
-    done = example(tmp_path, "single_logger.py", 2, WANDB_RUN_ID="single", **server.environment)
+    example(tmp_path, "single_logger.py", 2, WANDB_RUN_ID="single", **server.environment)
     run = server.run("single")
-    assert (run.project, run.state, len(run.rows), done.output.count("last loss")) == ("examples", "finished", 20, 2)
+    assert (run.project, run.state, len(run.rows)) == ("examples", "finished", 20)
     assert run.rows[-1]["loss"] < run.rows[0]["loss"]
     assert run.config["distributed"]["world_size"] == 2
 
