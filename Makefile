@@ -7,7 +7,7 @@ WORKERS ?= 3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slurm reliability soak bench lint wheel clean
+.PHONY: demo test test-slurm reliability soak bench drawings docs lint wheel clean
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/digits.py demo-output
@@ -31,6 +31,14 @@ soak: $(INSTALLED)
 bench: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python benchmarks/shared.py docs/performance.md
 
+# The drawings of docs/modes, from the plans themselves.
+drawings: $(INSTALLED)
+	$(BIN)/python docs/modes/draw.py
+
+# The site, in site/index.html. A dead link or anchor is an error; with --quiet it would not be.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -50,4 +58,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) dist site demo-output .mypy_cache .ruff_cache .pytest_cache

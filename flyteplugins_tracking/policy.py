@@ -9,7 +9,9 @@ from flyteplugins_tracking.errors import TopologyError
 from flyteplugins_tracking.topology import DistributedInfo
 
 RunMode = Literal["auto", "shared", "new"]
+"""Which ranks of the scope have a run: the first one, all of them one run, or each its own."""
 RankScope = Literal["global", "worker"]
+"""What a run is for: the whole job, or each worker (= node)."""
 RUN_MODES: tuple[str, ...] = get_args(RunMode)
 RANK_SCOPES: tuple[str, ...] = get_args(RankScope)
 
