@@ -1,0 +1,55 @@
+"""Run the Python blocks of the docs' pages one after the other in this process: a Python for each takes longer.
+
+`docs_blocks.py RESULTS FILE...` runs each file as `python FILE` does, or as `pytest FILE` does where its name begins
+with `test_`, in its own directory. RESULTS becomes a JSON object: by file, what it printed, the traceback where it
+failed, and the directories of the runs that W&B has written for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+def main(results: Path, files: list[Path]) -> None:
+    results.write_text(json.dumps({str(file): run(file) for file in files}))
+
+
+def run(file: Path) -> dict[str, Any]:
+    output, error, runs = io.StringIO(), None, stored_runs()
+    environment, path = dict(os.environ), list(sys.path)
+    os.chdir(file.parent)
+    sys.path.insert(0, str(file.parent))
+    try:
+        with contextlib.redirect_stdout(output):
+            as_pytest(file) if file.name.startswith("test_") else runpy.run_path(str(file), run_name="__main__")
+    except SystemExit as end:
+        error = f"SystemExit: {end.code}" if end.code else None
+    except BaseException:
+        error = traceback.format_exc()
+    sys.path[:] = path
+    os.environ.clear()
+    os.environ.update(environment)
+    return {"output": output.getvalue(), "error": error, "runs": sorted(stored_runs() - runs)}
+
+
+def stored_runs() -> set[str]:
+    """W&B reads WANDB_DIR once in a process: one directory for all."""
+    return {str(path) for path in Path(os.environ["WANDB_DIR"], "wandb").glob("offline-run-*")}
+
+
+def as_pytest(file: Path) -> None:
+    import pytest
+
+    sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", "-c", os.devnull, str(file)])))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])
