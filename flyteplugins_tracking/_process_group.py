@@ -56,7 +56,7 @@ def process_group(
             sees only its own GPU.
 
     Yields:
-        The `torch.device` of this rank: with NCCL its GPU, which is the current one, and the group's own; else the CPU.
+        This rank's `torch.device`. With NCCL its GPU, which is the current one, and the group's own; else the CPU.
 
     Raises:
         ConfigError: An argument cannot work: NCCL without CUDA, say; or the group that is there is another one.

@@ -31,7 +31,7 @@ import yaml
 from support import jobs
 from wandb_files import read_runs
 
-import flyteplugins_tracking
+import flyteplugins_tracking.testing
 from flyteplugins_tracking import DistributedInfo, TrackingError, plan, topology, tracking_init
 from flyteplugins_tracking.identity import from_launcher
 
@@ -46,6 +46,9 @@ RUNS = {
     "README/shared.py": 1,
     "README/configured.py": 2,
     "docs/index/hello.py": 1,
+    "docs/metrics/per_rank.py": 1,
+    "docs/metrics/statistics_only.py": 1,
+    "docs/metrics/train.py": 1,
     "docs/modes/auto/auto.py": 1,
 }
 # What commands may start.
@@ -164,7 +167,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, An
 def test_python_blocks_run(ran, file):
     directory, results = ran
     result = results[str(directory / file)]
-    assert result["error"] is None
+    assert result["error"] is None, result["output"]
     runs = [run for stored in result["runs"] for run in read_runs(Path(stored))]
     assert [run.exit_code for run in runs] == [0] * RUNS.get(file, 0)
 
@@ -266,6 +269,7 @@ def test_the_reference_has_every_public_name():
     errors = "::: flyteplugins_tracking.errors\n"
     assert errors in page
     names = [name for name in flyteplugins_tracking.__all__ if not name.endswith("Error")]
+    names += [f"testing.{name}" for name in flyteplugins_tracking.testing.__all__]
     assert [name for name in names if f"::: flyteplugins_tracking.{name}\n" not in page] == []
 
 

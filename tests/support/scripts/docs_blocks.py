@@ -24,7 +24,7 @@ def main(results: Path, files: list[Path]) -> None:
 
 def run(file: Path) -> dict[str, Any]:
     output, error, runs = io.StringIO(), None, stored_runs()
-    environment, path = dict(os.environ), list(sys.path)
+    environment, path, modules = dict(os.environ), list(sys.path), set(sys.modules)
     os.chdir(file.parent)
     sys.path.insert(0, str(file.parent))
     try:
@@ -34,6 +34,9 @@ def run(file: Path) -> dict[str, Any]:
         error = f"SystemExit: {end.code}" if end.code else None
     except BaseException:
         error = traceback.format_exc()
+    for name in set(sys.modules) - modules:  # the next page may have a file of the same name
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == file.parent:
+            del sys.modules[name]
     sys.path[:] = path
     os.environ.clear()
     os.environ.update(environment)
@@ -48,7 +51,12 @@ def stored_runs() -> set[str]:
 def as_pytest(file: Path) -> None:
     import pytest
 
-    sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", "-c", os.devnull, str(file)])))
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    options = ["-q", "-p", "no:cacheprovider", "-p", "flyteplugins_tracking.pytest_plugin"]
+    options += ["-c", os.devnull, f"--confcutdir={file.parent}"]  # and not all that is beside its directory
+    options += ["-p", "no:unraisableexception"]  # which collects garbage five times
+    if pytest.main([*options, str(file)]):
+        raise AssertionError("pytest: see the output")
 
 
 if __name__ == "__main__":
