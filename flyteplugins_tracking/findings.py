@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +13,7 @@ from typing import Literal
 Level = Literal["error", "warning", "note"]
 # How much of an answer is read: who it is is told in its first lines.
 _MOST_BYTES = 65_536
+_LARGEST_FILE = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,29 @@ def found_key(where: str, key: str) -> str:
 
 def without_credentials(address: str) -> str:
     """An address that may be shown: without user, password and query."""
-    address = re.sub(r"(?<=://)[^/?#]*@", "", address.strip())
+    # Up to the last @: the passwords that databases' addresses have may contain any other character.
+    address = re.sub(r"(?<=://).*@", "", address.strip())
     return re.split(r"[?#]", address, maxsplit=1)[0].rstrip("/")
+
+
+def is_small_file(path: str) -> bool:
+    """Whether `path` can be read at once. A pipe or a device might never end."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_FILE
+
+
+def settings_of(path: str, section: str) -> dict[str, str]:
+    """What a file of settings has in a section: nothing where it cannot be read."""
+    parser = configparser.RawConfigParser()
+    try:
+        if is_small_file(path):
+            parser.read(path)
+        return dict(parser.items(section))
+    except (configparser.Error, OSError, ValueError):
+        return {}
 
 
 def ask(url: str, timeout_s: float, data: bytes | None = None) -> Answer:

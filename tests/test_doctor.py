@@ -28,7 +28,7 @@ from flyteplugins_tracking import DistributedInfo, doctor
 from flyteplugins_tracking.doctor import ranks, services, text
 from flyteplugins_tracking.doctor.plans import named, pattern, plan_rows
 from flyteplugins_tracking.doctor.versions import _fits
-from flyteplugins_tracking.findings import Examination, Finding
+from flyteplugins_tracking.findings import Examination, Finding, without_credentials
 from flyteplugins_tracking.trackers import base
 from flyteplugins_tracking.trackers.base import Tracker
 
@@ -305,6 +305,27 @@ def test_no_key_is_printed_wherever_it_is(ask, tmp_path, monkeypatch, place, for
         assert part not in out + err
     found = " ".join(out.split()).count(f"({len(CANARY)} characters)")
     assert found == {"files": 3, "variables": 3, "addresses": 1}[place]
+
+
+@pytest.mark.parametrize("password", ["pa/ss", "pa?ss", "pa#ss", "p@ss", "pa:ss"])
+def test_a_password_may_have_any_character(password):
+    """As in SQLAlchemy's addresses, which are MLflow's."""
+    assert without_credentials(f"postgresql://u:{password}@host:5432/db?sslmode=x") == "postgresql://host:5432/db"
+    assert text._redacted(f"x postgresql://u:{password}@host y") == "x postgresql://***@host y"
+
+
+def test_files_that_do_not_end_or_make_no_sense_are_none(ask, tmp_path):
+    for name in (".netrc", ".mlflow/credentials", ".local/share/python_keyring/keyring_pass.cfg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    settings = tmp_path / ".config" / "wandb" / "settings"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[default]\nbase_url = http://a\nbase_url = http://b\n")  # the client refuses it all
+    status, out, _ = ask("--json", "--offline", WANDB_API_KEY="")
+    assert [state["credentials"] for state in json.loads(out)["trackers"]] == [None] * 4
+    assert status == 1
+    assert "there is no API key" in findings(out, "error")
+    assert findings(out, "warning") == ""
 
 
 def test_what_looks_like_a_key_is_taken_out_once_more(env):

@@ -163,4 +163,4 @@ def _redacted(text: str) -> str:
     for value in sorted(values, key=len, reverse=True):
         if len(value) >= _SHORTEST_SECRET:
             text = text.replace(value, "***")
-    return re.sub(r"(?<=://)[^/?#\s\"]*@", "***@", text)
+    return re.sub(r"(?<=://)[^\s\"]*@", "***@", text)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import configparser
 import functools
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.util import find_spec
 
 from flyteplugins_tracking import findings
@@ -39,11 +37,9 @@ def _credentials(uri: str) -> str | None:
             return findings.found_key(name, os.environ[name])
     if findings.without_credentials(uri) != uri.rstrip("/") and "@" in uri:
         return "MLFLOW_TRACKING_URI"
-    path, parser = os.path.expanduser("~/.mlflow/credentials"), configparser.ConfigParser(interpolation=None)
-    with suppress(configparser.Error, OSError, UnicodeDecodeError):
-        parser.read(path)
-        return findings.found_key(path, parser.get("mlflow", "mlflow_tracking_password"))
-    return None
+    path = os.path.expanduser("~/.mlflow/credentials")
+    password = findings.settings_of(path, "mlflow").get("mlflow_tracking_password")
+    return findings.found_key(path, password) if password else None
 
 
 def _of_files(uri: str, place: str, *, is_given: bool) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import configparser
 import functools
 import os
 from collections.abc import Iterator
@@ -42,10 +41,8 @@ def _key() -> tuple[str, str]:
             return name, os.environ[name]
     base = os.environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
     path = os.path.join(base, "python_keyring", "keyring_pass.cfg")
-    parser = configparser.RawConfigParser()
-    with suppress(configparser.Error, OSError, ValueError):
-        parser.read(path)
-        return path, base64.decodebytes(parser.get("pluto", "pluto").encode()).decode()
+    with suppress(LookupError, ValueError):
+        return path, base64.decodebytes(findings.settings_of(path, "pluto")["pluto"].encode()).decode()
     return "", ""
 
 

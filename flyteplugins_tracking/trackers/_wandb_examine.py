@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import functools
 import json
 import netrc
@@ -56,11 +55,10 @@ def default_server() -> str:
 def _stored_settings() -> Mapping[str, str]:
     """What `wandb init`, `wandb login --host` and `wandb offline` have stored; the directory's own goes before."""
     folder = os.environ.get("WANDB_CONFIG_DIR") or os.path.join("~", ".config", "wandb")
-    parser = configparser.ConfigParser(interpolation=None)
+    stored: dict[str, str] = {}
     for path in (os.path.join(os.path.expanduser(folder), "settings"), os.path.join(_directory(), "settings")):
-        with suppress(configparser.Error, OSError, UnicodeDecodeError):
-            parser.read(path)
-    return dict(parser["default"]) if parser.has_section("default") else {}
+        stored |= findings.settings_of(path, "default")
+    return stored
 
 
 def _directory() -> str:
@@ -78,7 +76,9 @@ def _key(address: str, stored: Mapping[str, str]) -> tuple[str, str]:
     if stored.get("api_key"):
         return "W&B's settings file", stored["api_key"]
     path = os.path.expanduser(os.environ.get("NETRC") or os.path.join("~", ".netrc"))
-    with suppress(OSError, netrc.NetrcParseError, UnicodeDecodeError):
+    if not findings.is_small_file(path):
+        return "", ""
+    with suppress(OSError, netrc.NetrcParseError, ValueError):
         host, known = urlsplit(address).netloc, netrc.netrc(path)
         entry = known.authenticators(host) or known.authenticators(_OTHER_NAMES.get(host, host))
         return (path, entry[2] or "") if entry and entry[2] else ("", "")
