@@ -103,6 +103,21 @@ def test_variables_that_contradict_each_other_are_a_finding(ask):
     assert "run_mode" not in out
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"LOCAL_WORLD_SIZE": "5"}, "env tells of 5 ranks on this worker, and of 4 ranks in all"),
+        ({"GROUP_WORLD_SIZE": "9"}, "env tells of 9 workers, and of 4 ranks in all"),
+        ({"WORLD_SIZE": "99999999999"}, "env tells of 99999999999 ranks"),
+    ],
+)
+def test_sizes_that_cannot_be_are_told_at_once(ask, wrong, said):
+    begin = time.monotonic()
+    _, out, err = ask("--offline", WANDB_API_KEY=KEY, **{**LAUNCHERS["env"], **wrong})
+    assert f"warning: {said}\n" in out
+    assert (err, time.monotonic() - begin < 5) == ("", True)
+
+
 def test_without_a_launcher_it_says_how_to_start_a_job(ask):
     status, out, err = ask("--offline", WANDB_API_KEY=KEY)
     assert (status, err) == (0, "")
@@ -328,6 +343,11 @@ def test_files_that_do_not_end_or_make_no_sense_are_none(ask, tmp_path):
     assert findings(out, "warning") == ""
 
 
+def test_a_document_keeps_its_own_words_whatever_a_key_is(ask):
+    _, out, _ = ask("--json", "--offline", WANDB_API_KEY="findings", MY_TOKEN='"quoted"', MY_KEY="worker_index")
+    assert {"findings", "trackers"} <= json.loads(out).keys()
+
+
 def test_what_looks_like_a_key_is_taken_out_once_more(env):
     env(MY_TOKEN=CANARY)
     assert text._redacted(f"x {CANARY} http://u:pass@host/ y") == "x *** http://***@host/ y"
@@ -396,13 +416,29 @@ def test_a_registered_tracker_tells_too_and_a_broken_one_keeps_nothing_from_bein
     def broken() -> None:
         raise ImportError("no module named left")
 
-    registered = {"mine": SimpleNamespace(load=lambda: Mine), "broken": SimpleNamespace(load=broken)}
+    def ends() -> None:
+        raise SystemExit(3)
+
+    class Prints(Mine):
+        name = "prints"
+
+        def examine(self) -> Examination:
+            print("hello")
+            sys.exit("enough")
+
+    loads = {"mine": lambda: Mine, "broken": broken, "ends": ends, "prints": lambda: Prints}
+    registered = {name: SimpleNamespace(load=load) for name, load in loads.items()}
     monkeypatch.setattr(base, "_registered", lambda: registered)
     status, out, _ = ask("--json", WANDB_API_KEY=KEY, WANDB_MODE="offline")
     assert status == 1
     assert "Mine is closed -> open it" in findings(out, "error")
     assert "the server at there cannot be used: division by zero" in findings(out, "error")
     assert "tracker 'broken' cannot be examined" in findings(out, "warning")
+    assert "tracker 'ends' cannot be examined" in findings(out, "warning")
+    assert "tracker 'prints' cannot be examined: enough" in findings(out, "warning")
+    status, out, err = ask("--json", "--tracker=prints")
+    assert (status, err) == (1, "hello\n")
+    assert "tracker 'prints' cannot be examined: enough" in findings(out, "error")
 
 
 @pytest.mark.parametrize(
@@ -416,6 +452,22 @@ def test_a_registered_tracker_tells_too_and_a_broken_one_keeps_nothing_from_bein
 )
 def test_versions_are_compared_with_what_the_extras_want(installed, wanted, fits):
     assert _fits(installed, wanted) is fits
+
+
+def test_an_output_without_letters_or_without_a_reader_is_no_error(tmp_path):
+    command = [sys.executable, "-m", "flyteplugins_tracking", "--offline", "--tracker=wandb"]
+    variables = {"PYTHONPATH": str(PACKAGE.parent), "PYTHONIOENCODING": "ascii", "WANDB_API_KEY": KEY}
+    variables |= {"HOME": str(tmp_path), "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path / "größe")}
+    plain = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert (plain.returncode, plain.stderr) == (0, b"")
+    assert b"gr\\xf6\\xdfe" in plain.stdout
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "wb") as nobody:
+        done = subprocess.run(
+            command, env=variables, cwd=tmp_path, stdout=nobody, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_with_nothing_but_this_package_it_says_what_to_install():
@@ -514,6 +566,16 @@ def test_a_rank_without_a_store_prints_its_errors_alone(ask, monkeypatch):
     status, out, err = ask("--offline", WANDB_API_KEY="short", **other)
     assert (status, out) == (1, "")
     assert err.startswith("rank 1: error: W&B: the API key of WANDB_API_KEY has 5 characters")
+
+
+def test_a_torch_that_cannot_be_imported_is_an_error(ask, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise OSError("libcudnn.so.9: cannot open shared object file")
+
+    monkeypatch.setattr("flyteplugins_tracking.identity.job_store", broken)
+    status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
+    assert status == 1
+    assert "torch cannot be imported: libcudnn.so.9" in findings(out, "error")
 
 
 def test_agents_without_a_store_are_an_error_where_nodes_must_agree(ask):

@@ -6,10 +6,12 @@ Each rank examines its own process and machine. Rank 0 prints: with what the oth
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print what the doctor finds; the process's status: 1 where something is wrong, 2 for wrong arguments."""
     options = _parser().parse_args(arguments)
     try:
-        report = examine(options.tracker, offline=options.offline)
+        with redirect_stdout(sys.stderr):  # what another package prints is no part of the document
+            report = examine(options.tracker, offline=options.offline)
     except ConfigError as error:
         _parser().error(str(error))
     info = report.detected.info
@@ -98,8 +101,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(report: Report, as_json: bool) -> int:
-    sys.stdout.write(text.as_json(report) if as_json else text.as_text(report))
-    sys.stdout.flush()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # in a terminal without the letters of a path
+    try:
+        print(text.as_json(report) if as_json else text.as_text(report), end="", flush=True)  # noqa: T201 it does without
+    except BrokenPipeError:  # its reader has read enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return report.status
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 
+from flyteplugins_tracking.doctor.plans import MOST_RANKS
 from flyteplugins_tracking.doctor.report import Detected
 from flyteplugins_tracking.findings import Finding, obstacle
 
@@ -35,6 +36,18 @@ def _no_job(detected: Detected, env: Env) -> Iterator[Finding]:
             "here takes itself for the only one",
             "srun python train.py, in the sbatch script",
         )
+
+
+def _sizes(detected: Detected, _: Env) -> Iterator[Finding]:
+    info = detected.info
+    if info is None:
+        return
+    for size, what in ((info.local_world_size, "ranks on this worker"), (info.num_workers, "workers")):
+        if size is not None and size > info.world_size:
+            text = f"{info.launcher} tells of {size} {what}, and of {info.world_size} ranks in all"
+            yield Finding("warning", text, f"start with: {_START}")
+    if info.world_size > MOST_RANKS:
+        yield Finding("warning", f"{info.launcher} tells of {info.world_size} ranks", f"start with: {_START}")
 
 
 def _one_process_a_node(detected: Detected, env: Env) -> Iterator[Finding]:
@@ -101,6 +114,7 @@ def _sockets(_: Detected, __: Env) -> Iterator[Finding]:
 _CHECKS: tuple[Callable[[Detected, Env], Iterator[Finding]], ...] = (
     _contradiction,
     _no_job,
+    _sizes,
     _one_process_a_node,
     _unknown_workers,
     _no_rendezvous,

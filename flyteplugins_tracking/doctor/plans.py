@@ -16,6 +16,8 @@ from flyteplugins_tracking.topology import DistributedInfo
 _BASE = "{base}"
 # How many ranks are named.
 _MOST_NAMED = 4
+# No job has more: planning for what is a mistake would take all memory.
+MOST_RANKS = 100_000
 
 
 def plan_rows(
@@ -27,7 +29,12 @@ def plan_rows(
         info: This rank.
         base_id: What stands for `{base}`, where that is known.
         ranks: All ranks, where they are known. Else the other workers are taken to have equal parts of the rest.
+
+    Returns:
+        Nothing for more than `MOST_RANKS`.
     """
+    if info is not None and info.world_size > MOST_RANKS:
+        return ()
     everyone = list(ranks or _world(info))
     rows = (_row(everyone, cast(RunMode, m), cast(RankScope, s)) for m in RUN_MODES for s in RANK_SCOPES)
     return tuple(
@@ -58,7 +65,7 @@ def _world(info: DistributedInfo | None) -> Iterator[DistributedInfo | None]:
 
 def _sizes(info: DistributedInfo, worker_index: int) -> list[int]:
     """How many ranks each worker has: this one what it is told, the others equal parts of what is left."""
-    here = info.local_world_size or math.ceil(info.world_size / (info.num_workers or 1))
+    here = min(info.local_world_size or math.ceil(info.world_size / (info.num_workers or 1)), info.world_size)
     others = (info.num_workers or math.ceil(info.world_size / here)) - 1
     if others == 0:
         return [info.world_size]

@@ -44,8 +44,14 @@ def store_of(info: DistributedInfo) -> tuple[Any, list[OfRanks]]:
     from flyteplugins_tracking.identity import job_store
 
     store = None
-    with suppress(ImportError):
+    try:
         store = job_store(info, os.environ)
+    except ModuleNotFoundError:
+        pass  # a job without torch
+    except (ImportError, OSError) as error:  # a library that torch needs
+        return None, [
+            OfRanks(Finding("error", f"torch cannot be imported: {error}", "pip install --force-reinstall torch"))
+        ]
     if store is not None or info.launcher != "torchelastic" or info.num_workers == 1:
         return store, []
     text = f"the agents of {info.num_workers} nodes share no store that can be reached, so no run id is agreed on"

@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from flyteplugins_tracking.doctor.report import TrackerState
 from flyteplugins_tracking.doctor.versions import OWN, requirements, version
-from flyteplugins_tracking.findings import Examination, Finding
+from flyteplugins_tracking.findings import Examination, Finding, Level
 from flyteplugins_tracking.trackers.base import find_tracker, names_of_trackers
 
 _DEFAULT = "wandb"
@@ -33,7 +33,8 @@ def examine_trackers(name: str | None, *, asks: bool) -> tuple[tuple[TrackerStat
     """
     if name is not None:
         find_tracker(name)
-    states, examinations, findings = _examined([name] if name else names_of_trackers())
+    names, level = ([name], "error") if name else (names_of_trackers(), "warning")
+    states, examinations, findings = _examined(names, cast(Level, level))
     installed = [state.name for state in states if state.version is not None]
     meant = [name] if name else _meant(states, installed)
     answers = _ask({n: examinations[n] for n in installed if examinations[n].reach and n in meant} if asks else {})
@@ -47,16 +48,16 @@ def examine_trackers(name: str | None, *, asks: bool) -> tuple[tuple[TrackerStat
     return tuple(replace(state, reachable=reached.get(state.name)) for state in states), findings
 
 
-def _examined(names: Sequence[str]) -> tuple[list[TrackerState], dict[str, Examination], list[Finding]]:
+def _examined(names: Sequence[str], level: Level) -> tuple[list[TrackerState], dict[str, Examination], list[Finding]]:
     states, examinations, findings = [], {}, []
     for name in names:
         try:
             tracker = find_tracker(name)
             found = tracker.examine()
             states.append(_state(name, tracker, found))
-        except Exception as error:  # another package's, and a broken one is what the doctor is for
+        except (Exception, SystemExit) as error:  # another package's, and a broken one is what the doctor is for
             findings.append(
-                Finding("warning", f"tracker {name!r} cannot be examined: {str(error) or type(error).__name__}", "")
+                Finding(level, f"tracker {name!r} cannot be examined: {str(error) or type(error).__name__}", "")
             )
             continue
         examinations[name] = found

@@ -44,7 +44,7 @@ def as_json(report: Report) -> str:
             for one in _sorted(report.findings)
         ],
     }
-    return _redacted(json.dumps(document, indent=2)) + "\n"
+    return json.dumps(_redacted_in(document), indent=2) + "\n"
 
 
 def as_text(report: Report) -> str:
@@ -155,6 +155,15 @@ def _wrapped(line: str) -> str:
     if len(line) <= width:
         return f"{line}\n"
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
+def _redacted_in(value: Any) -> Any:
+    """The same of a document, whose own words stay as they are."""
+    if isinstance(value, Mapping):
+        return {key: _redacted_in(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted_in(inner) for inner in value]
+    return _redacted(value) if isinstance(value, str) else value
 
 
 def _redacted(text: str) -> str:

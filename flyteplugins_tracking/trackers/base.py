@@ -178,7 +178,7 @@ def find_tracker(tracker: str | Tracker) -> Tracker:
     what = f"the entry point {tracker!r} of {ENTRY_POINTS}"
     try:
         loaded = registered[tracker].load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
     return _as_tracker(loaded, what)
 
