@@ -14,6 +14,7 @@ Level = Literal["error", "warning", "note"]
 # How much of an answer is read: who it is is told in its first lines.
 _MOST_BYTES = 65_536
 _LARGEST_FILE = 1_000_000
+NO_WORKING_DIRECTORY = "the working directory has been removed"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def ask(url: str, timeout_s: float, data: bytes | None = None) -> Answer:
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
-    if not url.startswith(("https://", "http://")):
+    if not url.lower().startswith(("https://", "http://")):
         raise NotReachedError("this is no address of a server: it begins with neither https:// nor http://")
     headers = {"Content-Type": "application/json", "User-Agent": "flyteplugins-tracking"}
     try:
@@ -124,7 +125,7 @@ def obstacle(directory: str) -> str | None:
     try:
         place = os.path.abspath(os.path.expanduser(directory))
     except FileNotFoundError:
-        return "the working directory has been removed"
+        return NO_WORKING_DIRECTORY
     while not os.path.lexists(place) and place != os.path.dirname(place):
         place = os.path.dirname(place)
     if not os.path.isdir(place):

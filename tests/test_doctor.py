@@ -190,7 +190,9 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "a line end": ({"WANDB_API_KEY": KEY + "\n"}, "warning", "blanks or a line end around it"),
     "an id": ({"WANDB_API_KEY": KEY, "WANDB_RUN_ID": "a/b"}, "error", "WANDB_RUN_ID=a/b: run id 'a/b' has /"),
     "a service": ({"WANDB_SERVICE": "3-x"}, "warning", "-> unset WANDB_SERVICE"),
-    "files": ({"WANDB_DIR": "/dev/null"}, "error", "/dev/null is no directory -> export WANDB_DIR="),
+    "files": ({"WANDB_DIR": "/dev/null"}, "warning", "/dev/null is no directory -> export WANDB_DIR="),
+    "no mode": ({"WANDB_API_KEY": KEY, "WANDB_MODE": "Offline"}, "error", "WANDB_MODE=Offline is none of its modes"),
+    "an address": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://h\n"}, "error", "around it, which W&B refuses"),
     "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is no directory -> export HOME="),
     "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "takes itself for the only one -> srun python train.py"),
     "a pod": ({"RANK": "0", "WORLD_SIZE": "2"}, "warning", "is taken for one process per node -> torchrun train.py"),
@@ -203,6 +205,7 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     ),
     "MLflow's files": ({"MLFLOW_TRACKING_URI": "./mlruns"}, "warning", "runs in files are in maintenance mode"),
     "MLflow's database": ({"MLFLOW_TRACKING_URI": "sqlite:////dev/null/a.db"}, "error", "/dev/null is no directory"),
+    "MLflow's address": ({"MLFLOW_TRACKING_URI": "localhost:5000"}, "warning", "that begin with localhost: -> export"),
     "Trackio's token": ({"TRACKIO_SERVER_URL": "http://x"}, "error", "wants a write token"),
     "Trackio's files": ({"TRACKIO_DIR": "/dev/null/x"}, "error", "Trackio keeps runs in /dev/null/x"),
 }
@@ -236,6 +239,8 @@ def test_no_place_for_temporary_files_and_no_working_directory_are_told(ask, mon
     _, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, WANDB_DIR=str(tmp_path))
     assert "run_mode='shared' needs a directory for temporary files: No usable temporary directory" in findings(out)
     assert "the working directory has been removed -> cd to another" in findings(out, "warning")
+    monkeypatch.delenv("WANDB_DIR")
+    assert "W&B keeps its files in ./wandb: the working" in findings(ask("--json", "--offline")[1], "error")
 
 
 def test_a_server_is_asked_and_told_from_another(ask, monkeypatch):
@@ -277,6 +282,13 @@ def test_mlflow_s_server_is_known_by_its_version(ask, monkeypatch):
     assert "MLFLOW_TRACKING_TOKEN" in says(401, "")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")
     assert says(401, "") == ""
+
+
+@pytest.mark.parametrize("uri", ["databricks", "databricks://profile", "databricks-uc", "postgresql+psycopg2://h/db"])
+def test_what_mlflow_knows_is_not_complained_of(ask, monkeypatch, uri):
+    monkeypatch.setattr(services, "find_spec", lambda name: True)
+    _, out, _ = ask("--json", "--offline", "--tracker=mlflow", MLFLOW_TRACKING_URI=uri)
+    assert "MLflow" not in findings(out)
 
 
 def store_keys(home: Path, key: str) -> None:

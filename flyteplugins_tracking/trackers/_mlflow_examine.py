@@ -7,12 +7,16 @@ import os
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
+from urllib.parse import urlsplit
 
 from flyteplugins_tracking import findings
 from flyteplugins_tracking.findings import Examination, Finding, NotReachedError
 
 # https://mlflow.org/docs/latest/ml/tracking/backend-stores; since 3.0 it is no directory any more.
 _DEFAULT = "sqlite:///mlflow.db"
+# https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/store/db_types/__init__.py
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_DATABRICKS = ("databricks", "databricks-uc")
 _CREDENTIALS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 
 
@@ -20,7 +24,7 @@ def examine() -> Examination:
     """See `Tracker.examine`."""
     given = os.environ.get("MLFLOW_TRACKING_URI")
     uri = given or _DEFAULT
-    is_server = uri.startswith(("https://", "http://"))
+    is_server = uri.lower().startswith(("https://", "http://"))
     place, credentials = findings.without_credentials(uri), _credentials(uri)
     return Examination(
         place=place,
@@ -43,13 +47,15 @@ def _credentials(uri: str) -> str | None:
 
 
 def _of_files(uri: str, place: str, *, is_given: bool) -> Iterator[Finding]:
-    scheme = uri.partition("://")[0] if "://" in uri else uri.partition(":")[0] if uri.startswith("file:") else ""
+    scheme = urlsplit(uri).scheme
     serve = "mlflow server --host 0.0.0.0, then export MLFLOW_TRACKING_URI=http://HOST:5000"
     what = f"MLFLOW_TRACKING_URI={place}" if is_given else f"MLFLOW_TRACKING_URI is not set, and runs go to {place}"
-    if scheme.partition("+")[0] in ("sqlite", "postgresql", "mysql", "mssql") and find_spec("sqlalchemy") is None:
+    if scheme.partition("+")[0] in _DATABASES and find_spec("sqlalchemy") is None:
         yield Finding(
             "error", f"MLflow: {what}, which mlflow-skinny alone cannot open", f"pip install mlflow; or {serve}"
         )
+    elif (scheme or uri) in _DATABRICKS:
+        return
     elif scheme in ("", "file"):
         yield Finding(
             "warning", f"MLflow: {what}: runs in files are in maintenance mode, and new versions refuse", serve
@@ -59,6 +65,9 @@ def _of_files(uri: str, place: str, *, is_given: bool) -> Iterator[Finding]:
         why = findings.obstacle(folder)
         if why is not None:
             yield Finding("error", f"MLflow: {what}: {why}", serve)
+    elif scheme.partition("+")[0] not in _DATABASES:
+        text = f"MLflow: {what}: MLflow itself knows no addresses that begin with {scheme}:"
+        yield Finding("warning", text, "export MLFLOW_TRACKING_URI=http://HOST:PORT, unless a plugin of MLflow's does")
 
 
 def _reach(address: str, has_credentials: bool, timeout_s: float) -> None:

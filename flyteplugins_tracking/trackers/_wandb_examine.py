@@ -19,6 +19,7 @@ _SERVER = "https://api.wandb.ai"
 # W&B's own service has two names: a key in netrc under the first one is good for the other.
 _OTHER_NAMES = {"api.forge.coreweave.com": "api.wandb.ai"}
 _NOT_ONLINE = ("offline", "disabled", "dryrun")
+_MODES = (*_NOT_ONLINE, "online", "shared", "run")
 # https://github.com/wandb/wandb/blob/v0.31.0/wandb/sdk/lib/wbauth/validation.py
 _SHORTEST_KEY = 40
 
@@ -26,10 +27,9 @@ _SHORTEST_KEY = 40
 def examine() -> Examination:
     """See `Tracker.examine`."""
     stored = _stored_settings()
-    mode = os.environ.get("WANDB_MODE") or stored.get("mode", "online")
-    address = findings.without_credentials(
-        os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or default_server()
-    )
+    mode = os.environ.get("WANDB_MODE") or stored.get("mode") or "online"
+    given = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or default_server()
+    address = findings.without_credentials(given)
     where, key = _key(address, stored)
     is_online = mode not in _NOT_ONLINE
     return Examination(
@@ -37,7 +37,7 @@ def examine() -> Examination:
         credentials=findings.found_key(where, key) if key else where or None,
         is_chosen=bool(where) or any(name.startswith("WANDB_") for name in os.environ),
         reach=functools.partial(_reach, address) if is_online else None,
-        findings=(*_of_key(where, key, is_online), *_of_mode(mode), *_of_surroundings(mode)),
+        findings=(*_of_key(where, key, is_online), *_of_mode(mode), *_of_address(given), *_of_surroundings(mode)),
     )
 
 
@@ -107,8 +107,21 @@ def _of_key(where: str, key: str, is_online: bool) -> Iterator[Finding]:
         )
 
 
+def _of_address(given: str) -> Iterator[Finding]:
+    if given != given.strip():
+        yield Finding(
+            "error",
+            "W&B: WANDB_BASE_URL has blanks or a line end around it, which W&B refuses",
+            'export WANDB_BASE_URL="$(echo $WANDB_BASE_URL)"',
+        )
+
+
 def _of_mode(mode: str) -> Iterator[Finding]:
-    if mode == "disabled":
+    if mode not in _MODES:
+        yield Finding(
+            "error", f"W&B: WANDB_MODE={mode} is none of its modes: {', '.join(sorted(_MODES))}", "unset WANDB_MODE"
+        )
+    elif mode == "disabled":
         yield Finding("warning", "W&B: WANDB_MODE=disabled: nothing is logged", "unset WANDB_MODE, or wandb online")
     elif mode in _NOT_ONLINE:
         yield Finding(
@@ -127,8 +140,11 @@ def _of_surroundings(mode: str) -> Iterator[Finding]:
             "unset WANDB_SERVICE",
         )
     why = findings.obstacle(_directory())
-    if why is not None and mode != "disabled":
+    if why == findings.NO_WORKING_DIRECTORY and mode != "disabled":
         yield Finding("error", f"W&B keeps its files in {_directory()}: {why}", "export WANDB_DIR=/a/directory")
+    elif why is not None and mode != "disabled":
+        text = f"W&B keeps its files where temporary ones are, and not in {_directory()}: {why}"
+        yield Finding("warning", text, "export WANDB_DIR=/a/directory")
 
 
 def _reach(address: str, timeout_s: float) -> None:
