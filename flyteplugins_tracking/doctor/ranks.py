@@ -136,9 +136,8 @@ def _other_versions(report: Report, there: There) -> Iterator[Finding]:
         ours, theirs = here.get(name, "none"), there.versions.get(name, "none")
         if ours != theirs:
             level: Any = "error" if name == OWN else "warning"
-            yield Finding(
-                level, f"{name} is {theirs} there, and {ours} on rank 0", f"pip install {name}=={ours}, there"
-            )
+            mend = "start every rank in the same image or virtual environment"
+            yield Finding(level, f"{name} is {theirs} there, and {ours} on rank 0", mend)
 
 
 def _of_ranks(finding: Finding, ranks: Sequence[int], workers: Mapping[int, int | None]) -> OfRanks:
