@@ -107,10 +107,12 @@ def _fetch(values: Mapping[str, Any]) -> dict[str, Number]:
     alike: dict[Any, dict[str, Any]] = defaultdict(dict)
     for key, value in values.items():
         if type(value) is torch.Tensor and value.numel() == 1:
-            alike[value.device, value.dtype][key] = value.detach().reshape(())
+            alike[value.device, value.dtype][key] = value.detach()
     fetched: dict[str, Number] = {}
     for tensors in alike.values():
-        fetched.update(zip(tensors, torch.stack(list(tensors.values())).tolist(), strict=True))
+        with contextlib.suppress(RuntimeError):  # a sparse one, say: each is read by itself, where its key is known
+            together = torch.stack([tensor.reshape(()) for tensor in tensors.values()])
+            fetched.update(zip(tensors, together.tolist(), strict=True))
     return fetched
 
 
@@ -124,6 +126,8 @@ def _number(key: str, value: Any) -> Number:
             f"metrics[{key!r}] is {value!r:.100}, of type {type(value).__name__}: pass a number, or a tensor or an "
             "array with one element"
         )
+    if isinstance(plain, int) and abs(plain) > sys.float_info.max:  # no mean of it could be told
+        raise ConfigError(f"metrics[{key!r}] has {plain.bit_length()} bits: pass a number that a float can hold")
     return float(plain) if isinstance(plain, float) else int(plain)
 
 

@@ -87,6 +87,16 @@ def test_a_value_is_refused_by_its_key_also_without_a_group():
         gather_metrics({"loss": 0.5, "note": "slow"})
 
 
+def test_a_value_that_torch_cannot_read_or_a_float_cannot_hold_is_refused_by_its_key():
+    import torch
+
+    with pytest.raises(ConfigError, match=r"metrics\['lost'\] is tensor\(.*, of type Tensor: pass a number"):
+        gather_metrics({"loss": torch.ones(1), "lost": torch.ones(1, device="meta")})
+    assert gather_metrics({"loss": torch.ones(1), "sparse": torch.ones(1).to_sparse()}) == {"loss": 1.0, "sparse": 1.0}
+    with pytest.raises(ConfigError, match=r"metrics\['seed'\] has 16610 bits: pass a number that a float can hold"):
+        gather_metrics({"seed": 10**5000})  # its text would be refused by Python
+
+
 def test_a_group_of_one_has_the_columns_of_a_job(group_of_one):
     assert gather_metrics({"loss": 0.5}) == {"loss/mean": 0.5, "loss/min": 0.5, "loss/max": 0.5, "rank_0/loss": 0.5}
 
@@ -111,12 +121,12 @@ def test_statistics_are_those_of_the_standard_library_or_nan(values):
     names = ("mean", "min", "max", "sum", "std")
     merged = _merge([{"x": value} for value in values], names)
     found = [merged[f"x/{name}"] for name in names]
+    floats = [float(value) for value in values]
     if any(math.isnan(value) for value in values):
         assert all(math.isnan(value) for value in found)
     elif all(math.isfinite(value) and abs(value) < 1e100 for value in values):
-        floats = [float(value) for value in values]
         expected = [statistics.fmean(floats), min(floats), max(floats), math.fsum(floats), statistics.pstdev(floats)]
         scale = max(abs(value) for value in floats)
         assert found == pytest.approx(expected, rel=1e-9, abs=1e-9 * scale)
     else:
-        assert found[1:3] == [min(values), max(values)]
+        assert found[1:3] == [min(floats), max(floats)]  # a whole number beside other numbers counts as one of them
