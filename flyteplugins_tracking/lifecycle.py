@@ -151,6 +151,7 @@ class Entry:
 
     tracker: str
     parent: Entry | None
+    stand_in: StandIn | None = None
     run: Any = None
     handle: Handle | None = None
     claim: Claim | None = None
@@ -244,7 +245,7 @@ def open_run(
     if stand_in is not None:
         tracker, around = stand_in.tracker(tracker), stand_in.around(around)
     # Only this thread's own parent: decorated functions in several threads at once are several trainings.
-    entry = Entry(tracker.name, parent=_current.get())
+    entry = Entry(tracker.name, parent=_current.get(), stand_in=stand_in)
     token = None
     exit_code = 0
     try:
@@ -285,6 +286,8 @@ def standing_in(stand_in: StandIn) -> Iterator[None]:
         yield
     finally:
         _stand_ins.remove(stand_in)
+        with _lock:  # what still runs, in a thread that waits in vain, is nobody's current run any more
+            _running[:] = [entry for entry in _running if entry.stand_in is not stand_in]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def recorded_runs() -> Iterator[RecordedRuns]:
-    """The runs of the functions under `@tracking_init` that this test calls, which are recorded and not sent."""
+    """The runs of the functions under `@tracking_init` that this process calls, which are recorded and not sent."""
     from flyteplugins_tracking.testing import recording
 
     with recording() as runs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextvars
+import copy
 import importlib
 import os
 import re
@@ -12,10 +13,12 @@ import socket
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flyteplugins_tracking import (
@@ -123,9 +126,12 @@ def test_ranks_in_threads_can_wait_for_each_other_and_those_that_wait_in_vain_ar
 
     with pytest.raises(TimeoutError, match=r"^rank 0 of 2 did not .*Rank 1 has raised ValueError\('lost'\)"):
         simulate(waits, num_workers=1, nproc_per_node=2, timeout_s=0.2)
+    # They still wait, and are in nobody's way: not in that of the next test.
+    assert (_running, get_run()) == ([], None)
     never.set()
-    while _running:
-        time.sleep(0.01)
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank-"):
+            thread.join(10)
 
 
 def test_one_after_another_the_ranks_have_torchruns_variables(monkeypatch):
@@ -259,6 +265,7 @@ def test_what_a_training_calls_on_a_run_is_recorded():
         run.log_metrics({"d": 4})
         run.log_param("p", 1)
         run.config.update({"lr": 2}, allow_val_change=True)
+        run.config.update(Namespace(batch=8))
         run.config.epochs = 3
         run.config.setdefaults({"epochs": 4, "seed": 5})
         run.summary["best"] = run.config.lr
@@ -277,7 +284,7 @@ def test_what_a_training_calls_on_a_run_is_recorded():
         ({"d": 4}, None),
         ({"last": 9}, None),
     ]
-    assert run.config == {"lr": 2, "p": 1, "epochs": 3, "seed": 5}
+    assert run.config == {"lr": 2, "batch": 8, "p": 1, "epochs": 3, "seed": 5}
     assert run.summary == {"a": 1, "b": 2, "c": 3, "d": 4, "best": 2, "last": 9}
     assert (run.name, run.tags, run.notes, run.exit_code) == ("renamed", ("a", "b"), "n", 0)
     assert [(call.name, call.args) for call in run.calls] == [
@@ -287,18 +294,38 @@ def test_what_a_training_calls_on_a_run_is_recorded():
     ]
 
 
+def test_what_the_training_changes_in_place_stays_in_its_rows_and_runs():
+    @tracking_init(run_mode="new", config={"seen": []})
+    def train() -> None:
+        run, loss, nested = get_run(), np.zeros(1), {"loss": [np.zeros(())]}
+        run.config["seen"].append(run.rank)
+        for _ in range(2):
+            loss += 1
+            nested["loss"][0] += 1
+            run.log({"loss": loss, "nested": nested, "curve": np.arange(2)})
+
+    for _ in range(2):  # the second simulation finds nothing of the first
+        job = simulate(train, num_workers=1, nproc_per_node=2)
+        assert [run.config["seen"] for run in job.runs] == [[0], [1]]
+    assert job.runs[0].logged("loss") == (1.0, 2.0)
+    assert job.runs[0].logged("nested") == ({"loss": [1.0]}, {"loss": [2.0]})
+    assert {type(value) for value in job.runs[0].logged("loss")} == {float}
+
+
 def test_a_shared_run_of_wandb_has_its_rules():
     @tracking_init(run_mode="shared", rank_prefix=True, config={"lr": 1})
     def train() -> None:
         run = get_run()
         run.log({"loss": 1}, step=3)
-        assert run.config["lr"] == run.config.lr == 1
+        assert run.config["lr"] == run.config.lr == copy.deepcopy(run.config).as_dict()["lr"] == 1
+        if run.rank == 2:
+            run.config.pop("lr")
         run.config["seed"] = 2  # for the primary
 
     job = simulate(train, num_workers=1, nproc_per_node=3, threads=False)
     assert [dict(row.values) for row in job.runs[0].rows] == [{f"rank_{r}/loss": 1, "global_step": 3} for r in range(3)]
-    assert [type(result.error) for result in job.ranks] == [type(None), ConfigError, ConfigError]
-    assert job.runs[0].config["seed"] == 2
+    assert [type(result.error) for result in job.ranks] == [type(None), ConfigError, AttributeError]
+    assert (job.runs[0].config["seed"], job.runs[0].config["lr"]) == (2, 1)
     of_mlflow = tracking_init(run_mode="shared", tracker="mlflow", rank_prefix=True)(lambda: get_run().log({"x": 1}, 3))
     assert dict(simulate(of_mlflow).runs[0].rows[0].values).keys() < {f"rank_{rank}/x" for rank in range(8)}
 
@@ -511,9 +538,15 @@ def test_that_fails_for_a_rank(simulated_ranks):
 """
 
 
+@pytest.fixture(scope="module")
+def imported():
+    """Before `pytester`, which has this session forget what is imported after it: torch crashes at a second import."""
+    for name in ("flytekitplugins.kfpytorch", "flyteplugins.pytorch.task", "torch"):
+        importlib.import_module(name)
+
+
+@pytest.mark.usefixtures("imported")
 def test_users_tests_pass_and_fail_under_pytest(pytester):
-    for name in ("flytekitplugins.kfpytorch", "flyteplugins.pytorch.task"):
-        importlib.import_module(name)  # pytester has this session forget what the inner one imports
     page = (ROOT / "docs" / "testing.md").read_text()
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.+?)```", page, re.DOTALL)
     assert len(blocks) == page.count("```python") == 6

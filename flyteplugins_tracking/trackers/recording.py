@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import threading
 from collections import Counter
@@ -242,6 +244,8 @@ class Dictionary(dict[str, Any]):
 
     def update(self, values: Any = None, allow_val_change: bool | None = None, **more: Any) -> None:  # type: ignore[override] # noqa: ARG002 as W&B's
         """Set several."""
+        if hasattr(values, "__dict__") and not isinstance(values, Mapping):  # what argparse has parsed, for one
+            values = vars(values)
         for key, value in {**dict(values or {}), **more}.items():
             self[key] = value
 
@@ -271,7 +275,13 @@ class _ReadOnly(Mapping[str, Any]):
         return len(self._config)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+        if name.startswith("_"):  # a copy that is being made has no `_config` yet
+            raise AttributeError(name)
+        return Dictionary.__getattr__(self._config, name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """A copy."""
+        return dict(self)
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise ConfigError(
@@ -417,20 +427,21 @@ class _Handle(Handle):
         # W&B's shared runs have steps of their own.
         self._step_metric = request.config.step_metric if is_shared and tracker.name == "wandb" else None
         self._rows = Rows(request.config.step_metric, self._prefix, lambda: None)
+        config = copy.deepcopy(run_config(request))  # each rank's process would have its own
         if self._is_primary:
-            self._describe(request)
+            self._describe(config)
             return
-        state.config.setdefaults(run_config(request))  # of a shared run whose primary is still to come: it is the same
+        state.config.setdefaults(config)  # of a shared run whose primary is still to come: it is the same
         if is_shared and "allow_config" not in tracker.lacks and not request.config.allow_config:
             self.run.config = _ReadOnly(state.config)
 
-    def _describe(self, request: RunRequest) -> None:
+    def _describe(self, config: Mapping[str, Any]) -> None:
         """What the primary alone passes. An attempt that goes on with the run keeps what was set in it."""
         before, self._state.primary = self._state.primary, self.run
         if before is not None:
             self.run.name = self.run.name or before.name
             self.run.tags, self.run.notes = self.run.tags or before.tags, self.run.notes or before.notes
-        self._state.config.update(run_config(request))
+        self._state.config.update(config)
 
     def _log(self, data: Mapping[str, Any], step: Any, commit: bool | None) -> None:
         """Keep a row.
@@ -440,6 +451,7 @@ class _Handle(Handle):
         """
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
             raise TypeError(f"log() takes a mapping of text to values, not {data!r:.100}")
+        data = _as_it_is_now(data)
         if self._finished:
             logger.warning("run %s is not open here, and what is logged is lost: its function has ended", self.id)
         elif self._step_metric is not None:
@@ -465,6 +477,18 @@ class _Handle(Handle):
 
     def end_early(self, exit_code: int) -> None:
         """See `Handle.end_early`. Functions that have joined the run go on with it, and `finish` is still to come."""
+
+
+def _as_it_is_now(value: Any) -> Any:
+    """What a service would read: the number in a tensor or array of one, which the training may change in place."""
+    if isinstance(value, Mapping):
+        return {key: _as_it_is_now(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_it_is_now(each) for each in value]
+    if callable(getattr(value, "item", None)):  # raises where there is more than one element
+        with contextlib.suppress(ValueError, RuntimeError, TypeError):
+            return value.item()
+    return value
 
 
 def _rank(request: RunRequest) -> int:
