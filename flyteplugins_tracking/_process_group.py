@@ -176,7 +176,9 @@ def _meet(dist: Any, info: DistributedInfo, timeout: timedelta | None) -> Any:
         given = {} if timeout is None else {"timeout": timeout}
         _stores[place] = next(rendezvous("env://", info.rank, info.world_size, **given))[0], itertools.count()
     store, numbers = _stores[place]
-    own = dist.PrefixStore(f"process_group/{next(numbers)}", store)
+    # torchrun's store has the addresses of the processes before a restart, too. Each node counts its own restarts.
+    attempt = info.restart_count if info.num_workers == 1 else 0
+    own = dist.PrefixStore(f"process_group/{attempt}/{next(numbers)}", store)
     if timeout is not None:
         own.set_timeout(timeout)
     return own

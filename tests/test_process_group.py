@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from support import jobs
 
-from flyteplugins_tracking import ConfigError, TopologyError, process_group
+from flyteplugins_tracking import ConfigError, DistributedInfo, TopologyError, process_group
+from flyteplugins_tracking._process_group import _meet
 
 FOUR = 4
 SPREAD = math.sqrt(1.25)  # of four consecutive numbers
@@ -320,3 +321,25 @@ def test_ranks_with_a_gpu_each_meet_in_an_nccl_group(tmp_path):
             assert f"rank {count - 1}: metrics['loss'] is tensor([0., 0.], device='cuda" in seen["bad"]
         else:
             assert seen["gathered"] is None
+
+
+@pytest.mark.parametrize(("num_workers", "is_there"), [(1, False), (2, True)])
+def test_after_a_restart_of_one_node_the_addresses_before_it_are_out_of_the_way(
+    monkeypatch, bare_environment, num_workers, is_there
+):
+    store = dist.HashStore()  # torchrun's, which outlives its workers
+    monkeypatch.setattr(
+        sys.modules["torch.distributed.rendezvous"], "rendezvous", lambda *_, **__: iter([(store, 0, 2)])
+    )
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+
+    def met(restart_count):
+        monkeypatch.setattr("flyteplugins_tracking._process_group._stores", {})  # a process of its own
+        info = DistributedInfo(rank=0, world_size=2, num_workers=num_workers, restart_count=restart_count)
+        return _meet(dist, info, None)
+
+    met(0).set("address", "of a process that has ended")
+    assert (
+        met(1).check(["address"]) == is_there
+    )  # several nodes may tell different counts: they have to meet all the same
