@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 from support import jobs
+from support.loopback import Fault
+from support.wandb_server import WandbServer
 
 import flyteplugins_tracking
 from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig
@@ -329,6 +331,36 @@ def test_an_unreachable_server_is_told_in_time(tmp_path, if_unavailable):
         assert done.returncode == 0, done.output
         assert done.output.count("wandb sync") >= 1
         assert [(len(run.rows), run.exit_code) for run in done.runs if "offline-run" in str(run.path)] == [(1, 0)]
+
+
+AGAIN = """
+    import os, pathlib, time
+    from flyteplugins_tracking import TrackerUnavailableError, get_run, tracking_init
+
+    @tracking_init(project="tests", id="again", init_timeout_s=3)
+    def train():
+        get_run().log({"x": 1})
+
+    try:
+        train()
+    except TrackerUnavailableError:
+        pathlib.Path("refused").touch()
+    while not pathlib.Path("back").exists():
+        time.sleep(0.05)
+    train()
+"""
+
+
+def test_a_run_that_could_not_be_opened_can_be_when_the_server_is_back(tmp_path):
+    with WandbServer() as server:
+        with server.failing(Fault.refuse()):
+            process = jobs.start([sys.executable, "-c", textwrap.dedent(AGAIN)], tmp_path, server.environment)
+            while not (tmp_path / "refused").exists() and process.poll() is None:
+                time.sleep(0.05)
+        (tmp_path / "back").touch()
+        done = jobs.finish(process, tmp_path, timeout_s=60)
+        (run,) = server.runs
+        assert (run.id, run.exit_codes, len(run.rows)) == ("again", [0], 1), done.output
 
 
 def test_a_secret_reaches_the_server_and_nothing_else(tmp_path):

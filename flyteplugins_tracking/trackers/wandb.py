@@ -189,6 +189,8 @@ class WandbTracker(Tracker):
         try:
             run = _init(request)
         except TrackerUnavailableError as unavailable:
+            if request.config.if_unavailable == "raise":
+                _restart_service()  # wandb-core keeps the run's id, and would refuse it when the user tries again
             run = self._degraded(request, unavailable)
         if isinstance(request.config.config, str) and request.plan.primary:
             run.config.update(dict(request.facts), allow_val_change=True)
