@@ -130,9 +130,9 @@ def _failed(results: Sequence[RankResult]) -> tuple[RankResult, ...]:
 def simulate(
     function: Any,
     /,
-    *,
     num_workers: int | None = None,
     nproc_per_node: int | Sequence[int] | None = None,
+    *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     failing: Mapping[int, BaseException] | None = None,
