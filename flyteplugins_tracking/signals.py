@@ -295,7 +295,13 @@ class Watch:
             with suppress(OSError):  # the wakeup fd may be another's by now
                 os.write(self._writer, bytes([SIGNAL]))
         self._answered = True
-        if not self._must_wait(frame):  # else the thread sends the signal again
+        if self._layer() is not layer:
+            # Called by a handler in its place, as Lightning's does, which lets all ranks end the batch together: what
+            # becomes of the function is that one's to say.
+            self._acted = True
+            if callable(layer.previous):
+                layer.previous(signum, frame)
+        elif not self._must_wait(frame):  # else the thread sends the signal again
             self._take(layer, signum, frame)
 
     def _take(self, layer: _Layer, signum: int, frame: FrameType | None) -> None:

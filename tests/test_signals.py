@@ -16,6 +16,7 @@ from support.recording import recorded
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
+from flyteplugins_tracking.signals import Watch
 
 
 def lines_of(job) -> list[str]:
@@ -400,3 +401,27 @@ def test_a_loop_that_is_closed_inside_leaves_nothing_of_it_behind(tmp_path):
     done = jobs.python(tmp_path, "-c", textwrap.dedent(script))
     assert done.returncode == 0, done.output
     assert {path.read_bytes() for path in tmp_path.glob("file-*")} == {b""}
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_a_handler_that_calls_ours_says_itself_how_the_function_ends(is_renewed, monkeypatch):
+    """Lightning's does: its loop then ends all ranks behind the same batch, with a checkpoint."""
+    monkeypatch.setattr(Watch, "_end_process_at_last", lambda _: None)
+    told: list[int] = []
+    ended: list[int] = []
+    watch, before = Watch(ended.append), signal.getsignal(signal.SIGTERM)
+    try:
+        assert watch.enter(None, timeout_s=1)
+        watch.settle()
+        chained = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *received: (told.append(received[0]), chained(*received)))
+        if is_renewed:
+            watch.renew()
+        signal.raise_signal(signal.SIGTERM)  # unwinds nothing
+        until = time.monotonic() + 5
+        while not (told and ended) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert (told, ended[0], watch.terminated) == ([signal.SIGTERM], 143, True)
+        watch.leave()  # nor does this
+    finally:
+        signal.signal(signal.SIGTERM, before)
