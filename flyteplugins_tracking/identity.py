@@ -64,6 +64,12 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
     alone = info.num_workers == 1 or not agreement
     base_id = _OFFERS.get(info.launcher, _nameless)(info, env, alone)
     if base_id is None and agreement:
+        if info.launcher == "lightning":
+            # Where it starts the ranks, the first one's run is open already, as that of a single process.
+            raise IdentityError(
+                "Lightning's own launcher starts the other ranks in the function of the first, whose run is open then. "
+                "For run_mode='new' or 'shared' start with torchrun --nproc-per-node=..., or srun."
+            )
         nodes = "all nodes" if info.num_workers is None else f"all {info.num_workers} nodes"
         raise IdentityError(
             f"no run id that {nodes} agree on: {info.launcher} offers none. "

@@ -32,6 +32,13 @@ def test_several_nodes_that_share_nothing_cannot_agree(launcher):
         from_launcher(info, {}, agreement=True)
 
 
+def test_a_rank_of_lightnings_own_launcher_is_told_what_to_start_with():
+    """`id=` would not help: its first rank is one process, with a run that no other shares."""
+    info = DistributedInfo(rank=1, world_size=2, local_rank=1, worker_index=0, launcher="lightning")
+    with pytest.raises(IdentityError, match="For run_mode='new' or 'shared' start with torchrun"):
+        from_launcher(info, {}, agreement=True)
+
+
 def test_one_rank_alone_needs_no_agreement():
     assert from_launcher(TWO_NODES, {}, agreement=False) == Identity(None)
 
