@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from wandb_files import StoredRun, read_runs
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -66,7 +67,7 @@ def environment(directory: Path, **more: str) -> dict[str, str]:
 def run(
     command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None, timeout_s: float = 240
 ) -> Done:
-    """Run `command` to its end; its whole process group is killed at the deadline."""
+    """Run `command` to its end; it and all that it has started are killed at the deadline."""
     return finish(start(command, directory, env), directory, timeout_s)
 
 
@@ -90,7 +91,11 @@ def finish(process: subprocess.Popen[str], directory: Path, timeout_s: float = 2
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        started = psutil.Process(process.pid).children(recursive=True)  # torchrun's workers have groups of their own
+        process.kill()
+        for child in started:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         output, _ = process.communicate()
         raise AssertionError(f"still running after {timeout_s} s:\n{output}") from None
     return Done(process.returncode, output, directory)
