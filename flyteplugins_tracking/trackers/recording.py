@@ -117,7 +117,7 @@ class RecordedRun:
 
 
 class RecordedRuns(Sequence[RecordedRun]):
-    """Runs in the order in which they were opened: `runs[0]`, `runs["their-id"]`, `(run,) = runs`."""
+    """The runs, rank 0's first and each rank's in its order: `runs[0]`, `runs["their-id"]`, `(run,) = runs`."""
 
     def __init__(self, read: Callable[[], Sequence[RecordedRun]]) -> None:
         """`read` gives the runs as they are now."""
@@ -224,10 +224,10 @@ class Store:
         return state
 
     def read(self) -> list[RecordedRun]:
-        """The runs as they are now."""
+        """The runs as they are now, by the lowest rank that opened them: ranks in threads open theirs in any order."""
         with self._lock:
             states = list(self._runs.values())
-        return [state.frozen() for state in states]
+        return sorted((state.frozen() for state in states), key=lambda run: run.ranks[0])
 
 
 class Dictionary(dict[str, Any]):

@@ -49,10 +49,12 @@ def log() -> None:
     if run is None:
         return
     started = time.perf_counter()
-    row = {"pid": os.getpid(), "n": logged, "value": SETTINGS.get("value", 1.0)}
-    run.log(row, step=logged) if SETTINGS.get("with_step") else run.log(row)
-    note(f"logged {logged} {time.perf_counter() - started:.6f} {time.monotonic():.3f}")
+    # A signal may unwind this anywhere: the next row must have another number then, whether this one was logged or not.
+    number = logged
     logged += 1
+    row = {"pid": os.getpid(), "n": number, "value": SETTINGS.get("value", 1.0)}
+    run.log(row, step=number) if SETTINGS.get("with_step") else run.log(row)
+    note(f"logged {number} {time.perf_counter() - started:.6f} {time.monotonic():.3f}")
 
 
 def loop(seconds: float = 60) -> None:
