@@ -31,7 +31,7 @@ from flyteplugins_tracking.lifecycle import (
     standing_in_here,
 )
 from flyteplugins_tracking.propagation import set_variables
-from flyteplugins_tracking.topology import DistributedInfo, override_distributed_info
+from flyteplugins_tracking.topology import DistributedInfo, every_rank, override_distributed_info
 from flyteplugins_tracking.trackers.recording import Call, RecordedRun, RecordedRuns, RecordingTracker, Row, Store
 
 __all__ = [
@@ -276,23 +276,9 @@ class _Job:
 
     def ranks(self, attempt: int, max_restarts: int, failures: Mapping[int, BaseException]) -> Iterator[_Rank]:
         """The ranks of an attempt, made one by one."""
-        world_size, rank = sum(self._sizes), 0
-        for worker, size in enumerate(self._sizes):
-            for local_rank in range(size):
-                info = DistributedInfo(
-                    rank=rank,
-                    world_size=world_size,
-                    local_rank=local_rank,
-                    local_world_size=size,
-                    worker_index=worker,
-                    num_workers=len(self._sizes),
-                    restart_count=attempt,
-                    launcher=SIMULATED,
-                    job_id=SIMULATED,
-                )
-                variables = _torchrun(info, max_restarts) if self._is_distributed else {}
-                yield _Rank(info, self._call, self.stand_in, self._is_distributed, variables, failures.get(rank))
-                rank += 1
+        for info in every_rank(self._sizes, restart_count=attempt, launcher=SIMULATED, job_id=SIMULATED):
+            variables = _torchrun(info, max_restarts) if self._is_distributed else {}
+            yield _Rank(info, self._call, self.stand_in, self._is_distributed, variables, failures.get(info.rank))
 
     def refuse_what_is_not_tracked(self, results: Sequence[RankResult]) -> None:
         """Say so where the simulation has shown nothing, with what the first rank has raised, if it has."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -106,6 +106,15 @@ def override_distributed_info(info: DistributedInfo | None) -> Iterator[None]:
         yield
     finally:
         _override.reset(token)
+
+
+def every_rank(sizes: Sequence[int], **common: Any) -> Iterator[DistributedInfo]:
+    """Each rank of a job whose workers (= nodes) have `sizes` processes; `common` are the fields that all share."""
+    world_size, rank = sum(sizes), 0
+    for worker_index, size in enumerate(sizes):
+        for local_rank in range(size):
+            yield DistributedInfo(rank, world_size, local_rank, size, worker_index, len(sizes), **common)
+            rank += 1
 
 
 def detect(env: Env) -> DistributedInfo | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from flyteplugins_tracking import DistributedInfo, RankScope, RunMode, RunPlan, plan
+from flyteplugins_tracking.topology import every_rank
 
 WORKERS, RANKS_EACH = 2, 4
 # Lengths are in pixels.
@@ -33,7 +34,7 @@ def drawings() -> dict[str, str]:
 
 def draw(mode: RunMode, scope: RankScope) -> str:
     """The drawing of one mode and scope."""
-    plans = {info: plan(info, mode, scope, "{base}") for info in world()}
+    plans = {info: plan(info, mode, scope, "{base}") for info in every_rank([RANKS_EACH] * WORKERS)}
     runs = {run_id: [info for info, planned in plans.items() if planned.run_id == run_id] for run_id in ids(plans)}
     height = rank_y(WORKERS * RANKS_EACH - 1) + ROW + 58
     parts = [
@@ -50,22 +51,6 @@ def draw(mode: RunMode, scope: RankScope) -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
-
-
-def world() -> list[DistributedInfo]:
-    """Each rank of the job that is drawn."""
-    return [
-        DistributedInfo(
-            rank=worker * RANKS_EACH + local_rank,
-            world_size=WORKERS * RANKS_EACH,
-            local_rank=local_rank,
-            local_world_size=RANKS_EACH,
-            worker_index=worker,
-            num_workers=WORKERS,
-        )
-        for worker in range(WORKERS)
-        for local_rank in range(RANKS_EACH)
-    ]
 
 
 def ids(plans: dict[DistributedInfo, RunPlan]) -> list[str]:

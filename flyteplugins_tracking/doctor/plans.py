@@ -11,7 +11,7 @@ from typing import cast
 from flyteplugins_tracking.doctor.report import PlanRow
 from flyteplugins_tracking.errors import TopologyError
 from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES, RankScope, RunMode, plan
-from flyteplugins_tracking.topology import DistributedInfo
+from flyteplugins_tracking.topology import DistributedInfo, every_rank
 
 _BASE = "{base}"
 # How many ranks are named.
@@ -54,13 +54,7 @@ def _world(info: DistributedInfo | None) -> Iterator[DistributedInfo | None]:
         for rank in range(info.world_size):
             yield DistributedInfo(rank, info.world_size, launcher=info.launcher)
     else:
-        sizes, rank = _sizes(info, info.worker_index), 0
-        for worker, size in enumerate(sizes):
-            for local_rank in range(size):
-                yield DistributedInfo(
-                    rank, info.world_size, local_rank, size, worker, len(sizes), launcher=info.launcher
-                )
-                rank += 1
+        yield from every_rank(_sizes(info, info.worker_index), launcher=info.launcher)
 
 
 def _sizes(info: DistributedInfo, worker_index: int) -> list[int]:

@@ -6,6 +6,7 @@ import select
 import socket
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Fault:
         return cls("status", code=code, retry_after_s=retry_after_s, only=only)
 
 
-class LoopbackServer:
+class LoopbackServer(ABC):
     """A server, from `with` to the end of its block. `fault` can be set at any time, to None to work again."""
 
     def __init__(self, handler: type[BaseHTTPRequestHandler], changed: threading.Condition) -> None:
@@ -83,9 +84,9 @@ class LoopbackServer:
             raise self.errors[0]
 
     @property
+    @abstractmethod
     def runs(self) -> Sequence[Any]:
         """All runs, in the order in which they were created."""
-        raise NotImplementedError
 
     def run(self, id: str) -> Any:
         """The one run with this id.
