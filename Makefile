@@ -27,9 +27,9 @@ reliability: $(INSTALLED)
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m reliability.soak
 
-# The figures of docs/performance.md, measured anew.
+# The figures of docs/performance.md, measured anew: all of them, or ROWS="log shutdown".
 bench: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python benchmarks/shared.py docs/performance.md
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python benchmarks $(ROWS)
 
 # The drawings of docs/modes, from the plans themselves.
 drawings: $(INSTALLED)
@@ -58,4 +58,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist site demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache
