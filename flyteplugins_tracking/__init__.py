@@ -1,22 +1,55 @@
-"""One decorator gives a training function its experiment-tracking run, on exactly the ranks that should have one."""
+"""One decorator gives a training function its experiment-tracking run, on exactly the ranks that should have one.
 
-from flyteplugins_tracking._process_group import process_group
-from flyteplugins_tracking.agents import get_sweep_parameters, sweep_agent
-from flyteplugins_tracking.context import tracking_config
-from flyteplugins_tracking.decorator import tracking_init
-from flyteplugins_tracking.errors import (
-    ConfigError,
-    IdentityError,
-    TopologyError,
-    TrackerNotInstalledError,
-    TrackerUnavailableError,
-    TrackingError,
-)
-from flyteplugins_tracking.lifecycle import get_run
-from flyteplugins_tracking.metrics import gather_metrics, prefix_metrics
-from flyteplugins_tracking.policy import RankScope, RunMode, RunPlan, plan
-from flyteplugins_tracking.sweeps import get_sweep_id, tracking_sweep, tracking_sweep_config
-from flyteplugins_tracking.topology import DistributedInfo, get_distributed_info, override_distributed_info
+A name is loaded when it is first asked for: what each rank pays for is the decorator and its way to "no run here".
+"""
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from flyteplugins_tracking._process_group import process_group
+    from flyteplugins_tracking.agents import get_sweep_parameters, sweep_agent
+    from flyteplugins_tracking.context import tracking_config
+    from flyteplugins_tracking.decorator import tracking_init
+    from flyteplugins_tracking.entries import get_run
+    from flyteplugins_tracking.errors import (
+        ConfigError,
+        IdentityError,
+        TopologyError,
+        TrackerNotInstalledError,
+        TrackerUnavailableError,
+        TrackingError,
+    )
+    from flyteplugins_tracking.metrics import gather_metrics, prefix_metrics
+    from flyteplugins_tracking.modes import RankScope, RunMode
+    from flyteplugins_tracking.policy import RunPlan, plan
+    from flyteplugins_tracking.sweeps import get_sweep_id, tracking_sweep, tracking_sweep_config
+    from flyteplugins_tracking.topology import DistributedInfo, get_distributed_info, override_distributed_info
+
+_MODULES = {
+    "ConfigError": "errors",
+    "DistributedInfo": "topology",
+    "IdentityError": "errors",
+    "RankScope": "modes",
+    "RunMode": "modes",
+    "RunPlan": "policy",
+    "TopologyError": "errors",
+    "TrackerNotInstalledError": "errors",
+    "TrackerUnavailableError": "errors",
+    "TrackingError": "errors",
+    "gather_metrics": "metrics",
+    "get_distributed_info": "topology",
+    "get_run": "entries",
+    "get_sweep_id": "sweeps",
+    "get_sweep_parameters": "agents",
+    "override_distributed_info": "topology",
+    "plan": "policy",
+    "prefix_metrics": "metrics",
+    "process_group": "_process_group",
+    "sweep_agent": "agents",
+    "tracking_config": "context",
+    "tracking_init": "decorator",
+    "tracking_sweep": "sweeps",
+    "tracking_sweep_config": "sweeps",
+}
 
 __all__ = [
     "ConfigError",
@@ -44,3 +77,18 @@ __all__ = [
     "tracking_sweep",
     "tracking_sweep_config",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """See https://peps.python.org/pep-0562."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

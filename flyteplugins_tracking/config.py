@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import enum
-import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
 
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES, RankScope, RunMode
+from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES
+from flyteplugins_tracking.values import dataclass, field, replace
 
-IfUnavailable = Literal["raise", "degrade"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from typing import Any
+
+    from flyteplugins_tracking.modes import IfUnavailable, RankScope, RunMode
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,11 @@ class TrackingConfig:
             ConfigError: As `of`.
         """
         passed_on = {name: value for name, value in parent.items() if name != "id"}
-        return dataclasses.replace(self, config={}).under(passed_on)
+        return replace(self, config={}).under(passed_on)
 
 
 # What `tracking_init` takes by name.
-OWN_ARGUMENTS = frozenset(TrackingConfig.__dataclass_fields__) - {"options", "given"}
+OWN_ARGUMENTS = frozenset(TrackingConfig.__match_args__) - {"options", "given"}
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,14 +176,22 @@ def plain_config(config: object, name: str = "config") -> dict[str, Any]:
     """
     if config is None:
         return {}
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        config = dataclasses.asdict(config)
-    elif not isinstance(config, Mapping) and hasattr(config, "__dict__") and not callable(config):
-        config = vars(config)  # argparse.Namespace, types.SimpleNamespace
+    if not isinstance(config, Mapping):
+        config = _of_object(config)
     if not isinstance(config, Mapping):
         raise ConfigError(f"{name}= takes a mapping, a dataclass or a namespace, not {type(config).__name__}")
     plain: dict[str, Any] = _plain(config, name, ())
     return plain
+
+
+def _of_object(config: Any) -> Any:
+    import dataclasses
+
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return dataclasses.asdict(config)
+    if hasattr(config, "__dict__") and not callable(config):
+        return vars(config)  # argparse.Namespace, types.SimpleNamespace
+    return config
 
 
 def _plain(value: Any, where: str, parents: tuple[int, ...]) -> Any:
@@ -200,12 +208,19 @@ def _plain(value: Any, where: str, parents: tuple[int, ...]) -> Any:
 
 
 def _plain_key(key: Any, where: str) -> str:
-    if isinstance(key, (str, int, float, bool)):
-        return key if isinstance(key, str) else json.dumps(key)
+    if isinstance(key, str):
+        return key
+    if isinstance(key, (int, float, bool)):
+        import json
+
+        return json.dumps(key)
     raise ConfigError(f"{where} has the key {key!r} of type {type(key).__name__}: JSON keys are text")
 
 
 def _plain_object(value: Any, where: str, parents: tuple[int, ...]) -> Any:
+    import dataclasses
+    import enum
+
     if isinstance(value, enum.Enum):
         return _plain(value.value, where, parents)
     if isinstance(value, os.PathLike):
@@ -278,5 +293,7 @@ def _check_secret(secret: object) -> None:
 
 
 def _nearest(value: object, allowed: Collection[str]) -> str:
+    import difflib
+
     close = difflib.get_close_matches(str(value), allowed, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

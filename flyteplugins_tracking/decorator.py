@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking import integrations
-from flyteplugins_tracking.config import IfUnavailable, TrackingConfig
-from flyteplugins_tracking.lifecycle import Entry, Task, hand_out, open_run
-from flyteplugins_tracking.policy import RankScope, RunMode
-from flyteplugins_tracking.trackers.base import Tracker, check_config, find_tracker, propagated_to
+from flyteplugins_tracking.callables import is_async
+from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.lifecycle import hand_out, open_run
+from flyteplugins_tracking.trackers.base import check_config, find_tracker, propagated_to
 
-F = TypeVar("F", bound=Callable[..., Any])
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from typing import Any, TypeVar, overload
 
+    from flyteplugins_tracking.entries import Entry, Task
+    from flyteplugins_tracking.modes import IfUnavailable, RankScope, RunMode
+    from flyteplugins_tracking.trackers.base import Tracker
 
-@overload
-def tracking_init(function: F, /) -> F: ...
+    F = TypeVar("F", bound=Callable[..., Any])
 
+if TYPE_CHECKING:
 
-@overload
-def tracking_init(
-    *,
-    tracker: str | Tracker = "wandb",
-    run_mode: RunMode = "auto",
-    rank_scope: RankScope = "global",
-    id: str | None = None,
-    project: str | None = None,
-    group: str | None = None,
-    name: str | None = None,
-    tags: Sequence[str] | None = None,
-    notes: str | None = None,
-    config: Any = None,
-    secret: Any = None,
-    if_unavailable: IfUnavailable = "raise",
-    init_timeout_s: float = 30.0,
-    finish_timeout_s: float = 25.0,
-    rank_prefix: bool = False,
-    allow_config: bool = False,
-    step_metric: str = "global_step",
-    download_logs: bool = False,
-    **options: Any,
-) -> Callable[[F], F]: ...
+    @overload
+    def tracking_init(function: F, /) -> F: ...
+
+    @overload
+    def tracking_init(
+        *,
+        tracker: str | Tracker = "wandb",
+        run_mode: RunMode = "auto",
+        rank_scope: RankScope = "global",
+        id: str | None = None,
+        project: str | None = None,
+        group: str | None = None,
+        name: str | None = None,
+        tags: Sequence[str] | None = None,
+        notes: str | None = None,
+        config: Any = None,
+        secret: Any = None,
+        if_unavailable: IfUnavailable = "raise",
+        init_timeout_s: float = 30.0,
+        finish_timeout_s: float = 25.0,
+        rank_prefix: bool = False,
+        allow_config: bool = False,
+        step_metric: str = "global_step",
+        download_logs: bool = False,
+        **options: Any,
+    ) -> Callable[[F], F]: ...
 
 
 def tracking_init(function: Any = None, /, **options: Any) -> Any:
@@ -138,8 +144,3 @@ def _run_of(wanted: TrackingConfig, task: Task | None) -> AbstractContextManager
     around = integrations.surroundings()
     config = propagated_to(wanted, around.propagated)
     return open_run(config, find_tracker(config.tracker), around, task)
-
-
-def is_async(function: Any) -> bool:
-    """Also for an object whose call is async."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

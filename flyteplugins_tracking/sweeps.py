@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking import integrations, propagation
+from flyteplugins_tracking.callables import is_async
 from flyteplugins_tracking.config import (
     TrackingConfig,
     check_arguments,
@@ -22,10 +23,11 @@ from flyteplugins_tracking.config import (
     plain_config,
 )
 from flyteplugins_tracking.context import Propagated
-from flyteplugins_tracking.decorator import is_async
+from flyteplugins_tracking.ending import in_time
+from flyteplugins_tracking.entries import Task
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.integrations import flyte
-from flyteplugins_tracking.lifecycle import Task, in_time, may_prompt, require
+from flyteplugins_tracking.opening import may_prompt, require
 from flyteplugins_tracking.policy import Workers
 from flyteplugins_tracking.topology import get_distributed_info
 from flyteplugins_tracking.trackers.base import check_config, find_tracker
@@ -338,7 +340,8 @@ def log_in(host: str | None, may_ask: bool) -> None:
         TrackerUnavailableError: There is no key.
         TrackerNotInstalledError: wandb is missing.
     """
-    from flyteplugins_tracking.trackers.wandb import api_of, drop_unusable_service, has_credentials
+    from flyteplugins_tracking.trackers._wandb_names import api_of
+    from flyteplugins_tracking.trackers._wandb_open import drop_unusable_service, has_credentials
 
     require(find_tracker("wandb"))
     import wandb

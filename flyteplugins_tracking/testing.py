@@ -16,23 +16,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flyteplugins_tracking import integrations
 from flyteplugins_tracking.config import check_flag, check_seconds
+from flyteplugins_tracking.entries import Entry, StandIn, Surroundings, standing_in, standing_in_here
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.lifecycle import (
-    Entry,
-    StandIn,
-    Surroundings,
-    exit_code_of,
-    standing_in,
-    standing_in_here,
-)
+from flyteplugins_tracking.lifecycle import exit_code_of
 from flyteplugins_tracking.propagation import set_variables
 from flyteplugins_tracking.topology import DistributedInfo, every_rank, override_distributed_info
 from flyteplugins_tracking.trackers.recording import Call, RecordedRun, RecordedRuns, RecordingTracker, Row, Store
+from flyteplugins_tracking.values import replace
 
 __all__ = [
     "Call",

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import flyteplugins_tracking
+from flyteplugins_tracking import RankScope, RunMode
+from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES
 
 PACKAGE = Path(flyteplugins_tracking.__file__).parent
 # Each may import itself and what stands before it.
 LAYERS = [
     "errors",
+    "values",
+    "callables",
+    "modes",
     "topology",
     "policy",
     "processes",
@@ -28,6 +36,9 @@ LAYERS = [
     "signals",
     "loop_watch",
     "report",
+    "entries",
+    "ending",
+    "opening",
     "lifecycle",
     "findings",
     "trackers",
@@ -87,6 +98,18 @@ def test_the_import_loads_the_standard_library_only():
     loaded = set(json.loads(done.stdout)) - {"flyteplugins_tracking"}
     assert loaded <= sys.stdlib_module_names
     assert loaded.isdisjoint({"asyncio", "multiprocessing", "socket", "http", "pathlib", "hashlib"})
+
+
+def test_every_module_can_be_loaded():
+    """None needs at run time what it imports for type checkers only."""
+    for module in pkgutil.walk_packages(flyteplugins_tracking.__path__, "flyteplugins_tracking."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+
+
+def test_the_modes_are_those_that_the_types_say():
+    assert get_args(RunMode) == RUN_MODES
+    assert get_args(RankScope) == RANK_SCOPES
 
 
 def runtime_imports(path: Path) -> set[str]:

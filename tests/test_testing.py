@@ -32,7 +32,7 @@ from flyteplugins_tracking import (
     tracking_init,
 )
 from flyteplugins_tracking.claims import Claim
-from flyteplugins_tracking.lifecycle import _running, _stand_ins
+from flyteplugins_tracking.entries import _running, _stand_ins
 from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking.testing import _VARIABLES, RecordingTracker, recording, simulate
 from flyteplugins_tracking.topology import detect

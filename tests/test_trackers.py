@@ -22,8 +22,8 @@ from flyteplugins_tracking import (
     ConfigError,
     TrackerNotInstalledError,
     TrackerUnavailableError,
+    entries,
     get_run,
-    lifecycle,
     propagation,
     tracking_config,
     tracking_init,
@@ -210,7 +210,7 @@ def test_propagated_arguments_of_another_tracker_are_left_out(bare_environment):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_no_tracker_refuses_what_is_propagated_to_all(bare_environment, monkeypatch, name):
     monkeypatch.setattr(type(find_tracker(name)), "open", lambda _, request: Noted(request))
-    monkeypatch.setattr("flyteplugins_tracking.lifecycle.require", lambda _: None)
+    monkeypatch.setattr("flyteplugins_tracking.opening.require", lambda _: None)
 
     @tracking_init(tracker=name, id="i")
     def train():
@@ -387,7 +387,7 @@ def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(ba
 
     @tracking_init(tracker=tracker, id="i")
     def train():
-        entry = lifecycle._current.get()
+        entry = entries.current.get()
         shown = dataclasses.replace(entry.around, show=lambda *_: None)
         entry.around, entry.has_report, tracker.handle.summary = shown, True, lambda: 1 / 0
         return entry

@@ -10,7 +10,8 @@ from typing import cast
 
 from flyteplugins_tracking.doctor.report import PlanRow
 from flyteplugins_tracking.errors import TopologyError
-from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES, RankScope, RunMode, plan
+from flyteplugins_tracking.modes import RankScope, RunMode
+from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES, plan
 from flyteplugins_tracking.topology import DistributedInfo, every_rank
 
 _BASE = "{base}"

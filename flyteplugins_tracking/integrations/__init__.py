@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import sys
+from types import FunctionType
 
 from flyteplugins_tracking import propagation
-from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.callables import is_generator
+from flyteplugins_tracking.entries import Surroundings
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.integrations import flyte, flytekit
-from flyteplugins_tracking.lifecycle import Surroundings, Task
-from flyteplugins_tracking.policy import Workers
+from flyteplugins_tracking.values import dataclass
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import Any
+
+    from flyteplugins_tracking.config import TrackingConfig
+    from flyteplugins_tracking.entries import Task
+    from flyteplugins_tracking.policy import Workers
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,18 @@ class Decorator:
     @classmethod
     def of_runs(cls, name: str, config: TrackingConfig) -> Decorator:
         """One whose links lead to the runs that `config` asks for."""
-        return cls(
-            name,
-            lambda workers, task: flyte.run_links(config, workers, task),
-            lambda task: flytekit.run_link(config, task),
-        )
+
+        def links(workers: Workers | None, task: Any) -> Iterable[Any]:
+            from flyteplugins_tracking.integrations import flyte
+
+            return flyte.run_links(config, workers, task)
+
+        def link(task: Any) -> Mapping[str, str]:
+            from flyteplugins_tracking.integrations import flytekit
+
+            return flytekit.run_link(config, task)
+
+        return cls(name, links, link)
 
 
 def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decorator) -> Any:
@@ -50,12 +63,20 @@ def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decor
     Raises:
         ConfigError: `target` cannot be tracked.
     """
-    if flyte.is_entity(target):
-        return flyte.adapt_task(target, wrap, decorator.name, decorator.links)
-    if flytekit.is_entity(target):
-        return flytekit.adapt_task(target, wrap, decorator.name, decorator.link)
+    if type(target) is not FunctionType:
+        from flyteplugins_tracking.integrations import flyte, flytekit
+
+        if flyte.is_entity(target):
+            return flyte.adapt_task(target, wrap, decorator.name, decorator.links)
+        if flytekit.is_entity(target):
+            return flytekit.adapt_task(target, wrap, decorator.name, decorator.link)
     _refuse_what_is_no_function(target, decorator.name)
-    return flytekit.adapt_function(wrap(target, None), decorator.link)
+    tracked = wrap(target, None)
+    if "flytekit" not in sys.modules:
+        return tracked
+    from flyteplugins_tracking.integrations import flytekit
+
+    return flytekit.adapt_function(tracked, decorator.link)
 
 
 @dataclass(frozen=True)
@@ -79,11 +100,13 @@ def callee_of(target: Any) -> Callee:
     Raises:
         ConfigError: It is neither.
     """
+    from flyteplugins_tracking.integrations import flyte, flytekit
+
     for sdk in (flyte, flytekit):
         if sdk.is_entity(target):
             function, workers = sdk.function_of(target)
             return Callee(function, True, workers)
-    if not callable(target) or inspect.isclass(target):
+    if not callable(target) or isinstance(target, type):
         raise ConfigError(f"{target!r} is no function and no Flyte task")
     return Callee(target)
 
@@ -94,7 +117,15 @@ def surroundings() -> Surroundings:
     Raises:
         ConfigError: What is propagated to the function is malformed.
     """
-    found = flyte.surroundings() or flytekit.surroundings()
+    found = None
+    if "flyte" in sys.modules:
+        from flyteplugins_tracking.integrations import flyte
+
+        found = flyte.surroundings()
+    if found is None and "flytekit" in sys.modules:
+        from flyteplugins_tracking.integrations import flytekit
+
+        found = flytekit.surroundings()
     return found or Surroundings(propagated=propagation.read(propagation.CONFIG, None))
 
 
@@ -104,6 +135,8 @@ def propagated(key: str) -> dict[str, Any]:
     Raises:
         ConfigError: It is malformed.
     """
+    from flyteplugins_tracking.integrations import flyte
+
     return propagation.read(key, flyte.carried())
 
 
@@ -112,9 +145,9 @@ def _refuse_what_is_no_function(target: Any, name: str) -> None:
         raise ConfigError(f"{name} takes the function, not {target!r}: write @{name}(project={target!r})")
     if isinstance(target, (staticmethod, classmethod, property)):
         raise ConfigError(f"put @{name} below @{type(target).__name__}, on the function itself")
-    if inspect.isclass(target) or not callable(target):
+    if isinstance(target, type) or not callable(target):
         raise ConfigError(f"{name} decorates functions and Flyte tasks, not {target!r}")
-    if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
+    if is_generator(target):
         raise ConfigError(
             f"{getattr(target, '__qualname__', target)} is a generator: its body runs after the call has returned, "
             "outside of the run. Decorate the function that consumes it."

@@ -13,16 +13,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flyteplugins_tracking import propagation
 from flyteplugins_tracking.config import TrackingConfig, merged
+from flyteplugins_tracking.entries import Surroundings, Task
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.integrations.flytekit import workers_of
-from flyteplugins_tracking.lifecycle import Surroundings, Task
 from flyteplugins_tracking.policy import Workers, pages
 from flyteplugins_tracking.trackers.base import find_tracker, propagated_to
+from flyteplugins_tracking.values import dataclass, field, replace
 
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"
 _ANY_TASK = "flyte._task.TaskTemplate"

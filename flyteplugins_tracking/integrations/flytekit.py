@@ -19,8 +19,8 @@ from typing import Any
 
 from flyteplugins_tracking import propagation
 from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.entries import Surroundings, Task
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.lifecycle import Surroundings, Task
 from flyteplugins_tracking.policy import Page, Workers, pages
 from flyteplugins_tracking.trackers.base import find_tracker
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.trackers._mlflow_links import GROUP_TAG, ID_TAG
 from flyteplugins_tracking.trackers._mlflow_service import RefusedError, Service, entities
 from flyteplugins_tracking.trackers.client import run_config

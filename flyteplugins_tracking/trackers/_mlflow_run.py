@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from flyteplugins_tracking.lifecycle import RunRequest
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.trackers import _mlflow_fluent as fluent
 from flyteplugins_tracking.trackers._mlflow_links import run_page
 from flyteplugins_tracking.trackers._mlflow_open import Opened, end_run, new_params, next_step

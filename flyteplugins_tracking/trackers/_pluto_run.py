@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from flyteplugins_tracking.ending import in_time
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.lifecycle import RunRequest, in_time
 from flyteplugins_tracking.trackers._pluto_uploader import POST, unsent
 from flyteplugins_tracking.trackers._values import Values
 from flyteplugins_tracking.trackers.base import Tracker

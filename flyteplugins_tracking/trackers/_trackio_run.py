@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from flyteplugins_tracking.lifecycle import in_time
+from flyteplugins_tracking.ending import in_time
 from flyteplugins_tracking.trackers.client import refuse_to_pickle
 
 # How long a row waits for others to be written with it: what SIGKILL takes, at most.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import logging
 import os
 import sys
@@ -13,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking.lifecycle import RunRequest
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.signals import TERMINATED
+from flyteplugins_tracking.trackers._wandb_names import HOST, without_credentials
 from flyteplugins_tracking.trackers.base import Handle
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ _ENDINGS = ("finish", "_finish")
 _CHANGING = ("config", "name", "notes", "step", "summary", "tags")
 _CALLBACKS = ("_summary_update_callback", "_config_callback")
 HANDLE = "_flyteplugins_tracking_handle"
+# How long the JSON of a config may be that is handed to each task that a task calls.
+_MOST_CONFIG = 16_384
 
 
 class WandbHandle(Handle):
@@ -429,3 +433,28 @@ def make_global(run: Any) -> None:
         from wandb.sdk.wandb_init import _set_global_run
 
         _set_global_run(run)
+
+
+def passed_on(run: Any) -> Mapping[str, Any] | None:
+    """See `Tracker.pass_on`."""
+    if getattr(run, "disabled", False):
+        return None
+    place = {"id": run.id, "project": run.project or None, "entity": run.entity or None}
+    if run.offline:
+        return {**place, "mode": "offline"}
+    return {**place, HOST: without_credentials(str(run.settings.base_url)), "config": _passed_on_config(run)}
+
+
+def _passed_on_config(run: Any) -> dict[str, Any] | None:
+    """The config that a task in another process reads; None for one that is too long to travel with each task."""
+    # What JSON has no number for, it has text for.
+    text = json.dumps(dict(run.config), default=str)
+    config: dict[str, Any] = json.loads(text, parse_constant=str)
+    if len(text) <= _MOST_CONFIG:
+        return config
+    logger.warning(
+        "W&B: the config of run %s is longer than %d bytes: tasks in other processes do not see it",
+        run.id,
+        _MOST_CONFIG,
+    )
+    return None

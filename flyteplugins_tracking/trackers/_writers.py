@@ -6,8 +6,8 @@ import logging
 import os
 
 from flyteplugins_tracking.attendance import Attendance
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.identity import job_store
-from flyteplugins_tracking.lifecycle import RunRequest
 
 logger = logging.getLogger(__name__)
 

@@ -8,26 +8,39 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
+from flyteplugins_tracking.config import OWN_ARGUMENTS, check_arguments, check_choice
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.lifecycle import RunRequest
-from flyteplugins_tracking.policy import Page
-from flyteplugins_tracking.topology import DistributedInfo
+from flyteplugins_tracking.values import replace
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from typing import Any, Literal, Protocol
+
+    from flyteplugins_tracking.config import TrackingConfig
+    from flyteplugins_tracking.entries import RunRequest
     from flyteplugins_tracking.findings import Examination
+    from flyteplugins_tracking.policy import Page
+    from flyteplugins_tracking.topology import DistributedInfo
+
+    # What a service may be without. See docs/trackers.md.
+    Feature = Literal[
+        "shared",
+        "resume",
+        "offline",
+        "media",
+        "system metrics",
+        "sweeps",
+        "config file",
+        "allow_config",
+        "download_logs",
+    ]
+else:
+    Protocol = object
 
 ENTRY_POINTS = "flyteplugins_tracking.trackers"
-
-# What a service may be without. See docs/trackers.md.
-Feature = Literal[
-    "shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "allow_config", "download_logs"
-]
 
 
 class Handle(Protocol):

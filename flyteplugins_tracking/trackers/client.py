@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from flyteplugins_tracking.lifecycle import RunRequest
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.trackers._values import Values
 from flyteplugins_tracking.trackers._writers import Writers

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import TrackerUnavailableError
-from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import RunPlan
 from flyteplugins_tracking.signals import Watch
 from flyteplugins_tracking.trackers.base import Tracker, find_tracker

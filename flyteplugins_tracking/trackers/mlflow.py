@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking.config import TrackingConfig, check_flag, check_text
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.topology import DistributedInfo
 from flyteplugins_tracking.trackers import _mlflow_links as links

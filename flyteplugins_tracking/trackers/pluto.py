@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking.config import TrackingConfig, check_text
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import Run, new_id

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.lifecycle import RunRequest
 from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.signals import TERMINATED
-from flyteplugins_tracking.trackers.base import Feature, Handle, Tracker
+from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, new_id, run_config
 
 if TYPE_CHECKING:
     from flyteplugins_tracking.findings import Examination
+    from flyteplugins_tracking.trackers.base import Feature
 
 logger = logging.getLogger(__name__)
 
