@@ -5,6 +5,8 @@ VENV ?= .venv
 # A third of the tests' time is waiting: for a rendezvous, a server that is down, a process that is told to end.
 WORKERS ?= 3
 BIN := $(VENV)/bin
+# Where it is set, each process of the tests would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALLED := $(VENV)/.installed
 
 .PHONY: demo test test-slurm reliability soak bench drawings docs lint wheel clean

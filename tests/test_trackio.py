@@ -24,7 +24,8 @@ from support import jobs
 from flyteplugins_tracking import ConfigError, tracking_init
 from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking.policy import Page
-from flyteplugins_tracking.trackers.trackio import INIT_ARGUMENTS, TRACKER, TrackioHandle
+from flyteplugins_tracking.trackers._trackio_open import TrackioHandle
+from flyteplugins_tracking.trackers.trackio import INIT_ARGUMENTS, TRACKER
 
 pytest.importorskip("trackio", reason='trackio is not installed: pip install "flyteplugins-tracking[trackio]"')
 TOKEN = "canary" + "0" * 34

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import sys
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from typing import Any
-from urllib.parse import quote
 
-from flyteplugins_tracking.claims import Claim
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from typing import Any
 
 _SCHEME = "sqlite:///"
 _PAUSE_S = 0.1
@@ -25,6 +24,8 @@ def alone_with(uri: str, deadline: float | None) -> Iterator[None]:
         uri: The tracking URI; where it is no file, others may.
         deadline: When it is opened beside another rank all the same, in seconds of `time.monotonic`; None for never.
     """
+    from flyteplugins_tracking.claims import Claim
+
     claim = None
     while uri.startswith(_SCHEME) and claim is None and (deadline is None or time.monotonic() < deadline):
         claim = Claim.take(f"mlflow-tables/{os.path.abspath(_path(uri))}")
@@ -60,6 +61,9 @@ def _path(uri: str) -> str:
 
 
 def _has_runs(path: str) -> bool:
+    import sqlite3
+    from urllib.parse import quote
+
     try:
         with closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True, timeout=_PAUSE_S)) as store:
             return store.execute("SELECT 1 FROM runs LIMIT 1").fetchone() is not None

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Mapping
 
-from flyteplugins_tracking.config import TrackingConfig, check_flag, check_text
-from flyteplugins_tracking.entries import RunRequest
+from flyteplugins_tracking.config import check_flag, check_text
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.policy import Page
-from flyteplugins_tracking.topology import DistributedInfo
-from flyteplugins_tracking.trackers import _mlflow_links as links
-from flyteplugins_tracking.trackers.base import Handle, Tracker
+from flyteplugins_tracking.trackers.base import Tracker
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    from flyteplugins_tracking.config import TrackingConfig
+    from flyteplugins_tracking.entries import RunRequest
     from flyteplugins_tracking.findings import Examination
+    from flyteplugins_tracking.policy import Page
+    from flyteplugins_tracking.topology import DistributedInfo
+    from flyteplugins_tracking.trackers.base import Handle
 
 _TEXTS = ("tracking_uri", "experiment_name", "framework", "link_host")
 _FLAGS = ("autolog", "log_models", "log_datasets", "log_system_metrics")
@@ -58,10 +62,14 @@ class MlflowTracker(Tracker):
 
     def page(self, config: TrackingConfig, page: Page | None) -> str | None:
         """See `Tracker.page`."""
+        from flyteplugins_tracking.trackers import _mlflow_links as links
+
         return links.page(config, page)
 
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
         """See `Tracker.link`."""
+        from flyteplugins_tracking.trackers import _mlflow_links as links
+
         return links.link(config, pages)
 
     def pass_on(self, run: Any) -> Mapping[str, Any] | None:
@@ -73,12 +81,15 @@ class MlflowTracker(Tracker):
 
     def stand_aside(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
         """See `Tracker.stand_aside`."""
-        from flyteplugins_tracking.trackers._mlflow_fluent import without_autologging
         from flyteplugins_tracking.trackers._mlflow_tables import await_first_run
 
         # Elsewhere the file may be another one, to which nobody writes.
         if config.rank_scope == "worker" or (info is not None and info.worker_index == 0):
             await_first_run(config.options, config.init_timeout_s)
+        if "mlflow" not in sys.modules:
+            return None
+        from flyteplugins_tracking.trackers._mlflow_fluent import without_autologging
+
         return without_autologging()
 
     def examine(self) -> Examination:
@@ -146,17 +157,21 @@ def _place(given: str | None) -> tuple[str, dict[str, str]]:
 
 
 def _check_addresses(options: Mapping[str, Any]) -> None:
-    from flyteplugins_tracking.trackers._mlflow_service import has_password
-
     host = options.get("link_host")
     if host is not None and not host.startswith(("https://", "http://")):
         raise ConfigError(f"link_host={host!r} is no address: write it as link_host='https://mlflow.example.com'")
     for name in ("tracking_uri", "link_host"):
-        if options.get(name) and has_password(options[name]):
+        if options.get(name) and _has_password(options[name]):
             raise ConfigError(
                 f"{name}= holds a password, which would be pickled with the task: pass secret=..., or set "
                 "MLFLOW_TRACKING_URI where it runs"
             )
+
+
+def _has_password(address: str) -> bool:
+    from flyteplugins_tracking.trackers._mlflow_service import has_password
+
+    return has_password(address)
 
 
 def _check_experiment(options: Mapping[str, Any]) -> None:
@@ -174,8 +189,12 @@ def _check_autolog(options: Mapping[str, Any]) -> None:
     kwargs, framework = options.get("autolog_kwargs"), options.get("framework")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ConfigError(f"autolog_kwargs={kwargs!r} is no mapping of arguments to values")
+    if framework is None:
+        return
+    from importlib.util import find_spec
+
     installed = find_spec("mlflow")
-    if framework is None or installed is None:
+    if installed is None:
         return
     places = installed.submodule_search_locations or ()
     if not any(os.path.exists(os.path.join(place, framework + end)) for place in places for end in ("", ".py")):

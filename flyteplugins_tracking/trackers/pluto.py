@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking.config import TrackingConfig, check_text
-from flyteplugins_tracking.entries import RunRequest
+from flyteplugins_tracking.config import check_text
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.policy import Page
-from flyteplugins_tracking.trackers.base import Handle, Tracker
-from flyteplugins_tracking.trackers.client import Run, new_id
-from flyteplugins_tracking.trackers.local import open_or_keep
+from flyteplugins_tracking.trackers.base import Tracker
+from flyteplugins_tracking.values import replace
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
+    from flyteplugins_tracking.config import TrackingConfig
+    from flyteplugins_tracking.entries import RunRequest
     from flyteplugins_tracking.findings import Examination
+    from flyteplugins_tracking.policy import Page
+    from flyteplugins_tracking.trackers.base import Handle
 
 # The parameters of pluto.init that the decorator does not take by name, and that choose no run: a test compares.
 INIT_ARGUMENTS = frozenset({"dir", "settings", "fork_run_id", "fork_step", "inherit_config", "inherit_tags"})
 # Ours, for links: only the server knows which organization a key is of.
 _ORGANIZATION = "organization"
 _APP = "https://pluto.trainy.ai"
-# What pluto.init takes for an id that the server has made: then it looks for that run, and does not create one.
-_MADE_BY_THE_SERVER = re.compile(r"\d+|[A-Z0-9]{1,4}-\d+")
 # Where the client finds its servers.
 _URLS = ("url_app", "url_api", "url_ingest", "url_py")
 
@@ -77,6 +76,8 @@ class PlutoTracker(Tracker):
 
     def pass_on(self, run: Any) -> Mapping[str, Any] | None:
         """See `Tracker.pass_on`."""
+        from flyteplugins_tracking.trackers.client import Run
+
         if isinstance(run, Run) or run.id is None:
             return None  # it is in local files, or nowhere
         return {"id": run.run_id, "project": run.settings.project}
@@ -89,10 +90,11 @@ class PlutoTracker(Tracker):
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""
-        request = _with_usable_id(request)
         # Loaded by those that have a run, and not by all that are decorated.
         from flyteplugins_tracking.trackers import _pluto_run
+        from flyteplugins_tracking.trackers.local import open_or_keep
 
+        request = _with_usable_id(request)
         return open_or_keep(request, self, lambda: _pluto_run.open_run(request, self))
 
 
@@ -108,7 +110,7 @@ def _app(config: TrackingConfig) -> str:
 def _check_id(run_id: str | None, what: str) -> None:
     if run_id is None:
         return
-    if _MADE_BY_THE_SERVER.fullmatch(run_id):
+    if _is_of_the_server(run_id):
         raise ConfigError(
             f"{what}={run_id!r} looks like an id of Pluto's own, of a run that is there already: it takes digits and "
             "texts like 'ABC-1' for such. Put a word before it, as in 'run-...'"
@@ -117,18 +119,27 @@ def _check_id(run_id: str | None, what: str) -> None:
         raise ConfigError(f"{what}={run_id!r} has a character that cannot stand in the name of a directory")
 
 
+def _is_of_the_server(run_id: str) -> bool:
+    """Whether pluto.init takes it for an id of the server's making: it looks for that run, and does not create one."""
+    import re
+
+    return re.fullmatch(r"\d+|[A-Z0-9]{1,4}-\d+", run_id) is not None
+
+
 def _with_usable_id(request: RunRequest) -> RunRequest:
     """The request with an id that Pluto takes for ours: what the launchers give may be, say, a number.
 
     Raises:
         ConfigError: The one that the user has chosen by a variable is not.
     """
+    from flyteplugins_tracking.trackers.client import new_id
+
     run_id = request.plan.run_id or new_id()
     if request.config.id is None and (request.plan.primary or request.info is not None):
         variable = next((name for name in PlutoTracker.run_id_variables if os.environ.get(name)), None)
         if variable is not None:
             _check_id(os.environ[variable], variable)
-    usable = f"run-{run_id}" if _MADE_BY_THE_SERVER.fullmatch(run_id) else run_id
+    usable = f"run-{run_id}" if _is_of_the_server(run_id) else run_id
     return replace(request, plan=replace(request.plan, run_id=usable))
 
 
