@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROWS, BEFORE_SIGNAL = 10_000, 200
-FINISH_PAIRS, SIGNAL_ROUNDS = 9, 7
+FINISH_PAIRS, SIGNAL_ROUNDS = 11, 5
 OURS, BARE, SHARED = "ours", "wandb", "ours, shared by 2 ranks"
 SETTLING_S = 1.0
 MOST_FINISH, MOST_SIGNAL_S = 1.03, 2.0
