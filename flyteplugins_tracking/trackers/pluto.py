@@ -121,9 +121,9 @@ def _check_id(run_id: str | None, what: str) -> None:
 
 def _is_of_the_server(run_id: str) -> bool:
     """Whether pluto.init takes it for an id of the server's making: it looks for that run, and does not create one."""
-    import re
-
-    return re.fullmatch(r"\d+|[A-Z0-9]{1,4}-\d+", run_id) is not None
+    word, dash, number = run_id.rpartition("-")
+    is_key = len(word) <= 4 and word.isascii() and word.isalnum() and word == word.upper()
+    return number.isdecimal() and (not dash or is_key)
 
 
 def _with_usable_id(request: RunRequest) -> RunRequest:
