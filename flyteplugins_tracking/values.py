@@ -36,6 +36,7 @@ class _Shape:
 
     def __init__(self, cls: type) -> None:
         self.names = tuple(cls.__annotations__)
+        self.known = frozenset(self.names)
         self.declared = {name: value for name, value in vars(cls).items() if name in self.names}
         options = {
             name: value.options if isinstance(value, _Field) else {"default": value}
@@ -96,7 +97,7 @@ def _init(self: Any, /, *positional: Any, **named: Any) -> None:
         if name not in values:
             values[name] = factory()
     given = len(positional)
-    if len(values) != len(shape.names) or given > len(shape.names) or not named.keys().isdisjoint(shape.names[:given]):
+    if values.keys() != shape.known or given > len(shape.names) or not named.keys().isdisjoint(shape.names[:given]):
         type(self).__signature__.bind(*positional, **named)  # says what is wrong
     self.__dict__.update(values)
     if hasattr(self, "__post_init__"):

@@ -214,7 +214,10 @@ def test_commands_name_what_is_there(page, command):
     assert PROGRAMS.fullmatch(words[0])
     assert files <= {Path(block.included or block.file).name for block in BLOCKS if block.page == page}
     if words[0] == "make":
-        assert set(words[1:]) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        makefile = (ROOT / "Makefile").read_text()
+        variables = [word.partition("=")[0] for word in words[1:] if "=" in word]
+        assert all(f"$({name})" in makefile for name in variables)
+        assert {word for word in words[1:] if "=" not in word} <= set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
     for name, extras in re.findall(r"(flyteplugins-tracking)\[([\w,]+)\]", command):
         assert set(extras.split(",")) <= extras_of(name)
     for module in re.findall(r"-m (flyteplugins_tracking[\w.]*)", command):

@@ -59,7 +59,14 @@ def test_it_is_what_the_real_one_is(arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [((), {}), ((1,), {"rank": 1}), ((1, "x", "y", {}, 5), {}), ((1,), {"nmae": "x"}), ((), {"name": "x"})],
+    [
+        ((), {}),
+        ((1,), {"rank": 1}),
+        ((1, "x", "y", {}, 5), {}),
+        ((1,), {"nmae": "x"}),
+        ((), {"name": "x"}),
+        ((), {"nmae": "x"}),
+    ],
 )
 def test_wrong_arguments_are_refused_as_by_the_real_one(arguments):
     for kind in (OURS, REAL):
