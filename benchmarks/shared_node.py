@@ -1,53 +1,57 @@
-"""A shared run of one node: one writer that the ranks attach to, against W&B's own shared mode with a client per rank.
-
-    make bench
-
-runs the two in turn, on the real client against the recording server on loopback, and writes medians and spread into
-docs/performance.md.
-"""
+"""A shared run of one node: one writer that the ranks attach to, against W&B's shared mode with a client per rank."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- shared runs begin -->", "<!-- shared runs end -->"
-# Rows a rank, at the pace of a training and as fast as it goes; how often each kind is measured; ranks of the node.
-PACED, ROWS, PAIRS, RANKS = 300, 3000, 5, (2, 4, 8)
-PACE_S = 0.01
+from node import meet, node, wait_for
+from paired import Figures, Found, Goal, Quantity, Result, in_turn, median, publish, ratio, table
+from peers import python
+
 KINDS = ("attached", "client per rank")
-Figures = dict[str, float]
+# How often each kind is measured, by the node's ranks.
+PAIRS = {8: 5, 4: 3}
+# Rows a rank at the pace of a training; and rows of all ranks, as fast as it goes: some seconds of the sender's rhythm.
+PACED, PACE_S, FAST = 300, 0.01, 32_000
+# How often the client sends. Its own 15 s would be most of what is measured.
+INTERVAL_S = 1
 
-
-def wait_for(path: Path, timeout_s: float = 120) -> None:
-    until = time.monotonic() + timeout_s
-    while not path.exists():
-        if time.monotonic() > until:
-            raise TimeoutError(path)
-        time.sleep(0.005)
+QUANTITIES = (
+    Quantity("helpers", "helper processes, a wandb-core and its monitor each", "{:.0f}"),
+    Quantity("connections", "connections to the service", "{:.0f}"),
+    Quantity("paced_pss", "helpers' memory at the pace of a training, PSS, MiB", "{:.0f}"),
+    Quantity("paced_rss", "the same, RSS, MiB", "{:.0f}"),
+    Quantity("paced_anonymous", "the same, without pages of files, MiB", "{:.0f}"),
+    Quantity("fast_pss", "helpers' memory after the burst, PSS, MiB", "{:.0f}"),
+    Quantity("fast_rss", "the same, RSS, MiB", "{:.0f}"),
+    Quantity("all_pss", "with the ranks' own, at the pace of a training, PSS, MiB", "{:.0f}"),
+    Quantity("first_s", "process start to the last rank's first row, s", "{:.2f}"),
+    Quantity("paced_us", "one `log` of 5 keys, every 10 ms, us", "{:.0f}"),
+    Quantity("fast_us", "one `log`, all ranks as fast as they can, us", "{:.0f}"),
+    Quantity("rows_s", "rows a second then, until all have arrived", "{:.0f}"),
+    Quantity("cpu_us", "processor time of one such row, ranks and helpers, us", "{:.0f}"),
+)
 
 
 # In a rank
 
 
-def log_rows(log: Callable[[dict[str, Any]], object], directory: Path, rank: int) -> None:
+def log_rows(log: Callable[[dict[str, Any]], object], directory: Path, rank: int, paced: int, fast: int) -> None:
     """Log one row; and when all have, a row every 10 ms; and when all have, rows as fast as it goes."""
     log({"first": 1})
     figures = {"first_s": time.time() - float(os.environ["STARTED"])}
-    for phase, rows, pace_s in (("paced", PACED, PACE_S), ("fast", ROWS, 0.0)):
-        (directory / f"ready-{phase}-{rank}").touch()
-        wait_for(directory / phase)
-        taken = []
+    for moment, rows, pace_s in (("paced", paced, PACE_S), ("fast", fast, 0.0)):
+        meet(directory, rank, moment)
+        taken = [0.0]
         for n in range(rows):
             row = {"n": n, "rank": rank, "loss": 1 / (n + 1), "accuracy": n / rows, "lr": 3e-4}
             began = time.perf_counter()
@@ -55,22 +59,23 @@ def log_rows(log: Callable[[dict[str, Any]], object], directory: Path, rank: int
             taken.append(time.perf_counter() - began)
             if pace_s:
                 time.sleep(pace_s)
-        figures[f"{phase}_us"] = statistics.median(taken) * 1e6
+        figures[f"{moment}_us"] = statistics.median(taken) * 1e6
     (directory / f"figures-{rank}").write_text(json.dumps(figures))
     wait_for(directory / "leave")
 
 
-def attached(directory: Path, rank: int) -> None:
+def tracked(run_mode: Any, directory: Path, rank: int, paced: int, fast: int) -> None:
     from flyteplugins_tracking import get_run, tracking_init
 
-    @tracking_init(project="bench", run_mode="shared", id="shared")
+    @tracking_init(project="bench", run_mode=run_mode, id="one")
     def train() -> None:
-        log_rows(get_run().log, directory, rank)
+        run = get_run()
+        log_rows(run.log if run is not None else lambda _: None, directory, rank, paced, fast)
 
     train()
 
 
-def client_per_rank(directory: Path, rank: int) -> None:
+def client_per_rank(directory: Path, rank: int, paced: int, fast: int) -> None:
     """As W&B's documentation has it."""
     import wandb
 
@@ -78,119 +83,116 @@ def client_per_rank(directory: Path, rank: int) -> None:
     settings = wandb.Settings(
         mode="shared", x_label=f"rank-{rank}", x_primary=is_primary, x_update_finish_state=is_primary
     )
-    with wandb.init(project="bench", id="shared", settings=settings) as run:
-        log_rows(run.log, directory, rank)
+    with wandb.init(project="bench", id="one", settings=settings) as run:
+        log_rows(run.log, directory, rank, paced, fast)
+
+
+KIND: dict[str, Callable[[Path, int, int, int], None]] = {
+    "attached": functools.partial(tracked, "shared"),
+    "auto": functools.partial(tracked, "auto"),
+    "client per rank": client_per_rank,
+}
 
 
 # In the one who measures
 
 
-def measure(kind: str, ranks: int) -> Figures:
-    """One node of so many ranks."""
+def measure(kind: str, ranks: int, paced: int = PACED, fast: int = FAST) -> Figures:
+    """One node of so many ranks, each of which logs `paced` rows and its part of `fast`."""
     from support.jobs import environment
     from support.wandb_server import WandbServer
 
+    writers = 1 if kind == "auto" else ranks
+    fast //= ranks
     with tempfile.TemporaryDirectory() as name, WandbServer() as server:
         directory = Path(name)
-        processes = []
-        for rank in range(ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0}
-            variables = {**server.environment, **{key: str(value) for key, value in place.items()}}
-            variables |= {"STARTED": str(time.time()), "WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "1"}
-            command = [sys.executable, __file__, "rank", kind, name, str(rank)]
-            env = environment(directory, **variables)
-            processes.append(subprocess.Popen(command, env=env, cwd=directory, stdout=subprocess.DEVNULL))
-        for phase in ("paced", "fast"):
+        interval = {"WANDB__FILE_STREAM_TRANSMIT_INTERVAL": str(INTERVAL_S)}
+        variables = environment(directory, **server.environment, **interval, PYTHONPATH="")
+        command = [str(interpreter()), __file__, kind, name, str(paced), str(fast)]
+
+        def await_rows(count: int) -> None:
+            server.wait_for(lambda: bool(server.runs) and len(server.runs[0].rows) == count, 120)
+
+        with node(ranks, lambda rank: [*command, str(rank)], directory, variables) as running:
+            running.await_all("paced")
+            running.release("paced")
+            running.await_all("fast")
+            await_rows(writers * (1 + paced))
+            helpers, everything = running.memory()
+            took_s = running.cpu_s()
+            began = running.release("fast")
+            await_rows(writers * (1 + paced + fast))
+            seconds = time.monotonic() - began
             for rank in range(ranks):
-                wait_for(directory / f"ready-{phase}-{rank}")
-            (directory / phase).touch()
-            began = time.monotonic()
-        expected = ranks * (1 + PACED + ROWS)
-        server.wait_for(lambda: bool(server.runs) and len(server.runs[0].rows) == expected, 300)
-        seconds = time.monotonic() - began
-        helpers, helpers_mib, all_mib = memory_of_children(processes)
-        (directory / "leave").touch()
-        assert [process.wait(60) for process in processes] == [0] * ranks
+                wait_for(directory / f"figures-{rank}")
+            took_s = running.cpu_s() - took_s
+            after, _ = running.memory()
+            running.release("leave")
+            running.leave()
         (run,) = server.runs
-        assert (len(run.rows), run.rows_overwritten) == (expected, 0)
+        assert (len(run.rows), run.rows_overwritten) == (writers * (1 + paced + fast), 0)
         of_ranks = [json.loads((directory / f"figures-{rank}").read_text()) for rank in range(ranks)]
-        return {
-            "helpers": helpers,
-            "helpers_mib": helpers_mib,
-            "all_mib": all_mib,
-            "connections": run.connections,
-            "first_s": max(one["first_s"] for one in of_ranks),
-            "paced_us": statistics.median(one["paced_us"] for one in of_ranks),
-            "fast_us": statistics.median(one["fast_us"] for one in of_ranks),
-            "rows_s": ranks * ROWS / seconds,
-        }
+    return {
+        "helpers": helpers.processes,
+        "connections": run.connections,
+        "paced_pss": helpers.pss,
+        "paced_rss": helpers.rss,
+        "paced_anonymous": helpers.anonymous,
+        "fast_pss": after.pss,
+        "fast_rss": after.rss,
+        "all_pss": everything.pss,
+        "first_s": max(one["first_s"] for one in of_ranks),
+        "paced_us": statistics.median(one["paced_us"] for one in of_ranks),
+        "fast_us": statistics.median(one["fast_us"] for one in of_ranks),
+        "rows_s": writers * fast / seconds,
+        "cpu_us": took_s * 1e6 / max(1, writers * fast),
+    }
 
 
-def memory_of_children(processes: list[subprocess.Popen[bytes]]) -> tuple[int, float, float]:
-    """How many processes these have started, their memory in MiB, and that with the ranks' own."""
-    own = {process.pid for process in processes}
-    helpers = {pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if parent(pid) in own}
-    helpers |= {pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if parent(pid) in helpers}
-    return len(helpers), sum(map(pss_mib, helpers)), sum(map(pss_mib, helpers | own))
+@functools.cache
+def interpreter() -> Path:
+    return python("wandb")
 
 
-def parent(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
+def main() -> None:
+    by_ranks = {ranks: in_turn(KINDS, functools.partial(measure, ranks=ranks), pairs) for ranks, pairs in PAIRS.items()}
+    alone = [measure("client per rank", 1, fast=FAST // 8) for _ in range(3)]
+    tables = [table(f"{ranks} ranks on a node", QUANTITIES, found) for ranks, found in by_ranks.items()]
+    figures = {f"{kind}, {ranks} ranks": one for ranks, found in by_ranks.items() for kind, one in found.items()}
+    figures["a client alone"] = alone
+    publish("shared_node", Result("\n\n".join(tables), goals(by_ranks[8], least(alone, by_ranks[8])), figures))
 
 
-def pss_mib(pid: int) -> float:
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    return 0.0
+def least(alone: Sequence[Figures], found: Found) -> float:
+    """What one client by itself, with one rank's rows, is of the memory of eight."""
+    return median({"alone": alone}, "alone", "paced_pss") / median(found, KINDS[1], "paced_pss")
 
 
-ROWS_OF_THE_TABLE = (
-    ("helpers", "helper processes", "{:.0f}"),
-    ("helpers_mib", "their memory (PSS), MiB", "{:.0f}"),
-    ("all_mib", "with the ranks' own, MiB", "{:.0f}"),
-    ("connections", "connections to the service", "{:.0f}"),
-    ("first_s", "process start to the last rank's first row, s", "{:.2f}"),
-    ("paced_us", "one `log` of 5 keys, every 10 ms, us", "{:.0f}"),
-    ("fast_us", "one `log`, all ranks as fast as they can, us", "{:.0f}"),
-    ("rows_s", "rows a second then, until all have arrived", "{:.0f}"),
-)
-
-
-def table(ranks: int, found: dict[str, list[Figures]]) -> str:
-    lines = [f"| {ranks} ranks on a node | attached | client per rank | ratio |", "|---|---:|---:|---:|"]
-    for name, title, form in ROWS_OF_THE_TABLE:
-        values = [[one[name] for one in found[kind]] for kind in KINDS]
-        cells = [f"{form.format(statistics.median(v))} ({form.format(min(v))}-{form.format(max(v))})" for v in values]
-        ratio = statistics.median(a / b for a, b in zip(*values, strict=True))
-        lines.append(f"| {title} | {' | '.join(cells)} | {ratio:.2f} |")
-    return "\n".join(lines)
-
-
-def main(page: Path) -> None:
-    tables = []
-    for ranks in RANKS:
-        found: dict[str, list[Figures]] = {kind: [] for kind in KINDS}
-        for pair in range(PAIRS):
-            for kind in KINDS if pair % 2 == 0 else reversed(KINDS):
-                found[kind].append(measure(kind, ranks))
-        tables.append(table(ranks, found))
-        print(tables[-1], flush=True)
-    import wandb
-
-    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, wandb {wandb.__version__}"
-    about = f"Measured {time.strftime('%F')} on {machine}; {PAIRS} pairs in turn: median (range)."
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{about}\n\n" + "\n\n".join(tables) + f"\n{END}{after}")
+def goals(found: Found, one_client: float) -> list[Goal]:
+    """Of a node of eight ranks."""
+    cores = [median(found, kind, "helpers") / 2 for kind in KINDS]
+    memory = {key: ratio(found, key, *KINDS) for key in ("paced_pss", "fast_pss", "paced_rss")}
+    connections, rows, first = (ratio(found, key, *KINDS) for key in ("connections", "rows_s", "first_s"))
+    where = "8 ranks, shared: "
+    return [
+        Goal(f"{where}wandb-cores", "1 for 8", f"{cores[0]:.0f} for {cores[1]:.0f}", cores[0] == 1),
+        Goal(
+            f"{where}memory of the helpers (PSS)",
+            "at most 0.25x",
+            f"{memory['paced_pss']:.2f}x at a training's pace, {memory['fast_pss']:.2f}x after a burst "
+            f"(RSS: {memory['paced_rss']:.2f}x); one client that has one rank only: {one_client:.2f}x",
+            max(memory["paced_pss"], memory["fast_pss"]) <= 0.25,
+        ),
+        Goal(f"{where}connections", "1", f"{median(found, KINDS[0], 'connections'):.0f}", connections <= 1 / 8),
+        Goal(f"{where}rows a second", "at least 2x", f"{rows:.2f}x", rows >= 2),
+        Goal(f"{where}first row", "no later", f"{first:.2f}x", first <= 1),
+    ]
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "rank":
-        _, _, kind, name, rank = sys.argv
-        {"attached": attached, "client per rank": client_per_rank}[kind](Path(name), int(rank))
+    if sys.argv[1:]:
+        kind, directory, *numbers = sys.argv[1:]
+        paced, fast, rank = map(int, numbers)
+        KIND[kind](Path(directory), rank, paced, fast)
     else:
-        main(Path(sys.argv[1]))
+        main()
