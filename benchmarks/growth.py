@@ -133,13 +133,14 @@ def plot(by_ranks: Mapping[int, Found], jobs: Sequence[Mapping[str, Any]]) -> No
         many = () if panel.clients is None else [NODE * nodes for nodes in NODES]
         ticks = [*ON_A_NODE, *many]
         axis.set_xticks(ticks, [f"{ranks:,}" for ranks in ticks])
-        axis.tick_params(axis="x", which="minor", bottom=False)
         if panel.clients is None:
             axis.set_ylim(bottom=0)
         else:
             axis.set_yscale("log")
+            axis.yaxis.set_major_formatter("{x:g}")
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[-1].legend(frameon=False)
+    axes[0].legend(frameon=False)
     PLOT.parent.mkdir(exist_ok=True)
     figure.savefig(PLOT, metadata={"Date": None, "Creator": None}, facecolor="white")
     # Its lines end in blanks, which a check of the text would not have.
