@@ -114,7 +114,7 @@ class WandbHandle(Handle):
             if not self._closing or not is_outermost or self._ender == thread:
                 if method.__name__ == "define_metric":
                     self._definitions.append(lambda: method(self.run, *args, **kwargs))
-                with _torn_down_is_told(self.run):
+                with _TornDownIsTold(self.run):
                     return method(self.run, *args, **kwargs)
         except service_gone() as error:
             if self._ender == thread or not is_outermost:
@@ -130,7 +130,7 @@ class WandbHandle(Handle):
         thread, opening = threading.get_ident(), self._openings
         try:
             if not self._ended.is_set() or self._ender == thread:
-                with _torn_down_is_told(self.run):
+                with _TornDownIsTold(self.run):
                     return accessor(self.run, *args, **kwargs)
         except service_gone() as error:
             if self._ender == thread or thread in self._callers:
@@ -226,7 +226,7 @@ class WandbHandle(Handle):
     def _end(self, exit_code: int, stays_global: bool = False) -> None:
         self._ender = threading.get_ident()
         try:
-            with _torn_down_is_told(self.run):
+            with _TornDownIsTold(self.run):
                 if exit_code == TERMINATED and self._request.plan.primary:
                     self.run.mark_preempting()
                 self.run.finish(exit_code=exit_code)
@@ -302,16 +302,24 @@ def _torn_down() -> type[BaseException] | None:
     return getattr(asyncio_manager, "AlreadyJoinedError", None)
 
 
-@contextlib.contextmanager
-def _torn_down_is_told(run: Any) -> Iterator[None]:
-    """Have a run whose client was torn down say so, also to a thread that was given the id of the client's own."""
-    try:
-        yield
-    except ValueError as error:
-        kind, client = _torn_down(), getattr(getattr(run, "_interface", None), "_asyncer", None)
-        if kind is None or not getattr(client, "_joined", False):
-            raise
-        raise kind(str(error)) from error
+class _TornDownIsTold:
+    """Has a run whose client was torn down say so, also to a thread that was given the id of the client's own.
+
+    A class, since each row comes through here: a generator would take as long as the rest of the guard.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if not isinstance(error, ValueError):
+            return
+        kind, client = _torn_down(), getattr(getattr(self._run, "_interface", None), "_asyncer", None)
+        if kind is not None and getattr(client, "_joined", False):
+            raise kind(str(error)) from error
 
 
 def _was_torn_down(error: BaseException) -> bool:
