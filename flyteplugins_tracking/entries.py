@@ -301,11 +301,11 @@ def join_here(entry: Entry, run_id: str) -> bool:
 
 def _innermost() -> Entry | None:
     """The one that is running, for a thread without a context; None where it could be either of several trainings."""
-    with _lock:
-        last = _running[-1] if _running else None
-        if len(_running) > 1 and any(entry is not last and not _encloses(entry, last) for entry in _running):
-            return None
-        return last
+    running = _running[:]  # at once, without the lock: threads ask for each row that they log
+    last = running[-1] if running else None
+    if len(running) > 1 and any(entry is not last and not _encloses(entry, last) for entry in running):
+        return None
+    return last
 
 
 def _encloses(entry: Entry, inner: Entry | None) -> bool:
