@@ -17,7 +17,7 @@ from paired import Figures, Found, Goal, Quantity, Result, in_turn, publish, rat
 from peers import python
 
 OURS, BARE, PEER = KINDS = ("tracking_init", "no tracking", "flytekitplugins-wandb")
-RANKS, ROUNDS = 8, 3
+RANKS, ROUNDS = 8, 5
 RUN = {"project": "bench", "entity": "recorded", "id": "one"}
 
 QUANTITIES = (
