@@ -23,7 +23,11 @@ else:
 
     def replace(value, /, **changes):
         """See `dataclasses.replace`."""
-        return type(value)(**{**dict(zip(value.__match_args__, _values(value), strict=True)), **changes})
+        if type(value).__init__ is not _init:  # of a subclass, which may be a real one
+            import dataclasses
+
+            return dataclasses.replace(value, **changes)
+        return type(value)(**{**dict(zip(value.__shape__.names, _values(value), strict=True)), **changes})
 
 
 class _Field:
@@ -34,7 +38,8 @@ class _Field:
 class _Shape:
     """The fields of a class: their names, and what is declared of them."""
 
-    def __init__(self, cls: type) -> None:
+    def __init__(self, cls: type, frozen: bool, eq: bool) -> None:
+        self.cls, self.frozen, self.eq = cls, frozen, eq
         self.names = tuple(cls.__annotations__)
         self.known = frozenset(self.names)
         self.declared = {name: value for name, value in vars(cls).items() if name in self.names}
@@ -45,43 +50,53 @@ class _Shape:
         self.defaults = {name: one["default"] for name, one in options.items() if "default" in one}
         self.factories = {name: one["default_factory"] for name, one in options.items() if "default_factory" in one}
         self.shown = [name for name in self.names if options.get(name, {}).get("repr", True)]
+        self._real: Any = None
 
-    def of_real(self, cls: type) -> Any:
+    def real(self) -> Any:
         """The real dataclass with the same fields."""
-        import dataclasses
+        if self._real is None:
+            import dataclasses
 
-        members = {
-            name: dataclasses.field(**value.options) if isinstance(value, _Field) else value
-            for name, value in self.declared.items()
-        }
-        members |= {"__annotations__": cls.__annotations__, "__module__": cls.__module__}
-        return dataclasses.dataclass(type(cls.__name__, (), members))
+            members = {
+                name: dataclasses.field(**value.options) if isinstance(value, _Field) else value
+                for name, value in self.declared.items()
+            }
+            members |= {"__annotations__": self.cls.__annotations__, "__module__": self.cls.__module__}
+            self._real = dataclasses.dataclass(frozen=self.frozen, eq=self.eq)(type(self.cls.__name__, (), members))
+        return self._real
 
 
-class _FieldsOfReal:
-    """`__dataclass_fields__`, by which the functions of `dataclasses` know their own; made when somebody first asks."""
+class _OfReal:
+    """What the functions of `dataclasses` know their own by; made when somebody first asks."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def __get__(self, instance: object, owner: Any) -> Any:
-        owner.__dataclass_fields__ = owner.__shape__.of_real(owner).__dataclass_fields__
-        return owner.__dataclass_fields__
+        value = getattr(owner.__shape__.real(), self.name)
+        setattr(owner.__shape__.cls, self.name, value)  # some look into the class's `__dict__`
+        return value
 
 
 class _SignatureOfReal:
     def __get__(self, instance: object, owner: Any) -> Any:
+        if owner.__init__ is not _init:
+            raise AttributeError("a subclass has the signature of its own __init__")
         import inspect
 
-        owner.__signature__ = inspect.signature(owner.__shape__.of_real(owner))
-        return owner.__signature__
+        return inspect.signature(owner.__shape__.real())
 
 
 def _made(cls: Any, frozen: bool, eq: bool) -> Any:
-    shape = cls.__shape__ = _Shape(cls)
+    shape = cls.__shape__ = _Shape(cls, frozen, eq)
     for name in shape.declared.keys() - shape.defaults.keys():
         delattr(cls, name)
     for name in shape.defaults:
         setattr(cls, name, shape.defaults[name])
     cls.__match_args__ = shape.names  # type: ignore[misc]
-    cls.__dataclass_fields__, cls.__signature__ = _FieldsOfReal(), _SignatureOfReal()
+    for name in ("__dataclass_fields__", "__dataclass_params__"):
+        setattr(cls, name, _OfReal(name))
+    cls.__signature__ = _SignatureOfReal()
     cls.__init__, cls.__repr__, cls.__replace__ = _init, _repr, replace
     if eq:
         cls.__eq__, cls.__hash__ = _eq, _hash
@@ -98,7 +113,7 @@ def _init(self: Any, /, *positional: Any, **named: Any) -> None:
             values[name] = factory()
     given = len(positional)
     if values.keys() != shape.known or given > len(shape.names) or not named.keys().isdisjoint(shape.names[:given]):
-        type(self).__signature__.bind(*positional, **named)  # says what is wrong
+        shape.real()(*positional, **named)  # says what is wrong
     self.__dict__.update(values)
     if hasattr(self, "__post_init__"):
         self.__post_init__()
@@ -110,7 +125,7 @@ def _repr(self: Any) -> str:
 
 
 def _values(self: Any) -> tuple[Any, ...]:
-    return tuple(getattr(self, name) for name in self.__match_args__)
+    return tuple(getattr(self, name) for name in self.__shape__.names)
 
 
 def _eq(self: Any, other: object) -> Any:

@@ -121,6 +121,46 @@ def test_a_match_statement_takes_it_apart():
             pytest.fail("no match")
 
 
+@pytest.mark.parametrize("value", [OURS, REAL])
+def test_a_subclass_is_one_too(value):
+    class Plain(value):
+        pass
+
+    class Own(value):
+        note: str = ""
+
+        def __init__(self, text):
+            super().__init__(rank=int(text), nmae="x")
+
+    assert [field.name for field in dataclasses.fields(Plain)] == ["rank", "name", "secret", "config"]
+    assert dataclasses.asdict(Plain(1)) == dataclasses.asdict(value(1))
+    assert dataclasses.replace(Plain(1), rank=2) == Plain(2)
+    assert str(inspect.signature(Plain)) == str(inspect.signature(value))
+    assert str(inspect.signature(Own)) == "(text)"
+    with pytest.raises(TypeError, match=r"__init__\(\) missing 1 required positional argument: 'rank'"):
+        Plain()
+    with pytest.raises(TypeError, match="nmae"):
+        Own("1")
+
+
+@pytest.mark.parametrize("value", [OURS, REAL])
+@pytest.mark.parametrize("replace", [values.replace, dataclasses.replace])
+def test_a_real_one_can_inherit_from_it(value, replace):
+    @dataclasses.dataclass(frozen=True)
+    class More(value):
+        more: int = 0
+        named: int = dataclasses.field(default=0, kw_only=True)
+
+    one = replace(More(1, more=2, named=3), name="z")
+    assert (one.rank, one.name, one.more, one.named) == (1, "z", 2, 3)
+    assert one == More(1, "z", more=2, named=3) != More(1, "z", more=2)
+    assert "more" not in value.__dataclass_fields__
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.rank = 2
+    with pytest.raises(TypeError, match="frozen"):
+        dataclasses.dataclass(type("Open", (value,), {}))
+
+
 def test_one_that_is_compared_by_identity_can_change():
     @values.dataclass(eq=False)
     class Entry:
