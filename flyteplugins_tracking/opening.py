@@ -176,3 +176,13 @@ def _read_secret(secret: Any, around: Surroundings) -> str | None:
     if value is not None and not isinstance(value, str):
         raise TrackerUnavailableError(f"secret= gave a {type(value).__name__}, and no text that could be an API key")
     return value
+
+
+def _forget_the_parents() -> None:
+    """In a forked child: the lock may be held by a thread that is not there any more."""
+    global _opening
+    _opening = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_the_parents)

@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 import pickle
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,6 +25,7 @@ from flyteplugins_tracking import (
     override_distributed_info,
     tracking_init,
 )
+from flyteplugins_tracking.testing import RecordingTracker
 
 
 @tracking_init
@@ -266,6 +268,33 @@ def test_a_forked_child_has_no_run_and_ends_none(wandb_replaced):
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert wandb_replaced.runs[1].exit_codes == [0]
+
+
+def test_a_child_that_is_forked_while_a_thread_opens_a_run_can_open_its_own():
+    opening, forked = threading.Event(), threading.Event()
+
+    class Slow(RecordingTracker):
+        def open(self, request):
+            opening.set()
+            forked.wait(60)
+            return super().open(request)
+
+    @tracking_init(tracker=Slow(), run_mode="new")
+    def train():
+        return get_run()
+
+    with ThreadPoolExecutor(1) as pool:
+        trained = pool.submit(train)
+        assert opening.wait(60)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            forked.set()
+            os._exit(0 if train() is not None else 1)
+        forked.set()
+        _, status = os.waitpid(child, 0)
+        assert trained.result() is not None
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_ranks_without_a_run_get_none_also_where_a_neighbour_thread_has_one(wandb_replaced):
