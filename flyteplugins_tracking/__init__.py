@@ -79,16 +79,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """See https://peps.python.org/pep-0562."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a checker would take every misspelt name for one that `__getattr__` gives
 
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        """See https://peps.python.org/pep-0562."""
+        from importlib import import_module
+
+        if name in _MODULES:
+            globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+            return value
+        if name in _MODULES.values():  # to a checker, they are loaded
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*globals(), *__all__})

@@ -154,3 +154,8 @@ def test_vendors_are_imported_inside_functions_only():
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert vendors.isdisjoint(name.partition(".")[0] for name in names), path
+
+
+def test_a_module_with_public_names_is_there_without_an_import_of_its_own():
+    asked = "import flyteplugins_tracking as t; t.errors.ConfigError; t.topology.detect; assert 'plan' in dir(t)"
+    subprocess.run([sys.executable, "-W", "error", "-c", asked], check=True, timeout=60)

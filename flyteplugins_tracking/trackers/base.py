@@ -17,28 +17,25 @@ from flyteplugins_tracking.values import replace
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-    from typing import Any, Literal, Protocol
+    from typing import Any, Protocol
 
     from flyteplugins_tracking.config import TrackingConfig
     from flyteplugins_tracking.entries import RunRequest
     from flyteplugins_tracking.findings import Examination
+    from flyteplugins_tracking.modes import Feature as Feature
     from flyteplugins_tracking.policy import Page
     from flyteplugins_tracking.topology import DistributedInfo
-
-    # What a service may be without. See docs/trackers.md.
-    Feature = Literal[
-        "shared",
-        "resume",
-        "offline",
-        "media",
-        "system metrics",
-        "sweeps",
-        "config file",
-        "allow_config",
-        "download_logs",
-    ]
 else:
     Protocol = object
+
+    def __getattr__(name: str) -> object:
+        """`Feature`, for the annotations of a third party's tracker."""
+        if name != "Feature":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from flyteplugins_tracking.modes import Feature
+
+        return Feature
+
 
 ENTRY_POINTS = "flyteplugins_tracking.trackers"
 

@@ -18,8 +18,11 @@ from flyteplugins_tracking import (
     process_group,
     tracking_init,
 )
+from flyteplugins_tracking import get_rum as get_rum  # type: ignore[attr-defined]
 from flyteplugins_tracking.compat.wandb import wandb_init
 from flyteplugins_tracking.testing import RecordedRun, RecordingTracker, Simulation, simulate
+from flyteplugins_tracking.trackers.base import Featrue as Featrue  # type: ignore[attr-defined]
+from flyteplugins_tracking.trackers.base import Feature
 
 
 @tracking_init
@@ -81,3 +84,5 @@ gather_metrics({"loss": 0.5}, ("maen",))  # type: ignore[arg-type]
 with process_group("gloo", timeout_s=60):
     pass
 process_group(timeout_s="60")  # type: ignore[arg-type]
+lacks: dict[Feature, str] = {"sweeps": "it has none"}
+lacks["sweep"] = "it has none"  # type: ignore[index]
