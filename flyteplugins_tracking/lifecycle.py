@@ -155,9 +155,11 @@ def _leave(entry: Entry, exit_code: int) -> None:
     if entry.pid != os.getpid():
         return
     if entry.config is None and entry.owner is None:  # it has no run
-        entries.end(entry, exit_code)
-        if entry.aside is not None:
-            entry.aside()
+        try:
+            entries.end(entry, exit_code)
+        finally:
+            if entry.aside is not None:
+                entry.aside()
         return
     from flyteplugins_tracking import ending
 
