@@ -176,22 +176,16 @@ def plain_config(config: object, name: str = "config") -> dict[str, Any]:
     """
     if config is None:
         return {}
-    if not isinstance(config, Mapping):
-        config = _of_object(config)
+    if hasattr(type(config), "__dataclass_fields__"):  # first: one may be a mapping too, which holds other things
+        import dataclasses
+
+        config = dataclasses.asdict(config)  # type: ignore[call-overload]
+    elif not isinstance(config, Mapping) and hasattr(config, "__dict__") and not callable(config):
+        config = vars(config)  # argparse.Namespace, types.SimpleNamespace
     if not isinstance(config, Mapping):
         raise ConfigError(f"{name}= takes a mapping, a dataclass or a namespace, not {type(config).__name__}")
     plain: dict[str, Any] = _plain(config, name, ())
     return plain
-
-
-def _of_object(config: Any) -> Any:
-    import dataclasses
-
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return dataclasses.asdict(config)
-    if hasattr(config, "__dict__") and not callable(config):
-        return vars(config)  # argparse.Namespace, types.SimpleNamespace
-    return config
 
 
 def _plain(value: Any, where: str, parents: tuple[int, ...]) -> Any:

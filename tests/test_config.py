@@ -88,6 +88,14 @@ def test_secrets_and_options_stay_out_of_the_repr():
     assert "lambda" not in repr(config)
 
 
+def test_a_dataclass_that_is_a_mapping_too_is_taken_for_its_fields():
+    @dataclasses.dataclass
+    class Both(dict[str, float]):
+        lr: float = 0.1
+
+    assert plain_config(Both()) == {"lr": 0.1}
+
+
 def test_configs_become_plain_json():
     numpy = pytest.importorskip("numpy", reason='numpy is not installed: pip install "flyteplugins-tracking[examples]"')
     plain = {"lr": 0.1, "path": "/data", "optimizer": "adam"}
