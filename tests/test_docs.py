@@ -32,7 +32,7 @@ from support import jobs
 from wandb_files import read_runs
 
 import flyteplugins_tracking.testing
-from flyteplugins_tracking import DistributedInfo, TrackingError, plan, topology, tracking_init
+from flyteplugins_tracking import DistributedInfo, RunPlan, TrackingError, plan, topology, tracking_init
 from flyteplugins_tracking.identity import from_launcher
 
 ROOT = Path(__file__).parent.parent
@@ -283,3 +283,11 @@ def test_the_errors_of_the_page_are_those_that_are_raised(message):
     rows = re.findall(r"^\| `(\w+Error): (?:\.\.\. )?(.+?)` \|", PAGES["docs/troubleshooting"], re.MULTILINE)
     assert {text: name for name, text in rows}[message] == type(raised.value).__name__
     assert len(rows) == len(RAISING)
+
+
+def test_the_reference_shows_what_values_are_made_of():
+    griffe = pytest.importorskip("griffe", reason='griffe is not installed: pip install "flyteplugins-tracking[docs]"')
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "values.py"))
+    package = griffe.load("flyteplugins_tracking", search_paths=[ROOT], extensions=extensions)
+    shown = [parameter.name for parameter in package["policy.RunPlan"].parameters]
+    assert shown == ["self", *RunPlan.__match_args__]
