@@ -114,7 +114,7 @@ def _init(self: Any, /, *positional: Any, **named: Any) -> None:
     given = len(positional)
     if values.keys() != shape.known or given > len(shape.names) or not named.keys().isdisjoint(shape.names[:given]):
         shape.real()(*positional, **named)  # says what is wrong
-    self.__dict__.update(values)
+    self.__dict__.update({name: values[name] for name in shape.names})
     if hasattr(self, "__post_init__"):
         self.__post_init__()
 

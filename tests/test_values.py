@@ -44,6 +44,7 @@ def test_it_is_what_the_real_one_is(arguments):
     positional, named = arguments
     ours, real = OURS(*positional, **named), REAL(*positional, **named)
     assert dataclasses.asdict(ours) == dataclasses.asdict(real) == vars(real) == vars(ours)
+    assert [*vars(ours)] == [*vars(real)]
     assert dataclasses.is_dataclass(ours)
     assert [(f.name, f.type, f.repr) for f in dataclasses.fields(ours)] == [
         (f.name, f.type, f.repr) for f in dataclasses.fields(real)
