@@ -53,7 +53,7 @@ class Host:
 
         Args:
             name: The same for host and guests.
-            ask: Called, in another thread, when a guest wants to be offered a value anew, with what the guest says.
+            ask: Called, in a thread of its own, when a guest wants to be offered a value anew, with what it says.
             expected: How many guests are to come.
 
         Raises:
@@ -199,7 +199,9 @@ class Host:
             elif self._value is not None and "rank" in message:
                 _send(guest, {"offer": self._value, "host": self._token})
         if "ask" in message:
-            self._ask(str(message["ask"]))
+            # In a thread of its own: the answer may wait for a pause, which waits for what guests say here.
+            asking = threading.Thread(target=self._ask, args=(str(message["ask"]),), name=__name__, daemon=True)
+            asking.start()
 
 
 class Guest:

@@ -118,6 +118,31 @@ def test_a_pause_holds_until_the_value_is_offered_again(name):
     guest.communicate(timeout=10)
 
 
+def test_an_answer_that_waits_for_a_pause_does_not_hold_it_up(name, monkeypatch):
+    monkeypatch.setattr("flyteplugins_tracking.handover._PAUSE_S", 20.0)
+    asked, is_paused = threading.Event(), threading.Event()
+
+    def answer(_: str) -> None:
+        asked.set()
+        is_paused.wait(30)
+
+    host = Host(name, ask=answer)
+    host.offer({})
+    guest = start_guest(name)
+    assert line(guest) == "value {}"
+    assert guest.stdin is not None
+    guest.stdin.write("guest.ask()\n")
+    guest.stdin.flush()
+    assert asked.wait(20)
+    began = time.monotonic()
+    host.pause()
+    assert time.monotonic() - began < 15
+    is_paused.set()
+    assert line(guest) == "paused"
+    host.close()
+    guest.communicate(timeout=10)
+
+
 def test_a_stopped_guest_does_not_hold_up_a_pause(name):
     host = Host(name, ask=lambda _: None)
     host.offer({})
