@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from node import place
 from paired import Figures
 from support.jobs import environment
 
@@ -22,8 +23,7 @@ def alone(directory: Path, variables: Mapping[str, str]) -> dict[str, str]:
 
 def rank_of_eight(rank: int) -> dict[str, str]:
     """What torchrun tells this rank of a node of eight."""
-    sizes = {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "NODE_RANK": "0", "GROUP_RANK": "0"}
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), **sizes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    return {**place(rank, 8), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def measured(

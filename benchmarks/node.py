@@ -27,6 +27,12 @@ def meet(directory: Path, rank: int, moment: str) -> None:
     wait_for(directory / moment)
 
 
+def place(rank: int, ranks: int) -> dict[str, str]:
+    """What a launcher tells this rank of one node."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0}
+    return {name: str(value) for name, value in told.items()}
+
+
 @dataclass(frozen=True)
 class Node:
     """The ranks that run."""
@@ -66,9 +72,7 @@ def node(
     processes = []
     try:
         for rank in range(ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0}
-            variables = {**environment, **{name: str(value) for name, value in place.items()}}
-            variables["STARTED"] = str(time.time())
+            variables = {**environment, **place(rank, ranks), "STARTED": str(time.time())}
             processes.append(subprocess.Popen(command(rank), env=variables, cwd=directory, stdout=subprocess.DEVNULL))
         yield Node(processes, directory)
     finally:

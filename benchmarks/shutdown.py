@@ -70,14 +70,14 @@ def started(
     python: Path, what: str, kind: str, ranks: int
 ) -> Iterator[tuple[Any, Path, list[subprocess.Popen[bytes]]]]:
     """A training with a server; no process of it outlives the block."""
+    from node import place
     from support import jobs
     from support.wandb_server import WandbServer
 
     with tempfile.TemporaryDirectory() as name, WandbServer() as server:
         processes = []
         for rank in range(ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0}
-            variables = {key: str(value) for key, value in place.items()} if ranks > 1 else {}
+            variables = place(rank, ranks) if ranks > 1 else {}
             env = jobs.environment(Path(name), **server.environment, **variables, PYTHONPATH="")
             processes.append(subprocess.Popen([python, __file__, what, kind, name], env=env, cwd=name))
         try:

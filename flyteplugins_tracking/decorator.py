@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     F = TypeVar("F", bound=Callable[..., Any])
 
+# By themselves: mypy takes overloads in a block only where nothing else is in it.
 if TYPE_CHECKING:
 
     @overload

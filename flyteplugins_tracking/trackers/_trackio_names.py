@@ -45,6 +45,11 @@ def without_token(url: str) -> tuple[str, str | None]:
 
 
 def check_address(url: object) -> None:
+    """Refuse what is no address of a server. Its text is not shown: it may hold a token.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
     from urllib.parse import urlsplit
 
     if not isinstance(url, str) or not url.startswith(("https://", "http://")) or not urlsplit(url).netloc:
@@ -54,6 +59,11 @@ def check_address(url: object) -> None:
 
 
 def check_server(url: object) -> None:
+    """Refuse a `server_url=` that is no address, or holds a token.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
     if url is None:
         return
     from urllib.parse import urlsplit
@@ -67,6 +77,11 @@ def check_server(url: object) -> None:
 
 
 def check_project(project: str | None) -> None:
+    """Refuse a project whose name Trackio needs for its own files.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
     if project is None:
         return
     kept_as = "".join(c for c in project if c.isalnum() or c in "-_")

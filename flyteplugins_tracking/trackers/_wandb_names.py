@@ -26,12 +26,22 @@ def imposed_id() -> str | None:
 
 
 def check_id(run_id: str | None) -> None:
+    """Refuse an id with a character that W&B does not take.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
     bad = sorted(set(run_id or "") & set(_NOT_IN_AN_ID))
     if bad:
         raise ConfigError(f"run id {run_id!r} has {' '.join(bad)}, which W&B does not take in an id")
 
 
 def check_host(host: object) -> None:
+    """Refuse a `host=` that is no address.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
     if host is not None and not (isinstance(host, str) and host.startswith(("https://", "http://"))):
         raise ConfigError(f"host={host!r} is no address: write it as host='https://wandb.example.com'")
 
