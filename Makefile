@@ -23,11 +23,11 @@ test-slurm: $(INSTALLED)
 
 # The fault matrix of docs/reliability.md, measured anew.
 reliability: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m reliability docs/reliability.md
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults docs/reliability.md
 
 # 200 restarts in a row of a 4-rank job.
 soak: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m reliability.soak
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults.soak
 
 # The figures of docs/performance.md, measured anew: all of them, or ROWS="log shutdown".
 bench: $(INSTALLED)

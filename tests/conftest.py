@@ -28,7 +28,7 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 class _Scheduler(LoadScopeScheduling):
     """A file's tests stay in one worker, in their order; those of the longest files go where one is free.
 
-    Only where each job has a project of its own (`ends.py`): a run that is open has its project and id on the machine.
+    Only where each job has a project of its own (`scripted_training.py`): a run that is open has its project and id on the machine.
     (xdist's own groups do nothing under pytest 9.2.)
     """
 

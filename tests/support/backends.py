@@ -29,7 +29,7 @@ class Kept:
 
     Attributes:
         id: The id, as plans have it.
-        points: How often there is which value of which key: of the keys that `conform.py` logs.
+        points: How often there is which value of which key: of the keys that `conformance_job.py` logs.
         status: What the service says of it.
         ends: How often the service was told of the run's end; None where that leaves no trace.
         config: What was passed as the run's config, and what the library adds.
@@ -67,7 +67,7 @@ class Backend(Protocol):
 
 
 def points(rows: list[Mapping[str, Any]]) -> Counter[tuple[str, int]]:
-    """The values of the keys that `conform.py` logs, in rows of any shape."""
+    """The values of the keys that `conformance_job.py` logs, in rows of any shape."""
     return Counter((key, int(value)) for row in rows for key, value in row.items() if key.startswith("rank"))
 
 

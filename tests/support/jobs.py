@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 from wandb_files import StoredRun, read_runs
 
-SCRIPTS = Path(__file__).parent / "scripts"
-TRAIN = SCRIPTS / "train.py"
+PROGRAMS = Path(__file__).parent / "scripts"
+TRAIN = PROGRAMS / "train.py"
 _LAUNCHERS = re.compile(
     "RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|NODE_RANK|MASTER_|TORCH|PET_|SLURM_|OMPI_|PMIX?_|MPI_|MV2_|HOROVOD_|JSM_|"
     "CROSS_|KONDUKTOR_|SKYPILOT_|NUM_NODES|WANDB_|PLUTO_|MLOP_|MLFLOW_|FLYTE_|_F_|_U_|RUN_NAME|ACTION_NAME|POD_CHILDREN|"

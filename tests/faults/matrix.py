@@ -1,0 +1,461 @@
+"""Each fault of the matrix: how it is made, and what must be known of the run afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support import flyte1_pods, jobs
+from support.harness import ENDS, Job, Outcome, ends, flyte, job, python, torchrun
+from support.loopback import Fault
+
+Scenario = Callable[[Job], Outcome]
+PROMPT = {"WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "1"}  # seconds; 15 unless given
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the matrix.
+
+    Attributes:
+        fault: What happens.
+        scenario: Makes it happen.
+        exit_codes: What the server must have been told, in this order.
+        state: The run's state at the end.
+        within_s: How soon after the fault the job must have ended; None where nothing is said about it.
+        kept: Where every row must be: at the "server"; or in the "local file", where the server was not there; or there
+            but for the last 0.2 s, where the writer was "killed".
+        log_within_s: The longest that one `log` may take, on a machine whose cores have other work too.
+        restarts: What the run's config must tell at the end.
+        one_writer: Whether the rows have one counter of steps.
+    """
+
+    fault: str
+    scenario: Scenario
+    exit_codes: tuple[int, ...]
+    state: str
+    within_s: float | None = None
+    kept: str = "server"
+    log_within_s: float = 1.0
+    restarts: int | None = None
+    one_writer: bool = True
+
+    def run(self, directory: Path) -> Outcome:
+        with job(directory) as started:
+            return self.scenario(started)
+
+    def wrong(self, found: Outcome) -> list[str]:
+        """What is not as it must be."""
+        kept = found.arrived if self.kept == "server" else found.local
+        if self.kept == "killed":
+            kept |= found.fresh
+        late = self.within_s is not None and (found.seconds is None or found.seconds > self.within_s)
+        checks = {
+            f"exit codes {found.exit_codes}, not {self.exit_codes}": found.exit_codes != self.exit_codes,
+            f"state {found.state}, not {self.state}": found.state != self.state,
+            f"{len(found.logged - kept)} of {len(found.logged)} rows lost": not found.logged <= kept,
+            f"{found.duplicates} rows twice": found.duplicates > 0,
+            f"steps {found.steps}": self.one_writer and sorted(found.steps) != list(range(len(found.steps))),
+            f"ended after {found.seconds} s, not {self.within_s}": late,
+            f"a log took {found.slowest_log_s} s": found.slowest_log_s > self.log_within_s,
+            f"still running: {found.leaked}": found.leaked != (),
+            f"config {found.config}": self.restarts not in (None, found.config.get("restart_count")),
+        }
+        return [text for text, is_wrong in checks.items() if is_wrong]
+
+
+def alone(how: str, **settings: Any) -> Scenario:
+    """One process that ends by itself."""
+
+    def scenario(job: Job) -> Outcome:
+        job.start(python(), **ends(how, **settings))
+        return job.outcome()
+
+    return scenario
+
+
+def signalled(number: int, how: str, **settings: Any) -> Scenario:
+    """One process that is sent a signal while it does something."""
+
+    def scenario(job: Job) -> Outcome:
+        process = job.start(python(), **ends(how, **settings))
+        job.wait_for("ready 0 0")
+        time.sleep(0.3)
+        job.signal(process.pid, number)
+        return job.outcome()
+
+    return scenario
+
+
+def during_init(job: Job) -> Outcome:
+    with job.server.failing(Fault.slow(1)) as fault:
+        process = job.start(python(), **ends("loop"))
+        job.server.wait_for(lambda: fault.hits)
+        time.sleep(0.5)
+        job.signal(process.pid)
+        return job.outcome()
+
+
+def during_finish(job: Job) -> Outcome:
+    process = job.start(python(), **ends("until told"))
+    job.wait_for("ready 0 0")
+    with job.server.failing(Fault.slow(1.5, only="filestream")) as fault:
+        job.go()
+        job.wait_for("returns")
+        job.server.wait_for(lambda: fault.hits)
+        job.signal(process.pid)
+        return job.outcome()
+
+
+def together(how: dict[str, str], *options: str, command: list[str] | None = None, **settings: Any) -> Scenario:
+    """Two ranks, which are told to end when both are under way."""
+
+    def scenario(job: Job) -> Outcome:
+        job.start(command or torchrun(*options), **ends(how, **settings))
+        for rank in (0, 1):
+            job.wait_for(f"ready {rank} 0")
+        job.go()
+        return job.outcome()
+
+    return scenario
+
+
+def of_ranks(how: dict[str, str], *options: str, **settings: Any) -> Scenario:
+    """Two ranks that end by themselves."""
+
+    def scenario(job: Job) -> Outcome:
+        job.start(torchrun(*options), **ends(how, **settings))
+        return job.outcome()
+
+    return scenario
+
+
+def rank_signalled(
+    rank: int, number: int, how: dict[str, str], command: list[str] | None = None, **more: Any
+) -> Scenario:
+    """Two ranks, one of which is sent a signal."""
+
+    def scenario(job: Job) -> Outcome:
+        job.start(command or torchrun(), **ends(how, **more))
+        (victim,) = job.wait_for(f"ready {rank} 0")
+        job.wait_for(f"ready {1 - rank} 0")
+        time.sleep(0.5)
+        job.signal(victim, number)
+        return job.outcome()
+
+    return scenario
+
+
+def agent_signalled(number: int, how: dict[str, str], **settings: Any) -> Scenario:
+    """Two ranks, whose agent is sent a signal."""
+
+    def scenario(job: Job) -> Outcome:
+        agent = job.start(torchrun(), **ends(how, **settings))
+        workers = [*job.wait_for("ready 0 0"), *job.wait_for("ready 1 0")]
+        job.signal(agent.pid, number)
+        outcome = job.outcome()
+        wait_for_end(workers)
+        job.server.wait_for(lambda: job.server.runs[0].completed, 30)
+        return job.outcome() if outcome.exit_codes == () else outcome
+
+    return scenario
+
+
+def wait_for_end(pids: list[int], timeout_s: float = 60) -> None:
+    """Of processes that nobody here has started."""
+    until = time.monotonic() + timeout_s
+    while any(Path("/proc", str(pid)).exists() for pid in pids):
+        assert time.monotonic() < until, f"of {pids}, some go on"
+        time.sleep(0.1)
+
+
+def agent(job: Job, address: str, port: int, host: bool, **settings: Any) -> subprocess.Popen[str]:
+    """A node of an elastic job of 1 to 2 nodes. Ranks go by address; only one of the nodes has the store."""
+    configuration = f"is_host={int(host)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    options = [
+        *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.1", "--rdzv-id=job"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={configuration}"),
+        f"--local-addr={address}",
+    ]
+    command = [*jobs.torchrun(*options), str(ENDS)]
+    return job.start(command, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **PROMPT}, **settings)
+
+
+def scale_down(**settings: Any) -> Scenario:
+    """The node that has rank 0 and the run dies; the other goes on alone, and has them then."""
+
+    def scenario(job: Job) -> Outcome:
+        port, how = jobs.free_port(), ends("together", attempts=9, step_s=0.1, **settings)
+        agent(job, "127.0.0.2", port, host=True, **how)
+        dying = agent(job, "127.0.0.1", port, host=False, **how)
+        (rank_0,) = job.wait_for("ready 0 0")
+        (rank_1,) = job.wait_for("ready 1 0")
+        job.server.wait_for(lambda: len(job.server.runs[0].rows) > 50, 60)
+        job.fault_at = time.monotonic()
+        for pid in (dying.pid, rank_0):
+            os.kill(pid, signal.SIGKILL)
+        until_logged(job, but_not={rank_0, rank_1})
+        job.go()
+        return job.outcome()
+
+    return scenario
+
+
+def scale_up(**settings: Any) -> Scenario:
+    """A node comes, and rank 0 and the run move to it."""
+
+    def scenario(job: Job) -> Outcome:
+        port, how = jobs.free_port(), ends("together", attempts=9, step_s=0.1, **settings)
+        agent(job, "127.0.0.2", port, host=True, **how)
+        (alone,) = job.wait_for("ready 0 0")
+        job.fault_at = time.monotonic()
+        agent(job, "127.0.0.1", port, host=False, **how)
+        until_logged(job, but_not={alone})
+        job.go()
+        return job.outcome()
+
+    return scenario
+
+
+def until_logged(job: Job, but_not: set[int], rows: int = 60, timeout_s: float = 90) -> None:
+    """Wait until a process other than these has logged so many rows."""
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        for pid, lines in job.notes().items():
+            if pid not in but_not and sum(line.startswith("logged") for line in lines) >= rows:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"nobody has taken over: {job.notes()}")
+
+
+def flyte_pod(job: Job) -> Outcome:
+    """A Flyte 1 task's pod is told to end."""
+    process = job.start(
+        flyte1_pods.command("plain", job.directory, module="flyte_ends"),
+        flyte1_pods.environment("plain"),
+        **ends("loop"),
+    )
+    job.wait_for("ready 0 0")
+    job.signal(process.pid)
+    return job.outcome()
+
+
+def flyte_retry(job: Job) -> Outcome:
+    """Two attempts of a Flyte 1 task's pod; the first one fails."""
+    for attempt in (0, 1):
+        command = flyte1_pods.command("plain", job.directory, attempt, module="flyte_ends")
+        job.start(command, flyte1_pods.environment("plain", attempt), **ends("raise")).wait(120)
+    return job.outcome()
+
+
+def midway(fault: Fault, seconds: float, after_s: float = 1, ranks: int = 1, **settings: Any) -> Scenario:
+    """The server fails for so long while rows are logged."""
+
+    def scenario(job: Job) -> Outcome:
+        job.start(torchrun(ranks=ranks) if ranks > 1 else python(), PROMPT, **ends("until told", **settings))
+        for rank in range(ranks):
+            job.wait_for(f"ready {rank} 0")
+        with job.server.failing(fault):
+            time.sleep(seconds)
+        time.sleep(after_s)
+        job.fault_at = time.monotonic()
+        job.go()
+        return job.outcome()
+
+    return scenario
+
+
+def down_and_told_to_end(job: Job) -> Outcome:
+    """The server goes, SIGTERM comes, and a handler sets the flag that ends the loop."""
+    process = job.start(python(), **ends("loop", handler="flag", tracking={"finish_timeout_s": 3}))
+    job.wait_for("ready 0 0")
+    with job.server.failing(Fault.refuse()):
+        job.signal(process.pid)
+        return job.outcome()
+
+
+def unavailable(fault: Fault | None, if_unavailable: str = "raise", **env: str) -> Scenario:
+    """The server cannot be used when the run is opened."""
+
+    def scenario(job: Job) -> Outcome:
+        tracking = {"init_timeout_s": 8, "if_unavailable": if_unavailable, "id": "chosen"}
+        with job.server.failing(fault) if fault else contextlib.nullcontext():
+            job.fault_at = time.monotonic()
+            job.start(python(), env, **ends("return", tracking=tracking))
+            return job.outcome()
+
+    return scenario
+
+
+def down_to_the_end(job: Job) -> Outcome:
+    """The server goes and does not come back."""
+    job.start(python(), **ends("until told", tracking={"finish_timeout_s": 5}))
+    job.wait_for("ready 0 0")
+    with job.server.failing(Fault.refuse()):
+        job.fault_at = time.monotonic()
+        job.go()
+        return job.outcome()
+
+
+def full_disk(job: Job) -> Outcome:
+    """W&B's directory can take 300 KiB."""
+    limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *python()]
+    job.start(limited, **ends("loop 3 s", step_s=0.005, value="x" * 2000))
+    return job.outcome()
+
+
+PEER = {"0": "collective", "1": "sleep"}
+ALL_LOOP, ALL_IN_FINALLY = {"*": "loop"}, {"*": "finally"}
+SHARED: dict[str, Any] = {"tracking": {"run_mode": "shared"}, "with_step": True}
+# Ranks that need not agree on an id are spared torch, 2 s of CPU each.
+GIVEN: dict[str, Any] = {"tracking": {"run_mode": "shared", "id": "chosen"}, "with_step": True}
+SIGTERM, SIGINT, SIGKILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
+FAILED, PREEMPTED, FINISHED, RUNNING = "failed", "preempted", "finished", "running"
+
+CASES = [
+    Case("returns", alone("return"), (0,), FINISHED),
+    Case("exception", alone("raise"), (1,), FAILED),
+    Case("SystemExit(3)", alone("exit 3"), (3,), FAILED),
+    Case("SIGINT in Python code", signalled(SIGINT, "loop"), (130,), FAILED, 5),
+    Case("SIGTERM in Python code", signalled(SIGTERM, "loop"), (143,), PREEMPTED, 5),
+    Case("SIGTERM, and rows in `finally`", signalled(SIGTERM, "finally"), (143,), PREEMPTED, 5),
+    Case("SIGTERM in a tight loop of `log`", signalled(SIGTERM, "loop", step_s=0), (143,), PREEMPTED, 5),
+    Case("SIGTERM in `time.sleep`", signalled(SIGTERM, "sleep"), (143,), PREEMPTED, 5),
+    Case("SIGTERM in a lock", signalled(SIGTERM, "lock"), (143,), PREEMPTED, 5),
+    Case("SIGTERM in an async function", signalled(SIGTERM, "loop", **{"async": True}), (143,), PREEMPTED, 5),
+    Case("SIGTERM in a nested function", signalled(SIGTERM, "loop", nested=True), (143, 143), PREEMPTED, 5),
+    Case("SIGTERM, a handler that sets a flag", signalled(SIGTERM, "loop", handler="flag"), (143, 143), PREEMPTED, 5),
+    Case("SIGTERM, a handler that raises", signalled(SIGTERM, "loop", handler="raise"), (143,), PREEMPTED, 5),
+    Case("SIGTERM, a handler that exits", signalled(SIGTERM, "sleep", handler="exit 5"), (143,), PREEMPTED, 5),
+    Case("SIGTERM, a handler with `os._exit`", signalled(SIGTERM, "loop", handler="os._exit 6"), (143,), PREEMPTED, 5),
+    Case(
+        "SIGTERM, a handler installed inside",
+        signalled(SIGTERM, "loop", handler_inside="flag"),
+        (143, 143),
+        PREEMPTED,
+        5,
+    ),
+    Case(
+        "SIGTERM, `os._exit` installed inside",
+        signalled(SIGTERM, "loop", handler_inside="os._exit 6"),
+        (143,),
+        PREEMPTED,
+        5,
+    ),
+    Case("SIGTERM while the run is opened", during_init, (143,), PREEMPTED, 20),
+    Case("SIGTERM while the run is ended", during_finish, (0,), FINISHED, 20),
+    Case("SIGKILL of the writer", signalled(SIGKILL, "loop"), (), RUNNING, 5, "killed"),
+    Case("exception on rank 0", of_ranks({"0": "raise", "1": "sleep"}), (1,), FAILED),
+    Case("exception on another rank", together({"0": "sleep", "1": "raise when told"}), (143,), PREEMPTED),
+    Case("SIGTERM in a gloo collective", rank_signalled(0, SIGTERM, PEER), (143,), PREEMPTED),
+    Case("SIGKILL of another rank", rank_signalled(1, SIGKILL, {"0": "sleep", "1": "sleep"}), (143,), PREEMPTED),
+    # Its agent looks every 5 s, so that the collective's error comes before the agent's SIGTERM.
+    Case(
+        "SIGKILL of the peer of a collective",
+        rank_signalled(1, SIGKILL, PEER, torchrun("--monitor-interval=5")),
+        (1,),
+        FAILED,
+    ),
+    Case("SIGTERM of the agent", agent_signalled(SIGTERM, PEER), (143,), PREEMPTED),
+    Case("SIGKILL of the agent", agent_signalled(SIGKILL, {"*": "loop 3 s"}), (0,), FINISHED),
+    Case(
+        "Flyte Elastic, spawn: SIGTERM in a collective",
+        rank_signalled(0, SIGTERM, PEER, flyte(), task="spawn"),
+        (143,),
+        PREEMPTED,
+    ),
+    Case(
+        "Flyte Elastic, fork: SIGTERM in a collective",
+        rank_signalled(0, SIGTERM, PEER, flyte(), task="fork"),
+        (143,),
+        PREEMPTED,
+    ),
+    Case(
+        "Flyte Elastic, fork: exception on another rank",
+        together({"0": "sleep", "1": "raise when told"}, command=flyte(), task="fork"),
+        (143,),
+        PREEMPTED,
+    ),
+    Case("one restart", of_ranks({"0": "raise", "1": "sleep"}, "--max-restarts=1"), (1, 0), FINISHED, restarts=1),
+    Case(
+        "two restarts",
+        of_ranks({"0": "raise", "1": "sleep"}, "--max-restarts=2", attempts=2),
+        (1, 1, 0),
+        FINISHED,
+        restarts=2,
+    ),
+    Case(
+        "restart after another rank's failure",
+        together({"0": "sleep", "1": "raise when told"}, "--max-restarts=1"),
+        (143, 0),
+        FINISHED,
+    ),
+    Case("elastic 1:2, the node of rank 0 dies", scale_down(), (0,), FINISHED, kept="killed"),
+    Case("elastic 1:2, rank 0 moves to a node that comes", scale_up(), (143, 0), FINISHED),
+    Case("Flyte pod: SIGTERM", flyte_pod, (143,), PREEMPTED, 8),
+    Case("Flyte retry", flyte_retry, (1, 0), FINISHED),
+    Case("server refuses at the start", unavailable(Fault.refuse()), (), "", 12),
+    Case("server mute at the start", unavailable(Fault.mute()), (), "", 12),
+    Case("bad API key", unavailable(None, WANDB_API_KEY="0" * 40), (), "", 8),
+    Case("server mute at the start, degrade", unavailable(Fault.mute(), "degrade"), (), "", 14, "local file"),
+    Case("server down for 20 s", midway(Fault.refuse(), 20), (0,), FINISHED, 20),
+    Case("server down for 45 s", midway(Fault.refuse(), 45), (0,), FINISHED, 20),
+    Case("server answers 500 for 6 s", midway(Fault.status(500), 6), (0,), FINISHED),
+    Case("server answers 429 for 6 s", midway(Fault.status(429), 6), (0,), FINISHED),
+    Case("server mute for 6 s", midway(Fault.mute(), 6), (0,), FINISHED),
+    Case("server slow, 2 s an answer", midway(Fault.slow(2), 6), (0,), FINISHED),
+    Case("server gone at the end", down_to_the_end, (), RUNNING, 8, kept="local file"),
+    Case("server gone, SIGTERM, a handler with a flag", down_and_told_to_end, (), RUNNING, 8, "local file", 6),
+    Case("full disk", full_disk, (0,), FINISHED),
+    Case("1 MB of config", alone("return", config_bytes=1_000_000), (0,), FINISHED),
+    Case("NaN and infinity", alone("return", value=float("nan")), (0,), FINISHED),
+    Case("10,000 rows a second for 10 s", alone("fast", rows=0), (0,), FINISHED),
+    Case(
+        "shared: SIGTERM, and rows in `finally`", agent_signalled(SIGTERM, ALL_IN_FINALLY, **GIVEN), (143,), PREEMPTED
+    ),
+    Case(
+        "shared: SIGTERM, a handler that sets a flag",
+        agent_signalled(SIGTERM, ALL_LOOP, handler="flag", **GIVEN),
+        (143, 143),
+        PREEMPTED,
+    ),
+    Case(
+        "shared: SIGTERM, a handler with `os._exit`",
+        agent_signalled(SIGTERM, ALL_LOOP, handler="os._exit 6", **GIVEN),
+        (143,),
+        PREEMPTED,
+    ),
+    Case("shared: SIGTERM, rank 0 in a collective", agent_signalled(SIGTERM, PEER, **SHARED), (143,), PREEMPTED),
+    Case("shared: SIGINT", agent_signalled(SIGINT, ALL_LOOP, **GIVEN), (130,), FAILED),
+    Case("shared: SIGKILL of a neighbour", rank_signalled(1, SIGKILL, ALL_LOOP, **GIVEN), (143,), PREEMPTED),
+    Case(
+        "shared: exception on a neighbour, restart",
+        together({"0": "sleep", "1": "raise when told"}, "--max-restarts=1", **SHARED),
+        (143, 0),
+        FINISHED,
+        restarts=1,
+    ),
+    Case(
+        "shared, elastic 1:2, the node of rank 0 dies",
+        scale_down(**SHARED),
+        (0,),
+        FINISHED,
+        kept="killed",
+        one_writer=False,
+    ),
+    Case(
+        "shared, elastic 1:2, rank 0 moves to a node that comes",
+        scale_up(**SHARED),
+        (143, 0),
+        FINISHED,
+        one_writer=False,
+    ),
+    Case("shared: server down for 20 s", midway(Fault.refuse(), 20, ranks=2, **GIVEN), (0,), FINISHED, 25),
+]

@@ -1,0 +1,213 @@
+"""What holds for every tracker: the same jobs of 4 ranks under real torchrun, and what each service has of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import jobs
+from support.backends import BACKENDS, Backend, Kept
+
+RANKS = 4
+CONFORM = jobs.PROGRAMS / "conformance_job.py"
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    with BACKENDS[request.param](tmp_path_factory.mktemp(request.param)) as running:
+        yield running
+
+
+class Job:
+    """`conformance_job.py` under torchrun."""
+
+    def __init__(self, backend: Backend, directory: Path, scenario: str, *options: str) -> None:
+        self.backend = backend
+        self.directory = directory
+        self.project = f"{scenario}-{secrets.token_hex(3)}"  # no other test's, whose run would be this one too
+        agent = jobs.torchrun("--standalone", f"--nproc-per-node={RANKS}", "--monitor-interval=0.1", *options)
+        script = [str(CONFORM), scenario, backend.name, backend.package, self.project]
+        env = backend.environment()
+        if scenario == "missing":
+            env = backend.missing(directory)
+            script += ["degrade"] if backend.can_degrade else []
+        self.process = jobs.start([*agent, *script], directory, env)
+
+    @property
+    def runs(self) -> list[Kept]:
+        return self.backend.runs(self.project)
+
+    def notes(self) -> list[list[str]]:
+        return [line.split() for path in self.directory.glob("notes-*") for line in path.read_text().splitlines()]
+
+    def wait_until_all_log(self) -> None:
+        until = time.monotonic() + 120
+        while {rank for what, rank, *_ in self.notes() if what == "logged"} != {str(rank) for rank in range(RANKS)}:
+            assert time.monotonic() < until, self.notes()
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.05)
+        time.sleep(1)
+
+    def pid(self, rank: int) -> int:
+        (path,) = (path for path in self.directory.glob("notes-*") if f"ready {rank} 0" in path.read_text())
+        return int(path.name.removeprefix("notes-"))
+
+    def ended(self) -> jobs.Done:
+        return jobs.finish(self.process, self.directory, timeout_s=150)
+
+    def logged(self, what: str = "logged", before: float = float("inf")) -> Counter[tuple[str, int]]:
+        """What the ranks have noted under `what` until `before`, in seconds since the epoch."""
+        lines = [line[1:] for line in self.notes() if line[0] == what]
+        return Counter((f"rank{rank}", int(number)) for rank, number, at in lines if float(at) < before)
+
+    def has_all(self, points: Counter[tuple[str, int]]) -> bool:
+        """Whether `points` are what was logged, each once.
+
+        A signal may come after a row is on its way and before `log` has returned: such a row may be there or not.
+        """
+        return self.logged() <= points <= self.logged("logs")
+
+
+@pytest.fixture(scope="module")
+def modes(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> tuple[Job, dict[str, Kept]]:
+    """A job that is in each mode and scope, one after the other, and ends with an exception; and its runs."""
+    job = Job(backend, tmp_path_factory.mktemp("modes"), "modes")
+    done = job.ended()
+    assert done.returncode != 0
+    assert "made to fail" in done.output
+    return job, {run.id: run for run in job.runs}
+
+
+def test_the_doctor_tells_whether_the_service_can_be_used(backend, tmp_path):
+    for variables, is_there in ((backend.environment(), True), (backend.missing(tmp_path), False)):
+        command = ["-m", "flyteplugins_tracking", "--json", "--tracker", backend.name]
+        done = jobs.python(tmp_path, *command, env=variables)
+        (state,) = json.loads(done.output)["trackers"]
+        assert state["version"] is not None
+        assert state["reachable"] in (is_there, None)
+        # The example of a third party's tracker tells nothing.
+        assert done.returncode == int(not is_there and backend.can_degrade), done.output
+
+
+def expected_runs(mode: str, scope: str) -> dict[str, tuple[str, set[int]]]:
+    """The group and the writing ranks of each run, by its id."""
+    base = f"{mode}-{scope}"
+    suffix = "-worker-0" if scope == "worker" else ""
+    if mode == "new":
+        return {f"{base}{suffix}-rank-{rank}": (base + suffix, {rank}) for rank in range(RANKS)}
+    return {base + suffix: (base if suffix else "", {0} if mode == "auto" else set(range(RANKS)))}
+
+
+@pytest.mark.parametrize("scope", ["global", "worker"])
+@pytest.mark.parametrize("mode", ["auto", "new", "shared"])
+def test_each_mode_and_scope_has_its_runs_with_every_row_once(modes, mode, scope):
+    job, runs = modes
+    expected = expected_runs(mode, scope)
+    assert {run_id for run_id in runs if run_id.startswith(f"{mode}-{scope}")} == set(expected)
+    for run_id, (group, ranks) in expected.items():
+        logged: Counter[tuple[str, int]] = Counter()
+        for _, _, _, rank, has_run, _, first, last in (
+            line for line in job.notes() if line[0] == "ran" and line[1:3] == [mode, scope] and int(line[3]) in ranks
+        ):
+            assert has_run == "True"
+            logged.update((f"rank{rank}", number) for number in range(int(first), int(last)))
+        assert len(logged) == len(ranks) * (500 if mode == "shared" else 5)
+        assert runs[run_id].points == logged
+        assert (runs[run_id].status, runs[run_id].ends or 1, runs[run_id].group) == ("finished", 1, group)
+        assert runs[run_id].config["lr"] == 0.1
+        assert runs[run_id].config["restart_count"] == 0
+        assert runs[run_id].config["distributed"]["world_size"] == RANKS
+
+
+def test_a_rank_without_a_run_loads_nothing_of_the_vendor(backend, modes):
+    job, _ = modes
+    in_auto = [line[3:6] for line in job.notes() if line[:2] == ["ran", "auto"]]
+    assert sorted(in_auto) == sorted(
+        [["0", "True", str(backend.package != "")], *([str(r), "False", "False"] for r in range(1, RANKS))] * 2
+    )
+
+
+def test_a_restart_goes_on_with_the_run(backend, tmp_path):
+    job = Job(backend, tmp_path, "restart", "--max-restarts=1")
+    done = job.ended()
+    assert done.returncode == 0, done.output
+    (run,) = job.runs
+    assert job.has_all(run.points)
+    assert {number >= 10_000 for _, number in run.points} == {True, False}
+    assert (run.status, run.ends or 2, run.config["restart_count"]) == ("finished", 2, 1)
+    said = {(attempt, resumed) for what, attempt, resumed in (n for n in job.notes() if n[0] == "resumed")}
+    assert ("1", "False") not in said, said
+
+
+def test_an_exception_is_a_failure(modes):
+    _, runs = modes
+    failed = runs["failing"]
+    assert (len(failed.points), {key for key, _ in failed.points}) == (20, {"rank0"})
+    assert (failed.status, failed.ends or 1) == ("failed", 1)
+
+
+def test_sigterm_ends_the_run_with_all_its_rows(backend, tmp_path):
+    job = Job(backend, tmp_path, "sigterm")
+    job.wait_until_all_log()
+    at = time.monotonic()
+    os.kill(job.process.pid, signal.SIGTERM)
+    done = job.ended()
+    assert done.returncode != 0
+    assert time.monotonic() - at < 30
+    (run,) = job.runs
+    assert job.has_all(run.points), done.output
+    assert (run.status, run.ends or 1) == ("killed", 1), done.output
+
+
+def test_when_another_rank_is_killed_the_others_lose_nothing(backend, tmp_path):
+    job = Job(backend, tmp_path, "sigkill")
+    job.wait_until_all_log()
+    time.sleep(2)
+    at = time.time()
+    os.kill(job.pid(RANKS - 1), signal.SIGKILL)
+    done = job.ended()
+    assert done.returncode != 0
+    (run,) = job.runs
+    killed = f"rank{RANKS - 1}"
+    lost = job.logged() - run.points
+    assert {key for key, _ in lost} <= {killed}, done.output
+    assert lost.keys().isdisjoint(job.logged(before=at - 2))
+    assert run.points <= job.logged("logs")  # nothing twice
+    assert (run.status, run.ends or 1) == ("killed", 1), done.output
+
+
+def test_a_service_that_is_not_there_is_said_and_can_be_done_without(backend, tmp_path):
+    job = Job(backend, tmp_path, "missing")
+    done = job.ended()
+    assert done.returncode == 0, done.output
+    refused = [line[1:] for line in job.notes() if line[0] == "refused"]
+    assert [name for name, _ in refused] == ["TrackerUnavailableError"] * RANKS
+    assert max(float(seconds) for _, seconds in refused) < 20  # 10 s, and the import of the client by 4 ranks at once
+    assert job.runs == []
+    if not backend.can_degrade:
+        return
+    (command,) = {match[1] for match in re.finditer(r"is there: (.+)$", done.output, re.MULTILINE)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    sent = subprocess.run(
+        shlex.split(command),
+        cwd=tmp_path,
+        env={**jobs.environment(tmp_path, **backend.environment()), "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert sent.returncode == 0, sent.stdout + sent.stderr
+    (run,) = job.runs
+    assert run.points == job.logged() == job.logged("logs")
+    assert (run.status, run.config["lr"]) == ("finished", 0.1)

@@ -1,0 +1,581 @@
+"""Shared runs under real torchrun and in real Elastic workers: what arrives, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+from support.harness import ENDS, Job, ends, flyte, job, python, torchrun
+from support.loopback import Fault
+from support.wandb_server import WandbServer
+from support.wandb_store import RecordedRun
+from wandb_files import read_runs
+
+SHARED = {"run_mode": "shared"}
+GIVEN = {**SHARED, "id": "chosen"}  # ranks that need not agree on an id are spared torch, 2 s of CPU each
+PROMPT = {"WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "1"}
+
+
+def start(job: Job, nodes: list[int], env: dict[str, str] | None = None, **settings: Any) -> None:
+    """One agent for each node, with so many ranks."""
+    rendezvous = f"127.0.0.1:{jobs.free_port()}"
+    for ranks in nodes:
+        options = [f"--nnodes={len(nodes)}", f"--nproc-per-node={ranks}", "--monitor-interval=0.1"]
+        where = ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"]
+        job.start([*jobs.torchrun(*options, *where), str(ENDS)], {**PROMPT, **(env or {})}, **settings)
+
+
+def sequences(rows: list[dict[str, Any]]) -> dict[int, list[int]]:
+    """The values of each rank, in the order in which they are kept."""
+    found = defaultdict(list)
+    for row in rows:
+        assert row["global_step"] == row["n"]
+        found[row["pid"]].append(row["n"])
+    return found
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+@pytest.mark.parametrize("nodes", [[4], [2, 2], [3, 1]], ids=str)
+def test_every_row_of_every_rank_arrives_through_one_writer_a_node(tmp_path, nodes, mode):
+    """A training of each scope, one after the other."""
+    env = {} if mode == "online" else {"WANDB_MODE": "offline"}
+    with job(tmp_path) as started:
+        scopes = {
+            "tracking": {**SHARED, "id": "all", "rank_scope": "global"},
+            "then": {**SHARED, "id": "each", "rank_scope": "worker"},
+        }
+        start(started, nodes, env, **ends("until told", rows=500, step_s=0.5, with_step=True, **scopes))
+        for rank in range(4):
+            started.wait_for(f"ready {rank} 0")
+        cores = started.pids("wandb-core")
+        started.go()
+        found = started.outcome()
+        assert (found.returncode, found.leaked, len(cores)) == (0, (), len(nodes)), found.output
+        assert len(found.logged) >= 4000
+        stored = read_runs(tmp_path / "wandb")
+        assert len(stored) == 2 * len(nodes)
+        kept = started.server.runs if mode == "online" else stored
+        assert sorted({run.id for run in kept}) == ["all", *(f"each-worker-{node}" for node in range(len(nodes)))]
+        arrived = [sequences(run.rows) for run in kept]
+        assert {(pid, n) for by_rank in arrived for pid, numbers in by_rank.items() for n in numbers} == found.logged
+        for by_rank in arrived:
+            assert all(numbers == [*range(numbers[0], numbers[0] + len(numbers))] for numbers in by_rank.values())
+        if mode == "offline":
+            assert [run.exit_code for run in stored] == [0] * 2 * len(nodes)
+            return
+        assert (set(found.exit_codes), found.state) == ({0}, "finished")
+        for run in kept:
+            writers = len(nodes) if run.id == "all" else 1
+            assert len(run.clients) == (writers if writers > 1 else 0)
+            assert (run.connections, run.mixed_writers, run.rows_overwritten) == (writers, False, 0)
+            assert (run.exit_codes, run.config["distributed"]["world_size"]) == ([0], 4)
+
+
+@pytest.mark.parametrize("task", ["spawn", "fork"])
+def test_in_flytes_elastic_workers(tmp_path, task):
+    with job(tmp_path) as started:
+        settings = ends("until told", rows=500, step_s=0.5, with_step=True, tracking=SHARED, task=task)
+        started.start(flyte(), PROMPT, **settings)
+        for rank in range(2):
+            started.wait_for(f"ready {rank} 0")
+        cores = started.pids("wandb-core")
+        started.go()
+        found = started.outcome()
+        assert (found.returncode, found.lost, found.exit_codes, found.leaked) == (0, 0, (0,), ()), found.output
+        assert (len(cores), started.server.runs[0].connections) == (1, 1)
+        assert len(sequences(started.server.runs[0].rows)) == 2
+
+
+def test_the_printed_command_merges_what_the_nodes_have_logged_offline(tmp_path):
+    with job(tmp_path) as started:
+        settings = ends("return", rows=100, with_step=True, tracking={**GIVEN, "config": {"lr": 0.1}})
+        start(started, [2, 1], {"WANDB_MODE": "offline"}, **settings)
+        found = started.outcome()
+        (command,) = [line.partition("all with: ")[2] for line in found.output.splitlines() if "all with: " in line]
+        variables = {**os.environ, **started.server.environment, "HOME": str(tmp_path)}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**variables, "PATH": path}, check=True, timeout=120)
+        (run,) = started.server.runs
+        assert {(row["pid"], row["n"]) for row in run.rows} == found.logged
+        assert (run.rows_overwritten, run.config["lr"], run.state) == (0, 0.1, "finished")
+
+
+def test_ranks_whose_nodes_are_unknown_have_a_client_each(tmp_path):
+    """As Open MPI starts them on two hosts."""
+    with job(tmp_path) as started:
+        for rank in range(2):
+            variables = {"RANK": rank, "SIZE": 2, "LOCAL_RANK": 0, "LOCAL_SIZE": 1}
+            env = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in variables.items()}
+            started.start(python(), {**PROMPT, **env}, **ends("return", with_step=True, tracking=GIVEN))
+        found = started.outcome()
+        (run,) = started.server.runs
+        assert (found.lost, run.exit_codes, len(run.clients), run.mixed_writers) == (0, [0], 2, False), found.output
+
+
+def test_one_process_logs_as_a_rank_does(tmp_path):
+    with job(tmp_path) as started:
+        tracking = {**SHARED, "rank_prefix": True, "step_metric": "epoch"}
+        started.start(python(), **ends("return", rows=3, with_step=True, tracking=tracking))
+        started.server.wait_for(lambda: [run.completed for run in started.server.runs] == [True])
+        rows = started.server.runs[0].rows
+        assert [(row["epoch"], row["rank_0/n"]) for row in rows] == [(0, 0), (1, 1), (2, 2)]
+
+
+def features(tmp_path: Path, server: WandbServer, env: dict[str, str] | None = None, **tracking: Any) -> list[Any]:
+    """What each of three ranks reports of `shared.py`."""
+    (tmp_path / "code.py").touch()
+    settings = json.dumps({**SHARED, "config": {"lr": 0.1}, **tracking})
+    variables = {**server.environment, **PROMPT, "TRAIN_SETTINGS": settings, **(env or {})}
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=3"), str(jobs.PROGRAMS / "shared.py")]
+    done = jobs.run(command, tmp_path, variables)
+    assert done.returncode == 0, done.output
+    after = [json.loads(path.read_text()) for path in tmp_path.glob("after-*.json")]
+    assert after == [{"global": True, "run": True}] * 3
+    return [json.loads((tmp_path / f"report-{rank}.json").read_text()) for rank in range(3)]
+
+
+def shared_run(server: WandbServer) -> RecordedRun:
+    """The one that is shared, of those that `shared.py` opens."""
+    (run,) = [run for run in server.runs if not run.id.startswith(("own-", "later-"))]
+    return run
+
+
+def test_everything_of_the_run_works_on_every_rank(tmp_path):
+    with WandbServer() as server:
+        reports = features(tmp_path, server)
+        run = shared_run(server)
+        for name, value in {"id": run.id, "resumed": False, "is_run": True, "is_global": True}.items():
+            assert [report[name] for report in reports] == [value] * 3
+        assert [report["url"] for report in reports] == [f"{server.url}/{run.entity}/tests/runs/{run.id}"] * 3
+        assert len({report["directory"] for report in reports}) == 1
+        # A child of a guest would take the service for its own.
+        assert [report["service"] for report in reports][1:] == ["", ""]
+        changes = ["item", "attribute", "update", "setdefaults", "wandb.config", "update_locked"]
+        assert [report["refused"] for report in reports] == [[], changes, changes]
+        assert [report["config"]["lr"] for report in reports] == [0.1] * 3
+        assert run.config["item_0"] == 0
+        assert not {"item_1", "update_2"} & run.config.keys()
+        for rank in range(3):
+            assert any(name.startswith(f"media/images/image_{rank}_") for name in run.files)
+            assert any(name.startswith(f"media/table/table_{rank}_") for name in run.files)
+            assert f"weights-{rank}" in run.artifacts
+            assert run.summary[f"accuracy_{rank}"]["max"] == 3
+            assert run.summary[f"best_{rank}"] == rank
+        rows = [{k: v for k, v in row.items() if not k.startswith("_")} for row in run.rows]
+        for rank in range(3):
+            assert {"loss": rank + 0.5, "global_step": 10 * rank} in rows
+            assert {"kept": 1, "beside": 2, "global_step": 10 * rank} in rows
+            assert {"by_wandb": rank, "global_step": 3} in rows
+            assert {"late": rank, f"accuracy_{rank}": 1, "global_step": 3} in rows
+            assert {"after_finish": rank, "global_step": 3} in rows
+            assert [row for row in rows if row.get("from_child") == rank]
+            (watched,) = [row for row in rows if f"watched_{rank}" in row]
+            assert watched["gradients/weight"]["_type"] == "histogram"
+        metrics = run.raw_config["_wandb"]["value"]["m"]
+        assert any(metric.get("2") == "*" for metric in metrics)
+        assert {"1": "global_step", "6": [], "7": []} in metrics
+        assert (run.exit_codes, run.rows_after_completion, server.unknown_operations) == ([0], 0, [])
+        assert len([name for name in run.artifacts if name.startswith("source-")]) == 3
+        for rank in range(3):  # what the user opens beside
+            kept = {name: server.run(f"{name}-{rank}") for name in ("own", "later")}
+            assert [set(row) & {"inside", "outside"} for row in kept["own"].rows] == [{"inside"}, {"outside"}]
+            assert [row["later"] for row in kept["later"].rows] == [rank]
+            assert [one.exit_codes for one in kept.values()] == [[0], [0]]
+
+
+def test_prefixes_and_a_config_for_all(tmp_path):
+    with WandbServer() as server:
+        reports = features(tmp_path, server, rank_prefix=True, allow_config=True, step_metric="step")
+        run = shared_run(server)
+        assert [report["refused"] for report in reports] == [[], [], []]
+        assert {"item_0", "attribute_1", "update_2", "defaults_1", "global_2"} <= run.config.keys()
+        rows = [{k: v for k, v in row.items() if not k.startswith("_")} for row in run.rows]
+        for rank in range(3):
+            assert {f"rank_{rank}/loss": rank + 0.5, "step": 10 * rank} in rows
+            # What `watch` hands over goes with the rank's own row, also where another rank logs first.
+            (watched,) = [row for row in run.rows if f"rank_{rank}/watched_{rank}" in row]
+            assert watched[f"rank_{rank}/gradients/weight"]["_type"] == "histogram"
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_without_a_server(tmp_path, mode):
+    with WandbServer() as server:
+        reports = features(tmp_path, server, {"WANDB_MODE": mode}, id=mode)
+        assert [report["is_run"] for report in reports] == [True] * 3
+        assert [report["refused"] != [] for report in reports] == [False, True, True]
+        stored = [run for run in read_runs(tmp_path) if not run.id.startswith(("own-", "later-"))]
+        assert (server.runs, len(stored)) == ([], int(mode == "offline"))
+        if mode == "offline":
+            assert sum("after_finish" in row for row in stored[0].rows) == 3
+
+
+def place(rank: int, ranks: int = 2) -> dict[str, str]:
+    """The variables of a rank that nobody has launched, and nobody kills when another one dies."""
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "NODE_RANK": 0}
+    return {name: str(value) for name, value in variables.items()}
+
+
+def rank_alone(rank: int, **tracking: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """The variables and settings of one of two ranks."""
+    return place(rank), ends("return", tracking={**GIVEN, **tracking})
+
+
+def by_hand(job: Job, ranks: int, how: str | dict[str, str], **settings: Any) -> None:
+    """Start the ranks without an agent."""
+    for rank in range(ranks):
+        job.start(python(), {**PROMPT, **place(rank, ranks)}, **ends(how, tracking=GIVEN, **settings))
+
+
+def test_a_neighbour_whose_writer_does_not_come_says_so(tmp_path):
+    with job(tmp_path) as started:
+        env, settings = rank_alone(1, init_timeout_s=2)
+        began = time.monotonic()
+        started.start(python(), env, **settings)
+        found = started.outcome()
+        assert time.monotonic() - began < 20
+        assert found.returncode == 1
+        assert (
+            "TrackerUnavailableError: W&B: rank 1 waited for run chosen, which local rank 0 of worker 0" in found.output
+        )
+        assert started.server.runs == []
+
+
+def test_the_neighbours_of_a_rank_that_cannot_open_the_run_do_not_wait(tmp_path):
+    with job(tmp_path) as started, started.server.failing(Fault.refuse()):
+        began = time.monotonic()
+        for rank in (1, 0):
+            env, settings = rank_alone(rank, init_timeout_s=5 if rank == 0 else 60)
+            started.start(python(), env, **settings)
+        found = started.outcome()
+        assert time.monotonic() - began < 30
+        assert "which local rank 0 of worker 0 opens for its node: W&B cannot be used" in found.output
+
+
+def test_all_ranks_go_on_offline_together(tmp_path):
+    with job(tmp_path) as started, started.server.failing(Fault.refuse()):
+        tracking = {**GIVEN, "init_timeout_s": 4, "if_unavailable": "degrade"}
+        started.start(torchrun(ranks=3), **ends("return", tracking=tracking))
+        found = started.outcome()
+        assert (found.returncode, len(found.logged)) == (0, 150), found.output
+        assert found.logged == found.local
+        assert found.output.count("This run is logged offline") == 1
+        assert len([run for run in read_runs(tmp_path / "wandb") if run.rows]) == 1
+
+
+def test_two_trainings_in_one_process_are_two_runs(tmp_path):
+    """The first rank to have left the first one waits for the second one's host."""
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "import os, time\n"
+        "from flyteplugins_tracking import get_run, tracking_init\n"
+        "@tracking_init(project='tests', run_mode='shared')\n"
+        "def train(n):\n"
+        "    get_run().log({'n': n, 'rank': int(os.environ['RANK'])})\n"
+        "    time.sleep(float(os.environ['RANK']) / 2)\n"
+        "    get_run().log({'n': n + 0.5, 'rank': int(os.environ['RANK'])})\n"
+        "for n in range(3):\n"
+        "    train(n)\n"
+    )
+    with WandbServer() as server:
+        done = jobs.run(
+            [*jobs.torchrun("--standalone", "--nproc-per-node=3"), str(script)], tmp_path, server.environment
+        )
+        assert done.returncode == 0, done.output
+        for n, run in enumerate(server.runs):
+            assert sorted((row["n"], row["rank"]) for row in run.rows) == [
+                (n + half, rank) for half in (0, 0.5) for rank in range(3)
+            ]
+            assert (run.exit_codes, run.rows_after_completion) == ([0], 0)
+        assert len(server.runs) == 3
+
+
+def test_the_writer_waits_for_its_neighbours_and_then_says_whom_it_leaves(tmp_path):
+    with job(tmp_path) as started:
+        tracking = {**GIVEN, "finish_timeout_s": 2}
+        settings = ends({"0": "return", "1": "loop 3 s", "2": "return"}, step_s=0.05, tracking=tracking)
+        started.start(torchrun(ranks=3), **settings)
+        found = started.outcome()
+        assert (found.returncode, found.exit_codes, found.state) == (0, (0,), "finished"), found.output
+        assert "What these ranks log from now on is lost: 1." in found.output
+        assert found.output.count("rank 1 cannot log to run") == 1
+        assert found.lost > 0
+        for pid in found.notes:
+            arrived = sorted(n for writer, n in found.arrived if writer == pid)
+            assert arrived == list(range(len(arrived)))
+            assert len(arrived) >= 50
+
+
+def test_a_neighbour_that_comes_when_the_writers_function_has_returned(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, time\n"
+        "from flyteplugins_tracking import get_run, tracking_init\n"
+        "@tracking_init(project='tests', run_mode='shared', id='late')\n"
+        "def train(rank):\n"
+        "    get_run().log({'rank': rank})\n"
+        "rank = int(os.environ['RANK'])\n"
+        "time.sleep(2 * rank)\n"
+        "train(rank)\n"
+    )
+    with WandbServer() as server:
+        command = [*jobs.torchrun("--standalone", "--nproc-per-node=3"), str(script)]
+        done = jobs.run(command, tmp_path, server.environment)
+        (run,) = server.runs
+        assert (done.returncode, run.exit_codes, run.rows_after_completion) == (0, [0], 0), done.output
+        assert sorted(row["rank"] for row in run.rows) == [0, 1, 2]
+
+
+def test_killed_and_silent_neighbours_cost_nobody_anything(tmp_path):
+    """One is killed, one leaves by `os._exit`, and one logs on."""
+    with job(tmp_path) as started:
+        how = {"0": "until told", "1": "until told", "2": "os._exit 0", "3": "until told"}
+        by_hand(started, 4, how)
+        for rank in (0, 1, 3):
+            started.wait_for(f"ready {rank} 0")
+        (victim,) = started.wait_for("ready 1 0")
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(1)
+        started.go()
+        found = started.outcome()
+        assert (found.lost, found.exit_codes, found.state) == (0, (0,), "finished"), found.output
+
+
+def test_the_writer_is_killed(tmp_path):
+    """The others go on, and say it once."""
+    with job(tmp_path) as started:
+        by_hand(started, 3, "loop 3 s", step_s=0.05)
+        for rank in range(3):
+            started.wait_for(f"ready {rank} 0")
+        (writer,) = started.wait_for("ready 0 0")
+        started.signal(writer, signal.SIGKILL)
+        found = started.outcome()
+        assert sum("returns" in lines for lines in found.notes.values()) == 2
+        for rank in (1, 2):
+            assert found.output.count(f"rank {rank} cannot log to run") == 1
+        assert found.slowest_log_s < 1
+        for pid, lines in found.notes.items():
+            times = {int(line.split()[1]): float(line.split()[3]) for line in lines if line.startswith("logged ")}
+            lost = [at for n, at in times.items() if (pid, n) not in found.local]
+            assert all(at > started.fault_at - 0.2 for at in lost)
+        assert found.leaked == ()
+
+
+def test_a_run_of_several_nodes_ends_with_the_last_one(tmp_path):
+    with job(tmp_path) as started:
+        tracking = {**SHARED, "settings": {"x_stats_sampling_interval": 1}}
+        start(started, [1, 2], **ends({"0": "return", "*": "loop 3 s"}, tracking=tracking))
+        found = started.outcome()
+        (run,) = started.server.runs
+        assert (found.lost, run.exit_codes, run.rows_after_completion) == (0, [0], 0), found.output
+        measured = {key for row in run.events for key in row}
+        assert {"system.cpu/l:worker-0", "system.cpu/l:worker-1"} <= measured
+
+
+RESTARTED = """
+    import os, time
+    from flyteplugins_tracking import get_run, tracking_init
+
+    RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+    @tracking_init(project="tests", id="restarted", run_mode="shared")
+    def train():
+        run = get_run()
+        run.log({"rank": RANK, "attempt": ATTEMPT}, step=ATTEMPT)
+        open(f"seen-{RANK}-{ATTEMPT}", "w").write(f"{run.id} {run.resumed}")
+        if ATTEMPT < 2:
+            time.sleep(1 if RANK == 1 else 60)
+            raise ValueError
+
+    train()
+"""
+
+
+def test_a_restart_resumes_the_run_on_every_rank(tmp_path):
+    script = tmp_path / "restarted.py"
+    script.write_text(textwrap.dedent(RESTARTED))
+    with WandbServer() as server:
+        options = ["--standalone", "--nproc-per-node=3", "--max-restarts=2", "--monitor-interval=0.1"]
+        done = jobs.run([*jobs.torchrun(*options), str(script)], tmp_path, server.environment)
+        (run,) = server.runs
+        assert (done.returncode, run.exit_codes, run.state) == (0, [143, 143, 0], "finished"), done.output
+        everyone = [(rank, attempt) for attempt in range(3) for rank in range(3)]
+        assert sorted((row["rank"], row["attempt"]) for row in run.rows) == sorted(everyone)
+        assert [row["_step"] for row in run.rows] == list(range(9))
+        for rank, attempt in everyone:
+            assert (tmp_path / f"seen-{rank}-{attempt}").read_text() == f"{run.id} {attempt > 0}"
+
+
+def test_two_jobs_with_one_id_do_not_mix(tmp_path):
+    with job(tmp_path) as started:
+        settings = ends("until told", tracking={**GIVEN, "init_timeout_s": 6})
+        started.start(torchrun(ranks=2), **settings)
+        started.wait_for("ready 1 0")
+        started.start(torchrun(ranks=2), **settings)
+        started.wait_for("ready 0 0", count=2)
+        started.wait_for("ready 1 0", count=2)
+        started.go()
+        found = started.outcome()
+        assert (found.returncode, found.lost) == (0, 0), found.output
+        first, second = started.server.runs
+        assert (first.id, second.id[:7]) == ("chosen", "chosen-")
+        writers = [{row["pid"] for row in run.rows} for run in (first, second)]
+        assert [len(pids) for pids in writers] == [2, 2]
+        assert not writers[0] & writers[1]
+
+
+CHILD = """
+    import os, subprocess, sys, time
+    from flyteplugins_tracking import get_run, tracking_init
+
+    @tracking_init(project="tests", id="with-children", run_mode="shared", init_timeout_s=10)
+    def train(who):
+        get_run().log({"who": who})
+        if who == "parent":
+            subprocess.run([sys.executable, __file__, "child"], check=True)
+        get_run().log({"who": f"{who}, at last"})
+
+    train(sys.argv[1] if len(sys.argv) > 1 else "parent")
+"""
+
+
+def test_processes_that_ranks_have_started(tmp_path):
+    """That of the writer is a run beside; those of its neighbours log to the run."""
+    script = tmp_path / "child.py"
+    script.write_text(textwrap.dedent(CHILD))
+    with WandbServer() as server:
+        command = [*jobs.torchrun("--standalone", "--nproc-per-node=3"), str(script)]
+        done = jobs.run(command, tmp_path, server.environment)
+        assert done.returncode == 0, done.output
+        rows = {run.id: sorted(row["who"] for row in run.rows) for run in server.runs}
+        (beside,) = [run_id for run_id in rows if any(run_id != other and run_id.startswith(other) for other in rows)]
+        assert rows.pop(beside) == ["child", "child, at last"]
+        ((_, shared),) = rows.items()
+        assert shared == ["child"] * 2 + ["child, at last"] * 2 + ["parent"] * 3 + ["parent, at last"] * 3
+        assert [run.exit_codes for run in server.runs] == [[0], [0]]
+
+
+def test_sigterm_while_the_writer_waits(tmp_path):
+    """All are told to end: the job has not succeeded, and what the others log in `finally` arrives."""
+    with job(tmp_path) as started:
+        agent = started.start(torchrun(ranks=3), **ends({"0": "return", "*": "finally"}, tracking=GIVEN))
+        started.wait_for("returns")
+        for rank in (1, 2):
+            started.wait_for(f"ready {rank} 0")
+        time.sleep(0.5)
+        started.signal(agent.pid)
+        found = started.outcome()
+        assert (found.lost, found.exit_codes, found.leaked) == (0, (143,), ()), found.output
+        assert "finish_timeout_s" not in found.output
+        assert found.seconds < 10
+
+
+def test_the_writers_core_is_killed(tmp_path):
+    """It starts another, and all go on in that one."""
+    with job(tmp_path) as started:
+        started.start(torchrun(ranks=3), PROMPT, **ends("until told", with_step=True, tracking=GIVEN))
+        for rank in range(3):
+            started.wait_for(f"ready {rank} 0")
+        (core,) = started.pids("wandb-core")
+        started.signal(core, signal.SIGKILL)
+        time.sleep(4)
+        started.go()
+        found = started.outcome()
+        assert (found.returncode, found.exit_codes, found.leaked) == (0, (0,), ()), found.output
+        assert found.logged - found.local <= found.fresh
+        assert len(found.logged - found.fresh) > len(found.fresh)
+        assert found.output.count("wandb-core has died") == 1
+        assert len({pid for pid, _ in found.arrived - found.fresh}) == 3
+
+
+def test_what_is_not_committed_goes_with_its_step(tmp_path):
+    script = tmp_path / "uncommitted.py"
+    script.write_text(
+        "from flyteplugins_tracking import get_run, tracking_init\n"
+        "@tracking_init(project='tests', run_mode='shared')\n"
+        "def train():\n"
+        "    run = get_run()\n"
+        "    for step in range(3):\n"
+        "        run.log({'loss': step}, step=step, commit=False)\n"
+        "    run.log({'eval': 1}, step=3)\n"
+        "    run.log({'bad': object()}, commit=False)\n"
+        "    try:\n"
+        "        run.log({'good': 1})\n"
+        "    except TypeError:\n"
+        "        run.log({'told': 1})\n"
+        "    run.log({'bad': object()}, commit=False)\n"
+        "train()\n"
+    )
+    with WandbServer() as server:
+        done = jobs.run([sys.executable, str(script)], tmp_path, server.environment)
+        (run,) = server.runs
+        rows = [{k: v for k, v in row.items() if not k.startswith("_")} for row in run.rows]
+        assert rows == [
+            *({"loss": step, "global_step": step} for step in range(3)),
+            {"eval": 1, "global_step": 3},
+            {"good": 1, "global_step": 3},
+            {"told": 1, "global_step": 3},
+        ]
+        assert (done.returncode, run.exit_codes) == (0, [0]), done.output
+        assert "what was logged with commit=False is lost: bad" in done.output
+
+
+def test_a_rank_that_cannot_attach_leaves_nothing_behind(tmp_path):
+    script = tmp_path / "attach.py"
+    script.write_text(
+        "import os, wandb\n"
+        "from flyteplugins_tracking import TrackerUnavailableError, get_run, tracking_init\n"
+        "attach = wandb.attach\n"
+        "def broken(run_id):\n"
+        "    attach(run_id)\n"
+        "    raise RuntimeError('broken')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    wandb.attach = broken\n"
+        "@tracking_init(project='tests', run_mode='shared', id='attach', init_timeout_s=4)\n"
+        "def train():\n"
+        "    get_run().log({'n': 1})\n"
+        "try:\n"
+        "    train()\n"
+        "except TrackerUnavailableError as error:\n"
+        "    print(error, wandb.run, os.environ.get('WANDB_SERVICE'))\n"
+    )
+    with WandbServer() as server:
+        command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), str(script)]
+        done = jobs.run(command, tmp_path, server.environment)
+        (run,) = server.runs
+        told = f"rank 1 could not attach to run {run.id}, which local rank 0 of its node has opened: broken None None"
+        assert told in done.output
+        assert (done.returncode, run.exit_codes, len(run.rows)) == (0, [0], 1)
+
+
+def test_a_node_that_comes_when_the_primarys_function_has_returned(tmp_path):
+    script = tmp_path / "late_node.py"
+    script.write_text(
+        "import os, time\n"
+        "from flyteplugins_tracking import get_run, tracking_init\n"
+        "@tracking_init(project='tests', run_mode='shared')\n"
+        "def train(node):\n"
+        "    get_run().log({'node': node})\n"
+        "    print('resumed', get_run().resumed)\n"
+        "node = int(os.environ['GROUP_RANK'])\n"
+        "time.sleep(3 * node)\n"
+        "train(node)\n"
+    )
+    with WandbServer() as server:
+        where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}"]
+        command = [*jobs.torchrun("--nnodes=2", "--nproc-per-node=1", *where), str(script)]
+        agents = [jobs.start(command, tmp_path, server.environment) for _ in range(2)]
+        outputs = [jobs.finish(agent, tmp_path).output for agent in agents]
+        (run,) = server.runs
+        assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0), outputs
+        assert sorted(row["node"] for row in run.rows) == [0, 1]
+        assert sum(output.count("resumed False") for output in outputs) == 2

@@ -1,0 +1,301 @@
+"""Real torchrun jobs: who gets a run, with which id and group, and how it is said to have ended."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+from wandb_files import StoredRun
+
+from flyteplugins_tracking.policy import RANK_SCOPES
+
+FOUR = 4
+
+
+@dataclass(frozen=True)
+class Training:
+    """One of the trainings of a job, which has a project of its own."""
+
+    job: jobs.Done
+    project: str
+
+    @property
+    def runs(self) -> list[StoredRun]:
+        return [run for run in self.job.runs if run.project == self.project]
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        return [report for report in self.job.reports if report["project"] == self.project]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory):
+    """A job of 4 ranks on one node for each mode, which trains in one scope and then in the other."""
+
+    @functools.cache
+    def job(run_mode: str) -> jobs.Done:
+        tracking = {"run_mode": run_mode, "name": "n", "tags": ["t"], "config": {"lr": 0.1}}
+        trackings = [{**tracking, "rank_scope": scope, "project": scope} for scope in RANK_SCOPES]
+        return jobs.one_node(tmp_path_factory.mktemp(run_mode), FOUR, trackings=trackings)
+
+    return lambda run_mode, rank_scope: Training(job(run_mode), rank_scope)
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory):
+    """2 nodes of 2 ranks, with a run for each node."""
+    directory = tmp_path_factory.mktemp("two-nodes")
+    return jobs.nodes(directory, [2, 2], ["--rdzv-id=job"], tracking={"rank_scope": "worker"})
+
+
+@pytest.fixture(scope="module")
+def ragged_nodes(tmp_path_factory: pytest.TempPathFactory):
+    """A node of 3 ranks and one of 1, with a run for each rank."""
+    directory = tmp_path_factory.mktemp("ragged-nodes")
+    return jobs.nodes(directory, [3, 1], ["--rdzv-id=job"], tracking={"run_mode": "new", "rank_scope": "worker"})
+
+
+@pytest.mark.parametrize("rank_scope", ["global", "worker"])
+@pytest.mark.parametrize("run_mode", ["auto", "new"])
+def test_each_mode_and_scope_gives_its_runs_with_rows_config_and_status(four_ranks, run_mode, rank_scope):
+    done = four_ranks(run_mode, rank_scope)
+    assert done.job.returncode == 0, done.job.output
+    opened = [report["run_id"] for report in done.reports if report["run_id"]]
+    assert sorted(run.id for run in done.runs) == sorted(opened)
+    assert len(set(opened)) == len(opened) == (1 if run_mode == "auto" else FOUR)
+    for run in done.runs:
+        assert [row["row"] for row in run.rows] == [0, 1, 2]
+        assert run.exit_code == 0
+        assert run.config["lr"] == 0.1
+        assert run.config["restart_count"] == 0
+        assert run.config["distributed"] == {
+            "world_size": FOUR,
+            "num_workers": 1,
+            "local_world_size": FOUR,
+            "launcher": "torchelastic",
+        }
+        assert (run.name, run.tags) == ("n", ("t",))
+
+
+def test_fault_a_plain_function_under_torchrun_has_a_run_per_rank(four_ranks):
+    assert len(four_ranks("auto", "global").runs) == 1
+
+
+def test_ids_and_groups_follow_the_table(four_ranks):
+    base = four_ranks("auto", "global").runs[0]
+    assert base.group == ""
+    (worker,) = four_ranks("auto", "worker").runs
+    assert worker.id == f"{worker.group}-worker-0"
+    ranks = sorted(four_ranks("new", "global").runs, key=lambda run: run.id)
+    assert [run.id for run in ranks] == [f"{ranks[0].group}-rank-{rank}" for rank in range(FOUR)]
+    local = sorted(four_ranks("new", "worker").runs, key=lambda run: run.id)
+    assert [run.id for run in local] == [f"{local[0].group}-rank-{rank}" for rank in range(FOUR)]
+    assert local[0].group.endswith("-worker-0")
+    groups = [{run.group for run in runs} for runs in (ranks, local)]
+    assert [len(group) for group in groups] == [1, 1]
+
+
+@pytest.mark.parametrize("rank_scope", ["global", "worker"])
+def test_a_rank_without_a_run_loads_no_tracker_starts_nothing_and_writes_nothing(four_ranks, rank_scope):
+    done = four_ranks("auto", rank_scope)
+    others = [report for report in done.reports if report["run_id"] is None]
+    assert [report["rank"] for report in others] == [1, 2, 3]
+    for report in others:
+        assert not report["wandb_loaded"]
+        assert not report["torch_loaded"]
+        assert report["children"] == []
+    directory = done.job.directory
+    assert {path.name for path in directory.iterdir()} - {".cache", ".config"} == {"reports", "wandb"}
+    runs = [path for path in (directory / "wandb").iterdir() if path.is_dir() and not path.is_symlink()]
+    assert len(runs) == len(RANK_SCOPES)
+
+
+def test_two_nodes_have_a_run_each_per_worker(two_nodes):
+    done = two_nodes
+    assert done.returncode == 0, done.output
+    ids = {report["worker_index"]: report["run_id"] for report in done.reports if report["run_id"]}
+    (group,) = {run.group for run in done.runs}
+    assert ids == {0: f"{group}-worker-0", 1: f"{group}-worker-1"}
+    assert {run.config["distributed"]["num_workers"] for run in done.runs} == {2}
+    assert [report["local_rank"] for report in done.reports if report["run_id"]] == [0, 0]
+
+
+def test_ragged_nodes_agree_on_ids(ragged_nodes):
+    done = ragged_nodes
+    assert done.returncode == 0, done.output
+    sizes = {
+        worker: len([r for r in done.reports if r["worker_index"] == worker])
+        for worker in {r["worker_index"] for r in done.reports}
+    }
+    assert sorted(sizes.values()) == [1, 3]
+    base = done.runs[0].group.removesuffix("-worker-0").removesuffix("-worker-1")
+    for report in done.reports:
+        worker = f"{base}-worker-{report['worker_index']}"
+        assert report["run_id"] == f"{worker}-rank-{report['local_rank']}"
+    assert len({report["run_id"] for report in done.reports}) == 4
+
+
+def test_a_constant_rendezvous_id_makes_a_new_run_for_each_invocation(two_nodes, ragged_nodes):
+    twice = [{run.id.partition("-worker-")[0] for run in done.runs} for done in (two_nodes, ragged_nodes)]
+    assert [len(bases) for bases in twice] == [1, 1]
+    assert twice[0] != twice[1]
+    assert all(base.startswith("job-") for bases in twice for base in bases)
+
+
+@pytest.mark.parametrize("shared_store", [True, False])
+def test_a_restarted_worker_group_goes_on_with_the_same_run(tmp_path, shared_store):
+    env = {} if shared_store else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")]
+    done = jobs.run([*command, *jobs.train(end={"1": "raise"}, tracking={"run_mode": "new"})], tmp_path, env)
+    assert done.returncode == 0, done.output
+    by_rank = {rank: [run for run in done.runs if run.id.endswith(f"-rank-{rank}")] for rank in (0, 1)}
+    for rank, attempts in by_rank.items():
+        assert len({run.id for run in attempts}) == 1
+        restarted = [run for run in attempts if run.config["restart_count"] == 1]
+        assert [run.exit_code for run in restarted] == [0]
+        assert [row["attempt"] for run in restarted for row in run.rows] == [1, 1, 1]
+        failed = [run for run in attempts if run.config["restart_count"] == 0]
+        assert [run.exit_code for run in failed] in ([[1]] if rank else [[0], [None]])
+
+
+def test_a_restarted_single_process_goes_on_with_the_same_run(tmp_path):
+    done = jobs.one_node(tmp_path, 1, ["--max-restarts=1"], end={"0": "raise"})
+    assert done.returncode == 0, done.output
+    assert [run.exit_code for run in done.runs] == [1, 0]
+    assert len({run.id for run in done.runs}) == 1
+
+
+def test_nodes_that_share_no_store_at_all_agree_through_their_process_group(tmp_path):
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    in_a_file = ["--rdzv-id=job", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}"]
+    done = jobs.nodes(tmp_path, [1, 1], in_a_file, env, process_group=True, tracking={"run_mode": "new"})
+    assert done.returncode == 0, done.output
+    assert len({run.group for run in done.runs}) == 1
+    assert len(done.runs) == 2
+
+
+@pytest.mark.parametrize(("run_mode", "process_group"), [("auto", False), ("new", True)])
+def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp_path, run_mode, process_group):
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    options = ["--rdzv-id=job", "--max-restarts=1"]
+    failing = {"end": {"0": "raise"}, "linger_s": 60}  # the agent that restarts waits for the other to come again
+    tracking = {"run_mode": run_mode}
+    done = jobs.nodes(tmp_path, [1, 1], options, env, process_group=process_group, tracking=tracking, **failing)
+    assert done.returncode == 0, done.output
+    opened = [report for report in done.reports if report["run_id"]]
+    assert {report["restart_count"] for report in opened} >= {0, 1}
+    assert len({report["run_id"].partition("-rank-")[0] for report in opened}) == 1
+    assert [run.exit_code for run in done.runs if run.config.get("restart_count") == 1][:1] == [0]
+
+
+@pytest.mark.parametrize(("start", "parent"), [("fork", "tracked"), ("spawn", "plain")])
+def test_processes_that_a_rank_starts_do_not_write_to_its_run(tmp_path, start, parent):
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), str(jobs.PROGRAMS / "pool.py"), start, parent]
+    done = jobs.run(command, tmp_path)
+    assert done.returncode == 0, done.output
+    assert "could not be finished" not in done.output
+    assert len({run.id for run in done.runs}) == len(done.runs) == (3 if parent == "tracked" else 2)
+    assert sorted(len(run.rows) for run in done.runs) == ([1, 20, 20] if parent == "tracked" else [20, 20])
+    assert {run.exit_code for run in done.runs} == {0}
+
+
+@pytest.mark.parametrize("run_mode", ["auto", "new"])
+def test_ranks_that_a_shell_starts_by_hand_are_another_run_each_time(tmp_path, run_mode):
+    """The shell is no name for a job: it starts the next one too."""
+    script = (
+        "for r in 0 1; do RANK=$r LOCAL_RANK=$r WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 "
+        'MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 "$@" & done; wait'
+    )
+    command = [
+        "bash",
+        "-c",
+        f"{script}\n{script}",
+        "bash",
+        sys.executable,
+        *jobs.train(tracking={"run_mode": run_mode}),
+    ]
+    done = jobs.run(command, tmp_path)
+    if run_mode == "auto":
+        assert len({run.id for run in done.runs}) == len(done.runs) == 2, done.output
+    else:
+        assert "IdentityError: no run id that all 1 nodes agree on: env offers none" in done.output
+        assert done.runs == []
+
+
+def test_nodes_that_share_no_store_at_all_are_told_to_pass_an_id(tmp_path):
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    in_a_file = ["--rdzv-id=job", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}"]
+    done = jobs.nodes(tmp_path, [1, 1], in_a_file, env, tracking={"run_mode": "new"})
+    assert done.returncode != 0
+    assert "IdentityError" in done.output
+    assert "no run id that all 2 nodes agree on" in done.output
+    assert "id=" in done.output
+    assert done.runs == []
+
+
+def test_virtual_local_ranks_are_seen_through(tmp_path):
+    done = jobs.one_node(tmp_path, 2, ["--virtual-local-rank"], tracking={"rank_scope": "worker"})
+    assert done.returncode == 0, done.output
+    assert [report["local_rank"] for report in done.reports] == [0, 1]
+    assert len(done.runs) == 1
+
+
+@pytest.mark.parametrize(("how", "code"), [("raise", 1), (3, 3), ("a message", 1), (0, 0), ("interrupt", 130)], ids=str)
+def test_the_status_is_the_true_one(tmp_path, how, code):
+    done = jobs.python(tmp_path, *jobs.train(end={"0": how}))
+    assert [run.exit_code for run in done.runs] == [code]
+    assert (done.returncode == 0) == (code == 0)
+
+
+def test_several_calls_in_one_job_are_several_runs_with_the_same_ids_on_all_ranks(tmp_path):
+    done = jobs.one_node(tmp_path, 2, calls=2, tracking={"run_mode": "new"})
+    assert done.returncode == 0, done.output
+    assert len({run.id for run in done.runs}) == 4
+    assert len({run.group for run in done.runs}) == 2
+
+
+def test_torch_distributed_launch_is_torchelastic(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node=2"]
+    done = jobs.run([*command, f"--master-port={jobs.free_port()}", *jobs.train()], tmp_path)
+    assert done.returncode == 0, done.output
+    assert [report["launcher"] for report in done.reports] == ["torchelastic"] * 2
+    assert sorted(report["argv"][0] for report in done.reports) == ["--local-rank=0", "--local-rank=1"]
+    assert len(done.runs) == 1
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed: apt-get install openmpi-bin")
+@pytest.mark.parametrize(("run_mode", "rank_scope"), [("auto", "global"), ("new", "worker")])
+def test_mpirun_on_one_node(tmp_path, run_mode, rank_scope):
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", "bash", "-c", 'exec "$0" "$@"']
+    tracking = {"run_mode": run_mode, "rank_scope": rank_scope}
+    done = [jobs.run([*mpirun, sys.executable, *jobs.train(tracking=tracking)], tmp_path / str(i)) for i in range(2)]
+    assert [d.returncode for d in done] == [0, 0], done[0].output
+    assert [report["launcher"] for report in done[0].reports] == ["openmpi"] * 3
+    assert len(done[0].runs) == (1 if run_mode == "auto" else 3)
+    assert len({run.group or run.id for run in done[0].runs}) == 1
+    assert {run.id for run in done[0].runs}.isdisjoint(run.id for run in done[1].runs)
+
+
+@pytest.mark.parametrize(
+    ("run_mode", "process_group", "runs"), [("new", "group", 8), ("new", "tcp", 8), ("auto", "none", 4)]
+)
+def test_jobs_that_one_process_spawns_one_after_the_other_are_not_the_same_run(tmp_path, run_mode, process_group, runs):
+    """torch.multiprocessing.spawn: the parent's process is no name for a job."""
+    ports = [str(jobs.free_port()) for _ in range(2)]
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "spawner.py", run_mode, process_group, *ports)
+    assert done.returncode == 0, done.output
+    assert len({run.id for run in done.runs}) == len(done.runs) == runs
+    assert len({run.group or run.id for run in done.runs}) == 4  # 2 jobs that train twice
+
+
+def test_a_plain_process_makes_a_new_run_each_time(tmp_path: Path):
+    done = jobs.python(tmp_path, *jobs.train(calls=2, tracking={"run_mode": "new", "rank_scope": "worker"}))
+    assert done.returncode == 0, done.output
+    assert len({run.id for run in done.runs}) == 2
+    assert "distributed" not in done.runs[0].config

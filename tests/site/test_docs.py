@@ -1,0 +1,293 @@
+"""Every code block of the README and of the docs is run, or checked as what it is; drawings and tables are true.
+
+A block is one of these, and there is no other kind:
+
+- it includes a file of `examples/`, which a test of its own runs;
+- Python, with the name of its file in the first line: it is run, in one process with those of all pages;
+- commands: their programs, options, files, modules, extras and targets are there;
+- text: what a Python block of the page prints;
+- TOML and YAML: it can be parsed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shlex
+import sqlite3
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support import jobs
+from wandb_files import read_runs
+
+import flyteplugins_tracking.testing
+from flyteplugins_tracking import DistributedInfo, RunPlan, TrackingError, plan, topology, tracking_init
+from flyteplugins_tracking.identity import from_launcher
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+RUNNER = jobs.PROGRAMS / "docs_blocks.py"
+# How many runs a block makes, where that is any.
+RUNS = {
+    "README/train.py": 1,
+    "README/workflow.py": 2,
+    "README/flyte2.py": 1,
+    "README/shared.py": 1,
+    "README/configured.py": 2,
+    "docs/index/hello.py": 1,
+    "docs/metrics/per_rank.py": 1,
+    "docs/metrics/statistics_only.py": 1,
+    "docs/metrics/train.py": 1,
+    "docs/modes/auto/auto.py": 1,
+}
+# What commands may start.
+PROGRAMS = re.compile(
+    "accelerate|export|flyte|flyteplugins-tracking|konduktor|kubectl|make|mpirun|pip|pyflyte|pytest|python|sbatch|srun|"
+    "torchrun|wandb"
+)
+
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+# What raises the errors of the page of troubleshooting.
+RAISING = {
+    "RANK=1 is a node, not a process": lambda: topology.detect(
+        {"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}
+    ),
+    "RANK=0 is set and WORLD_SIZE is not": lambda: topology.detect({"RANK": "0"}),
+    "RANK=0 and WORLD_SIZE=4 contradict openmpi": lambda: topology.detect(
+        {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **OMPI}
+    ),
+    "rank_scope='worker', but openmpi does not tell": lambda: plan(topology.detect(OMPI), "auto", "worker", None),
+    "no run id that all 2 nodes agree on": lambda: from_launcher(
+        DistributedInfo(rank=0, world_size=2, num_workers=2, launcher="env"), {}, agreement=True
+    ),
+    "has no argument 'projct'; did you mean 'project'?": lambda: tracking_init(projct="llm"),
+}
+# What the page of launchers leaves out: it is looked at, and tells nobody's place.
+CHECKED_ONLY = {
+    "NUM_GPUS_PER_NODE",
+    "PET_NPROC_PER_NODE",
+    "SKYPILOT_NUM_GPUS_PER_NODE",
+    "SLURM_GTIDS",
+    "TORCHELASTIC_ERROR_FILE",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block.
+
+    Attributes:
+        page: The page's path, without its ending.
+        language: What stands behind the fence.
+        code: What it says, as the page is written.
+    """
+
+    page: str
+    language: str
+    code: str
+
+    @property
+    def included(self) -> str:
+        """The file that it is a copy of, if it is one.
+
+        In Python blocks that is said in three lines: the formatter would take one for code.
+        """
+        include = re.fullmatch(r'--8<--(?: "(.+)"|\n(.+)\n--8<--)', self.code)
+        return include[1] or include[2] if include else ""
+
+    @property
+    def file(self) -> str:
+        """Where it is run, below a directory for all pages; empty where it is not."""
+        name = re.match(r"# (\w+\.py)\n", self.code) if self.language == "python" else None
+        return f"{self.page}/{name[1]}" if name else ""
+
+
+def blocks_of(page: str, text: str) -> Iterator[Block]:
+    for _, language, code in re.findall(r"^( *)```(\w*)\n(.*?)\n\1```$", text, re.DOTALL | re.MULTILINE):
+        yield Block(page, language, textwrap.dedent(code))
+
+
+PAGES = {str(path.relative_to(ROOT).with_suffix("")): path.read_text() for path in (ROOT / "README.md", *DOCS)}
+BLOCKS = [block for page, text in PAGES.items() for block in blocks_of(page, text)]
+PYTHON = {block.file: block for block in BLOCKS if block.file}
+INCLUDED = sorted({block.included for block in BLOCKS if block.included})
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Each command and its page: in blocks, and those of ours between other text."""
+    for block in BLOCKS:
+        if block.language in ("bash", "console") and not block.included:
+            lines = block.code.replace("\\\n", " ").split("\n")
+            yield from ((block.page, command) for line in lines if (command := line.partition("  #")[0].strip()))
+    for page, text in PAGES.items():
+        yield from ((page, command) for command in re.findall(r"`((?:make|pip install|python -m) [^`]+)`", text))
+
+
+COMMANDS = sorted(set(commands()))
+
+
+def test_every_block_is_of_a_kind_that_is_tested():
+    kinds = {"bash", "console", "text", "toml", "yaml"}
+    assert [block for block in BLOCKS if not (block.included or block.file or block.language in kinds)] == []
+    assert len(PYTHON) == len([block for block in BLOCKS if block.file]), "two blocks of a page have one name"
+    written = sum(text.count("```") for text in PAGES.values())
+    assert written == 2 * len(BLOCKS), "a fence is not closed, or not understood here"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, Any]]:
+    """The directory of all Python blocks that were run, and what the runner says of each."""
+    directory = tmp_path_factory.mktemp("blocks")
+    for file, block in PYTHON.items():
+        (directory / file).parent.mkdir(parents=True, exist_ok=True)
+        (directory / file).write_text(block.code + "\n")
+    results, files = directory / "results.json", [directory / file for file in PYTHON]
+    done = jobs.python(directory, RUNNER, results, *files, env={"TRACKIO_DIR": str(directory / "trackio")})
+    assert done.returncode == 0, done.output
+    return directory, json.loads(results.read_text())
+
+
+@pytest.mark.parametrize("file", PYTHON)
+def test_python_blocks_run(ran, file):
+    directory, results = ran
+    result = results[str(directory / file)]
+    assert result["error"] is None, result["output"]
+    runs = [run for stored in result["runs"] for run in read_runs(Path(stored))]
+    assert [run.exit_code for run in runs] == [0] * RUNS.get(file, 0)
+
+
+def test_the_block_for_trackio_stores_its_rows(ran):
+    with closing(sqlite3.connect(ran[0] / "trackio" / "llm.db")) as database:
+        assert database.execute("SELECT COUNT(*) FROM metrics").fetchone() == (10,)
+
+
+def test_text_is_what_the_blocks_of_its_page_print(ran):
+    directory, results = ran
+    printed = dict.fromkeys((block.page for block in PYTHON.values()), "")
+    for file, block in PYTHON.items():
+        printed[block.page] += results[str(directory / file)]["output"]
+    texts = [block for block in BLOCKS if block.language == "text" and block.page in printed]
+    assert texts
+    assert [block for block in texts if block.code not in printed[block.page]] == []
+
+
+def test_the_first_command_of_the_readme_trains_on_two_ranks(tmp_path):
+    (tmp_path / "train.py").write_text(PYTHON["README/train.py"].code)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = jobs.run(["torchrun", "--nproc-per-node=2", "train.py"], tmp_path, {"PATH": path})
+    assert ("README", "torchrun --nproc-per-node=2 train.py") in COMMANDS
+    assert [(run.exit_code, len(run.rows)) for run in done.runs] == [(0, 10)], done.output
+
+
+@pytest.mark.parametrize("path", INCLUDED)
+def test_included_files_are_run_by_a_test(path):
+    assert (ROOT / path).is_file()
+    tests = [
+        ROOT / "tests" / "test_examples.py",
+        ROOT / "tests" / "test_frameworks.py",
+        *jobs.PROGRAMS.glob("*_runs.py"),
+    ]
+    named = re.compile(rf'"{re.escape(Path(path).name)}"|^ *(?:from|import) {Path(path).stem}\b', re.MULTILINE)
+    assert any(named.search(test.read_text()) for test in tests)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS)
+def test_commands_name_what_is_there(page, command):
+    words = shlex.split(command)
+    files = {Path(word).name for word in words if word.endswith((".py", ".sbatch", ".yaml"))}
+    assert PROGRAMS.fullmatch(words[0])
+    assert files <= {Path(block.included or block.file).name for block in BLOCKS if block.page == page}
+    if words[0] == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        variables = [word.partition("=")[0] for word in words[1:] if "=" in word]
+        assert all(f"$({name})" in makefile for name in variables)
+        assert {word for word in words[1:] if "=" not in word} <= set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    for name, extras in re.findall(r"(flyteplugins-tracking)\[([\w,]+)\]", command):
+        assert set(extras.split(",")) <= extras_of(name)
+    for module in re.findall(r"-m (flyteplugins_tracking[\w.]*)", command):
+        assert any(importlib.util.find_spec(name) for name in (f"{module}.__main__", module) if "." in name)
+    if words[0] == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        get_args_parser().parse_args(words[1:])  # exits where there is no such option
+
+
+def extras_of(project: str) -> set[str]:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'name = "{project}"' in text
+    section = text.partition("[project.optional-dependencies]\n")[2].partition("\n[")[0]
+    return set(re.findall(r"^([\w-]+) = \[", section, re.MULTILINE))
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml" and not block.included])
+def test_yaml_blocks_can_be_parsed(block):
+    assert yaml.safe_load(block.code)
+
+
+def test_the_entry_point_of_the_page_is_the_examples():
+    block = next(block for block in BLOCKS if block.language == "toml")
+    assert block.code in (ROOT / "examples" / "jsonl_tracker" / "pyproject.toml").read_text()
+
+
+def test_the_tracker_of_the_page_is_the_example():
+    code = PYTHON["docs/trackers/jsonl_tracker.py"].code.partition("\n")[2]
+    assert code == (ROOT / "examples" / "jsonl_tracker" / "jsonl_tracker.py").read_text().rstrip("\n")
+
+
+def test_the_drawings_are_those_of_the_plans():
+    folder = ROOT / "docs" / "modes"
+    drawings = runpy.run_path(str(folder / "draw.py"))["drawings"]()
+    assert {path.name: path.read_text() for path in folder.glob("*.svg")} == drawings, "make drawings"
+    shown = "".join(text for page, text in PAGES.items() if page.startswith("docs/modes/"))
+    assert [name for name in drawings if f"]({name})" not in shown] == []
+
+
+def test_the_page_of_launchers_has_each_detector_in_its_order_and_each_variable():
+    page = PAGES["docs/launchers"]
+    names = [{"rank_variables": "env"}.get(name, name) for name in (d.__name__[1:] for d in topology._DETECTORS)]
+    assert re.findall(r"^\| `(\w+)` \| (?!\-)", page.partition("| `launcher` |")[2], re.MULTILINE) == names
+    read = set(re.findall(r'"([A-Z][A-Z0-9]*_[A-Z0-9_]+|RANK)"', Path(topology.__file__).read_text()))
+    told = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", page))
+    assert read - told == CHECKED_ONLY
+
+
+def test_the_reference_has_every_public_name():
+    page = PAGES["docs/reference"]
+    errors = "::: flyteplugins_tracking.errors\n"
+    assert errors in page
+    names = [name for name in flyteplugins_tracking.__all__ if not name.endswith("Error")]
+    names += [f"testing.{name}" for name in flyteplugins_tracking.testing.__all__]
+    assert [name for name in names if f"::: flyteplugins_tracking.{name}\n" not in page] == []
+
+
+@pytest.mark.parametrize("message", RAISING)
+def test_the_errors_of_the_page_are_those_that_are_raised(message):
+    with pytest.raises(TrackingError, match=re.escape(message)) as raised:
+        RAISING[message]()
+    rows = re.findall(r"^\| `(\w+Error): (?:\.\.\. )?(.+?)` \|", PAGES["docs/troubleshooting"], re.MULTILINE)
+    assert {text: name for name, text in rows}[message] == type(raised.value).__name__
+    assert len(rows) == len(RAISING)
+
+
+def test_the_reference_shows_what_values_are_made_of():
+    griffe = pytest.importorskip("griffe", reason='griffe is not installed: pip install "flyteplugins-tracking[docs]"')
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "values.py"))
+    package = griffe.load("flyteplugins_tracking", search_paths=[ROOT], extensions=extensions)
+    shown = [parameter.name for parameter in package["policy.RunPlan"].parameters]
+    assert shown == ["self", *RunPlan.__match_args__]

@@ -1,0 +1,200 @@
+"""The examples run, each under its own launcher, and what they log arrives."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from support import jobs
+from support.wandb_server import WandbServer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+README = EXAMPLES.parent / "README.md"
+TRAIN = EXAMPLES / "quickstart" / "train.py"
+PATH = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+
+
+def example(directory: Path, name: str, processes: int, *arguments: str, **env: str) -> jobs.Done:
+    done = jobs.run(
+        [*jobs.torchrun("--standalone", f"--nproc-per-node={processes}"), EXAMPLES / name, *arguments], directory, env
+    )
+    assert done.returncode == 0, done.output
+    return done
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[WandbServer]:
+    with WandbServer() as running:
+        yield running
+
+
+def test_single_logger_has_one_run(tmp_path, server):
+    example(tmp_path, "single_logger.py", 2, WANDB_RUN_ID="single", **server.environment)
+    run = server.run("single")
+    assert (run.project, run.state, len(run.rows)) == ("examples", "finished", 20)
+    assert run.rows[-1]["loss"] < run.rows[0]["loss"]
+    assert run.config["distributed"]["world_size"] == 2
+
+
+def test_per_worker_has_a_run_on_each_of_two_nodes(tmp_path):
+    rendezvous = f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}"
+    command = jobs.torchrun("--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", rendezvous)
+    done = together(tmp_path, [({}, [*command, str(EXAMPLES / "per_worker.py")])] * 2)
+    runs = sorted(done.runs, key=lambda run: run.id)
+    assert [run.id for run in runs] == [f"{runs[0].group}-worker-{worker}" for worker in (0, 1)]
+    assert [(run.config["worker"], len(run.rows), run.exit_code) for run in runs] == [(0, 10, 0), (1, 10, 0)]
+    assert {run.group for run in runs} == {runs[0].group}
+
+
+def test_run_per_rank_has_a_run_of_each_rank_with_its_learning_rate(tmp_path):
+    done = example(tmp_path, "run_per_rank.py", 2)
+    runs = sorted(done.runs, key=lambda run: run.id)
+    assert [run.id for run in runs] == [f"{runs[0].group}-rank-{rank}" for rank in range(2)]
+    assert [(run.config["lr"], len(run.rows), run.exit_code) for run in runs] == [
+        (0.03, 20, 0),
+        (0.1, 20, 0),
+    ]
+
+
+def test_shared_metrics_has_one_run_of_all_ranks_and_a_plot_of_them(tmp_path):
+    done = example(tmp_path, "shared_metrics.py", 2)
+    (run,) = done.runs
+    logged = [(key, row["global_step"]) for row in run.rows for key in row if key.endswith("/loss")]
+    assert sorted(logged) == [(f"rank_{rank}/loss", step) for rank in range(2) for step in range(20)]
+    plotted = jobs.python(tmp_path, EXAMPLES / "shared_metrics.py", "plot")
+    assert f"ranks.png: rank_0/loss, rank_1/loss of run {run.id}" in plotted.output
+    assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_elastic_checkpoint_goes_on_with_run_and_training_when_a_rank_is_killed(tmp_path, server):
+    command = jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    env = {**server.environment, "WANDB_RUN_ID": "elastic", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    checkpoint = tmp_path / "checkpoint.pt"
+    job = jobs.start([*command, EXAMPLES / "elastic_checkpoint.py", checkpoint], tmp_path, env)
+    until = time.monotonic() + 120
+    while not checkpoint.exists() and job.poll() is None and time.monotonic() < until:
+        time.sleep(0.1)
+    rank(job.pid, 1).send_signal(signal.SIGKILL)
+    done = jobs.finish(job, tmp_path)
+    assert done.returncode == 0, done.output
+    run = server.run("elastic")
+    attempts = [[int(row["train_step"]) for row in run.rows if row["restarts"] == attempt] for attempt in (0, 1)]
+    assert attempts[0] == list(range(len(attempts[0])))
+    assert attempts[1] == list(range(attempts[1][0], 20))
+    assert attempts[1][0] % 5 == 0
+    assert 5 <= attempts[1][0] <= len(attempts[0])
+    assert (run.exit_codes[-1], run.state, run.rows_overwritten) == (0, "finished", 0)
+    assert [other.id for other in server.runs].count("elastic") == 1
+
+
+def rank(agent: int, number: int) -> psutil.Process:
+    (found,) = (child for child in psutil.Process(agent).children() if child.environ().get("RANK") == str(number))
+    return found
+
+
+def test_the_quickstart_is_the_readmes(tmp_path):
+    (written,) = re.findall(r"```python\n(# train\.py\n.+?)```", README.read_text(), re.DOTALL)
+    tree = ast.parse(TRAIN.read_text())
+    assert [ast.unparse(node) for node in tree.body[1:]] == [ast.unparse(node) for node in ast.parse(written).body]
+
+
+@pytest.mark.parametrize(("name", "package"), [("flyte1.py", "flytekit"), ("flyte2.py", "flyte")])
+def test_the_quickstarts_of_flyte_have_one_run(tmp_path, name, package):
+    pytest.importorskip(package)
+    done = jobs.python(tmp_path, EXAMPLES / "quickstart" / name)
+    assert done.returncode == 0, done.output
+    assert "last loss: 0.1" in done.output
+    (run,) = done.runs
+    assert (run.project, run.exit_code, len(run.rows)) == ("llm", 0, 10)
+    # Flyte 2 starts no workers in local mode.
+    assert run.config.get("distributed", {}).get("world_size") == (2 if name == "flyte1.py" else None)
+
+
+def together(directory: Path, commands: list[tuple[Mapping[str, str], list[str]]]) -> jobs.Done:
+    """Run them beside each other, as several nodes do. All end well."""
+    running = [jobs.start(command, directory, {**PATH, **env}) for env, command in commands]
+    done = [jobs.finish(job, directory) for job in running]
+    assert [one.returncode for one in done] == [0] * len(done), "\n".join(one.output for one in done)
+    return done[0]
+
+
+def assert_one_run(done: jobs.Done, launcher: str) -> None:
+    """Of the quickstart, on 2 nodes with 2 processes each."""
+    (run,) = done.runs
+    assert (run.exit_code, len(run.rows)) == (0, 10)
+    shape = {"world_size": 4, "num_workers": 2, "local_world_size": 2, "launcher": launcher}
+    assert run.config["distributed"] == shape
+
+
+def test_the_pods_of_the_pytorchjob_have_one_run(tmp_path):
+    """With the variables that the Training Operator gives them: the node as RANK, and the pods as WORLD_SIZE."""
+    manifest = yaml.safe_load((EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text())
+    replicas, port = manifest["spec"]["pytorchReplicaSpecs"], str(jobs.free_port())
+    pods = [replica for replica in replicas.values() for _ in range(replica["replicas"])]
+    (tmp_path / "train.py").write_text(TRAIN.read_text())
+    commands = []
+    for node, pod in enumerate(pods):
+        (container,) = pod["template"]["spec"]["containers"]
+        env = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "WORLD_SIZE": str(len(pods) * int(manifest["spec"]["nprocPerNode"])),
+            "RANK": str(node),
+            "PET_NODE_RANK": str(node),
+            "PET_NNODES": str(len(pods)),
+            "PET_NPROC_PER_NODE": manifest["spec"]["nprocPerNode"],
+        }
+        commands.append((env, [*container["command"], *container["args"]]))
+    assert_one_run(together(tmp_path, commands), "torchelastic")
+
+
+def test_the_pods_of_the_konduktor_task_have_one_run(tmp_path):
+    task = yaml.safe_load((EXAMPLES / "konduktor" / "task.yaml").read_text())
+    nodes, (_, gpus) = task["num_nodes"], task["resources"]["accelerators"].split(":")
+    (tmp_path / "train.py").write_text(TRAIN.read_text())
+    shape = {"NUM_NODES": str(nodes), "NUM_GPUS_PER_NODE": gpus, "KONDUKTOR_JOB_NAME": "train-1234"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.free_port()), "WORKSPACE": str(tmp_path)}
+    pods = [
+        ({**shape, **place, **task["envs"], "RANK": str(node)}, ["bash", "-c", task["run"]]) for node in range(nodes)
+    ]
+    assert_one_run(together(tmp_path, pods), "torchelastic")
+
+
+# What `srun` tells its tasks, on 2 nodes with 2 each.
+SRUN = """\
+#!/bin/bash
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE="2(x2)"
+for task in 0 1 2 3; do
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NODEID=$((task / 2)) "$@" || exit 1 &
+done
+wait
+"""
+
+
+def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
+    """With what `sbatch` and `srun` set. A real Slurm runs it in `tests/slurm`."""
+    for name, code in {"srun": SRUN, "scontrol": "#!/bin/sh\nprintf 'node-0\\nnode-1\\n'\n"}.items():
+        (tmp_path / name).write_text(code)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.py").write_text(TRAIN.read_text())
+    script = (EXAMPLES / "slurm" / "train.sbatch").read_text()
+    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=2"} <= set(script.splitlines())
+    env = {
+        "PATH": f"{tmp_path}{os.pathsep}{PATH['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_CLUSTER_NAME": "here",
+        "SLURM_JOB_NODELIST": "node-[0-1]",
+    }
+    done = jobs.run(["bash", "-eu", EXAMPLES / "slurm" / "train.sbatch"], tmp_path, env)
+    assert done.returncode == 0, done.output
+    assert_one_run(done, "slurm")
+    assert done.runs[0].id == "slurm-here-7-0"

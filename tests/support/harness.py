@@ -1,0 +1,187 @@
+"""Run `scripted_training.py` against the recording server, do something to it, and compare what it logged with what arrived."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wandb_files import read_runs
+
+from support import jobs
+from support.wandb_server import WandbServer
+
+ENDS = jobs.PROGRAMS / "scripted_training.py"
+FLYTE_ENDS = jobs.PROGRAMS / "flyte_ends_workers.py"
+Row = tuple[int, int]  # the process that logged it, and its number there
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is known after a fault.
+
+    Attributes:
+        logged: The rows whose `log` has returned.
+        fresh: Those of them that had been logged for less than 0.2 s when the fault came.
+        arrived: The rows that the server keeps.
+        duplicates: How many rows arrived more than once.
+        exit_codes: Those that the server was told for the run, in their order.
+        state: The run's state at the end.
+        returncode: The job's.
+        seconds: From the fault to the job's end; None where nothing was done to the job.
+        slowest_log_s: The longest that one `log` took.
+        steps: The `_step` of each row that arrived.
+        config: The run's config at the end.
+        local: The rows in the local files.
+        leaked: What still runs of the job 10 s after its end.
+    """
+
+    logged: frozenset[Row]
+    fresh: frozenset[Row]
+    arrived: frozenset[Row]
+    duplicates: int
+    exit_codes: tuple[int, ...]
+    state: str
+    runs: int
+    returncode: int
+    output: str
+    seconds: float | None
+    slowest_log_s: float
+    steps: tuple[int, ...]
+    config: Mapping[str, Any]
+    local: frozenset[Row]
+    leaked: tuple[str, ...]
+    notes: Mapping[int, tuple[str, ...]] = field(repr=False)
+
+    @property
+    def lost(self) -> int:
+        return len(self.logged - self.arrived)
+
+
+class Job:
+    """A job of `scripted_training.py` that is under way."""
+
+    def __init__(self, server: WandbServer, directory: Path) -> None:
+        self.server = server
+        self.directory = directory
+        self.fault_at: float | None = None
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(self, command: list[str], env: Mapping[str, str] | None = None, **settings: Any) -> subprocess.Popen[str]:
+        variables = {**self.server.environment, "TRAIN_SETTINGS": json.dumps(settings), **(env or {})}
+        process = jobs.start(command, self.directory, variables)
+        self._started.append(process)
+        return process
+
+    def notes(self) -> dict[int, tuple[str, ...]]:
+        """What each process has written down, by its id."""
+        paths = sorted(self.directory.glob("notes-*"), key=lambda path: path.stat().st_mtime)
+        return {int(path.name.removeprefix("notes-")): tuple(path.read_text().splitlines()) for path in paths}
+
+    def wait_for(self, line: str, count: int = 1, timeout_s: float = 90) -> list[int]:
+        """Wait until `count` processes have written `line` down; their ids."""
+        until = time.monotonic() + timeout_s
+        while time.monotonic() < until:
+            found = [pid for pid, lines in self.notes().items() if line in lines]
+            if len(found) >= count:
+                return found
+            if all(process.poll() is not None for process in self._started):
+                break
+            time.sleep(0.02)
+        outputs = [process.communicate()[0] for process in self._started if process.poll() is not None]
+        raise AssertionError(f"no {line!r} in {self.notes()}\n{outputs}")
+
+    def pids(self, program: str) -> list[int]:
+        """The job's processes of this name."""
+        running = _processes_with(f"TRAIN_DIR={self.directory}")
+        return [pid for pid, command in running.items() if Path(command.split()[0]).name == program]
+
+    def signal(self, pid: int, number: int = signal.SIGTERM) -> None:
+        self.fault_at = time.monotonic()
+        os.kill(pid, number)
+
+    def go(self) -> None:
+        (self.directory / "go").touch()
+
+    def outcome(self, timeout_s: float = 120) -> Outcome:
+        """Wait for the end of all that was started, and look."""
+        done = [jobs.finish(process, self.directory, timeout_s) for process in self._started]
+        seconds = None if self.fault_at is None else time.monotonic() - self.fault_at
+        leaked = self._outlive()
+        notes = self.notes()
+        logs = [
+            (pid, *line.split()[1:]) for pid, lines in notes.items() for line in lines if line.startswith("logged ")
+        ]
+        runs = self.server.runs
+        rows = [row for run in runs for row in run.rows]
+        arrived = [(row["pid"], row["n"]) for row in rows]
+        stored = [stored for folder in (self.directory / "wandb",) if folder.exists() for stored in read_runs(folder)]
+        return Outcome(
+            logged=frozenset((int(pid), int(n)) for pid, n, _, _ in logs),
+            fresh=frozenset((int(pid), int(n)) for pid, n, _, at in logs if self._is_fresh(float(at))),
+            arrived=frozenset(arrived),
+            duplicates=len(arrived) - len(set(arrived)),
+            exit_codes=tuple(code for run in runs for code in run.exit_codes),
+            state=runs[-1].state if runs else "",
+            runs=len(runs),
+            returncode=done[0].returncode,
+            output="\n".join(one.output for one in done),
+            seconds=seconds,
+            slowest_log_s=max((float(seconds) for _, _, seconds, _ in logs), default=0.0),
+            steps=tuple(row["_step"] for row in rows),
+            config=runs[-1].config if runs else {},
+            local=frozenset((row["pid"], row["n"]) for run in stored for row in run.rows),
+            leaked=leaked,
+            notes=notes,
+        )
+
+    def _is_fresh(self, logged_at: float) -> bool:
+        return self.fault_at is not None and self.fault_at - 0.2 < logged_at < self.fault_at + 0.2
+
+    def _outlive(self, timeout_s: float = 10) -> tuple[str, ...]:
+        """The processes of the job that do not end, by their command lines. wandb-core takes 2 s after a SIGKILL."""
+        until = time.monotonic() + timeout_s
+        while (running := _processes_with(f"TRAIN_DIR={self.directory}")) and time.monotonic() < until:
+            time.sleep(0.1)
+        return tuple(running.values())
+
+
+def _processes_with(variable: str) -> dict[int, str]:
+    """Their command lines, by their ids."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if process.name.isdecimal() and variable in (process / "environ").read_text(errors="replace").split("\0"):
+                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
+    return {pid: command for pid, command in found.items() if command}
+
+
+@contextmanager
+def job(directory: Path) -> Iterator[Job]:
+    with WandbServer() as server:
+        yield Job(server, directory)
+
+
+def python() -> list[str]:
+    return [sys.executable, str(ENDS)]
+
+
+def torchrun(*options: str, ranks: int = 2) -> list[str]:
+    return [*jobs.torchrun("--standalone", f"--nproc-per-node={ranks}", "--monitor-interval=0.1", *options), str(ENDS)]
+
+
+def flyte() -> list[str]:
+    return [sys.executable, str(FLYTE_ENDS)]
+
+
+def ends(how: str | Mapping[str, str], **settings: Any) -> dict[str, Any]:
+    """The settings with which all ranks, or each its own way, end so."""
+    return {"ends": {"*": how} if isinstance(how, str) else dict(how), **settings}

@@ -1,0 +1,561 @@
+"""The test kit: what it shows is what the library does in a job, and nothing leaves the process."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextvars
+import copy
+import importlib
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flyteplugins_tracking import (
+    ConfigError,
+    get_distributed_info,
+    get_run,
+    override_distributed_info,
+    plan,
+    pytest_plugin,
+    tracking_config,
+    tracking_init,
+)
+from flyteplugins_tracking.claims import Claim
+from flyteplugins_tracking.entries import _running, _stand_ins
+from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES
+from flyteplugins_tracking.testing import _VARIABLES, RecordingTracker, recording, simulate
+from flyteplugins_tracking.topology import detect
+
+pytest_plugins = "pytester"
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = pytest_plugin.__name__
+# Where the package is installed, pytest has loaded the plugin by its entry point.
+LOADED = [] if any(found.value == PLUGIN for found in entry_points(group="pytest11")) else ["-p", PLUGIN]
+# A launcher that pytest runs under: none of it is the simulated job's.
+OUTER = {
+    **{"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"},
+    **{"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "outer", "TORCHELASTIC_RESTART_COUNT": "7"},
+    **{"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+    **{"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "x", "SLURM_STEP_NUM_TASKS": "8"},
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaves_and_nothing_stays(monkeypatch, tmp_path):
+    """Every test here: no file, no connection, and no trace in the library or the environment."""
+    monkeypatch.chdir(tmp_path)
+    before = environment()
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was made"))
+        patched.setattr(Claim, "take", lambda *_, **__: pytest.fail("a run was claimed on this machine"))
+        yield
+    assert list(tmp_path.iterdir()) == []
+    assert (_running, _stand_ins, get_run()) == ([], [], None)
+    monkeypatch.undo()
+    assert environment() == before
+
+
+def environment() -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in _VARIABLES}
+
+
+def tracked(**options) -> Callable[..., int]:
+    @tracking_init(project="p", **options)
+    def train() -> int:
+        run, info = get_run(), get_distributed_info()
+        if run is not None:
+            run.log({"rank": 0 if info is None else info.rank})
+        return 0 if info is None else info.rank
+
+    return train
+
+
+@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("sizes", [[4, 4], [1, 3, 2], [1]])
+def test_each_rank_has_the_run_that_the_plan_says(sizes, threads, monkeypatch):
+    for name, value in OUTER.items():
+        monkeypatch.setenv(name, value)
+    infos = []
+    simulate(tracking_init(lambda: infos.append(get_distributed_info() or detect({}))), nproc_per_node=sizes)
+    infos.sort(key=lambda info: info.rank)
+    assert [(i.worker_index, i.local_rank, i.local_world_size) for i in infos] == [
+        (worker, local_rank, size) for worker, size in enumerate(sizes) for local_rank in range(size)
+    ]
+    for mode in RUN_MODES:
+        for scope in RANK_SCOPES:
+            job = simulate(tracked(run_mode=mode, rank_scope=scope), nproc_per_node=sizes, threads=threads)
+            assert job.returned == tuple(range(sum(sizes)))
+            plans = [plan(info, mode, scope, "simulated") for info in infos]
+            assert set(job.runs.ids) == {planned.run_id for planned in plans if planned.opens}
+            for run in job.runs:
+                having = [rank for rank, planned in enumerate(plans) if planned.run_id == run.id]
+                assert run.ranks == tuple(sorted(run.logged("rank"))) == tuple(having)
+                assert [rank for rank in having if plans[rank].primary] == [run.primary]
+                assert (run.group, run.status, run.tracker) == (plans[having[0]].group, "finished", "wandb")
+                assert run.config["distributed"]["num_workers"] == len(sizes)
+    assert os.environ.items() >= OUTER.items()  # they are back
+
+
+def test_ranks_in_threads_can_wait_for_each_other_and_those_that_wait_in_vain_are_named():
+    barrier = threading.Barrier(8)
+
+    @tracking_init
+    def train() -> int:
+        return barrier.wait(timeout=5)
+
+    assert sorted(simulate(train).returned) == list(range(8))
+    never = threading.Event()
+
+    @tracking_init
+    def waits() -> None:
+        if get_distributed_info().rank == 1:
+            raise ValueError("lost")
+        never.wait(10)
+
+    with pytest.raises(TimeoutError, match=r"^rank 0 of 2 did not .*Rank 1 has raised ValueError\('lost'\)"):
+        simulate(waits, num_workers=1, nproc_per_node=2, timeout_s=0.2)
+    # They still wait, and are in nobody's way: not in that of the next test.
+    assert (_running, get_run()) == ([], None)
+    never.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("rank-"):
+            thread.join(10)
+
+
+def test_one_after_another_the_ranks_have_torchruns_variables(monkeypatch):
+    for name, value in OUTER.items():
+        monkeypatch.setenv(name, value)
+    found = []
+
+    @tracking_init
+    def train() -> None:
+        info = contextvars.Context().run(detect, os.environ)  # which is not told by the simulation
+        assert (info.launcher, info.restart_count) == ("torchelastic", len(found) // 6)
+        assert info["rank"] == get_distributed_info().rank
+        assert {*info.keys()} == {*get_distributed_info().keys()}
+        assert "MASTER_ADDR" not in os.environ
+        found.append(info)
+
+    simulate(train, nproc_per_node=[4, 2], threads=False, failing={5: OSError()}, max_restarts=1)
+    assert [(i.rank, i.local_rank, i.local_world_size, i.worker_index, i.num_workers) for i in found[6:]] == [
+        *((rank, rank, 4, 0, 2) for rank in range(4)),
+        *((4 + rank, rank, 2, 1, 2) for rank in range(2)),
+    ]
+    simulate(tracking_init(lambda: found.append(os.environ.get("RANK"))), threads=True)
+    assert found[12:] == [None] * 8
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "status"),
+    [
+        (ValueError("lost"), 1, "failed"),
+        (SystemExit(3), 3, "failed"),
+        (SystemExit(), 0, "finished"),
+        (SystemExit(143), 143, "killed"),
+        (KeyboardInterrupt(), 130, "killed"),
+    ],
+)
+@pytest.mark.parametrize("threads", [True, False])
+def test_a_failing_rank_ends_its_run_as_its_process_would(error, exit_code, status, threads):
+    job = simulate(tracked(run_mode="new"), failing={3: error}, threads=threads)
+    assert job.ranks[3].error is error
+    assert [result.rank for result in job.failed] == ([3] if exit_code else [])
+    assert (job.ranks[3].exit_code, job.ranks[3].worker_index, job.ranks[4].exit_code) == (exit_code, 0, 0)
+    assert [run.status for run in job.runs if run.ranks != (3,)] == ["finished"] * 7
+    run = job.runs["simulated-rank-3"]
+    assert (run.status, run.exit_code, run.logged("rank")) == (status, exit_code, (3,))
+    if exit_code:
+        with pytest.raises(type(error)):
+            _ = job.returned
+    else:
+        assert job.returned == (0, 1, 2, None, 4, 5, 6, 7)
+
+
+def test_a_restart_goes_on_with_the_run_until_none_fails():
+    @tracking_init(run_mode="shared")
+    def train() -> None:
+        info, run = get_distributed_info(), get_run()
+        assert run.resumed == (info.restart_count > 0)
+        run.log({"x": info.rank})
+        if info.rank == info.restart_count == 0:
+            run.name = "mine"
+        if info.rank == 0 and info.restart_count < 2:
+            raise ValueError("lost")
+
+    job = simulate(train, num_workers=1, nproc_per_node=2, max_restarts=5)
+    (run,) = job.runs
+    assert [[r.exit_code for r in results] for results in job.attempts] == [[1, 0], [1, 0], [0, 0]]
+    assert (run.attempts, run.exit_codes, run.status, run.name) == (3, (1, 1, 0), "finished", "mine")
+    assert sorted((row.attempt, row.rank) for row in run.rows) == [(a, r) for a in range(3) for r in range(2)]
+    assert run.config["restart_count"] == 2
+    assert simulate(train, max_restarts=1).runs[0].exit_codes == (1, 1)
+
+
+def test_nested_stacked_and_repeated_functions_are_told_apart():
+    @tracking_init(project="p")
+    def inner(mode: str) -> str | None:
+        return get_run() and get_run().id
+
+    new = tracking_init(run_mode="new", id="own")(lambda: get_run().id)
+
+    @tracking_init(tracker="mlflow", project="p")
+    @tracking_init(project="p", id="one")
+    def outer() -> list[str | None]:
+        get_run("wandb") and get_run("wandb").log({"w": 1})
+        get_run("mlflow") and get_run("mlflow").log({"m": 1})
+        return [inner("joined"), new()]
+
+    def main() -> list[str | None]:
+        return [*outer(), inner("again"), inner("once more")]
+
+    for _ in range(2):  # the second is as the first
+        job = simulate(main, num_workers=1, nproc_per_node=2, threads=False)
+        assert job.returned[0] == ["one", "own-rank-0", "simulated-3", "simulated-4"]
+        assert job.returned[1] == [None, "own-rank-1", None, None]
+        assert job.runs.of("mlflow").ids == ("simulated",)
+        assert (job.runs["one"].logged("w"), job.runs["simulated"].logged("m")) == ((1,), (1,))
+    failed = simulate(outer, failing={0: ValueError()})
+    assert {run.id: run.exit_code for run in failed.runs if run.ranks == (0,)} == {
+        "simulated": 1,
+        "one": 1,
+        "own-rank-0": 0,
+    }
+
+
+def test_a_simulation_joins_nothing_around_it_and_is_among_what_is_recorded(monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_ID", "named")
+
+    @tracking_init
+    def around() -> tuple[str, ...]:
+        return simulate(tracked(id="inside")).runs.ids
+
+    with recording() as runs:
+        assert around() == ("inside",)
+        thread = threading.Thread(target=tracked(id="of-a-thread"))
+        thread.start()
+        thread.join()
+        asyncio.run(asyncio.to_thread(around))
+        assert runs.ids == ("named", "of-a-thread", "inside", "inside")
+        assert (runs[1].config, runs[1].ranks, runs[0].attempts) == ({}, (0,), 2)
+        with pytest.raises(KeyError, match="2 runs have the id 'inside'"):
+            runs["inside"]
+        with pytest.raises(KeyError, match="no run has the id 'none'; there are named, of-a-thread"):
+            runs["none"]
+
+
+def test_what_a_training_calls_on_a_run_is_recorded():
+    @tracking_init(project="p", tags=["a"], notes="n", config={"lr": 1}, entity="e")
+    def train() -> None:
+        run = get_run()
+        run.log({"a": 1}, commit=False)
+        run.log({"b": 2}, step=5)
+        run.log_metric("c", 3, step=6)
+        run.log_metrics({"d": 4})
+        run.log_param("p", 1)
+        run.config.update({"lr": 2}, allow_val_change=True)
+        run.config.update(Namespace(batch=8))
+        run.config.epochs = 3
+        run.config.setdefaults({"epochs": 4, "seed": 5})
+        run.summary["best"] = run.config.lr
+        run.name, run.tags = "renamed", (*run.tags, "b")
+        run.log_artifact("model", type="model").wait()
+        with run as same, run.trace("step"):
+            same.finish(exit_code=7)
+        assert (run.id, run.url, run.config.as_dict()["seed"]) == (run.run_id, None, 5)
+        assert not hasattr(run.config, "missing")
+        run.log({"last": 9}, commit=False)
+
+    run = simulate(train, distributed=False).runs[0]
+    assert [(dict(row.values), row.step) for row in run.rows] == [
+        ({"a": 1, "b": 2}, 5),
+        ({"c": 3}, 6),
+        ({"d": 4}, None),
+        ({"last": 9}, None),
+    ]
+    assert run.config == {"lr": 2, "batch": 8, "p": 1, "epochs": 3, "seed": 5}
+    assert run.summary == {"a": 1, "b": 2, "c": 3, "d": 4, "best": 2, "last": 9}
+    assert (run.name, run.tags, run.notes, run.exit_code) == ("renamed", ("a", "b"), "n", 0)
+    assert [(call.name, call.args) for call in run.calls] == [
+        ("log_artifact", ("model",)),
+        ("log_artifact().wait", ()),
+        ("trace", ("step",)),
+    ]
+
+
+def test_what_the_training_changes_in_place_stays_in_its_rows_and_runs():
+    @tracking_init(run_mode="new", config={"seen": []})
+    def train() -> None:
+        run, loss, nested = get_run(), np.zeros(1), {"loss": [np.zeros(())]}
+        run.config["seen"].append(run.rank)
+        for _ in range(2):
+            loss += 1
+            nested["loss"][0] += 1
+            run.log({"loss": loss, "nested": nested, "curve": np.arange(2)})
+
+    for _ in range(2):  # the second simulation finds nothing of the first
+        job = simulate(train, num_workers=1, nproc_per_node=2)
+        assert [run.config["seen"] for run in job.runs] == [[0], [1]]
+    assert job.runs[0].logged("loss") == (1.0, 2.0)
+    assert job.runs[0].logged("nested") == ({"loss": [1.0]}, {"loss": [2.0]})
+    assert {type(value) for value in job.runs[0].logged("loss")} == {float}
+
+
+def test_a_shared_run_of_wandb_has_its_rules():
+    @tracking_init(run_mode="shared", rank_prefix=True, config={"lr": 1})
+    def train() -> None:
+        run = get_run()
+        run.log({"loss": 1}, step=3)
+        assert run.config["lr"] == run.config.lr == copy.deepcopy(run.config).as_dict()["lr"] == 1
+        if run.rank == 2:
+            run.config.pop("lr")
+        run.config["seed"] = 2  # for the primary
+
+    job = simulate(train, num_workers=1, nproc_per_node=3, threads=False)
+    assert [dict(row.values) for row in job.runs[0].rows] == [{f"rank_{r}/loss": 1, "global_step": 3} for r in range(3)]
+    assert [type(result.error) for result in job.ranks] == [type(None), ConfigError, AttributeError]
+    assert (job.runs[0].config["seed"], job.runs[0].config["lr"]) == (2, 1)
+    of_mlflow = tracking_init(run_mode="shared", tracker="mlflow", rank_prefix=True)(lambda: get_run().log({"x": 1}, 3))
+    assert dict(simulate(of_mlflow).runs[0].rows[0].values).keys() < {f"rank_{rank}/x" for rank in range(8)}
+
+
+def test_what_is_logged_after_the_end_is_lost_with_a_warning(caplog):
+    recorder = RecordingTracker()
+    kept = []
+    tracking_init(tracker=recorder)(lambda: kept.append(get_run()))()
+    kept[0].log({"late": 1})
+    assert (recorder.runs[0].rows, recorder.runs[0].status, len(recorder.runs)) == ((), "finished", 1)
+    assert "is not open here" in caplog.text
+    with pytest.raises(TypeError, match="log\\(\\) takes a mapping"):
+        kept[0].log("late")
+
+
+def test_one_process_of_torchrun_and_one_without_it_differ():
+    job = simulate(tracked(rank_scope="worker"), num_workers=1, nproc_per_node=1)
+    assert (job.runs.ids, job.runs[0].config["distributed"]["world_size"]) == (("simulated-worker-0",), 1)
+    job = simulate(tracked(rank_scope="worker"), distributed=False)
+    assert (job.runs.ids, job.runs[0].config) == (("simulated",), {})
+    with override_distributed_info(None):
+        assert get_distributed_info() is None
+
+
+def test_async_functions_run_also_where_a_loop_runs():
+    @tracking_init
+    async def train() -> int:
+        await asyncio.sleep(0)
+        return get_distributed_info().rank
+
+    async def main() -> None:
+        for threads in (True, False):
+            assert simulate(train, threads=threads).returned == tuple(range(8))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_what_a_function_opens_in_threads_of_its_own_is_recorded_too(threads):
+    def in_thread(call: Callable[[], object]) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    @tracking_init(run_mode="new")
+    def train() -> None:
+        in_thread(tracking_init(lambda: get_run().log({"x": 1})))
+        context = contextvars.copy_context()
+        in_thread(lambda: context.run(lambda: get_run().log({"y": get_run().rank})))
+
+    job = simulate(train, num_workers=1, nproc_per_node=1, threads=threads)
+    assert job.returned == (None,)
+    assert [(run.id, run.attempts, run.rows[0].values) for run in job.runs] == [
+        ("simulated-rank-0", 1, {"y": 0}),
+        ("recorded", 1, {"x": 1}),
+    ]
+
+
+def test_what_is_propagated_reaches_the_ranks():
+    with tracking_config(project="block", config={"seed": 1}):
+        for threads in (True, False):
+            (run,) = simulate(tracking_init(lambda: None), threads=threads).runs
+            assert (run.project, run.config["seed"]) == ("block", 1)
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_what_pytest_raises_is_no_ranks_error(threads):
+    with pytest.raises(pytest.fail.Exception, match="in the function"):
+        simulate(tracking_init(lambda: pytest.fail("in the function")), threads=threads)
+
+
+def test_8192_ranks_take_seconds_and_no_thread(recwarn):
+    threads = set()
+
+    @tracking_init(rank_scope="worker")
+    def train() -> None:
+        threads.update(threading.enumerate())
+        if get_run() is not None:
+            get_run().log({"x": 1})
+
+    before, started = set(threading.enumerate()), time.process_time()
+    job = simulate(train, num_workers=1024, nproc_per_node=8)
+    assert time.process_time() - started < 10
+    assert threads == before
+    assert (len(job.runs), job.runs[1023].ranks, job.failed) == (1024, (8184,), ())
+
+
+def plain() -> None: ...
+
+
+def raising() -> None:
+    get_run().log({})
+
+
+TRACKED = tracked()
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (TRACKED, {"num_workers": 0}, "num_workers=0 is no whole number of at least 1"),
+        (TRACKED, {"num_workers": True}, "num_workers=True is no whole number"),
+        (TRACKED, {"nproc_per_node": -1}, "nproc_per_node=-1 is no whole number of at least 1"),
+        (TRACKED, {"nproc_per_node": "4"}, "nproc_per_node='4' is no whole number"),
+        (TRACKED, {"nproc_per_node": [2, 0]}, r"nproc_per_node\[1\]=0 is no whole number"),
+        (TRACKED, {"nproc_per_node": []}, "has 0 numbers for no workers: give one for each"),
+        (TRACKED, {"num_workers": 3, "nproc_per_node": [2, 2]}, "has 2 numbers for 3 workers: give one for each"),
+        (TRACKED, {"num_workers": 2, "distributed": False}, "num_workers=2 and distributed=False contradict"),
+        (TRACKED, {"distributed": "no"}, "distributed='no' is neither True nor False"),
+        (TRACKED, {"max_restarts": 1, "distributed": False}, "max_restarts=1: nobody restarts what is in no"),
+        (TRACKED, {"max_restarts": -1}, "max_restarts=-1 is no whole number of at least 0"),
+        (TRACKED, {"failing": [3]}, "no mapping of ranks to errors"),
+        (TRACKED, {"failing": {8: OSError()}}, "failing has the rank 8, and there are the ranks 0 to 7"),
+        (TRACKED, {"failing": {0: OSError}}, "is no error: write RuntimeError"),
+        (TRACKED, {"args": "ab"}, "args='ab' is no sequence of arguments"),
+        (TRACKED, {"kwargs": ["x"]}, "no mapping of names"),
+        (TRACKED, {"threads": 4}, "threads=4 is neither True nor False"),
+        (TRACKED, {"timeout_s": 0}, "timeout_s=0 is no positive number of seconds"),
+        (plain, {}, "plain has called no tracked function on any rank: put @tracking_init on it"),
+        (raising, {}, "raising has called no tracked function on any rank: put @tracking_init on it"),
+        (3, {}, "3 is no function and no Flyte task"),
+        (RecordingTracker, {}, "is no function and no Flyte task"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_words(function, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(function, **arguments)
+
+
+def test_the_plugin_imports_nothing_but_pytest_and_is_declared():
+    for node in ast.parse(Path(pytest_plugin.__file__).read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            assert {*names} <= {*sys.stdlib_module_names, "pytest", "collections.abc"}
+    declared = (ROOT / "pyproject.toml").read_text().partition("[project.entry-points.pytest11]\n")[2]
+    assert declared.startswith(f'flyteplugins_tracking = "{PLUGIN}"\n')
+
+
+FLYTE = """
+import flyte
+import pytest
+from flytekit import map_task, task, workflow
+from flytekitplugins.kfpytorch import Elastic
+from flyteplugins.pytorch.task import Elastic as Elastic2
+
+from flyteplugins_tracking import ConfigError, get_distributed_info, get_run, tracking_init
+from flyteplugins_tracking.testing import simulate
+
+env = flyte.TaskEnvironment(name="e")
+elastic = flyte.TaskEnvironment(name="workers", plugin_config=Elastic2(nnodes="1:2", nproc_per_node=3))
+
+
+@task(task_config=Elastic(nnodes=3, nproc_per_node=2), enable_deck=True)
+@tracking_init(project="p", rank_scope="worker")
+def below(x: int) -> int:
+    return get_distributed_info().world_size
+
+
+@tracking_init(project="p")
+@task
+def one_process(x: int) -> bool:
+    return get_distributed_info() is None
+
+
+@tracking_init(project="p", run_mode="shared")
+@elastic.task(report=True)
+def workers(x: int) -> int:
+    get_run().log({"x": x})
+    return get_distributed_info().world_size
+
+
+@tracking_init(project="p", run_mode="shared")
+@env.task
+def childless(x: int) -> None: ...
+
+
+@task
+def untracked(x: int) -> int:
+    return x
+
+
+@workflow
+def pipeline(x: int) -> int:
+    return below(x=x)
+
+
+def test_tasks_have_their_workers(simulated_ranks, recorded_runs):
+    assert simulated_ranks(below, args=(1,)).returned == (6,) * 6
+    assert simulated_ranks(below, args=(1,), nproc_per_node=1).returned == (3,) * 3
+    assert simulated_ranks(one_process, kwargs={"x": 1}).returned == (True,)
+    assert simulated_ranks(one_process, kwargs={"x": 1}, num_workers=2).returned == (False,) * 2
+    assert simulated_ranks(workers, args=(4,)).returned == (6,) * 6
+    assert [len(run.ranks) for run in recorded_runs] == [1, 1, 1, 1, 1, 1, 1, 1, 6]
+    assert recorded_runs[8].logged("x") == (4,) * 6
+
+
+def test_what_is_refused_in_a_job_is_refused():
+    assert "run_mode='shared' in a task without workers" in str(simulate(childless, args=(1,)).failed[0].error)
+    for target, words in [(pipeline, "no Python task"), (untracked, "put @tracking_init"), (env, "no Python task")]:
+        with pytest.raises(ConfigError, match=words):
+            simulate(target, args=(1,))
+
+
+def test_that_fails(simulated_ranks):
+    assert len(simulated_ranks(below, args=(1,)).runs) == 4
+
+
+def test_that_fails_for_a_rank(simulated_ranks):
+    assert simulated_ranks(childless, args=(1,)).returned
+"""
+
+
+@pytest.fixture(scope="module")
+def imported():
+    """Before `pytester`, which has this session forget what is imported after it: torch crashes at a second import."""
+    for name in ("flytekitplugins.kfpytorch", "flyteplugins.pytorch.task", "torch"):
+        importlib.import_module(name)
+
+
+@pytest.mark.usefixtures("imported")
+def test_users_tests_pass_and_fail_under_pytest(pytester, monkeypatch):
+    page = (ROOT / "docs" / "testing.md").read_text()
+    blocks = re.findall(r"```python\n# (\w+\.py)\n(.+?)```", page, re.DOTALL)
+    assert len(blocks) == page.count("```python") == 6
+    for name, code in [*blocks, ("test_tasks.py", FLYTE)]:
+        pytester.path.joinpath(name).write_text(code)
+        monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)  # one of this suite's may have that name
+    result = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", *LOADED)
+    result.assert_outcomes(passed=10 + 2, failed=2)
+    result.stdout.fnmatch_lines(["*assert 3 == 4*", "*ConfigError: run_mode='shared'*"])
+    result.stdout.fnmatch_lines(
+        ["FAILED test_tasks.py::test_that_fails -*", "FAILED test_tasks.py::test_that_fails_for_a_rank*"]
+    )

@@ -1,0 +1,582 @@
+"""Trackers by name, by entry point and as objects; and what they have in common, without any service."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import sqlite3
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from support import jobs
+from support.backends import EXAMPLES, JsonlBackend
+
+from flyteplugins_tracking import (
+    ConfigError,
+    TrackerNotInstalledError,
+    TrackerUnavailableError,
+    entries,
+    get_run,
+    propagation,
+    tracking_config,
+    tracking_init,
+)
+from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.integrations import flytekit
+from flyteplugins_tracking.integrations.flyte import TrackingLink
+from flyteplugins_tracking.send import main as send
+from flyteplugins_tracking.trackers import base
+from flyteplugins_tracking.trackers._values import Values
+from flyteplugins_tracking.trackers.base import Handle, Tracker, find_tracker
+from flyteplugins_tracking.trackers.client import ClientHandle
+from flyteplugins_tracking.trackers.local import open_or_keep
+
+BUILT_IN = sorted(base._BUILT_IN)
+
+
+class Noted(Handle):
+    def __init__(self, request: Any) -> None:
+        self.id, self.run, self.request = request.plan.run_id, self, request
+
+    def finish(self, exit_code: int) -> None:
+        pass
+
+
+class Noting(Tracker):
+    name = "noting"
+    title = "Noting"
+    arguments = frozenset({"colour"})
+
+    def open(self, request: Any) -> Handle:
+        return Noted(request)
+
+
+class Eventful(ClientHandle):
+    """What it is told, in order; its end takes until it may."""
+
+    def __init__(self, request: Any) -> None:
+        super().__init__(request, "Noting")
+        self.events: list[Any] = []
+        self.ends, self.may_end = threading.Event(), threading.Event()
+        self.may_end.set()
+
+    def write(self, row: Any, step: Any, **_: Any) -> None:
+        self.events.append(dict(row))
+
+    def end(self, exit_code: int) -> None:
+        self.ends.set()
+        assert self.may_end.wait(10)
+        self.events.append(exit_code)
+
+    def resume(self) -> None:
+        self.events.append("resume")
+
+
+class Events(Noting):
+    handle: Any = None
+
+    def open(self, request: Any) -> Handle:
+        self.handle = Eventful(request)
+        return self.handle
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> JsonlBackend:
+    """The example of a third party's tracker, as pip installs it."""
+    return JsonlBackend(tmp_path_factory.mktemp("jsonl"))
+
+
+@pytest.fixture
+def registered(installed, monkeypatch):
+    """It is there for this process."""
+    monkeypatch.syspath_prepend(installed.environment()["PYTHONPATH"].partition(":")[0])
+    monkeypatch.setenv("JSONL_DIR", installed.environment()["JSONL_DIR"])
+    base._registered.cache_clear()
+    yield installed
+    monkeypatch.delitem(sys.modules, "jsonl_tracker", raising=False)
+    base._registered.cache_clear()
+
+
+def test_a_name_that_nobody_has_is_refused_with_those_that_there_are(registered):
+    with pytest.raises(ConfigError) as refused:
+        tracking_init(tracker="jsnol")
+    for name in [*BUILT_IN, "jsonl"]:
+        assert name in str(refused.value)
+    assert "did you mean 'jsonl'?" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_tracker_has_its_name_and_says_how_it_is_installed(monkeypatch, bare_environment, name):
+    tracker = find_tracker(name)
+    assert tracker.name == name
+    for module in [m for m in sys.modules if m.partition(".")[0] == tracker.package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(TrackerNotInstalledError, match=rf'^pip install "flyteplugins-tracking\[{name}\]"$'):
+        tracking_init(tracker=name)(lambda: None)()
+
+
+def test_an_entry_point_gives_a_tracker_that_is_its_class(registered, bare_environment):
+    @tracking_init(tracker="jsonl", project="p", id="by-name")
+    def train():
+        get_run("jsonl").log({"a": 1})
+
+    train()
+    (run,) = [kept for kept in registered.runs("p") if kept.id == "by-name"]
+    assert run.status == "finished"
+
+
+@pytest.mark.parametrize("given", [Noting(), Noting], ids=["object", "class"])
+def test_a_tracker_may_be_given_itself(bare_environment, given):
+    @tracking_init(tracker=given, colour="red", id="i")
+    def train():
+        return get_run("noting").request.config.options, get_run().id
+
+    assert train() == ({"colour": "red"}, "i")
+
+
+def test_a_handle_that_is_its_own_run_has_no_page(bare_environment):
+    assert tracking_init(tracker=Noting, id="i")(lambda: get_run().url)() is None
+
+
+@pytest.mark.parametrize("given", [Noting, Noting()])
+def test_the_link_of_a_tracker_that_is_given_itself_leads_to_the_calling_tasks_run(monkeypatch, given):
+    monkeypatch.setattr(Noting, "page", lambda _, config, page: f"https://noting/{page.id}")
+    link = TrackingLink("Noting", TrackingConfig.of({"tracker": given}))
+    runs = {propagation.RUNS: json.dumps({"noting": {"id": "the-parents"}})}
+    address = link.get_link("r", "p", "d", runs, "", "a1", "")
+    assert address == "https://noting/the-parents"
+
+
+@pytest.mark.parametrize("given", [object(), 5, None, len, logging.Logger("l")])
+def test_what_is_no_tracker_is_refused_with_what_it_lacks(given):
+    if given is None:  # the default
+        tracking_init(tracker="wandb")
+        return
+    with pytest.raises(ConfigError, match=r"and no tracker: it has no .*open.*inherit from .*Tracker"):
+        tracking_init(tracker=given)
+
+
+@pytest.mark.parametrize(
+    ("feature", "arguments"),
+    [
+        ("shared", {"run_mode": "shared"}),
+        ("offline", {"if_unavailable": "degrade"}),
+        ("config file", {"config": "config.yaml"}),
+        ("allow_config", {"allow_config": True}),
+        ("download_logs", {"download_logs": True}),
+    ],
+)
+def test_what_a_tracker_lacks_is_refused_with_the_reason(bare_environment, feature, arguments):
+    class Lacking(Noting):
+        lacks = {feature: "its reason"}  # noqa: RUF012 as third parties write it
+
+    with pytest.raises(ConfigError, match="cannot be had with Noting: its reason"):
+        tracking_init(tracker=Lacking, **arguments)
+    tracking_init(tracker=Noting, **arguments)
+
+    @tracking_init(tracker=Lacking, id="i")
+    def train():
+        return get_run().id
+
+    with tracking_config(**arguments):
+        if feature in ("allow_config", "download_logs"):  # they may be meant for another tracker of the same call
+            assert train() == "i"
+        else:
+            with pytest.raises(ConfigError, match="its reason"):
+                train()
+
+
+def test_propagated_arguments_of_another_tracker_are_left_out(bare_environment):
+    @tracking_init(tracker=Noting, id="i")
+    def train():
+        return dict(get_run().request.config.options)
+
+    with tracking_config(entity="wandbs", project="all"):
+        assert train() == {}
+    with pytest.raises(ConfigError, match="has no argument 'entity'"):
+        tracking_init(tracker=Noting, entity="wandbs")
+    with pytest.raises(ConfigError, match="did you mean 'entity'"):
+        tracking_config(entiti="nobodys")
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_no_tracker_refuses_what_is_propagated_to_all(bare_environment, monkeypatch, name):
+    monkeypatch.setattr(type(find_tracker(name)), "open", lambda _, request: Noted(request))
+    monkeypatch.setattr("flyteplugins_tracking.opening.require", lambda _: None)
+
+    @tracking_init(tracker=name, id="i")
+    def train():
+        return get_run(name).request.config
+
+    with tracking_config(project="p", group="g", tags=["t"], notes="n", config={"lr": 1}, entity="e", job_type="j"):
+        config = train()
+    assert (config.project, config.group, config.tags, config.config) == ("p", "g", ("t",), {"lr": 1})
+
+
+def test_what_is_propagated_to_a_registered_tracker_reaches_no_other(bare_environment, monkeypatch):
+    class Other(Noting):
+        name = "other"
+        arguments = frozenset({"shape", "colour"})
+
+    def broken():
+        raise ImportError("made to fail")
+
+    entries = {"broken": broken, "noting": lambda: Noting, "other": lambda: Other}
+    registered = {name: SimpleNamespace(load=load) for name, load in entries.items()}
+    monkeypatch.setattr(base, "_registered", lambda: registered)
+
+    @tracking_init(tracker="noting", id="i")
+    @tracking_init(tracker="other", id="i")
+    def train():
+        return [dict(get_run(name).request.config.options) for name in ("noting", "other")]
+
+    with tracking_config(colour="red", shape="round"):
+        assert train() == [{"colour": "red"}, {"colour": "red", "shape": "round"}]
+    with tracking_config(tracker="other", colour="red", shape="round"):
+        assert train() == [{}, {"colour": "red", "shape": "round"}]
+
+
+def test_what_cannot_be_made_a_tracker_is_refused_with_the_reason(monkeypatch):
+    class Wanting(Noting):
+        def __init__(self, key: str) -> None:
+            self.key = key
+
+    def broken():
+        raise ImportError("made to fail")
+
+    monkeypatch.setattr(base, "_registered", lambda: {"broken": SimpleNamespace(load=broken)})
+    with pytest.raises(ConfigError, match=r"entry point 'broken' .* cannot be loaded: ImportError: made to fail"):
+        tracking_init(tracker="broken")
+    with pytest.raises(ConfigError, match=r"Wanting\(\) makes no tracker: .*'key'"):
+        tracking_init(tracker=Wanting)
+    tracking_init(tracker=Wanting("key"))
+
+
+class Absent(Noting):
+    """The example's, whose service may be away."""
+
+    name = "jsonl"
+    title = "JSON lines"
+    arguments = frozenset()
+    is_there = False
+
+    def open(self, request: Any) -> Handle:
+        from jsonl_tracker import JsonlTracker
+
+        def open_run() -> Any:
+            raise TrackerUnavailableError("It is away.")
+
+        return open_or_keep(request, JsonlTracker(), open_run)
+
+
+def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
+    registered, bare_environment, monkeypatch, tmp_path, caplog, capsys
+):
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker=Absent, project="sent", id="i", group="g", config={"lr": 0.1}, if_unavailable="degrade")
+    def train():
+        run = get_run()
+        run.log({"a": 1})
+        run.log({"a": 2, "nan": math.nan}, step=7)
+        run.alert("kept, to be called later")
+        run.log({"what JSON cannot hold": object()})
+        run.finish()
+        assert run._handle.url is None
+        raise ValueError("made to fail")
+
+    with pytest.raises(ValueError, match="made to fail"):
+        train()
+    (directory,) = (tmp_path / "tracking-offline").iterdir()
+    assert (
+        f"It is away. This run is logged to files. Send it when JSON lines is there: python -m {send.__module__}"
+        in (caplog.text)
+    )
+    assert registered.runs("sent") == []
+    (path,) = directory.iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["call"] for line in lines if "call" in line] == ["alert"]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines if "call" not in line))  # that run has no alerts
+    assert send([str(directory)]) == 0
+    (run,) = registered.runs("sent")
+    assert (run.id, run.status, run.group, run.ends, run.config["lr"]) == ("i", "failed", "g", 1, 0.1)
+    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("sent/*.jsonl")
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["a"], row["step"]) for row in kept if "a" in row] == [(1, None), (2, 7)]
+    assert send([str(directory)]) == 1
+    assert "has no files of a run" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def objects(installed, tmp_path_factory) -> jobs.Done:
+    pytest.importorskip("flytekitplugins.kfpytorch")
+    pytest.importorskip("trackio")
+    directory = tmp_path_factory.mktemp("objects")
+    env = {**installed.environment(), "TRACKIO_DIR": str(directory / "trackio")}
+    done = jobs.python(directory, jobs.PROGRAMS / "tracker_objects.py", env=env)
+    assert done.returncode == 0, done.output
+    return done
+
+
+def test_an_object_reaches_the_workers_of_elastic(objects, installed):
+    (run,) = installed.runs("elastic")
+    assert run.points == {(f"rank{rank}", number): 1 for rank in range(2) for number in range(20)}
+    assert (run.status, run.ends) == ("finished", 1)
+
+
+def test_two_trackers_on_one_function_both_have_all_rows(objects, installed):
+    (path,) = Path(installed.environment()["JSONL_DIR"]).glob("stacked/*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["a"] for line in lines if "a" in line] == list(range(500))
+    with closing(sqlite3.connect(objects.directory / "trackio" / "stacked.db")) as database:
+        found = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+    assert [(step, json.loads(row)["a"]) for step, row in found] == [(n, n) for n in range(500)]
+
+
+def test_a_row_that_waits_for_the_end_of_its_run_does_not_open_it_again(bare_environment):
+    tracker, logging_thread = Events(), None
+
+    @tracking_init(tracker=tracker, id="i")
+    def train():
+        nonlocal logging_thread
+        run, handle = get_run(), tracker.handle
+        handle.may_end.clear()
+
+        def log_at_the_end():
+            assert handle.ends.wait(10)
+            threading.Timer(0.1, handle.may_end.set).start()
+            run.log({"late": 1})
+
+        logging_thread = threading.Thread(target=log_at_the_end)
+        logging_thread.start()
+
+    train()
+    logging_thread.join(10)
+    assert tracker.handle.events == [0]
+
+
+def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end(bare_environment):
+    tracker = Events()
+
+    @tracking_init(tracker=tracker, id="i")
+    def train():
+        handle = tracker.handle
+        handle.may_end.clear()
+        ending = threading.Thread(target=handle.end_early, args=(143,))
+        ending.start()
+        assert handle.ends.wait(10)
+        get_run().log({"late": 1})
+        handle.may_end.set()
+        ending.join(10)
+        handle.end_early(143)  # before the launcher kills, where the function does not return
+        return list(handle.events)
+
+    assert train() == [143, "resume", {"late": 1}, 143]
+
+
+def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(bare_environment):
+    tracker = Events()
+
+    @tracking_init(tracker=tracker, id="i")
+    def train():
+        entry = entries.current.get()
+        shown = dataclasses.replace(entry.around, show=lambda *_: None)
+        entry.around, entry.has_report, tracker.handle.summary = shown, True, lambda: 1 / 0
+        return entry
+
+    assert train().claim._bound is None
+    assert tracker.handle.events == [0]
+
+
+class Deck:
+    """As flytekit's, without flytekit."""
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, name: str, html: str) -> None:
+        self.name, self.html = name, html
+        self.made.append(self)
+
+    def append(self, html: str) -> None:
+        self.html += html
+
+
+def test_the_deck_shows_the_runs_of_each_tracker(monkeypatch):
+    context = SimpleNamespace(decks=Deck.made)
+    monkeypatch.setitem(sys.modules, "flytekit", SimpleNamespace(Deck=Deck, current_context=lambda: context))
+    flytekit._show("Tracking", "one")
+    flytekit._show("Tracking", "other")
+    assert {deck.name: deck.html for deck in Deck.made} == {"Tracking": "oneother"}  # as flytekit reads them
+
+
+def test_a_line_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_being_sent(
+    registered, bare_environment, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker=Absent, project="torn", id="i", if_unavailable="degrade")
+    def train():
+        get_run().log({"a": 1})
+        get_run().log({"a": 2})
+
+    train()
+    (path,) = (tmp_path / "tracking-offline" / "jsonl-i").iterdir()
+    header, row, other, end, _ = path.read_text().split("\n")
+    path.write_text(f"{header}\n{row}\n{other[:9]}\n{end}\n")
+    path.with_name("0001-none-jsonl.jsonl").touch()
+    assert send([str(path.parent)]) == 0
+    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("torn/*.jsonl")
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["a"] for line in kept if "a" in line] == [1]
+    assert f"{path}: line 3 is incomplete, and is left out" in caplog.text
+
+
+class Waiting:
+    """Writers that are waited for until a signal comes."""
+
+    def __init__(self, handle: ClientHandle) -> None:
+        self._handle = handle
+
+    def wait(self) -> None:
+        self._handle.request = SimpleNamespace(watch=SimpleNamespace(terminated=True))
+
+    def leave(self) -> None:
+        pass
+
+
+def test_a_run_that_is_terminated_while_it_waits_for_its_other_ranks_has_not_succeeded(
+    registered, bare_environment, monkeypatch
+):
+    from jsonl_tracker import JsonlHandle
+
+    codes = []
+    monkeypatch.setattr(JsonlHandle, "end", lambda _, code: codes.append(code))
+
+    @tracking_init(tracker="jsonl", project="waits", id="i")
+    def train():
+        handle = get_run()._handle
+        handle._writers = Waiting(handle)
+
+    train()
+    assert codes == [143]
+
+
+def test_what_is_kept_again_while_it_is_sent_is_not_said_to_be_sent(
+    registered, bare_environment, monkeypatch, tmp_path, capsys
+):
+    from jsonl_tracker import JsonlHandle
+
+    monkeypatch.chdir(tmp_path)
+    tracked = tracking_init(tracker=Absent, project="again", id="i", if_unavailable="degrade")
+    tracked(lambda: get_run().log({"a": 1}))()
+    directory = tmp_path / "tracking-offline" / "jsonl-i"
+    (path,) = directory.iterdir()
+    kept = path.read_text()
+    monkeypatch.setattr(JsonlHandle, "end", lambda *_: path.with_name("0000-again.jsonl").write_text(kept))
+    assert send([str(directory)]) == 1
+    assert "not all of it could be sent" in capsys.readouterr().err
+    monkeypatch.undo()
+
+
+class Scalar:
+    """As a 0-d array or tensor is."""
+
+    def __init__(self, value: Any, ndim: int = 0) -> None:
+        self.value, self.ndim = value, ndim
+
+    def item(self) -> Any:
+        return self.value
+
+
+MANY = Scalar(1.0, ndim=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "plain", "said"),
+    [
+        (1, 1, None),
+        (1.5, 1.5, None),
+        ("text", "text", None),
+        (True, 1, "a truth value is no number: it is logged as 1 or 0"),
+        (None, "left out", "None is no value: it is left out"),
+        (math.inf, math.inf, "inf is dropped"),
+        (-math.inf, -math.inf, "-inf is dropped"),
+        (Scalar(2), 2, None),
+        (Scalar(2.5), 2.5, None),
+        (Scalar(True), 1, "a truth value"),
+        (Scalar(math.inf), math.inf, "inf is dropped"),
+        (MANY, MANY, None),  # the service's to take or to refuse
+    ],
+)
+def test_values_become_numbers_or_are_said_once(caplog, value, plain, said):
+    values = Values("A service", "rank_1/", odd_floats="dropped")
+    for _ in range(2):
+        assert values.of({"a": value}) == ({} if plain == "left out" else {"rank_1/a": plain})
+    assert [message.startswith(f"A service: 'a': {said}") for message in caplog.messages] == ([True] if said else [])
+
+
+def test_nan_is_said_where_the_service_does_something_to_it(caplog):
+    for odd_floats in (None, "shown as 0"):
+        assert math.isnan(Values("A service", odd_floats=odd_floats).of({"a": math.nan})["a"])
+    assert caplog.messages == ["A service: 'a': nan is shown as 0"]
+
+
+def test_scalars_of_numpy_and_torch_become_pythons():
+    numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
+    given = [numpy.float32(0.5), numpy.int64(3), numpy.array(2), numpy.bool_(True), torch.tensor(0.25), torch.tensor(4)]
+    row = Values("A service").of({str(number): value for number, value in enumerate(given)})
+    assert [(type(value), value) for value in row.values()] == [
+        (float, 0.5),
+        (int, 3),
+        (int, 2),
+        (int, 1),
+        (float, 0.25),
+        (int, 4),
+    ]
+
+
+@pytest.mark.parametrize("row", [None, [1], "text", {1: 2}, {"a": 1, None: 2}])
+def test_what_is_no_row_is_an_error(row):
+    with pytest.raises(TypeError, match="takes a mapping of text to values"):
+        Values("A service").of(row)
+
+
+def test_the_example_is_as_short_as_it_is_said_to_be():
+    assert len((EXAMPLES / "jsonl_tracker" / "jsonl_tracker.py").read_text().splitlines()) < 50
+
+
+def test_what_files_cannot_hold_or_nobody_can_call_takes_nothing_else_with_it(
+    registered, bare_environment, monkeypatch, tmp_path, caplog
+):
+    numpy = pytest.importorskip("numpy")
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker=Absent, project="kept", id="k", if_unavailable="degrade")
+    def train(error: Exception | None) -> None:
+        run = get_run()
+        run.log({"a": 1, "odd": object()}, step=numpy.int64(7))
+        run.nobodys("call")
+        run.log({"a": 2})
+        if error is not None:
+            raise error
+
+    with pytest.raises(ValueError, match="the first job's"):
+        train(ValueError("the first job's"))
+    monkeypatch.setattr("flyteplugins_tracking.trackers.local.time.time", lambda: 4e9)
+    train(None)
+    (directory,) = (tmp_path / "tracking-offline").iterdir()
+    assert send([str(directory)]) == 0
+    assert "'odd': a object is left out" in caplog.text
+    assert "nobodys() cannot be called any more" in caplog.text
+    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("kept/*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["a"], line["step"]) for line in lines if "a" in line] == [(1, 7), (2, None)] * 2
+    assert [line["exit_code"] for line in lines if "exit_code" in line] == [1, 0]
