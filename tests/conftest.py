@@ -9,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from support.jobs import environment
+from support.recording import Recorder, recorded
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -25,10 +26,17 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch, bare_environment: pytest.MonkeyPatch) -> Recorder:
+    """Records the runs that the W&B tracker would open, for what does not concern W&B."""
+    return recorded(monkeypatch)
+
+
 class _Scheduler(LoadScopeScheduling):
     """A file's tests stay in one worker, in their order; those of the longest files go where one is free.
 
-    Only where each job has a project of its own (`scripted_training.py`): a run that is open has its project and id on the machine.
+    Only where each job has a project of its own (`scripted_training.py`): a run that is open has its project and id on
+    the machine.
     (xdist's own groups do nothing under pytest 9.2.)
     """
 

@@ -1,4 +1,4 @@
-"""Run `scripted_training.py` against the recording server, do something to it, and compare what it logged with what arrived."""
+"""Run `scripted_training.py` against the recording server, break something, and compare what was logged and arrived."""
 
 from __future__ import annotations
 

@@ -17,6 +17,9 @@ from typing import Any
 import psutil
 from wandb_files import StoredRun, read_runs
 
+import flyteplugins_tracking
+
+PACKAGE = Path(flyteplugins_tracking.__file__).parent
 PROGRAMS = Path(__file__).parent / "scripts"
 TRAIN = PROGRAMS / "train.py"
 _LAUNCHERS = re.compile(

@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import secrets
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,10 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import jobs
+from support.jobs import PACKAGE
 from support.loopback import Fault
 from support.wandb_server import WandbServer
-from test_package import PACKAGE
 from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import DistributedInfo, doctor
@@ -33,8 +31,11 @@ from flyteplugins_tracking.trackers import base
 from flyteplugins_tracking.trackers.base import Tracker
 
 KEY = "a1b2" * 10
+
 CANARY = "canary" + secrets.token_hex(17)
+
 CLOSED = "127.0.0.1:9"  # nobody listens there
+
 VERSIONS = functools.cache(doctor.versions)
 
 
@@ -466,73 +467,9 @@ def test_versions_are_compared_with_what_the_extras_want(installed, wanted, fits
     assert _fits(installed, wanted) is fits
 
 
-def test_an_output_without_letters_or_without_a_reader_is_no_error(tmp_path):
-    command = [sys.executable, "-m", "flyteplugins_tracking", "--offline", "--tracker=wandb"]
-    variables = {"PYTHONPATH": str(PACKAGE.parent), "PYTHONIOENCODING": "ascii", "WANDB_API_KEY": KEY}
-    variables |= {"HOME": str(tmp_path), "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path / "größe")}
-    plain = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, timeout=60, check=False)
-    assert (plain.returncode, plain.stderr) == (0, b"")
-    assert b"gr\\xf6\\xdfe" in plain.stdout
-    reads, writes = os.pipe()
-    os.close(reads)
-    with os.fdopen(writes, "wb") as nobody:
-        done = subprocess.run(
-            command, env=variables, cwd=tmp_path, stdout=nobody, stderr=subprocess.PIPE, timeout=60, check=False
-        )
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-def test_with_nothing_but_this_package_it_says_what_to_install():
-    code = (
-        f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); "
-        "from flyteplugins_tracking.doctor import main; sys.exit(main(sys.argv[1:]))"
-    )
-    # Isolated and without `site`: nothing but this package and the standard library can be imported.
-    bare = [sys.executable, "-I", "-S", "-c", code]
-    done = subprocess.run([*bare, "--offline"], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert 'error: no tracker is installed\n    -> pip install "flyteplugins-tracking[wandb]"' in done.stdout
-    done = subprocess.run([*bare, "--help"], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_it_imports_no_vendor_and_leaves_nothing_behind(tmp_path):
-    code = (
-        "import os, sys; from flyteplugins_tracking.doctor import main; status = main(['--offline']); "
-        "vendors = {'wandb', 'pluto', 'mlflow', 'trackio', 'torch', 'flytekit', 'flyte', 'urllib.request'}; "
-        "print(sorted(vendors & set(sys.modules))); sys.exit(status)"
-    )
-    done = jobs.python(tmp_path, "-c", code, env={"WANDB_API_KEY": KEY, "TMPDIR": str(tmp_path)})
-    assert done.returncode == 0, done.output
-    assert done.output.endswith("[]\n")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_console_script_is_the_doctor():
     script = f'[project.scripts]\nflyteplugins-tracking = "{doctor.__name__}:{doctor.main.__name__}"\n'
     assert script in (PACKAGE.parent / "pyproject.toml").read_text()
-
-
-DIAGNOSE = """
-import os, sys
-from flyteplugins_tracking.doctor import main
-
-if os.environ["RANK"] == "1":
-    del os.environ["WANDB_API_KEY"]
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_job_has_one_table_with_what_only_another_rank_has_found(tmp_path):
-    (tmp_path / "diagnose.py").write_text(DIAGNOSE)
-    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), "diagnose.py", "--offline"]
-    done = jobs.run(command, tmp_path, {"WANDB_MODE": "online", "WANDB_API_KEY": KEY}, 120)
-    assert done.returncode == 1
-    assert done.output.count("run_mode") == done.output.count("launcher   torchelastic") == 1, done.output
-    assert "WANDB_API_KEY (40 characters)" in done.output
-    assert "error: rank 1 (worker 0): W&B: there is no API key" in done.output
-    assert done.output.count("there is no API key") == 1
-    assert "new       worker      2     {base}-worker-0-rank-{0..1}" in done.output
 
 
 @pytest.fixture

@@ -7,24 +7,15 @@ import contextvars
 import json
 import os
 import pickle
-import subprocess
-import sys
 import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import jobs
-from support.recording import recorded
 
 from flyteplugins_tracking import ConfigError, get_run, tracking_config, tracking_init
 from flyteplugins_tracking.config import merged
 from flyteplugins_tracking.propagation import CONFIG, read
-
-
-@pytest.fixture
-def recorder(monkeypatch, bare_environment):
-    return recorded(monkeypatch)
 
 
 @tracking_init
@@ -72,17 +63,6 @@ def test_a_block_ends_with_its_end(recorder):
     with pytest.raises(ValueError, match="made to fail"), tracking_config(project="block"):
         raise ValueError("made to fail")
     assert (train().project, dict(os.environ)) == (None, before)
-
-
-def test_a_block_reaches_threads_and_processes_that_are_started_in_it(recorder):
-    found = []
-    code = "from flyteplugins_tracking.propagation import *; print(read(CONFIG, None)['project'])"
-    with tracking_config(project="block"):
-        thread = threading.Thread(target=lambda: found.append(train().project))
-        thread.start()
-        thread.join()
-        child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (found, child.stdout.strip()) == (["block"], "block")
 
 
 def test_blocks_of_other_threads_do_not_reach_a_training(recorder):
@@ -138,13 +118,6 @@ def test_what_cannot_travel_is_refused_at_once(arguments, told):
 
 def test_none_says_nothing():
     assert merged({"project": "p", "tags": ["t"]}, {"project": None, "tags": []}) == {"project": "p", "tags": []}
-
-
-def test_the_variable_reaches_all_ranks_of_a_torchrun_job(tmp_path):
-    given = tracking_config(project="variable", run_mode="new", config={"lr": 1})  # its own project is "tests"
-    done = jobs.run([*jobs.torchrun("--standalone", "--nproc-per-node=2"), *jobs.train()], tmp_path, given)
-    assert done.returncode == 0, done.output
-    assert [(run.project, run.config["lr"]) for run in done.runs] == [("tests", 1)] * 2
 
 
 def test_one_object_can_be_in_several_blocks_at_once():

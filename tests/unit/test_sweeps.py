@@ -5,13 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
-from support import flyte2_pods, jobs
-from support.loopback import Fault
-from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import (
     ConfigError,
@@ -25,20 +20,8 @@ from flyteplugins_tracking.propagation import CONFIG, SWEEP, SWEEP_ID
 from flyteplugins_tracking.sweeps import SweepLink
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
+
 GRID = {"method": "grid", "parameters": {"x": {"values": [1]}}}
-
-
-def seen(output: str) -> list:
-    """What a script has told, line by line."""
-    return [json.loads(line.partition("SEEN ")[2]) for line in output.splitlines() if line.startswith("SEEN ")]
-
-
-def values(run, column: str) -> list:
-    return [row[column] for row in run.rows if column in row]
-
-
-def trials(server: WandbServer) -> list:
-    return [run for run in server.runs if run.sweep]
 
 
 @pytest.mark.parametrize(
@@ -113,156 +96,6 @@ def test_the_link_leads_to_the_sweep_when_it_is_made_and_before_to_the_projects_
     assert page(anywhere, **{SWEEP: {"project": 3}}) == "https://w.example"
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """`sweeps.py`, and what the server has of it."""
-    with WandbServer() as server:
-        done = jobs.python(tmp_path_factory.mktemp("plain"), jobs.PROGRAMS / "sweeps.py", env=server.environment)
-        yield done, server
-
-
-def test_each_trial_has_its_run_with_its_parameters_and_its_true_end(plain):
-    done, server = plain
-    sweep = server.sweeps[0]
-    assert sweep.config == {"method": "grid", "name": "n", "parameters": {"x": {"values": [1, 2, 3, 4]}}}
-    runs = [run for run in trials(server) if run.sweep == sweep.id]
-    assert [run.id for run in runs] == sweep.run_ids
-    assert [(run.entity, run.project, run.config["own"], run.config["x"]) for run in runs] == [
-        ("e", "p", True, x) for x in (1, 2, 3, 4)
-    ]
-    assert [(run.exit_codes, values(run, "x")) for run in runs] == [
-        ([0], [1, 1]),
-        ([1], [2]),
-        ([3], [3]),
-        ([0], [4, 4]),
-    ]
-    assert sum(run.rows_overwritten + run.rows_after_completion for run in server.runs) == 0
-    told = seen(done.output)
-    assert told[0] == {"id": runs[0].id, "is_global": True, "sweep": sweep.id}
-    assert told[1] == {"id": runs[3].id, "is_global": True, "sweep": sweep.id}
-    assert told[2] == {"sweep": sweep.id, "in_thread": sweep.id, "is_global": True}
-
-
-def test_the_run_around_an_agent_goes_on_after_it_and_has_its_true_end(plain):
-    done, server = plain
-    assert done.returncode == 7, done.output
-    assert "wandb-core has died" not in done.output
-    outer, fails = server.run("outer"), server.run("fails")
-    assert values(outer, "outer") == ["before", "during the trial", "after"]
-    assert (outer.sweep, outer.config, outer.summary["best"]) == (None, {"late": True}, 1)
-    assert (outer.state, fails.state, fails.exit_codes[-1]) == ("finished", "failed", 7)
-    assert values(fails, "outer") == ["before"]
-    assert (fails.entity, fails.project) == ("e", "p2")
-
-
-def test_a_teardown_is_noticed_by_a_thread_that_has_the_id_of_the_clients_own(tmp_path):
-    (tmp_path / "script.py").write_text(
-        """
-import threading, wandb
-from flyteplugins_tracking import get_run, tracking_init
-
-@tracking_init(id="outer")
-def train():
-    run = get_run()
-    run.log({"x": 0})
-    wandb.teardown()
-    run._interface._asyncer._thread._ident = threading.get_ident()
-    run.log({"x": 1})
-
-train()
-"""
-    )
-    done = jobs.python(tmp_path, "script.py")
-    assert done.returncode == 0, done.output
-    assert sorted(row["x"] for run in done.runs for row in run.rows) == [0, 1]
-
-
-def test_nothing_of_a_sweep_is_left_behind(plain):
-    done, _ = plain
-    left = next(told for told in seen(done.output) if "left" in told)
-    assert set(left["left"].values()) == {None}
-    assert (left["session"], left["end"]) == ([None, None], None)
-
-
-SWEPT = """
-import os, sys, time
-from flyteplugins_tracking import *
-
-@tracking_sweep(method="grid", parameters={"x": {"values": [1]}}, project="p", entity="e")
-def search():
-    raise SystemExit("the function was called")
-
-try:
-    with tracking_config(init_timeout_s=2):
-        search()
-except TrackingError as error:
-    print(type(error).__name__, error)
-"""
-
-
-@pytest.mark.parametrize(
-    ("fault", "env", "message"),
-    [
-        (None, {"WANDB_API_KEY": ""}, "TrackerUnavailableError W&B: there is no API key for this process, and a sweep"),
-        (Fault.mute(), {}, "TrackerUnavailableError W&B has made no sweep: no answer in 2 s"),
-        (Fault.status(400), {}, "TrackerUnavailableError W&B has made no sweep: "),
-    ],
-)
-def test_without_a_key_or_an_answer_there_is_an_error_in_time(tmp_path, fault, env, message):
-    with WandbServer() as server:
-        server.fault = fault
-        done = jobs.run([sys.executable, "-c", SWEPT], tmp_path, {**server.environment, **env}, timeout_s=60)
-    assert message in done.output
-
-
-def test_without_wandb_the_error_names_the_command(tmp_path):
-    code = "import sys; sys.modules['wandb'] = None\n" + SWEPT
-    code = code.replace("sys.modules['wandb'] = None", "import importlib.util as u; u.find_spec = lambda name: None")
-    done = jobs.run([sys.executable, "-c", code], tmp_path, timeout_s=60)
-    assert 'TrackerNotInstalledError pip install "flyteplugins-tracking[wandb]"' in done.output
-
-
-@pytest.mark.parametrize("run_mode", ["auto", "new"])
-def test_all_ranks_run_the_trials_in_step(tmp_path, run_mode):
-    pytest.importorskip("torch")
-    with WandbServer() as server:
-        script = [str(jobs.PROGRAMS / "sweep_ranks.py"), run_mode]
-        done = jobs.run([*jobs.torchrun("--standalone", "--nproc-per-node=2"), *script], tmp_path, server.environment)
-        assert done.returncode == 0, done.output
-        first, second = (json.loads(Path(tmp_path, f"rank-{rank}.json").read_text()) for rank in (0, 1))
-        (sweep,), runs = server.sweeps, trials(server)
-    assert [run.id for run in runs] == sweep.run_ids
-    assert [(run.exit_codes[-1], values(run, "total")) for run in runs] == [(0, [2]), (1, [4]), (3, [6]), (0, [8])]
-    of_second = [f"{run.id}-rank-1" if run_mode == "new" else None for run in runs]
-    needs_group = "sweep_agent with several ranks needs a process group"
-    assert needs_group in first[0]
-    assert needs_group in second[0]
-    assert first[1:] == [*([x, 2 * x, run.id, True] for x, run in enumerate(runs, 1)), sweep.id, {}]
-    loaded = run_mode == "new"
-    assert second[1:] == [*([x, 2 * x, own, loaded] for x, own in enumerate(of_second, 1)), None, {}]
-    assert "the objective has failed on rank 1: ValueError: made to fail" in done.output
-
-
-@pytest.mark.parametrize("where", ["local", "pod"])
-@pytest.mark.parametrize("task", ["sweep_above", "sweep_below"])
-def test_a_flyte_2_task_and_its_children_have_one_sweep(tmp_path, where, task):
-    pytest.importorskip("flyte")
-    with WandbServer() as server:
-        start = flyte2_pods.local if where == "local" else flyte2_pods.run
-        more = {} if where == "local" else {"children": True}
-        ended = start(task, tmp_path, module="flyte2_sweeps", **more, **server.environment)
-        assert ended.outputs, ended.output
-        told = json.loads(ended.outputs[0])
-        (sweep,), runs = server.sweeps, trials(server)
-        outer = server.run(told["outer"])
-    assert (told["own"], told["child"]) == (sweep.id, sweep.id)
-    assert sweep.config["name"] == outer.id
-    assert outer.id.startswith("r1-")
-    assert [run.id for run in runs] == sweep.run_ids
-    assert [(run.exit_codes, run.config["x"], values(run, "x")) for run in runs] == [([0], 1, [1]), ([0], 2, [4])]
-    assert (values(outer, task), outer.state, outer.sweep) == (["before", "after"], "finished", None)
-
-
 def test_a_flyte_2_task_stays_the_same_object_and_gains_one_link():
     flyte = pytest.importorskip("flyte")
     env = flyte.TaskEnvironment(name="links")
@@ -274,38 +107,3 @@ def test_a_flyte_2_task_stays_the_same_object_and_gains_one_link():
     links = bare.links
     assert tracking_sweep(**GRID)(bare) is bare
     assert [link.name for link in bare.links] == [*(link.name for link in links), "Weights & Biases sweep"]
-
-
-def test_flytekit_tasks_have_their_sweep_and_their_run_in_either_order(tmp_path):
-    pytest.importorskip("flytekit")
-    with WandbServer() as server:
-        # Imported, as for registration: flytekit does not serialize such tasks of `__main__`.
-        code = f"import sys; sys.path.insert(0, {str(jobs.PROGRAMS)!r}); import flyte_sweeps; flyte_sweeps.main()"
-        done = jobs.run([sys.executable, "-c", code], tmp_path, server.environment)
-        assert done.returncode == 0, done.output
-        ids, configs = seen(done.output)
-        assert ids == [sweep.id for sweep in server.sweeps]
-        assert [(run.exit_codes, values(run, "x")) for run in trials(server)] == [([0], [1])] * 3
-        for name in ("above", "below", "around"):
-            assert (values(server.run(name), name), server.run(name).state) == (["before", "after"], "finished")
-            assert configs[name]["wandb_id"] == name
-    assert server.unknown_operations == []
-
-
-def test_tracking_config_gives_the_place_and_the_decorator_goes_before_all(tmp_path):
-    code = """
-from flyteplugins_tracking import *
-
-@tracking_sweep(method="grid", parameters={"x": {"values": [1]}}, description="d", run_cap=2)
-def search():
-    print("SEEN", '"' + get_sweep_id() + '"')
-
-with tracking_config(project="p", entity="e"), tracking_sweep_config(method="random", project="q", description="x"):
-    search()
-"""
-    with WandbServer() as server:
-        done = jobs.run([sys.executable, "-c", code], tmp_path, server.environment)
-        (sweep,) = server.sweeps
-    assert seen(done.output) == [sweep.id]
-    assert (sweep.entity, sweep.project, sweep.config["method"]) == ("e", "q", "grid")
-    assert (sweep.config["description"], sweep.config["run_cap"]) == ("d", 2)

@@ -1,0 +1,324 @@
+"""Programs that are written for the other plugins run with another import line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from support import flyte1_pods, jobs
+from support.wandb_server import KEY, WandbServer
+
+from flyteplugins_tracking.compat import wandb as compat
+from flyteplugins_tracking.compat.wandb import wandb_config
+
+pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
+
+needs_flytekit = pytest.mark.skipif(
+    importlib.util.find_spec("flytekit") is None,
+    reason='flytekit is not installed: pip install "flyteplugins-tracking[flytekit]"',
+)
+
+needs_flyte = pytest.mark.skipif(
+    importlib.util.find_spec("flyte") is None or importlib.util.find_spec("flyteplugins.pytorch") is None,
+    reason="flyte or flyteplugins-pytorch is not installed",
+)
+
+needs_sweeps = pytest.mark.skipif(
+    importlib.util.find_spec("flyteplugins_tracking.sweeps") is None, reason="there is no tracking_sweep yet"
+)
+
+FLYTEKIT = jobs.PROGRAMS / "compat_flytekit.py"
+
+TASKS, WORKERS = {"module": "compat_tasks"}, {"module": "compat_workers"}
+
+
+def seen(directory: Path, tag: str) -> list[dict]:
+    """What the processes of a task reported, by rank."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob(f"{tag}-*.json"))]
+
+
+def test_the_import_needs_no_vendor(tmp_path):
+    package = Path(compat.__file__).parents[2]
+    code = f"import sys; sys.path.insert(0, {str(package)!r}); import flyteplugins_tracking.compat.wandb as w; print(w)"
+    done = jobs.run([sys.executable, "-I", "-S", "-c", code], tmp_path)
+    assert done.returncode == 0, done.output
+
+
+@pytest.fixture(scope="module")
+def flytekit_programs(tmp_path_factory):
+    done = jobs.python(tmp_path_factory.mktemp("compat1"), FLYTEKIT, "all")
+    assert done.returncode == 0, done.output
+    return done
+
+
+@needs_flytekit
+def test_flytekit_tasks_have_their_run_without_a_cluster_and_its_secret(flytekit_programs):
+    directory = flytekit_programs.directory
+    stored = {run.id: run for run in flytekit_programs.runs}
+    assert len(stored) == 3  # the others have directories of their own
+    (below,), (above,) = seen(directory, "below"), seen(directory, "above")
+    assert stored[below["id"]].exit_code == 0
+    assert above["id"] == "chosen"
+    assert not (directory / "secret-was-read").exists()  # offline, nobody needs it
+
+
+@needs_flytekit
+def test_fault_two_ranks_of_a_flytekit_task_write_to_one_run(flytekit_programs):
+    first, second = seen(flytekit_programs.directory, "elastic")
+    assert first["id"] is not None
+    assert second["id"] is None
+
+
+@needs_flytekit
+def test_dir_names_a_parameter_that_is_a_directory(flytekit_programs):
+    (sync,) = seen(flytekit_programs.directory, "in_a_directory")
+    (coroutine,) = seen(flytekit_programs.directory, "async_in_a_directory")
+    assert {Path(report["dir"]).parents[2].name for report in (sync, coroutine)} == {"given", "async"}
+
+
+@needs_flytekit
+def test_the_directory_is_downloaded_where_there_is_a_run(flytekit_programs):
+    first, second = seen(flytekit_programs.directory, "lazily")
+    assert Path(first["dir"]).parents[2].name == "downloaded-0"
+    assert second["id"] is None
+    assert not (flytekit_programs.directory / "downloaded-1").exists()
+
+
+@needs_flytekit
+def test_fault_a_failing_flytekit_task_is_recorded_as_success(tmp_path):
+    done = jobs.python(tmp_path, FLYTEKIT, "failing")
+    assert done.returncode != 0
+    assert [run.exit_code for run in done.runs] == [1]
+
+
+@needs_flytekit
+def test_api_host_is_the_server_and_the_secret_its_key(tmp_path):
+    with WandbServer() as server:
+        env = {"THE_KEY": KEY, "THE_SERVER": server.url, "WANDB_MODE": "online"}
+        done = jobs.python(tmp_path, FLYTEKIT, "server", env=env)
+        assert done.returncode == 0, done.output
+        run = server.run("there")
+    assert (run.entity, run.project, run.exit_codes, len(run.rows)) == ("team", "tests", [0], 1)
+
+
+@needs_flytekit
+@pytest.mark.parametrize(
+    ("task", "message"), [("below", "add secret_requests="), ("above", "secret= raised RuntimeError")]
+)
+def test_on_a_cluster_a_secret_that_is_not_there_is_an_error(tmp_path, task, message):
+    env = flyte1_pods.environment(task, WANDB_MODE="online")
+    done = jobs.run(flyte1_pods.command(task, tmp_path, module="compat_flytekit"), tmp_path, env)
+    assert message in done.output
+
+
+@needs_flyte
+def test_quickstart(tmp_path):
+    from support import flyte2_pods
+
+    done = flyte2_pods.local("quickstart", tmp_path, **TASKS)
+    assert done.outputs is not None, done.output
+    (run,) = done.runs
+    assert json.loads(done.outputs[0]) == [run.id, "my-project", "my-team", True]
+    assert (run.exit_code, [(row["loss"], row["accuracy"]) for row in run.rows]) == (0, [(0.5, 0.9)])
+
+
+@needs_flyte
+@pytest.mark.parametrize(
+    ("task", "by_rank", "group"),
+    [
+        ("auto_worker", ["r1-a0-worker-0", None], "r1-a0"),
+        ("shared_global", ["r1-a0", "r1-a0"], None),
+        ("new_worker", ["r1-a0-worker-0-rank-0", "r1-a0-worker-0-rank-1"], "r1-a0-worker-0"),
+    ],
+)
+def test_modes_and_scopes_on_elastic_workers(tmp_path, task, by_rank, group):
+    from support import flyte2_pods
+
+    done = flyte2_pods.run(task, tmp_path, **WORKERS)
+    assert done.error is None, done.output
+    reports = seen(tmp_path, task)
+    assert [report["run"] for report in reports] == by_rank
+    assert [(report["kind"], report["info"]["rank"]) for report in reports] == [("dict", 0), ("dict", 1)]
+    assert {run.id for run in done.runs} == set(by_rank) - {None}
+    assert {run.group or None for run in done.runs} == {group}
+    assert {run.exit_code for run in done.runs} == {0}
+
+
+@needs_flyte
+def test_the_context_reaches_children_and_the_decorator_goes_before_it(tmp_path):
+    from support import flyte2_pods
+
+    context = wandb_config(project="my-project", tags=["experiment-1"], run_mode="auto")
+    done = flyte2_pods.local("parent", tmp_path, context=context, **TASKS)
+    assert done.outputs is not None, done.output
+    own, joined, independent = json.loads(done.outputs[0])
+    assert own[1:] == ["my-project", ["experiment-1"], ["my-project", ["experiment-1"], "auto"]]
+    assert joined == own  # the child goes on in its parent's run
+    assert independent[0] != own[0]
+    assert independent[1:] == ["override-project", ["decorated"], ["override-project", ["overridden"], "auto"]]
+    assert sorted(len(run.rows) for run in done.runs) == [0, 2]
+
+
+@needs_flyte
+def test_a_decorators_mode_goes_before_the_contexts(tmp_path):
+    from support import flyte2_pods
+
+    done = flyte2_pods.run("shared_global", tmp_path, context=wandb_config(run_mode="new"), **WORKERS)
+    assert {run.id for run in done.runs} == {"r1-a0"}, done.output
+
+
+@needs_flyte
+def test_download_logs_makes_the_files_an_output(tmp_path):
+    from support import flyte2_pods
+
+    done = flyte2_pods.run("logged", tmp_path, children=True, **TASKS)
+    assert done.outputs == [1], done.output
+    (trace,) = [path for path in flyte2_pods.base(tmp_path, "r1").iterdir() if path.name != "a0"]
+    assert trace.is_dir()
+
+
+@needs_flyte
+def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
+    from support import flyte2_pods
+
+    with WandbServer() as server:
+        script = jobs.python(tmp_path / "script", jobs.PROGRAMS / "compat_tasks.py", env=server.environment)
+        pod = flyte2_pods.run("downloads", tmp_path / "pod", children=True, **TASKS, **server.environment)
+        stored = server.run("r").files
+    assert script.returncode == 0, script.output
+    (report,) = seen(tmp_path / "script", "downloads")
+    assert report["none"] == [
+        "no W&B run is open here: pass run_id=, or call this in a task with @wandb_init",
+        "NoneType",
+    ]
+    message, cause = report["unknown"]
+    assert message.startswith("W&B does not give the run 'e/p/nobody'")
+    assert cause == "CommError"
+    assert "summary.json" in report["open"]
+    assert "metrics_history.json" not in report["open"]
+    assert set(report["directory"]) == set(stored) | {"summary.json", "metrics_history.json"}
+    after = tmp_path / "script" / "after"
+    assert json.loads((after / "summary.json").read_text())["nested"] == {"y": 599}
+    assert [row["x"] for row in json.loads((after / "metrics_history.json").read_text())] == list(range(600))
+    assert pod.outputs is not None, pod.output
+    rows = json.loads((Path(pod.outputs[0].removeprefix("file://")) / "metrics_history.json").read_text())
+    assert [row["n"] for row in rows] == [1]
+
+
+def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
+    program = """
+        from flyteplugins_tracking.compat.wandb import download_wandb_sweep_dirs, wandb_config
+
+        with wandb_config(project="p", entity="e"):
+            for sweep_id in (None, "nobody"):
+                try:
+                    download_wandb_sweep_dirs(sweep_id)
+                except RuntimeError as error:
+                    print("REFUSED", error, "BY", type(error.__cause__).__name__)
+    """
+    (tmp_path / "download.py").write_text(textwrap.dedent(program))
+    with WandbServer() as server:
+        done = jobs.python(tmp_path, "download.py", env=server.environment)
+    refused = [line.removeprefix("REFUSED ") for line in done.output.splitlines() if line.startswith("REFUSED ")]
+    assert refused[0].startswith("no W&B sweep is open here"), done.output
+    assert refused[1].startswith("W&B does not give the sweep 'e/p/nobody'"), done.output
+    assert refused[1].endswith("BY CommError")
+
+
+@needs_flyte
+@needs_sweeps
+def test_a_sweep_runs_its_trials(tmp_path):
+    program = """
+        import flyte, wandb
+        from wandb.agents.pyagent import Agent
+        from flyteplugins_tracking.compat.wandb import (
+            download_wandb_sweep_dirs, get_wandb_context, get_wandb_run, get_wandb_sweep_context, get_wandb_sweep_id,
+            wandb_config, wandb_init, wandb_sweep, wandb_sweep_config,
+        )
+
+        Agent.HEARTBEAT_SLEEP_SECONDS = 0.1
+        env = flyte.TaskEnvironment(name="sweeps")
+
+        @wandb_init
+        def objective():
+            run = get_wandb_run()
+            run.log({"loss": run.config["lr"]})
+
+        @wandb_sweep
+        @env.task
+        def run_sweep() -> str:
+            sweep_id = get_wandb_sweep_id()
+            assert get_wandb_sweep_context().method == "grid"
+            wandb.agent(sweep_id, function=objective, count=2, project=get_wandb_context().project, entity="e")
+            download_wandb_sweep_dirs(base_path="trials")
+            return sweep_id
+
+        flyte.init()
+        context = {
+            **wandb_config(project="p", entity="e"),
+            **wandb_sweep_config(
+                method="grid", metric={"name": "loss", "goal": "minimize"}, parameters={"lr": {"values": [1, 2]}}
+            ),
+        }
+        flyte.with_runcontext(mode="local", custom_context=context).run(run_sweep)
+    """
+    (tmp_path / "sweep.py").write_text(textwrap.dedent(program))
+    with WandbServer() as server:
+        done = jobs.python(tmp_path, "sweep.py", env=server.environment)
+        assert done.returncode == 0, done.output
+        (sweep,) = server.sweeps
+        trials = [run for run in server.runs if run.sweep == sweep.id]
+    assert (sweep.entity, sweep.project) == ("e", "p")
+    assert [[row["loss"] for row in trial.rows] for trial in trials] == [[1], [2]]
+    assert [trial.exit_codes for trial in trials] == [[0], [0]]
+    histories = [json.loads((tmp_path / "trials" / trial.id / "metrics_history.json").read_text()) for trial in trials]
+    assert [[row["loss"] for row in rows] for rows in histories] == [[1], [2]]
+
+
+def peers_blocks() -> list[str]:
+    """The Python blocks of its README, with our import line."""
+    try:
+        found = importlib.metadata.metadata("flyteplugins-wandb")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("flyteplugins-wandb is not installed: pip install flyteplugins-wandb, whose README this runs")
+    # Which of the two has it differs with the finder that another library may have installed.
+    description = found.get("Description") or str(found.get_payload())
+    blocks = re.findall(r"```python\n(.+?)```", description, re.DOTALL)
+    assert len(blocks) > 10
+    return [block.replace("flyteplugins.wandb", "flyteplugins_tracking.compat.wandb") for block in blocks]
+
+
+@needs_flyte
+def test_the_blocks_of_the_peers_readme_run(tmp_path):
+    blocks = [block for block in peers_blocks() if "wandb_sweep" not in block]
+    tasks, server = run_readme(blocks, tmp_path)
+    assert len(tasks) >= 11
+    tracked = sum(len(names) for names in tasks)
+    assert tracked >= 9
+    assert [run.exit_codes for run in server.runs] == [[0]] * len(server.runs)
+    assert len(server.runs) >= tracked
+    assert ("my-team", "my-project") in {(run.entity, run.project) for run in server.runs}
+
+
+@needs_flyte
+@needs_sweeps
+def test_the_blocks_of_the_peers_readme_about_sweeps_run(tmp_path):
+    tasks, server = run_readme([block for block in peers_blocks() if "wandb_sweep" in block], tmp_path)
+    assert ["run_sweep"] in tasks
+    (sweep,) = server.sweeps
+    trials = [run for run in server.runs if run.sweep == sweep.id]
+    assert [trial.exit_codes for trial in trials] == [[0]] * 10
+
+
+def run_readme(blocks: list[str], directory: Path) -> tuple[list[list[str]], WandbServer]:
+    """Run `blocks` against a server: the tasks of each block, and the server with what it has got."""
+    with WandbServer() as server:
+        done = jobs.python(directory, jobs.PROGRAMS / "compat_readme.py", json.dumps(blocks), env=server.environment)
+    assert done.returncode == 0, done.output
+    return json.loads(done.output.partition("TASKS ")[2].splitlines()[0]), server

@@ -1,0 +1,76 @@
+"""The doctor: what it prints of launchers, runs, trackers and what looks wrong; never a key; one table for a job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from support import jobs
+from support.jobs import PACKAGE
+
+KEY = "a1b2" * 10
+
+
+def test_an_output_without_letters_or_without_a_reader_is_no_error(tmp_path):
+    command = [sys.executable, "-m", "flyteplugins_tracking", "--offline", "--tracker=wandb"]
+    variables = {"PYTHONPATH": str(PACKAGE.parent), "PYTHONIOENCODING": "ascii", "WANDB_API_KEY": KEY}
+    variables |= {"HOME": str(tmp_path), "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path / "größe")}
+    plain = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert (plain.returncode, plain.stderr) == (0, b"")
+    assert b"gr\\xf6\\xdfe" in plain.stdout
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "wb") as nobody:
+        done = subprocess.run(
+            command, env=variables, cwd=tmp_path, stdout=nobody, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_with_nothing_but_this_package_it_says_what_to_install():
+    code = (
+        f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); "
+        "from flyteplugins_tracking.doctor import main; sys.exit(main(sys.argv[1:]))"
+    )
+    # Isolated and without `site`: nothing but this package and the standard library can be imported.
+    bare = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run([*bare, "--offline"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert 'error: no tracker is installed\n    -> pip install "flyteplugins-tracking[wandb]"' in done.stdout
+    done = subprocess.run([*bare, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_it_imports_no_vendor_and_leaves_nothing_behind(tmp_path):
+    code = (
+        "import os, sys; from flyteplugins_tracking.doctor import main; status = main(['--offline']); "
+        "vendors = {'wandb', 'pluto', 'mlflow', 'trackio', 'torch', 'flytekit', 'flyte', 'urllib.request'}; "
+        "print(sorted(vendors & set(sys.modules))); sys.exit(status)"
+    )
+    done = jobs.python(tmp_path, "-c", code, env={"WANDB_API_KEY": KEY, "TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.output
+    assert done.output.endswith("[]\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+DIAGNOSE = """
+import os, sys
+from flyteplugins_tracking.doctor import main
+
+if os.environ["RANK"] == "1":
+    del os.environ["WANDB_API_KEY"]
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_job_has_one_table_with_what_only_another_rank_has_found(tmp_path):
+    (tmp_path / "diagnose.py").write_text(DIAGNOSE)
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), "diagnose.py", "--offline"]
+    done = jobs.run(command, tmp_path, {"WANDB_MODE": "online", "WANDB_API_KEY": KEY}, 120)
+    assert done.returncode == 1
+    assert done.output.count("run_mode") == done.output.count("launcher   torchelastic") == 1, done.output
+    assert "WANDB_API_KEY (40 characters)" in done.output
+    assert "error: rank 1 (worker 0): W&B: there is no API key" in done.output
+    assert done.output.count("there is no API key") == 1
+    assert "new       worker      2     {base}-worker-0-rank-{0..1}" in done.output

@@ -1,0 +1,279 @@
+"""MLflow: a real server, real clients, real torchrun. What holds for every tracker is in `test_conformance.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import math
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from support import jobs
+from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun
+
+from flyteplugins_tracking import get_run, tracking_init
+
+SCRIPT = jobs.PROGRAMS / "mlflow_runs.py"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    with MlflowServer(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def environment(server: MlflowServer) -> dict[str, str]:
+    return {"MLFLOW_TRACKING_URI": server.url, "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.2"}
+
+
+def seen(directory: Path, rank: int = 0) -> dict:
+    return json.loads((directory / f"seen-{rank}").read_text())
+
+
+def by_id(server: MlflowServer, project: str) -> dict[str | None, StoredRun]:
+    return {run.id: run for run in server.runs(project)}
+
+
+@pytest.fixture(scope="module")
+def fluent(server, tmp_path_factory) -> tuple[jobs.Done, dict, list[StoredRun]]:
+    """A process that uses MLflow's own functions inside the decorated one."""
+    directory = tmp_path_factory.mktemp("fluent")
+    done = jobs.python(directory, SCRIPT, "fluent", "fluent", env=environment(server))
+    assert done.returncode == 0, done.output
+    return done, seen(directory), server.runs("fluent")
+
+
+def test_the_run_is_mlflows_active_one_which_nothing_but_the_functions_end_ends(fluent):
+    _, noted, runs = fluent
+    (run,) = (run for run in runs if run.id == "fluent")
+    assert noted["is_active"] is noted["is_active_after"] is True
+    assert noted["active_outside"] is None
+    assert noted["status_inside"] == "RUNNING"
+    assert noted["run_id"] == run.run_id
+    assert noted["url"].endswith(f"/runs/{run.run_id}")
+    assert run.values("fluent") == run.values("thread") == run.values("before_fork") == [1.0]
+    nested = [other for other in runs if other.tags.get("mlflow.parentRunId") == run.run_id]
+    assert [(other.status, other.values("child")) for other in nested] == [("FINISHED", [1.0])]
+
+
+def test_a_run_that_goes_on_has_its_rows_steps_and_the_newest_config(fluent):
+    done, noted, runs = fluent
+    (run,) = (run for run in runs if run.id == "fluent")
+    steps = sorted((step, value) for key, value, step, _ in run.rows if key == "loss")
+    assert [value for _, value in steps] == [1.0, 3.0, 4.0, 5.0]
+    assert [step for step, _ in steps][:3] == [0, 7, 8]
+    assert steps[3][0] > 8
+    assert (noted["resumed"], noted["resumed_again"]) == (False, True)
+    assert run.status == "FAILED"  # sys.exit(3)
+    assert run.config == {"lr": 0.2}
+    assert (run.params["lr"], run.params["deep.a"], run.params["late"]) == ("0.1", "1", "1")
+    assert "a param keeps its first value: that of lr" in done.output
+    assert (run.name, run.tags["mlflow.note.content"]) == ("named", "why")
+    assert (run.tags["plain"], run.tags["team"], run.tags["later"]) == ("", "ml", "tag")
+
+
+def test_what_mlflow_cannot_hold_is_said_once_a_key(fluent):
+    done, _, runs = fluent
+    (run,) = (run for run in runs if run.id == "fluent")
+    assert run.values("truth") == [1.0]
+    assert math.isnan(run.values("nan")[0])
+    assert run.values("odd_key") == [1.0]
+    assert {"none", "text", "odd#key"}.isdisjoint(key for key, *_ in run.rows)
+    for said in ("'truth': a truth value", "'none': None", "'nan': nan", "'inf': inf", "'text': a str", "'odd#key'"):
+        assert done.output.count(f"MLflow: {said}") == 1, said
+    assert done.output.count("the param 'lr' is not taken") == 1
+
+
+def test_a_called_task_goes_on_in_the_callers_run_and_does_not_end_it(fluent):
+    _, noted, runs = fluent
+    (run,) = (run for run in runs if run.id == "fluent")
+    assert run.values("called") == [1.0]
+    assert noted["status_after_call"] == "RUNNING"
+
+
+def test_a_forked_child_neither_hangs_nor_logs(fluent):
+    _, noted, runs = fluent
+    (run,) = (run for run in runs if run.id == "fluent")
+    assert noted["child"] == 0
+    assert run.values("forked") == []
+    assert "forked" not in run.params
+
+
+def test_mlflow_run_id_is_the_very_run_and_stays_set(fluent):
+    _, noted, runs = fluent
+    (run,) = (run for run in runs if run.run_id == noted["chosen"])
+    assert noted["is_chosen"] is noted["is_nested"] is noted["variable"] is True
+    assert (run.status, run.values("chosen")) == ("FINISHED", [1.0])
+
+
+def test_autologging_is_the_ranks_own_that_has_a_run_and_a_group_ends_as_its_worst_run(server, tmp_path):
+    agent = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+    done = jobs.run([*agent, SCRIPT, "ranks", "ranks"], tmp_path, environment(server))
+    assert done.returncode == 0, done.output
+    runs = by_id(server, "ranks")
+    (parent,) = (run for run in server.runs("ranks") if PARENT_OF_TAG in run.tags)
+    assert set(runs) == {"auto", "new-rank-0", "new-rank-1", None}
+    assert len(server.runs("ranks")) == 4  # rank 1 has made none in "auto"
+    assert "training_mean_squared_error" in {key for key, *_ in runs["auto"].rows}
+    children = [runs["new-rank-0"], runs["new-rank-1"]]
+    assert [run.tags["mlflow.parentRunId"] for run in children] == [parent.run_id] * 2
+    assert seen(tmp_path)["parent_after_failure"] == "FAILED"
+    assert [run.status for run in (parent, *children)] == ["FINISHED"] * 3
+    system = [{key for key, *_ in run.rows if key.startswith("system/")} for run in children]
+    assert system[0]
+    assert all(key.startswith("system/worker-0/") for key in system[0])
+    assert system[1] == set()
+
+
+def test_a_log_costs_less_than_0_2_ms(server, tmp_path):
+    done = jobs.python(tmp_path, SCRIPT, "cost", "cost", env=environment(server))
+    assert done.returncode == 0, done.output
+    noted = seen(tmp_path)
+    print({name: round(value, 3) for name, value in noted.items()})
+    assert noted["log_us"] < 200
+    assert len(by_id(server, "cost")["cost"].rows) == 10_000
+
+
+def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, tmp_path):
+    process = jobs.start([sys.executable, SCRIPT, "outage", "outage"], tmp_path, environment(server))
+    await_file(tmp_path / "started")
+    time.sleep(3)
+    with server.mute():
+        time.sleep(3)
+    await_file(tmp_path / "mute")
+    with server.mute():
+        (tmp_path / "is-mute").touch()
+        done = jobs.finish(process, tmp_path, timeout_s=90)
+    assert done.returncode == 0, done.output
+    noted = seen(tmp_path)
+    assert noted["slowest_s"] < 1
+    assert noted["end_s"] < 8
+    (said,) = (line for line in done.output.splitlines() if "The rest is in files" in line)
+    command = shlex.split(said.rpartition("is there: ")[2])
+    sent = jobs.run([sys.executable, *command[1:]], tmp_path, environment(server))
+    assert sent.returncode == 0, sent.output
+    runs = by_id(server, "outage")
+    assert runs["outage"].values("loss") == [float(number) for number in range(600)]
+    assert runs["mute"].values("loss") == [float(number) for number in range(50)]
+    assert [run.status for run in runs.values()] == ["FINISHED"] * 2
+    assert runs["mute"].params == {"late": "1"}
+
+
+def test_a_server_that_is_mute_or_refuses_is_said_in_time_and_without_the_key(tmp_path):
+    with denying() as wrong_key, mute() as silent:
+        nobody = f"http://127.0.0.1:{jobs.free_port()}"
+        done = jobs.python(tmp_path, SCRIPT, "unavailable", wrong_key, silent, nobody, "nonsense://x")
+    assert done.returncode == 0, done.output
+    noted = seen(tmp_path)
+    assert noted["variables"] == []
+    said = {uri: noted[uri] for uri in (wrong_key, silent, nobody, "nonsense://x")}
+    assert all(name == "TrackerUnavailableError" for name, *_ in said.values()), said
+    assert max(seconds for *_, seconds in said.values()) < 5
+    assert "HTTP 401" in said[wrong_key][1]
+    assert "secret=" in said[wrong_key][1]
+    assert "does not answer" in said[silent][1]
+    assert "the-password" not in done.output + json.dumps(noted)
+
+
+@contextlib.contextmanager
+def denying() -> Iterator[str]:
+    class Denying(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.end_headers()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Denying) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.server_address[1]}"
+        listening.shutdown()
+
+
+@contextlib.contextmanager
+def mute() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def await_file(path: Path) -> None:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.02)
+
+
+def test_what_no_request_or_file_can_hold_takes_nothing_else_with_it(server, tmp_path, monkeypatch, bare_environment):
+    numpy = pytest.importorskip("numpy")
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker="mlflow", project="odd", id="odd", tracking_uri=server.url, finish_timeout_s=8)
+    def train():
+        run = get_run()
+        run.log({"a": 1}, step=2**63 + 5)
+        run.log({"a": 2}, step=math.nan)
+        run.log({"a": numpy.array([3], dtype=object)[0]})
+        run.log_params({"unsendable": "\ud800"})
+        run.log({"a": 4})
+
+    train()
+    (run,) = server.runs("odd")
+    assert (run.values("a"), run.status) == ([1.0, 2.0, 3.0, 4.0], "FINISHED")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_kept_at_the_end_is_all_that_was_left(server, tmp_path, monkeypatch, bare_environment):
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker="mlflow", project="left", id="left", tracking_uri=server.url, finish_timeout_s=1)
+    def train():
+        run = get_run()
+        with server.mute():
+            run.log_params({"path": Path("x")})
+            run.set_tags({"number": Decimal(1)})
+            run.log({"a": Decimal("0.5")})
+            run._handle.end(0)
+            run._handle._ended = True
+
+    train()
+    (file,) = tmp_path.rglob("*.jsonl")
+    kept = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    assert [line.get("args", line.get("row")) for line in kept][:3] == [[{"path": "x"}], [{"number": "1"}], {"a": 0.5}]
+
+
+def test_a_loop_that_ends_all_runs_ends_and_leaves_ours_active(server, bare_environment):
+    import mlflow
+
+    @tracking_init(tracker="mlflow", project="loop", id="loop", tracking_uri=server.url)
+    def train():
+        ends = 0
+        while mlflow.active_run():
+            ends += 1
+            assert ends < 100
+            mlflow.end_run()
+        mlflow.log_metric("a", 1)
+        return mlflow.active_run() is get_run()
+
+    assert train()
+    (run,) = server.runs("loop")
+    assert (run.values("a"), run.status) == ([1.0], "FINISHED")
+
+
+def test_of_two_runs_with_our_id_the_one_asked_for_last_goes_on(server, bare_environment):
+    from mlflow import MlflowClient
+
+    @tracking_init(tracker="mlflow", project="late", id="late", tracking_uri=server.url)
+    def train():
+        get_run().log({"a": 1})
+        return get_run().run_id, get_run().info.experiment_id
+
+    run_id, experiment_id = train()
+    # As a request that has been on its way all the time.
+    MlflowClient(server.url).create_run(experiment_id, start_time=1, tags={"flyteplugins_tracking.run_id": "late"})
+    assert train()[0] == run_id

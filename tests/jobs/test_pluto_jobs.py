@@ -1,0 +1,321 @@
+"""Pluto beyond what all trackers have in common: the real client against a server that is as strict as the service."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+from support.backends import pluto_environment
+from support.loopback import Fault
+from support.pluto_server import KEY, PlutoServer
+
+from flyteplugins_tracking.trackers.pluto import INIT_ARGUMENTS
+
+SCRIPT = jobs.PROGRAMS / "pluto_runs.py"
+
+JOB_NAME = "konduktor-job-1a2b"
+
+RANKS = 2
+
+
+def facts(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for path in directory.glob("facts-*") for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Iterator[tuple[PlutoServer, jobs.Done, dict[int, dict[str, Any]]]]:
+    """A shared run in a pod of konduktor's, whose service takes its time to register keys."""
+    directory = tmp_path_factory.mktemp("ranks")
+    (directory / "key").write_text(KEY)
+    with PlutoServer() as server:
+        server.fault = Fault.slow(1.0, only="names")
+        env = {**pluto_environment(server), "PLUTO_RUN_ID": JOB_NAME, "KONDUKTOR_JOB_NAME": JOB_NAME}
+        del env["PLUTO_API_KEY"]
+        command = [*jobs.torchrun("--standalone", f"--nproc-per-node={RANKS}"), str(SCRIPT), "ranks"]
+        done = jobs.run(command, directory, env)
+        assert done.returncode == 0, done.output
+        yield server, done, {told["rank"]: told for told in facts(directory)}
+
+
+def test_the_run_is_the_vendors_and_konduktors_jobs(ranks):
+    server, _, told = ranks
+    run = server.run(JOB_NAME)
+    for rank in range(RANKS):
+        assert told[rank]["vendors"] == "pluto.op.Op"
+        assert (told[rank]["id"], told[rank]["run_id"], told[rank]["resumed"]) == (run.number, JOB_NAME, rank != 0)
+    assert "konduktor" in run.tags
+
+
+def test_the_primary_alone_tells_the_config_the_name_the_tags_and_the_status(ranks):
+    server, _, _ = ranks
+    run = server.run(JOB_NAME)
+    assert [create["name"] for create in run.creates] == ["named", JOB_NAME]
+    assert [sorted(create["config"]) for create in run.creates] == [
+        ["distributed", "long", "lr", "restart_count"],
+        [],
+    ]
+    assert ("tag" in run.creates[0]["tags"], "tag" in run.creates[1]["tags"]) == (True, False)
+    assert (run.notes, run.statuses, run.status, run.late) == ("a note", ["COMPLETED"], "COMPLETED", 0)
+    assert run.metadata["process"]
+
+
+def test_other_ranks_may_not_change_the_config_and_the_tags(ranks):
+    server, _, told = ranks
+    assert [told[rank]["refused"] for rank in range(RANKS)] == [[], ["ConfigError", "ConfigError"]]
+    assert server.run(JOB_NAME).config["of"] == 0
+    assert {"tag", "of-0"} <= set(server.run(JOB_NAME).tags)
+
+
+def test_a_new_key_is_registered_and_does_not_hold_up_its_row(ranks):
+    server, _, told = ranks
+    assert max(told[rank]["slowest"] for rank in range(RANKS)) < 0.5  # the service takes 1 s to register one
+    names = server.run(JOB_NAME).names
+    assert {f"rank{rank}/new{number}" for rank in range(RANKS) for number in range(20)} <= names["METRIC"]
+    assert names["DATA"] == {"phase"}
+
+
+def test_ranks_that_log_the_same_key_without_a_step_keep_all_their_values(ranks):
+    server, _, _ = ranks
+    values = [point.value for point in server.run(JOB_NAME).charted["loss"].values()]
+    assert sorted(values) == sorted([*range(20)] * RANKS)
+
+
+def test_what_the_service_would_drop_is_said_once_for_each_key(ranks):
+    server, done, _ = ranks
+    run = server.run(JOB_NAME)
+    for key in ("truth", "none", "nan", "dict", "list", "ä", "step=-1"):
+        told = [line for line in done.output.splitlines() if re.search(rf"Pluto: '{key}': ", line)]
+        assert len(told) == 1, (key, told)
+    assert {key: run.charted[key][10_000].value for key in ("truth", "list", "large")} == {
+        "truth": 1,
+        "list": 2,
+        "large": 1e30,
+    }
+    assert not {"none", "dict"} & run.charted.keys()
+    assert [line["data"] for line in run.data] == ["warmup"] * 2
+    assert run.duplicates == 0
+
+
+def test_the_key_is_in_no_command_line_and_no_file(ranks):
+    _, done, told = ranks
+    assert [told[rank]["has_key"] for rank in range(RANKS)] == [False] * RANKS
+    assert any(told[rank]["has_uploader"] for rank in range(RANKS))
+    assert KEY not in done.output
+    written = [path for path in done.directory.rglob("*") if path.is_file() and path.name != "key"]
+    assert not [path for path in written if KEY.encode() in path.read_bytes()]
+    assert not list(done.directory.glob(".pluto*"))  # all is sent
+
+
+def test_one_rank_of_the_node_sends_its_metrics_and_each_its_console(ranks):
+    server, done, _ = ranks
+    run = server.run(JOB_NAME)
+    assert (
+        len([line for line in run.lines if line["step"] == 1 and any(k.startswith("sys/") for k in line["data"])]) == 1
+    )
+    assert any(name.startswith("sys/") for name in run.names["METRIC"])
+    said = {line["message"] for line in run.logs}
+    assert {f"[rank{rank}] said by rank {rank}" for rank in range(RANKS)} <= said
+    assert all(f"said by rank {rank}" in done.output for rank in range(RANKS))
+
+
+def test_a_forked_child_has_no_run_and_writes_nothing(ranks):
+    server, _, told = ranks
+    assert [told[rank]["in_children"] for rank in range(RANKS)] == [["None"] * 4] * RANKS
+    assert "of_the_child" not in server.run(JOB_NAME).charted
+
+
+@pytest.fixture(scope="module")
+def singles(tmp_path_factory) -> Iterator[tuple[PlutoServer, jobs.Done, dict[str, dict[str, Any]]]]:
+    directory = tmp_path_factory.mktemp("singles")
+    with PlutoServer() as server:
+        done = jobs.python(directory, SCRIPT, "singles", env=pluto_environment(server))
+        assert done.returncode == 0, done.output
+        yield server, done, {told["what"]: told for told in facts(directory)}
+
+
+def test_noop_needs_no_server(singles):
+    server, _, told = singles
+    assert "error" not in told["noop"], told
+    assert told["noop"]["id"] not in [run.id for run in server.runs]
+
+
+def test_a_task_that_is_called_is_told_where_the_run_is(singles):
+    _, _, told = singles
+    assert told["noop"]["passed_on"] == [None]
+    assert told["named again"]["passed_on"] == [{"id": "again", "project": "tests"}]
+
+
+def test_a_name_that_is_ignored_is_said(singles):
+    server, done, told = singles
+    assert told["named again"]["id"] == "again"
+    assert (server.run("again").name, len(server.run("again").creates)) == ("first", 2)
+    assert done.output.count("is ignored where run again") == 1
+    assert "name='second' is ignored" in done.output
+    assert [point.value for point in server.run("again").charted["x"].values()] == [1, 1]  # at steps 1 and 2
+
+
+def test_ids_of_the_variables(singles):
+    server, _, told = singles
+    assert told["MLOP_RUN_ID=theirs"]["id"] == "theirs"
+    for given in ("PLUTO_RUN_ID=42", "MLOP_RUN_ID=ABC-1"):
+        assert told[given]["error"] == "ConfigError"
+        assert given.partition("=")[0] in told[given]["text"]
+    assert {"42", "ABC-1"}.isdisjoint(run.id for run in server.runs)
+
+
+def test_a_key_that_is_wrong_or_missing_is_named(singles):
+    _, done, told = singles
+    assert (told["wrong key"]["error"], told["no key"]["error"]) == ("TrackerUnavailableError",) * 2
+    assert "the API key is refused" in told["wrong key"]["text"]
+    assert "PLUTO_API_KEY" in told["no key"]["text"]
+    assert "plt_s_wrong" not in done.output + told["wrong key"]["text"]
+
+
+def test_the_status_is_the_truth(singles):
+    server, _, _ = singles
+    assert server.run("KeyboardInterrupt").statuses == ["TERMINATED"]
+    assert server.run("SystemExit").statuses == ["FAILED"]
+
+
+@pytest.fixture(scope="module")
+def mute(tmp_path_factory) -> Iterator[tuple[PlutoServer, jobs.Done, dict[str, dict[str, Any]]]]:
+    """A service that does not answer, at the start and at the end, and that is away in between."""
+    directory = tmp_path_factory.mktemp("mute")
+    with PlutoServer() as server:
+        server.fault = Fault.mute(only="create")
+        process = jobs.start([sys.executable, SCRIPT, "mute"], directory, pluto_environment(server))
+        _wait_for(directory / "started", process)
+        server.fault = None
+        server.wait_for(lambda: server.run("never").statuses)
+        (directory / "serves").touch()
+        _wait_for(directory / "logged", process)
+        server.wait_for(lambda: len(server.run("kept").charted["x"]) == 50 if server.run("kept").lines else False)
+        with server.failing(Fault.refuse()):
+            (directory / "refuses").touch()
+            _wait_for(directory / "logged-in-outage", process)
+            time.sleep(1)
+        server.wait_for(lambda: len(server.run("kept").charted["x"]) == 100)
+        server.fault = Fault.mute()
+        muted = time.time()
+        (directory / "mute").touch()
+        done = jobs.finish(process, directory, timeout_s=60)
+        assert done.returncode == 0, done.output
+        told = {told["what"]: told for told in facts(directory)}
+        told["end"]["took"] = told["end"]["ended"] - muted
+        yield server, done, told
+
+
+def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until, path
+        time.sleep(0.02)
+
+
+def test_a_mute_service_is_told_within_the_deadline_and_leaves_nothing_half_open(mute):
+    server, _, told = mute
+    assert told["start"]["error"] == "TrackerUnavailableError"
+    assert "init_timeout_s=2" in told["start"]["text"]
+    assert told["start"]["seconds"] < 8  # with the import of the client
+    assert (server.run("never").lines, server.run("never").statuses) == ([], ["FAILED"])
+
+
+def test_an_outage_holds_up_no_step(mute):
+    _, _, told = mute
+    assert told["end"]["slowest"] < 0.5
+
+
+def test_what_a_mute_service_has_not_taken_at_the_end_is_kept_and_can_be_sent(mute):
+    server, done, told = mute
+    assert told["end"]["took"] < 3 + 4  # finish_timeout_s, and a busy machine
+    assert server.run("kept").statuses == []
+    (command,) = {match[1] for match in re.finditer(r"Send it when it is there: (python .+)$", done.output, re.M)}
+    server.fault = None
+    sent = jobs.run(
+        [sys.executable, *shlex.split(command)[1:]], done.directory, pluto_environment(server), timeout_s=60
+    )
+    assert sent.returncode == 0, sent.output
+    run = server.run("kept")
+    assert sorted(point.value for point in run.charted["x"].values()) == list(range(150))
+    assert (run.status, run.statuses, run.config["lr"], run.duplicates) == ("COMPLETED", ["COMPLETED"], 0.1, 0)
+    assert "new14" in run.names["METRIC"]
+
+
+def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):
+    code = "import inspect, json, pluto; print(json.dumps(list(inspect.signature(pluto.init).parameters)))"
+    env = jobs.environment(tmp_path, PYTHONPATH=str(Path(sys.prefix) / "pluto"))
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
+    ours = {"project", "name", "config", "tags", "run_id", "resume", "kwargs"}
+    assert set(json.loads(done.stdout)) - ours == INIT_ARGUMENTS
+
+
+def test_the_uploader_finds_the_standard_library_before_the_users_modules(monkeypatch, tmp_path):
+    from flyteplugins_tracking.trackers._pluto_run import Uploader
+
+    (tmp_path / "logging.py").write_text("raise RuntimeError('the wrong one')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [tmp_path / "a-path", *sys.path])
+    started = {}
+
+    class Popen:
+        stdin = None
+
+        def __init__(self, command: Any, env: Any, **_: Any) -> None:
+            started["env"] = env
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Popen)
+        patch.setattr(Uploader, "_tell", lambda *_: None)
+        Uploader("database", {}, 2)
+    code = "import logging; print(logging.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], env=started["env"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) not in done.stdout
+
+
+LATE = """
+import os, sys, time
+from dataclasses import replace
+sys.path[:0] = sys.argv[1:]
+import test_pluto
+from flyteplugins_tracking.topology import detect
+from flyteplugins_tracking.trackers.pluto import TRACKER
+first = replace(test_pluto._request("late"), deadline=time.monotonic() + 30)
+info = detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+second = replace(first, plan=replace(first.plan, primary=False), info=info)
+handles = [TRACKER.open(first), TRACKER.open(second)]
+for handle in handles:
+    handle.end_early(143)
+handles[1].log({"late": 1})
+for handle in handles:
+    handle.finish(143)
+"""
+
+
+def test_a_rank_that_logs_after_the_runs_end_by_a_signal_leaves_it_ended(tmp_path):
+    with PlutoServer() as server:
+        env = pluto_environment(server)
+        command = [
+            sys.executable,
+            "-c",
+            LATE,
+            str(Path(__file__).parents[1]),
+            str(Path(__file__).parents[2] / "examples"),
+        ]
+        done = jobs.run(command, tmp_path, env, timeout_s=60)
+        assert done.returncode == 0, done.output
+        run = server.run("late")
+        assert (run.status, [line["data"] for line in run.lines if "late" in line["data"]]) == (
+            "TERMINATED",
+            [{"late": 1}],
+        )

@@ -1,0 +1,285 @@
+"""Trackers by name, by entry point and as objects; and what they have in common, without any service."""
+
+from __future__ import annotations
+
+import json
+import math
+import sqlite3
+import sys
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support import jobs
+from support.backends import JsonlBackend
+
+from flyteplugins_tracking import (
+    ConfigError,
+    TrackerUnavailableError,
+    get_run,
+    tracking_config,
+    tracking_init,
+)
+from flyteplugins_tracking.send import main as send
+from flyteplugins_tracking.trackers import base
+from flyteplugins_tracking.trackers.base import Handle, Tracker
+from flyteplugins_tracking.trackers.client import ClientHandle
+from flyteplugins_tracking.trackers.local import open_or_keep
+
+BUILT_IN = sorted(base._BUILT_IN)
+
+
+class Noted(Handle):
+    def __init__(self, request: Any) -> None:
+        self.id, self.run, self.request = request.plan.run_id, self, request
+
+    def finish(self, exit_code: int) -> None:
+        pass
+
+
+class Noting(Tracker):
+    name = "noting"
+    title = "Noting"
+    arguments = frozenset({"colour"})
+
+    def open(self, request: Any) -> Handle:
+        return Noted(request)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> JsonlBackend:
+    """The example of a third party's tracker, as pip installs it."""
+    return JsonlBackend(tmp_path_factory.mktemp("jsonl"))
+
+
+@pytest.fixture
+def registered(installed, monkeypatch):
+    """It is there for this process."""
+    monkeypatch.syspath_prepend(installed.environment()["PYTHONPATH"].partition(":")[0])
+    monkeypatch.setenv("JSONL_DIR", installed.environment()["JSONL_DIR"])
+    base._registered.cache_clear()
+    yield installed
+    monkeypatch.delitem(sys.modules, "jsonl_tracker", raising=False)
+    base._registered.cache_clear()
+
+
+def test_a_name_that_nobody_has_is_refused_with_those_that_there_are(registered):
+    with pytest.raises(ConfigError) as refused:
+        tracking_init(tracker="jsnol")
+    for name in [*BUILT_IN, "jsonl"]:
+        assert name in str(refused.value)
+    assert "did you mean 'jsonl'?" in str(refused.value)
+
+
+def test_an_entry_point_gives_a_tracker_that_is_its_class(registered, bare_environment):
+    @tracking_init(tracker="jsonl", project="p", id="by-name")
+    def train():
+        get_run("jsonl").log({"a": 1})
+
+    train()
+    (run,) = [kept for kept in registered.runs("p") if kept.id == "by-name"]
+    assert run.status == "finished"
+
+
+def test_what_is_propagated_to_a_registered_tracker_reaches_no_other(bare_environment, monkeypatch):
+    class Other(Noting):
+        name = "other"
+        arguments = frozenset({"shape", "colour"})
+
+    def broken():
+        raise ImportError("made to fail")
+
+    entries = {"broken": broken, "noting": lambda: Noting, "other": lambda: Other}
+    registered = {name: SimpleNamespace(load=load) for name, load in entries.items()}
+    monkeypatch.setattr(base, "_registered", lambda: registered)
+
+    @tracking_init(tracker="noting", id="i")
+    @tracking_init(tracker="other", id="i")
+    def train():
+        return [dict(get_run(name).request.config.options) for name in ("noting", "other")]
+
+    with tracking_config(colour="red", shape="round"):
+        assert train() == [{"colour": "red"}, {"colour": "red", "shape": "round"}]
+    with tracking_config(tracker="other", colour="red", shape="round"):
+        assert train() == [{}, {"colour": "red", "shape": "round"}]
+
+
+class Absent(Noting):
+    """The example's, whose service may be away."""
+
+    name = "jsonl"
+    title = "JSON lines"
+    arguments = frozenset()
+    is_there = False
+
+    def open(self, request: Any) -> Handle:
+        from jsonl_tracker import JsonlTracker
+
+        def open_run() -> Any:
+            raise TrackerUnavailableError("It is away.")
+
+        return open_or_keep(request, JsonlTracker(), open_run)
+
+
+def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
+    registered, bare_environment, monkeypatch, tmp_path, caplog, capsys
+):
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker=Absent, project="sent", id="i", group="g", config={"lr": 0.1}, if_unavailable="degrade")
+    def train():
+        run = get_run()
+        run.log({"a": 1})
+        run.log({"a": 2, "nan": math.nan}, step=7)
+        run.alert("kept, to be called later")
+        run.log({"what JSON cannot hold": object()})
+        run.finish()
+        assert run._handle.url is None
+        raise ValueError("made to fail")
+
+    with pytest.raises(ValueError, match="made to fail"):
+        train()
+    (directory,) = (tmp_path / "tracking-offline").iterdir()
+    assert (
+        f"It is away. This run is logged to files. Send it when JSON lines is there: python -m {send.__module__}"
+        in (caplog.text)
+    )
+    assert registered.runs("sent") == []
+    (path,) = directory.iterdir()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["call"] for line in lines if "call" in line] == ["alert"]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines if "call" not in line))  # that run has no alerts
+    assert send([str(directory)]) == 0
+    (run,) = registered.runs("sent")
+    assert (run.id, run.status, run.group, run.ends, run.config["lr"]) == ("i", "failed", "g", 1, 0.1)
+    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("sent/*.jsonl")
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["a"], row["step"]) for row in kept if "a" in row] == [(1, None), (2, 7)]
+    assert send([str(directory)]) == 1
+    assert "has no files of a run" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def objects(installed, tmp_path_factory) -> jobs.Done:
+    pytest.importorskip("flytekitplugins.kfpytorch")
+    pytest.importorskip("trackio")
+    directory = tmp_path_factory.mktemp("objects")
+    env = {**installed.environment(), "TRACKIO_DIR": str(directory / "trackio")}
+    done = jobs.python(directory, jobs.PROGRAMS / "tracker_objects.py", env=env)
+    assert done.returncode == 0, done.output
+    return done
+
+
+def test_an_object_reaches_the_workers_of_elastic(objects, installed):
+    (run,) = installed.runs("elastic")
+    assert run.points == {(f"rank{rank}", number): 1 for rank in range(2) for number in range(20)}
+    assert (run.status, run.ends) == ("finished", 1)
+
+
+def test_two_trackers_on_one_function_both_have_all_rows(objects, installed):
+    (path,) = Path(installed.environment()["JSONL_DIR"]).glob("stacked/*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["a"] for line in lines if "a" in line] == list(range(500))
+    with closing(sqlite3.connect(objects.directory / "trackio" / "stacked.db")) as database:
+        found = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
+    assert [(step, json.loads(row)["a"]) for step, row in found] == [(n, n) for n in range(500)]
+
+
+def test_a_line_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_being_sent(
+    registered, bare_environment, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker=Absent, project="torn", id="i", if_unavailable="degrade")
+    def train():
+        get_run().log({"a": 1})
+        get_run().log({"a": 2})
+
+    train()
+    (path,) = (tmp_path / "tracking-offline" / "jsonl-i").iterdir()
+    header, row, other, end, _ = path.read_text().split("\n")
+    path.write_text(f"{header}\n{row}\n{other[:9]}\n{end}\n")
+    path.with_name("0001-none-jsonl.jsonl").touch()
+    assert send([str(path.parent)]) == 0
+    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("torn/*.jsonl")
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["a"] for line in kept if "a" in line] == [1]
+    assert f"{path}: line 3 is incomplete, and is left out" in caplog.text
+
+
+class Waiting:
+    """Writers that are waited for until a signal comes."""
+
+    def __init__(self, handle: ClientHandle) -> None:
+        self._handle = handle
+
+    def wait(self) -> None:
+        self._handle.request = SimpleNamespace(watch=SimpleNamespace(terminated=True))
+
+    def leave(self) -> None:
+        pass
+
+
+def test_a_run_that_is_terminated_while_it_waits_for_its_other_ranks_has_not_succeeded(
+    registered, bare_environment, monkeypatch
+):
+    from jsonl_tracker import JsonlHandle
+
+    codes = []
+    monkeypatch.setattr(JsonlHandle, "end", lambda _, code: codes.append(code))
+
+    @tracking_init(tracker="jsonl", project="waits", id="i")
+    def train():
+        handle = get_run()._handle
+        handle._writers = Waiting(handle)
+
+    train()
+    assert codes == [143]
+
+
+def test_what_is_kept_again_while_it_is_sent_is_not_said_to_be_sent(
+    registered, bare_environment, monkeypatch, tmp_path, capsys
+):
+    from jsonl_tracker import JsonlHandle
+
+    monkeypatch.chdir(tmp_path)
+    tracked = tracking_init(tracker=Absent, project="again", id="i", if_unavailable="degrade")
+    tracked(lambda: get_run().log({"a": 1}))()
+    directory = tmp_path / "tracking-offline" / "jsonl-i"
+    (path,) = directory.iterdir()
+    kept = path.read_text()
+    monkeypatch.setattr(JsonlHandle, "end", lambda *_: path.with_name("0000-again.jsonl").write_text(kept))
+    assert send([str(directory)]) == 1
+    assert "not all of it could be sent" in capsys.readouterr().err
+    monkeypatch.undo()
+
+
+def test_what_files_cannot_hold_or_nobody_can_call_takes_nothing_else_with_it(
+    registered, bare_environment, monkeypatch, tmp_path, caplog
+):
+    numpy = pytest.importorskip("numpy")
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker=Absent, project="kept", id="k", if_unavailable="degrade")
+    def train(error: Exception | None) -> None:
+        run = get_run()
+        run.log({"a": 1, "odd": object()}, step=numpy.int64(7))
+        run.nobodys("call")
+        run.log({"a": 2})
+        if error is not None:
+            raise error
+
+    with pytest.raises(ValueError, match="the first job's"):
+        train(ValueError("the first job's"))
+    monkeypatch.setattr("flyteplugins_tracking.trackers.local.time.time", lambda: 4e9)
+    train(None)
+    (directory,) = (tmp_path / "tracking-offline").iterdir()
+    assert send([str(directory)]) == 0
+    assert "'odd': a object is left out" in caplog.text
+    assert "nobodys() cannot be called any more" in caplog.text
+    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("kept/*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["a"], line["step"]) for line in lines if "a" in line] == [(1, 7), (2, None)] * 2
+    assert [line["exit_code"] for line in lines if "exit_code" in line] == [1, 0]
