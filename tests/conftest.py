@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -52,6 +54,14 @@ class _Scheduler(LoadScopeScheduling):
 @functools.cache
 def _has(path: str, text: str) -> bool:
     return text in (Path(__file__).parents[1] / path).read_text()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where the workers of this session find the server of warm jobs, which ends with the session."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        directory = tempfile.mkdtemp(prefix="warm-")
+        os.environ.update(TESTS_WARM_DIR=directory, TESTS_WARM_OWNER=str(os.getpid()))
+        config.add_cleanup(functools.partial(shutil.rmtree, directory, ignore_errors=True))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

@@ -12,15 +12,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 from wandb_files import StoredRun, read_runs
 
 import flyteplugins_tracking
+from support.warm import client
+
+COLD = bool(os.environ.get("TESTS_COLD"))
+Process: TypeAlias = "subprocess.Popen[str] | client.WarmProcess"
 
 PACKAGE = Path(flyteplugins_tracking.__file__).parent
-PROGRAMS = Path(__file__).parent / "scripts"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 TRAIN = PROGRAMS / "train.py"
 _LAUNCHERS = re.compile(
     "RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|NODE_RANK|MASTER_|TORCH|PET_|SLURM_|OMPI_|PMIX?_|MPI_|MV2_|HOROVOD_|JSM_|"
@@ -75,11 +79,14 @@ def run(
 
 
 def start(
-    command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
+    command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None, cold: bool = COLD
+) -> Process:
+    """Start `command`, forked from a warm process where it is Python's; in a new interpreter if `cold`."""
     directory.mkdir(parents=True, exist_ok=True)
-    return subprocess.Popen(
-        [str(part) for part in command],
+    words = [str(part) for part in command]
+    warm = None if cold else client.start(words, directory, environment(directory, **(env or {})))
+    return warm or subprocess.Popen(
+        words,
         cwd=directory,
         env=environment(directory, **(env or {})),
         stdin=subprocess.DEVNULL,
@@ -90,7 +97,7 @@ def start(
     )
 
 
-def finish(process: subprocess.Popen[str], directory: Path, timeout_s: float = 240) -> Done:
+def finish(process: Process, directory: Path, timeout_s: float = 240) -> Done:
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

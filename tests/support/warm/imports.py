@@ -1,0 +1,125 @@
+"""Modules that are imported once and shown to a forked process only when its program imports them.
+
+Our library asks `sys.modules` which SDKs are loaded, and so do tests. So what the server has imported is hidden: a
+program's `import torch` finds it again, with all that a real `import torch` would have loaded.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+# SDKs whose modules hold state of the process that has used them: a process that such a one forks imports them anew.
+_STATEFUL = ("flytekit", "flytekitplugins", "flyte", "flyteplugins")
+
+
+class HiddenModules(MetaPathFinder):
+    """The modules that were imported before, and which module imports which."""
+
+    def __init__(self) -> None:
+        self._shown = set(sys.modules)
+        self._modules: dict[str, ModuleType] = {}
+        self._imports: dict[str, set[str]] = defaultdict(set)
+
+    def load(self, names: Iterable[str]) -> None:
+        """Import these modules, and hide what they have loaded."""
+        original, import_module = builtins.__import__, importlib.import_module
+        builtins.__import__ = self._recording(original)
+        importlib.import_module = self._recording_module(import_module)
+        try:
+            for name in names:
+                if importlib.util.find_spec(name.partition(".")[0]) is not None:
+                    importlib.import_module(name)
+        finally:
+            builtins.__import__, importlib.import_module = original, import_module
+        self._modules = {name: module for name, module in sys.modules.items() if name not in self._shown}
+        self.hide()
+        sys.meta_path.insert(0, self)
+
+    def hide(self, forget_stateful: bool = False) -> None:
+        """Have `sys.modules` as in a new interpreter."""
+        if forget_stateful:
+            self._modules = {
+                name: module for name, module in self._modules.items() if name.partition(".")[0] not in _STATEFUL
+            }
+        for name in set(sys.modules) - self._shown:
+            del sys.modules[name]
+        sys.excepthook = sys.__excepthook__  # some install their own when they are imported
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        module = self._modules.get(fullname)
+        spec = getattr(module, "__spec__", None)
+        if module is None or spec is None or not self._is_the_same(fullname, path, spec):
+            return None
+        found = ModuleSpec(fullname, _Shown(self, module, spec), origin=spec.origin)
+        found.submodule_search_locations = spec.submodule_search_locations
+        return found
+
+    def show(self, name: str) -> None:
+        """Put into `sys.modules` what importing `name` loads."""
+        pending = [name]
+        while pending:
+            current = pending.pop()
+            if current in sys.modules and current != name:
+                continue
+            if current in self._modules:
+                sys.modules[current] = self._modules[current]
+            parent = current.rpartition(".")[0]
+            pending += [one for one in (*self._imports[current], parent) if one and one not in sys.modules]
+
+    @staticmethod
+    def _is_the_same(fullname: str, path: Sequence[str] | None, spec: ModuleSpec) -> bool:
+        """Whether the program would import the module from the same file: its own directory comes first."""
+        if path is not None or spec.origin in (None, "built-in", "frozen"):
+            return True
+        own = PathFinder.find_spec(fullname)
+        return own is None or own.origin == spec.origin
+
+    def _recording(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(
+            name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0
+        ) -> Any:
+            module = original(name, globals, locals, fromlist, level)
+            importer = (globals or {}).get("__name__", "")
+            found = module.__name__ if fromlist or level else name
+            self._imports[importer].add(found)
+            self._imports[importer] |= {f"{found}.{one}" for one in fromlist or () if f"{found}.{one}" in sys.modules}
+            return module
+
+        return recorded
+
+    def _recording_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(name: str, package: str | None = None) -> Any:
+            module = original(name, package)
+            self._imports[sys._getframe(1).f_globals.get("__name__", "")].add(module.__name__)
+            return module
+
+        return recorded
+
+
+class _Shown(Loader):
+    """Gives an `import` statement the module that is there."""
+
+    def __init__(self, hidden: HiddenModules, module: ModuleType, spec: ModuleSpec) -> None:
+        self._hidden, self._module, self._spec = hidden, module, spec
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a loader can do, such as `get_code` for `python -m`."""
+        return getattr(self._spec.loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+        self._hidden.show(self._spec.name)
