@@ -17,6 +17,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+# What one SDK's import changes for another (flytekit gives fsspec file systems of its own): each process imports it anew.
+_CHANGED = ("fsspec",)
 # SDKs whose modules hold state of the process that has used them: a process that such a one forks imports them anew.
 _STATEFUL = ("flytekit", "flytekitplugins", "flyte", "flyteplugins")
 
@@ -41,18 +43,20 @@ class HiddenModules(MetaPathFinder):
         finally:
             builtins.__import__, importlib.import_module = original, import_module
         self._modules = {name: module for name, module in sys.modules.items() if name not in self._shown}
+        self._forget(_CHANGED)
         self.hide()
         sys.meta_path.insert(0, self)
 
     def hide(self, forget_stateful: bool = False) -> None:
         """Have `sys.modules` as in a new interpreter."""
         if forget_stateful:
-            self._modules = {
-                name: module for name, module in self._modules.items() if name.partition(".")[0] not in _STATEFUL
-            }
+            self._forget(_STATEFUL)
         for name in set(sys.modules) - self._shown:
             del sys.modules[name]
         sys.excepthook = sys.__excepthook__  # some install their own when they are imported
+
+    def _forget(self, packages: tuple[str, ...]) -> None:
+        self._modules = {name: one for name, one in self._modules.items() if name.partition(".")[0] not in packages}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -67,15 +71,15 @@ class HiddenModules(MetaPathFinder):
 
     def show(self, name: str) -> None:
         """Put into `sys.modules` what importing `name` loads."""
-        pending = [name]
+        pending, seen = [name], set[str]()
         while pending:
             current = pending.pop()
-            if current in sys.modules and current != name:
+            if current in seen or (current in sys.modules and current != name):
                 continue
+            seen.add(current)
             if current in self._modules:
                 sys.modules[current] = self._modules[current]
-            parent = current.rpartition(".")[0]
-            pending += [one for one in (*self._imports[current], parent) if one and one not in sys.modules]
+                pending += [*self._imports[current], current.rpartition(".")[0]]
 
     @staticmethod
     def _is_the_same(fullname: str, path: Sequence[str] | None, spec: ModuleSpec) -> bool:

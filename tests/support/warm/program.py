@@ -8,6 +8,7 @@ import fcntl
 import gc
 import io
 import itertools
+import logging
 import multiprocessing.process
 import multiprocessing.resource_tracker
 import multiprocessing.util
@@ -18,7 +19,8 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,8 @@ from typing import Any
 from support.warm.imports import HiddenModules
 
 _HERE = __file__
+# Options that the server has too: output is not buffered; what they say of bytecode makes no difference to a job.
+_INHERITED_FLAGS = ("-u", "-B")
 _MAIN_PROCESS = multiprocessing.process.current_process()
 
 
@@ -55,7 +59,9 @@ class Program:
             return cls("script", words[0], words, [sys.executable, *words])
         if len(words) < 2 or words[0] != sys.executable:
             return None
-        rest = [word for word in words[1:] if word != "-u"] if words[1] == "-u" else words[1:]
+        rest = list(itertools.dropwhile(lambda word: word in _INHERITED_FLAGS, words[1:]))
+        if not rest:
+            return None
         if rest[0] in ("-m", "-c") and len(rest) > 1:
             return cls({"-m": "module", "-c": "code"}[rest[0]], rest[1], [rest[0], *rest[2:]], words)
         return None if rest[0].startswith("-") else cls("script", rest[0], rest, words)
@@ -84,8 +90,6 @@ class Forker:
         self.hidden = hidden
         self._path = [entry for entry in sys.path if entry not in _python_path(os.environ)]
         self._is_job = False
-        # What the imported modules have registered, as far as it is not done by C code.
-        self._at_exit: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 
     def fork(
         self,
@@ -133,8 +137,7 @@ class Forker:
         _set_environment(env)
         _show_in_proc(program.command_line, env)
         self.hidden.hide(forget_stateful=self._is_job)
-        if self._is_job:
-            atexit._clear()
+        _reset_exit_functions(forget=self._is_job)
         self._is_job = True
         sys.argv[:] = program.argv
         sys.orig_argv[:] = program.command_line
@@ -224,6 +227,19 @@ def _reset_multiprocessing() -> None:
     tracker._fd = tracker._pid = None
 
 
+def _reset_exit_functions(forget: bool) -> None:
+    """Keep what modules have registered when they were imported; `forget` what the parent has registered since.
+
+    Temporary directories that were made by an import are the server's to remove: jobs share them.
+    """
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    if forget:
+        atexit._clear()
+        weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+        atexit.register(logging.shutdown)
+        atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+
+
 def _set_environment(env: Mapping[str, str]) -> None:
     ctypes.CDLL(None).clearenv()
     os.environ._data.clear()  # type: ignore[attr-defined]
@@ -284,7 +300,8 @@ def _status(error: SystemExit) -> int:
 
 
 def _uncaught(error: BaseException) -> int:
-    sys.excepthook(type(error), error, _without_ours(error.__traceback__))
+    error.__traceback__ = _without_ours(error.__traceback__)
+    sys.excepthook(type(error), error, error.__traceback__)
     return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 

@@ -34,8 +34,7 @@ MODULES = (
     "flytekitplugins.kfpytorch",
     "flytekit.bin.entrypoint",
     "mlflow",
-    "trackio",
-)
+)  # trackio reads its directory from the environment when it is imported; flyte starts a thread
 _MOST_BYTES = 1 << 20
 
 
