@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-# What one SDK's import changes for another (flytekit gives fsspec file systems of its own): each process imports it anew.
+# What one SDK's import changes for others, as flytekit's does fsspec: each process imports it anew.
 _CHANGED = ("fsspec",)
 # SDKs whose modules hold state of the process that has used them: a process that such a one forks imports them anew.
 _STATEFUL = ("flytekit", "flytekitplugins", "flyte", "flyteplugins")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread
 import ctypes
 import fcntl
 import gc
@@ -17,6 +18,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import weakref
@@ -90,6 +92,8 @@ class Forker:
         self.hidden = hidden
         self._path = [entry for entry in sys.path if entry not in _python_path(os.environ)]
         self._is_job = False
+        # Those that modules have made when they were imported, as wandb does: each process has its own.
+        self._directories = [one for one in gc.get_objects() if isinstance(one, tempfile.TemporaryDirectory)]
 
     def fork(
         self,
@@ -139,6 +143,8 @@ class Forker:
         self.hidden.hide(forget_stateful=self._is_job)
         _reset_exit_functions(forget=self._is_job)
         self._is_job = True
+        for directory in self._directories:
+            directory.__init__(suffix=Path(directory.name).name)  # type: ignore[misc]
         sys.argv[:] = program.argv
         sys.orig_argv[:] = program.command_line
         first = str(Path(program.target).resolve().parent) if program.kind == "script" else ""
@@ -228,16 +234,16 @@ def _reset_multiprocessing() -> None:
 
 
 def _reset_exit_functions(forget: bool) -> None:
-    """Keep what modules have registered when they were imported; `forget` what the parent has registered since.
-
-    Temporary directories that were made by an import are the server's to remove: jobs share them.
-    """
+    """Keep what modules have registered when they were imported; `forget` what the parent has registered since."""
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     if forget:
         atexit._clear()
         weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
         atexit.register(logging.shutdown)
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    pools: Any = concurrent.futures.thread
+    pools._threads_queues.clear()  # the threads of the parent's pools are not this process's to wait for
+    pools._shutdown = False
 
 
 def _set_environment(env: Mapping[str, str]) -> None:
