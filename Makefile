@@ -11,8 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 TORCH := $(VENV)/.torch
 FOR_DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
-# pip compiles on one core, compileall on all of them.
-INSTALL := $(BIN)/pip install --quiet --no-compile
+# pip compiles on one core, compileall on all of them. pip's warnings are left out, its errors are not.
+INSTALL := $(BIN)/pip install -qq --no-compile
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 .PHONY: demo test test-slurm reliability soak bench drawings docs lint wheel clean
