@@ -7,12 +7,19 @@ WORKERS ?= 3
 BIN := $(VENV)/bin
 # Where it is set, each process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
+# torch comes first for both; then what the demo needs, or all. After all, the demo needs nothing more.
+TORCH := $(VENV)/.torch
+FOR_DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.installed
+# pip compiles on one core, compileall on all of them. pip's warnings are left out, its errors are not.
+INSTALL := $(BIN)/pip install -qq --no-compile
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 .PHONY: demo test test-slurm reliability soak bench drawings docs lint wheel clean
 
-demo: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/digits.py demo-output
+demo: $(FOR_DEMO)
+	@echo "Running examples/digits.py: about a minute, most of it for 8 processes that import torch and flytekit."
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/digits.py demo-output
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm"
@@ -50,14 +57,27 @@ wheel: $(INSTALLED)
 	$(BIN)/python -m build --wheel --outdir dist .
 
 # torch first and by itself, at exactly the pinned version: what depends on it would take the newest one.
+# PyPI's torch for Linux brings CUDA along. pip takes the CPU build if PIP_EXTRA_INDEX_URL names an index that has it.
+$(TORCH): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11")'
+	@echo "Installing into $(VENV), 1 of 2: torch and numpy. About 20 s, and the download: torch is the largest one."
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) "$$(grep '^torch==' constraints.txt)" numpy -c constraints.txt
+	@touch $@
+
+$(FOR_DEMO): $(TORCH)
+	@echo "Installing into $(VENV), 2 of 2: wandb, flytekit, scikit-learn and matplotlib. About a minute: flytekit needs 100 packages."
+	@$(INSTALL) -e '.[demo]' -c constraints.txt
+	@$(COMPILE)
+	@touch $@
+
 # pluto-ml last and beside the others, where its .pth is not run: that imports it at each start of an interpreter.
-$(INSTALLED): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.11")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)" numpy -c constraints.txt
-	$(BIN)/pip install --quiet -e '.[dev]' -c constraints.txt
-	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/pluto "$$(grep '^pluto-ml==' constraints.txt)"
-	touch $@
+$(INSTALLED): $(TORCH)
+	@echo "Installing into $(VENV), 2 of 2: all that the tests, docs and checks need, about 300 packages. A few minutes."
+	@$(INSTALL) -e '.[dev]' -c constraints.txt
+	@$(INSTALL) --no-deps --upgrade --target $(VENV)/pluto "$$(grep '^pluto-ml==' constraints.txt)"
+	@$(COMPILE)
+	@touch $(FOR_DEMO) $@
 
 clean:
 	rm -rf $(VENV) .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache

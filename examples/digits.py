@@ -7,6 +7,7 @@ shows what W&B stored. The same task, registered, runs on a cluster.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -90,7 +91,7 @@ def load_digits(rank: int, world_size: int):  # type: ignore[no-untyped-def]
 
 def main(directory: Path, epochs: int) -> None:
     """Run the workflow, and show what W&B stored."""
-    from report import plot, print_table
+    from report import in_rank_order, plot, print_table
     from wandb_files import read_runs
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -104,9 +105,19 @@ def main(directory: Path, epochs: int) -> None:
     )
     accuracies = digits(epochs=epochs)
     print(f"Done in {time.time() - began:.0f} s; accuracy {', '.join(f'{a:.3f}' for a in accuracies)}.\n")
-    runs = [run for run in read_runs(directory / "wandb") if run.path.stat().st_mtime >= began]
+    runs = in_rank_order([run for run in read_runs(directory / "wandb") if run.path.stat().st_mtime >= began])
     print_table(runs)
     print(f"\nLoss curves: {plot(runs, directory / 'loss.png')}")
+    print(f"The same runs in W&B's terminal viewer: {wandb_command('leet', shlex.quote(str(directory / 'wandb')))}")
+    print("There: the newest run comes first, space shows a run or hides it, h is help, q quits.")
+
+
+def wandb_command(subcommand: str, path: str) -> str:
+    """A command line for the `wandb` installed beside this Python, to be typed in the current directory."""
+    program = Path(sys.executable).with_name("wandb")
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    return f"{shlex.quote(str(program))} {subcommand} {path}"
 
 
 def log_offline_without_a_key(directory: Path) -> None:
@@ -115,7 +126,8 @@ def log_offline_without_a_key(directory: Path) -> None:
 
     if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):
         os.environ["WANDB_MODE"] = "offline"
-        print(f"No W&B API key: logging offline. To send it later: wandb sync {directory}/wandb/offline-run-*")
+        command = wandb_command("sync", f"{shlex.quote(str(directory / 'wandb'))}/offline-run-*")
+        print(f"No W&B API key: logging offline. To send it later: {command}")
 
 
 if __name__ == "__main__":

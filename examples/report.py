@@ -8,6 +8,12 @@ from pathlib import Path
 from wandb_files import StoredRun
 
 
+def in_rank_order(runs: Sequence[StoredRun]) -> list[StoredRun]:
+    """Sort runs that are in the order of their start: groups and single runs keep it, a group's runs go by rank."""
+    order = list(dict.fromkeys(run.group or run.id for run in runs))
+    return sorted(runs, key=lambda run: (order.index(run.group or run.id), _ranks(run)))
+
+
 def print_table(runs: Sequence[StoredRun]) -> None:
     """One line per run: id, state, the ranks that wrote rows, rows, last loss."""
     lines = [("run", "state", "ranks", "rows", "last loss")] + [_line(run) for run in runs]
@@ -36,6 +42,10 @@ def plot(runs: Sequence[StoredRun], path: Path) -> Path:
 
 def _line(run: StoredRun) -> tuple[str, str, str, str, str]:
     state = {None: "running", 0: "finished"}.get(run.exit_code, f"failed ({run.exit_code})")
-    ranks = ",".join(str(rank) for rank in sorted({row["rank"] for row in run.rows if "rank" in row}))
+    ranks = ",".join(map(str, _ranks(run)))
     losses = [row["loss"] for row in run.rows if "loss" in row]
     return run.id, state, ranks or "-", str(len(run.rows)), f"{losses[-1]:.4f}" if losses else "-"
+
+
+def _ranks(run: StoredRun) -> list[int]:
+    return sorted({row["rank"] for row in run.rows if "rank" in row})

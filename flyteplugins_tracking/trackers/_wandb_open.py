@@ -15,6 +15,7 @@ from typing import Any
 from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers._place import Place
+from flyteplugins_tracking.trackers._wandb_leftovers import remove_failed_run
 from flyteplugins_tracking.trackers._wandb_names import HOST, api_of, check_id, imposed_id
 from flyteplugins_tracking.trackers._wandb_run import WandbHandle, directory, global_run, without_reports
 from flyteplugins_tracking.trackers.base import Handle
@@ -85,6 +86,7 @@ def _degraded(request: RunRequest, unavailable: TrackerUnavailableError) -> Any:
     if request.config.if_unavailable == "raise":
         raise unavailable
     run = _init_offline(request)
+    remove_failed_run(unavailable.__cause__)
     logger.warning(
         "%s This run is logged offline. Send it when W&B is there: wandb sync %s", unavailable, directory(run)
     )
@@ -136,10 +138,15 @@ def _reopen(request: RunRequest, run: Any, offline: bool) -> Any:
     request = _resuming(request, run)
     drop_unusable_service()
     with _opening, nullcontext() if run.id == imposed_id() else _outside_sweep():
+        failure: BaseException | None = None
         if not offline:
-            with contextlib.suppress(TrackerUnavailableError):
+            try:
                 return _init(request)
-        return _init_offline(request)
+            except TrackerUnavailableError as unavailable:
+                failure = unavailable.__cause__
+        reopened = _init_offline(request)
+        remove_failed_run(failure)
+        return reopened
 
 
 @contextlib.contextmanager

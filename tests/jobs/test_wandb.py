@@ -13,15 +13,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support import jobs
 from support.loopback import Fault
 from support.wandb_server import WandbServer
+from wandb_files import read_runs
 
 import flyteplugins_tracking
 from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking.policy import Workers, pages
+from flyteplugins_tracking.trackers._wandb_leftovers import has_rows, remove_failed_run
 from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
@@ -330,7 +334,105 @@ def test_an_unreachable_server_is_told_in_time(tmp_path, if_unavailable):
     else:
         assert done.returncode == 0, done.output
         assert done.output.count("wandb sync") >= 1
-        assert [(len(run.rows), run.exit_code) for run in done.runs if "offline-run" in str(run.path)] == [(1, 0)]
+        assert [(len(run.rows), run.exit_code) for run in done.runs] == [(1, 0)]
+        assert_only_offline(tmp_path / "wandb", runs=1)
+
+
+def assert_only_offline(directory: Path, runs: int) -> None:
+    """There are `runs` run directories, all of them offline ones, and W&B's links lead to the latest."""
+    directories = sorted(path.name for path in directory.iterdir() if path.is_dir() and not path.is_symlink())
+    assert len(directories) == runs
+    assert all(name.startswith("offline-run-") for name in directories)
+    latest = (directory / "latest-run").resolve(strict=True)
+    assert latest.name in directories
+    for log in ("debug.log", "debug-internal.log"):
+        assert (directory / log).resolve(strict=True) == latest / "logs" / log
+
+
+def test_a_run_that_goes_on_offline_beside_another_run_leaves_no_empty_directory(tmp_path):
+    """wandb-core keeps the other run, and so it cannot be started anew."""
+    url = f"http://127.0.0.1:{jobs.free_port()}"
+    done = python(
+        tmp_path,
+        """
+        other = wandb.init(mode="offline", project="other", id="other")
+
+        @tracking_init(project="tests", id="mine", init_timeout_s=2, if_unavailable="degrade")
+        def train():
+            get_run().log({"x": 1})
+            other.log({"x": 2})
+
+        train()
+        other.log({"x": 3})
+        """,
+        **ONLINE,
+        WANDB_BASE_URL=url,
+        WANDB_API_KEY=KEY,
+    )
+    assert done.returncode == 0, done.output
+    assert sorted([row["x"] for row in run.rows] for run in done.runs) == [[1], [2, 3]], done.output
+    assert_only_offline(tmp_path / "wandb", runs=2)
+
+
+REOPENED = """
+    import os, pathlib, signal, time, wandb
+    from flyteplugins_tracking import get_run, tracking_init
+
+    @tracking_init(project="tests", id="reopened")
+    def train():
+        run = get_run()
+        run.log({"x": 1})
+        while not pathlib.Path("refusing").exists():
+            time.sleep(0.05)
+        service = wandb.sdk.wandb_setup.singleton().ensure_service()
+        os.kill(service._proc._process.pid, signal.SIGKILL)
+        service._proc._process.wait()
+        for x in range(2, 200):
+            run.log({"x": x})
+
+    train()
+"""
+
+
+def test_a_run_that_is_reopened_offline_keeps_its_rows_and_leaves_no_empty_directory(tmp_path):
+    with WandbServer() as server:
+        process = jobs.start([sys.executable, "-c", textwrap.dedent(REOPENED)], tmp_path, server.environment)
+        while not any(run.rows for run in read_runs(tmp_path / "wandb")) and process.poll() is None:
+            time.sleep(0.05)  # wandb-core writes a row within 0.1 s
+        with server.failing(Fault.refuse()):
+            (tmp_path / "refusing").touch()
+            done = jobs.finish(process, tmp_path, timeout_s=120)
+    assert done.returncode == 0, done.output
+    online, offline = sorted(done.runs, key=lambda run: run.path.parent.name.startswith("offline-run-"))
+    assert (online.rows[0]["x"], offline.rows[-1]["x"], offline.exit_code) == (1, 199, 0), done.output
+    assert len([path for path in (tmp_path / "wandb").iterdir() if not path.is_symlink()]) == 2
+    assert (tmp_path / "wandb" / "latest-run").resolve(strict=True) == offline.path.parent
+
+
+def test_the_directory_of_a_failed_run_stays_if_it_has_rows_or_a_link_leads_there(tmp_path):
+    done = python(tmp_path, TRAIN)
+    (run,) = done.runs
+    assert has_rows(run.path.parent)
+    failure = failed_init(run.path.parent)
+    remove_failed_run(failure)
+    assert run.path.exists()
+    run.path.unlink()
+    remove_failed_run(failure)
+    assert run.path.parent.is_dir()  # latest-run leads there
+    for link in [path for path in (tmp_path / "wandb").iterdir() if path.is_symlink()]:
+        link.unlink()
+    remove_failed_run(failure)
+    assert not run.path.parent.exists()
+
+
+def failed_init(directory: Path) -> Exception:
+    """What is raised in a frame like that of W&B's, in which the run's directory has been made."""
+    code = "def init(self, settings):\n    raise ConnectionError"
+    names: dict[str, Any] = {"__name__": "wandb.sdk.wandb_init"}
+    exec(code, names)
+    with pytest.raises(ConnectionError) as raised:
+        names["init"](None, SimpleNamespace(sync_dir=str(directory)))
+    return raised.value
 
 
 AGAIN = """

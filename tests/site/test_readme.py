@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from pathlib import Path
 from typing import get_args
 
+from report import in_rank_order
 from support import jobs
+from support.terminal import Terminal
+from wandb_files import StoredRun
 
 from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking.trackers.base import Feature, find_tracker
@@ -52,9 +57,36 @@ def test_the_demo_shows_the_stored_runs(tmp_path):
     assert done.returncode == 0, done.output
     table = done.output.partition("run  ")[2].splitlines()[1:6]
     assert [line.split()[1] for line in table] == ["finished"] * 5
-    assert sorted(line.split()[2] for line in table) == ["0", "0", "1", "2", "3"]
+    assert [line.split()[2] for line in table] == ["0", "0", "1", "2", "3"]
     assert {line.split()[3] for line in table} == {"12"}
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    (command,) = re.findall(r"in W&B's terminal viewer: (.*)", done.output)
+    with Terminal(command, tmp_path) as viewer:
+        viewer.wait_for("[5 items]", "digits", f"ID: {table[1].split()[0]}", "loss", "batch_size")
+
+
+def test_the_demos_runs_are_listed_by_rank_in_the_order_of_the_trainings():
+    def stored(id: str, rank: int, group: str = "") -> StoredRun:
+        return StoredRun(Path(id), id=id, group=group, rows=[{"rank": rank}])
+
+    started = [
+        stored("one", 0),
+        stored("b10", 10, "b"),
+        stored("a1", 1, "a"),
+        stored("b2", 2, "b"),
+        stored("a0", 0, "a"),
+    ]
+    assert [run.id for run in in_rank_order(started)] == ["one", "b2", "b10", "a0", "a1"]
+
+
+def test_the_demos_commands_can_be_typed_beside_the_environment(tmp_path):
+    beside = Path(sys.prefix).parent
+    env = {"PYTHONPATH": str(ROOT / "examples"), "HOME": str(tmp_path), "WANDB_DIR": str(tmp_path)}
+    code = "import digits; print(digits.wandb_command('leet', '--help'))"
+    command = jobs.run([sys.executable, "-c", code], beside, env).output.strip()
+    assert command == f"{Path(sys.prefix).name}/bin/wandb leet --help"
+    done = jobs.run(["sh", "-c", command], beside, env)
+    assert (done.returncode, "Browse runs in a wandb directory" in done.output) == (0, True), done.output
 
 
 def test_the_flyte_2_example_shows_one_run_of_a_task_and_its_children(tmp_path):
@@ -71,4 +103,5 @@ def test_without_a_key_the_demo_logs_offline_and_says_so_in_one_line(tmp_path):
         "digits.log_offline_without_a_key(Path('out')); print(os.environ['WANDB_MODE'])"
     )
     done = jobs.python(tmp_path, "-c", code, env={"PYTHONPATH": str(ROOT / "examples")})
-    assert "logging offline. To send it later: wandb sync out/wandb/offline-run-*\noffline" in done.output
+    command = f"{Path(sys.executable).with_name('wandb')} sync out/wandb/offline-run-*"
+    assert f"logging offline. To send it later: {command}\noffline" in done.output

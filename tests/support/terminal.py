@@ -1,0 +1,63 @@
+"""Run a program in a terminal, and wait for what it shows there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import termios
+import time
+from pathlib import Path
+from types import TracebackType
+
+from support import jobs
+
+ROWS, COLUMNS = 45, 150
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?<>=]*[ -/]*[@-~]|\].*?(?:\x07|\x1b\\))")
+
+
+class Terminal:
+    """A command line that runs in a pseudo-terminal until the block ends."""
+
+    def __init__(self, command: str, directory: Path) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        self._process = subprocess.Popen(
+            ["sh", "-c", f"exec {command}"],
+            cwd=directory,
+            env=jobs.environment(directory, TERM="xterm-256color"),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._output = b""
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._ours)
+
+    @property
+    def text(self) -> str:
+        """All that it has written so far, without escape sequences."""
+        return _ESCAPES.sub("", self._output.decode(errors="replace"))
+
+    def wait_for(self, *texts: str, timeout_s: float = 60) -> None:
+        """Wait until each of `texts` has been written."""
+        deadline = time.monotonic() + timeout_s
+        while missing := [text for text in texts if text not in self.text]:
+            assert time.monotonic() < deadline, f"{missing} not in:\n{self.text}"
+            if select.select([self._ours], [], [], 0.2)[0]:
+                try:
+                    self._output += os.read(self._ours, 65536)
+                except OSError:  # the program has ended
+                    raise AssertionError(f"{missing} not in:\n{self.text}") from None
