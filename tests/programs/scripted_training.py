@@ -28,6 +28,7 @@ DIRECTORY = Path(os.environ["TRAIN_DIR"])
 # A run is claimed by project and id on the whole machine, where other jobs with the same id run at the same time.
 PROJECT = f"tests-{zlib.crc32(os.fsencode(DIRECTORY)):08x}"
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(os.environ.get("FLYTE_ATTEMPT_NUMBER", 0))
+ENDLESS_S = 600  # longer than any test waits: what goes on for so long has to be ended
 flag = threading.Event()
 logged = 0
 
@@ -57,7 +58,7 @@ def log() -> None:
     note(f"logged {number} {time.perf_counter() - started:.6f} {time.monotonic():.3f}")
 
 
-def loop(seconds: float = 60) -> None:
+def loop(seconds: float = ENDLESS_S) -> None:
     until = time.monotonic() + seconds
     while not flag.is_set() and time.monotonic() < until:
         log()
@@ -95,7 +96,9 @@ def in_slow_finally() -> None:
     try:
         loop()
     finally:
-        time.sleep(1)
+        note("in finally")
+        while not Path(DIRECTORY, "go").exists():
+            time.sleep(0.02)
         log()
         note("finally")
 
@@ -135,7 +138,7 @@ def together() -> None:
 def in_a_lock() -> None:
     lock = threading.Lock()
     lock.acquire()
-    lock.acquire(timeout=60)
+    lock.acquire(timeout=ENDLESS_S)
 
 
 def raises() -> None:
@@ -157,7 +160,7 @@ ENDS: dict[str, Callable[[], object]] = {
     "loop 3 s": lambda: loop(3),
     "finally": in_finally,
     "slow finally": in_slow_finally,
-    "sleep": lambda: time.sleep(60),
+    "sleep": lambda: time.sleep(ENDLESS_S),
     "lock": in_a_lock,
     "collective": in_collective,
     "together": together,
@@ -215,7 +218,7 @@ async def train_async() -> None:
         log()
     note(f"ready {rank()} {ATTEMPT}")
     try:
-        await asyncio.sleep(60)
+        await asyncio.sleep(ENDLESS_S)
     finally:
         note("unwound")
 
