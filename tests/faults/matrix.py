@@ -97,7 +97,7 @@ def signalled(number: int, how: str, **settings: Any) -> Scenario:
         if how in ("sleep", "lock"):
             job.wait_until_blocked(process.pid)
         if number == SIGKILL:
-            job.wait_until(lambda: len(job.rows_stored()) >= FIRST_ROWS, "the first rows are not stored")
+            job.wait_until_stored(FIRST_ROWS)
         job.signal(process.pid, number)
         return job.outcome()
 

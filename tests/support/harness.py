@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -121,13 +122,22 @@ class Job:
         stored = read_runs(folder) if folder.exists() else []
         return frozenset((row["pid"], row["n"]) for run in stored for row in run.rows)
 
-    def log_more(self, rows: int) -> None:
-        """Wait until each process has logged so many more rows: none of its `log` calls blocks."""
-        before = self.rows_logged()
+    def log_more(self, rows: int, but_not: Collection[int] = ()) -> None:
+        """Wait until each process that logs has logged so many more rows: none of its `log` calls blocks."""
+        before = {pid: count for pid, count in self.rows_logged(but_not).items() if count}
         self.wait_until(
-            lambda: all(count >= before[pid] + rows for pid, count in self.rows_logged().items() if before.get(pid)),
+            lambda: all(self.rows_logged()[pid] >= count + rows for pid, count in before.items()),
             f"not {rows} more rows than {before}",
         )
+
+    def wait_until_stored(self, rows: int) -> None:
+        """Wait until the local files have so many rows of each process that logs."""
+
+        def stored() -> Counter[int]:
+            return Counter(pid for pid, _ in self.rows_stored())
+
+        pids = [pid for pid, count in self.rows_logged().items() if count]
+        self.wait_until(lambda: all(stored()[pid] >= rows for pid in pids), f"not {rows} rows are stored")
 
     def wait_until_blocked(self, pid: int) -> None:
         """Wait until the main thread of this process has stayed in one wait of the kernel's for 0.2 s."""
