@@ -39,7 +39,6 @@ class Case:
             for a server which is down is shown by the rows that are logged meanwhile: see `midway`.
         restarts: What the run's config must tell at the end.
         one_writer: Whether the rows have one counter of steps.
-        is_full: Whether the default tier leaves it out, because another case stands for it or because it takes long.
     """
 
     fault: str
@@ -51,7 +50,11 @@ class Case:
     log_within_s: float = 1.0
     restarts: int | None = None
     one_writer: bool = True
-    is_full: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the default tier leaves it out: another case stands for it there, or it takes long."""
+        return self.fault not in DEFAULT_TIER
 
     def run(self, directory: Path) -> Outcome:
         with job(directory) as started:
@@ -471,3 +474,30 @@ CASES = [
     ),
     Case("shared: server down for 20 s", midway(Fault.refuse(), 20, ranks=2, **GIVEN), (0,), FINISHED, 25),
 ]
+
+# At least one case of each kind of fault, of each launcher and of each mode.
+DEFAULT_TIER = frozenset(
+    {
+        "exception",
+        "SIGTERM in `time.sleep`",
+        "SIGTERM, a handler that sets a flag",
+        "SIGTERM, a handler with `os._exit`",
+        "SIGTERM while the run is ended",
+        "SIGKILL of the writer",
+        "exception on another rank",
+        "SIGTERM in a gloo collective",
+        "Flyte Elastic, fork: exception on another rank",
+        "one restart",
+        "elastic 1:2, the node of rank 0 dies",
+        "Flyte pod: SIGTERM",
+        "server refuses at the start",
+        "server mute at the start, degrade",
+        "bad API key",
+        "server answers 500 for 6 s",
+        "server gone at the end",
+        "full disk",
+        "NaN and infinity",
+        "shared: SIGTERM, a handler that sets a flag",
+    }
+)
+assert {case.fault for case in CASES} >= DEFAULT_TIER

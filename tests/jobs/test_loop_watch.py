@@ -94,7 +94,7 @@ def ended_by_the_signal(done: jobs.Done) -> bool:
     return done.returncode in (-signal.SIGTERM, 143)
 
 
-@pytest.mark.parametrize("task", ["sleeps", "sleeps_async"])
+@pytest.mark.parametrize("task", ["sleeps", pytest.param("sleeps_async", marks=pytest.mark.full)])
 def test_the_run_of_an_evicted_pod_ends_with_143_and_has_its_rows(tmp_path, task):
     with pod(task, tmp_path) as started:
         done = started.end()
@@ -103,6 +103,7 @@ def test_the_run_of_an_evicted_pod_ends_with_143_and_has_its_rows(tmp_path, task
         assert ended_by_the_signal(done), done.output
 
 
+@pytest.mark.full
 def test_nothing_that_a_thread_logs_opens_the_run_again(tmp_path):
     with pod("loops", tmp_path) as started:
         done = started.end()
@@ -113,6 +114,7 @@ def test_nothing_that_a_thread_logs_opens_the_run_again(tmp_path):
         assert len(run.rows) >= 50
 
 
+@pytest.mark.full
 def test_an_end_that_is_being_recorded_is_waited_for(tmp_path):
     """The function has returned, and the server does not answer yet."""
     with pod("returns", tmp_path) as started:
@@ -138,7 +140,7 @@ def test_the_agent_of_an_elastic_pod_has_its_workers_end_their_run(tmp_path):
         assert (run.exit_codes, run.state, len(run.rows)) == ([143], "preempted", 1), done.output
 
 
-@pytest.mark.parametrize("installer", ["loop", "signal"])
+@pytest.mark.parametrize("installer", ["loop", pytest.param("signal", marks=pytest.mark.full)])
 def test_a_handler_of_the_users_is_called_once_when_the_run_has_ended(tmp_path, installer):
     """What is logged after it opens the run again."""
     with script(tmp_path, "handled", installer) as started:
@@ -156,7 +158,9 @@ def test_while_a_handler_unwinds_the_main_thread_nothing_opens_the_run_again(tmp
         assert (done.returncode, run.exit_codes, run.state) == (5, [143], "preempted"), done.output
 
 
-@pytest.mark.parametrize(("first_is", "expected"), [("returned", [0]), ("running", [143])])
+@pytest.mark.parametrize(
+    ("first_is", "expected"), [pytest.param("returned", [0], marks=pytest.mark.full), ("running", [143])]
+)
 def test_the_runs_of_all_threads_are_ended_and_of_none_that_has_returned(tmp_path, first_is, expected):
     with script(tmp_path, "two_threads", first_is) as started:
         done = started.end()

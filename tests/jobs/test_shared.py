@@ -48,7 +48,7 @@ def sequences(rows: list[dict[str, Any]]) -> dict[int, list[int]]:
     ("nodes", "mode"),
     [
         pytest.param([4], "online", marks=pytest.mark.full),
-        ([4], "offline"),
+        pytest.param([4], "offline", marks=pytest.mark.full),
         ([2, 2], "online"),
         pytest.param([2, 2], "offline", marks=pytest.mark.full),
         pytest.param([3, 1], "online", marks=pytest.mark.full),
@@ -219,7 +219,8 @@ def test_metrics_have_the_ranks_prefix_and_every_rank_may_change_the_config(tmp_
             assert watched[f"rank_{rank}/gradients/weight"]["_type"] == "histogram"
 
 
-@pytest.mark.parametrize("mode", ["offline", pytest.param("disabled", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_a_shared_run_works_without_a_server(tmp_path, mode):
     with WandbServer() as server:
         reports = features(tmp_path, server, {"WANDB_MODE": mode}, id=mode)
@@ -282,6 +283,7 @@ def test_all_ranks_go_on_offline_together(tmp_path):
         assert len([run for run in read_runs(tmp_path / "wandb") if run.rows]) == 1
 
 
+@pytest.mark.full
 def test_each_training_of_a_process_is_a_run_of_its_own(tmp_path):
     """The first rank to have left the first one waits for the second one's host."""
     with WandbServer() as server:
@@ -417,6 +419,7 @@ def test_two_jobs_with_one_id_have_a_run_each(tmp_path):
         assert not writers[0] & writers[1]
 
 
+@pytest.mark.full
 def test_a_process_that_a_neighbour_starts_logs_to_the_run_and_one_of_the_writers_has_its_own(tmp_path):
     """That of the writer is a run beside; those of its neighbours log to the run."""
     with WandbServer() as server:

@@ -28,7 +28,15 @@ def lines_of(job) -> list[str]:
     return [line for lines in job.notes().values() for line in lines if not line.startswith(("logged", "held"))]
 
 
-@pytest.mark.parametrize("settings", [{}, {"handler": "flag"}, {"nested": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.full),
+        {"handler": "flag"},
+        pytest.param({"nested": True}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_what_was_installed_before_is_put_back(tmp_path, settings):
     with job(tmp_path) as started:
         started.start(python(), **ends("return", **settings))
@@ -46,11 +54,16 @@ def test_a_handler_that_the_function_installs_stays(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "returncode", "expected"),
     [
-        (ends("loop"), 143, ["unwound"]),
-        (ends("finally"), 143, ["finally", "unwound"]),
-        (ends("loop", handler="flag"), 0, ["handler", "returns", "unwound", "restored True", "threads []"]),
+        pytest.param(ends("loop"), 143, ["unwound"], marks=pytest.mark.full),
+        pytest.param(ends("finally"), 143, ["finally", "unwound"], marks=pytest.mark.full),
+        pytest.param(
+            ends("loop", handler="flag"),
+            0,
+            ["handler", "returns", "unwound", "restored True", "threads []"],
+            marks=pytest.mark.full,
+        ),
         (ends("sleep", handler="exit 5"), 5, ["handler", "unwound"]),
-        (ends("loop", handler="os._exit 6"), 6, ["handler"]),
+        pytest.param(ends("loop", handler="os._exit 6"), 6, ["handler"], marks=pytest.mark.full),
         (ends("loop", handler_inside="flag"), 0, ["handler", "returns", "unwound", "restored False", "threads []"]),
     ],
     ids=str,
@@ -127,7 +140,7 @@ def test_a_signal_to_a_child_that_has_just_been_forked_ends_the_child_alone(tmp_
     assert [(run.exit_code, len(run.rows)) for run in done.runs] == [(0, 150)]
 
 
-@pytest.mark.parametrize("log", ["wandb.log", "hoisted"])
+@pytest.mark.parametrize("log", [pytest.param("wandb.log", marks=pytest.mark.full), "hoisted"])
 def test_a_log_that_was_fetched_before_the_signal_works_after_it(tmp_path, log):
     """The module's function, and a method in a variable."""
     done = trained(tmp_path, "fetched_log", log)
@@ -136,7 +149,7 @@ def test_a_log_that_was_fetched_before_the_signal_works_after_it(tmp_path, log):
     assert {run.exit_code for run in done.runs} == {143}
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("second", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM], ids=str)
 def test_a_second_signal_does_not_cut_the_runs_end_short(tmp_path, second):
     with job(tmp_path) as started, started.server.failing(Fault.slow(1, only="filestream")) as fault:
         process = started.start(python(), **ends("loop"))
@@ -153,7 +166,7 @@ def test_a_process_that_the_signal_would_have_ended_does_not_wait_for_its_thread
     assert (done.returncode, [run.exit_code for run in done.runs]) == (143, [143])
 
 
-@pytest.mark.parametrize("place", ["before", "inside"])
+@pytest.mark.parametrize("place", [pytest.param("before", marks=pytest.mark.full), "inside"])
 def test_the_signal_reaches_an_asyncio_loop(tmp_path, place):
     """Its own handler runs when the run has ended, also where the function has set it."""
     done = trained(tmp_path, "asyncio_handler", place)
@@ -178,9 +191,9 @@ def test_in_a_data_loaders_worker_there_is_no_run_and_none_is_ended(tmp_path):
 @pytest.mark.parametrize(
     ("case", "rows"),
     [
-        ("log", {"outer": [0, 1], "evaluation": [0]}),
+        pytest.param("log", {"outer": [0, 1], "evaluation": [0]}, marks=pytest.mark.full),
         ("handler logs", {"outer": [0, 1, 2], "evaluation": [0]}),
-        ("summary", {"outer": [0], "evaluation": [0]}),
+        pytest.param("summary", {"outer": [0], "evaluation": [0]}, marks=pytest.mark.full),
         ("nested", {"outer": [0, 1], "inner": [0, 1], "evaluation": [0]}),
     ],
     ids=["log", "handler logs", "summary", "nested"],

@@ -183,9 +183,8 @@ def test_nodes_that_share_no_store_at_all_agree_through_their_process_group(tmp_
     assert len(done.runs) == 2
 
 
-@pytest.mark.parametrize(
-    ("run_mode", "process_group"), [("auto", False), pytest.param("new", True, marks=pytest.mark.full)]
-)
+@pytest.mark.full  # the matrix has a restart of two nodes
+@pytest.mark.parametrize(("run_mode", "process_group"), [("auto", False), ("new", True)])
 def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp_path, run_mode, process_group):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     options = ["--rdzv-id=job", "--max-restarts=1"]

@@ -104,7 +104,7 @@ TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZ
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"WANDB_RUN_ID": "mine"}, ["mine", "", None, "uncategorized", False]),
+        pytest.param({"WANDB_RUN_ID": "mine"}, ["mine", "", None, "uncategorized", False], marks=pytest.mark.full),
         (
             {"WANDB_RUN_GROUP": "g", "WANDB_NAME": "n", "WANDB_PROJECT": "q", "WANDB_RUN_ID": "i"},
             ["i", "g", "n", "q", False],
@@ -130,7 +130,15 @@ def test_disabled_stays_disabled(tmp_path):
     assert done.runs == []
 
 
-@pytest.mark.parametrize("ending", ["run.finish()", "wandb.finish()", "run.finish(exit_code=0)", "with run: pass"])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "run.finish()",
+        pytest.param("wandb.finish()", marks=pytest.mark.full),
+        pytest.param("run.finish(exit_code=0)", marks=pytest.mark.full),
+        pytest.param("with run: pass", marks=pytest.mark.full),
+    ],
+)
 def test_nobody_but_the_function_ends_the_run(tmp_path, ending):
     done = runs(tmp_path, "user_finishes", ending)
     assert "ValueError: made to fail" in done.output
@@ -167,6 +175,7 @@ def test_a_run_that_the_user_opened_before_is_left_alone(tmp_path):
     assert {run.id: run.exit_code for run in done.runs} == {"mine": 5, "ours": 0}
 
 
+@pytest.mark.full
 def test_a_service_of_the_parent_does_no_harm(tmp_path):
     """A child that used it would lose its rows when the parent's ends."""
     done = runs(tmp_path, "child_outlives_service")
@@ -187,6 +196,7 @@ def test_a_missing_key_is_told_and_nothing_is_opened(tmp_path):
     assert done.runs == []
 
 
+@pytest.mark.full
 def test_a_missing_key_degrades_to_offline_with_the_command_to_sync(tmp_path):
     done = train(tmp_path, {"if_unavailable": "degrade"}, **ONLINE)
     assert done.returncode == 0, done.output
@@ -196,7 +206,7 @@ def test_a_missing_key_degrades_to_offline_with_the_command_to_sync(tmp_path):
     assert Path(directory).samefile(run.path.parent)
 
 
-@pytest.mark.parametrize("if_unavailable", ["raise", "degrade"])
+@pytest.mark.parametrize("if_unavailable", [pytest.param("raise", marks=pytest.mark.full), "degrade"])
 def test_an_unreachable_server_is_told_before_wandbs_own_timeout(tmp_path, if_unavailable):
     tracking = {"init_timeout_s": 2, "if_unavailable": if_unavailable}
     url = f"http://127.0.0.1:{jobs.free_port()}"
@@ -273,7 +283,8 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path):
     assert "set WANDB_DIR" in done.output
 
 
-def test_a_run_that_the_user_has_open_is_left_alone(tmp_path):
+@pytest.mark.full
+def test_a_run_that_the_user_has_open_beside_wandbs_global_one_is_left_alone(tmp_path):
     done = runs(tmp_path, "separate_run_before")
     assert done.returncode == 0, done.output
     assert {run.id: [row["x"] for row in run.rows] for run in done.runs} == {"mine": [2], "ours": [1]}

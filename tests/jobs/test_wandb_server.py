@@ -94,6 +94,7 @@ def test_a_resumed_run_goes_on(server, tmp_path):
     ("counts_on_upsert", "kept", "overwritten"),
     [(False, [20, 21, 22], 3), (True, [10, 11, 12, 20, 21, 22], 0)],
 )
+@pytest.mark.full
 def test_a_run_that_is_not_resumed_is_overwritten_unless_it_was_counted(tmp_path, counts_on_upsert, kept, overwritten):
     with WandbServer(counts_on_upsert=counts_on_upsert) as server:
         for attempt in ("1", "2"):
@@ -109,6 +110,7 @@ def test_a_run_that_is_not_there_cannot_be_resumed(server, tmp_path):
     assert server.runs == []
 
 
+@pytest.mark.full
 def test_shared_writers_keep_their_rows_apart_and_a_default_one_is_told(server, tmp_path):
     writers = [start(server, tmp_path, "shared_writer", writer) for writer in ("1", "2")]
     for writer in writers:
@@ -145,7 +147,7 @@ def wait_for_more(directory: Path, rows: int = 50) -> None:
         Fault.refuse(),
         pytest.param(Fault.mute(), marks=pytest.mark.full),
         pytest.param(Fault.slow(0.3), marks=pytest.mark.full),
-        Fault.status(500),
+        pytest.param(Fault.status(500), marks=pytest.mark.full),
         pytest.param(Fault.status(429, retry_after_s=0.5), marks=pytest.mark.full),
         pytest.param(Fault.status(503, only="filestream"), marks=pytest.mark.full),
     ],
@@ -191,7 +193,9 @@ def test_a_killed_process_leaves_its_run_open(server, tmp_path):
     assert (run.state, run.exit_codes) == ("running", [])
 
 
-@pytest.mark.parametrize(("exit_code", "state"), [(0, "finished"), (143, "preempted")])
+@pytest.mark.parametrize(
+    ("exit_code", "state"), [pytest.param(0, "finished", marks=pytest.mark.full), (143, "preempted")]
+)
 def test_preemption_is_told_and_ends_by_the_exit_code(server, tmp_path, exit_code, state):
     process = start(server, tmp_path, "preempted", str(exit_code))
     server.wait_for(lambda: server.run("r").state == "preempting")
@@ -200,6 +204,7 @@ def test_preemption_is_told_and_ends_by_the_exit_code(server, tmp_path, exit_cod
     assert (server.run("r").state, server.run("r").exit_codes) == (state, [exit_code])
 
 
+@pytest.mark.full
 def test_many_rows_arrive_in_order_also_compressed(server, tmp_path, monkeypatch):
     compressed = []
     decompress = gzip.decompress
@@ -231,6 +236,7 @@ def test_an_agent_runs_the_trials_of_a_sweep_until_the_grid_is_done(server, tmp_
     assert server.unknown_operations == []
 
 
+@pytest.mark.full
 def test_a_trial_that_raises_fails_its_run_and_the_sweep_goes_on(server, tmp_path):
     done = train(server, tmp_path, "failing_trial")
     assert done.returncode == 0, done.output
