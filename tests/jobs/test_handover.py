@@ -78,7 +78,7 @@ def test_guests_wait_get_the_value_and_are_waited_for(name):
     host.close()
 
 
-def test_a_host_that_has_nothing_says_why(name):
+def test_guests_get_the_reason_of_a_host_that_refuses(name):
     host = Host(name, ask=lambda _: None)
     threading.Timer(0.3, host.refuse, ["no key"]).start()
     with pytest.raises(HandoverError, match="no key"):
@@ -86,7 +86,7 @@ def test_a_host_that_has_nothing_says_why(name):
     host.close()
 
 
-def test_a_host_that_does_not_come_is_not_waited_for_longer(name):
+def test_a_host_that_does_not_come_is_not_waited_for_past_the_deadline(name):
     began = time.monotonic()
     with pytest.raises(HandoverError, match="it has not, or has ended already"):
         Guest.join(name, 1, began + 0.5, PATIENCE_S)
@@ -219,7 +219,7 @@ def test_another_user_is_not_served(name, directory):
 
 
 @pytest.mark.parametrize("sent", [b"\x80\x04N.\n", b"[1]\n", b'{"rank": []}\n', b'{"rank": 1}\n{"rank"', b""])
-def test_a_guest_that_talks_nonsense_is_dropped(name, directory, sent):
+def test_a_guest_that_sends_no_valid_message_is_dropped(name, directory, sent):
     host = Host(name, ask=lambda _: None)
     (path,) = directory.iterdir()
     with socket.socket(socket.AF_UNIX) as connection:
@@ -234,7 +234,7 @@ def test_a_guest_that_talks_nonsense_is_dropped(name, directory, sent):
     host.close()
 
 
-def test_names_are_met_in_turn(name):
+def test_a_guest_does_not_meet_the_host_of_the_training_before(name):
     """A guest that is ahead does not meet the host of the training before."""
     first = Host(name, ask=lambda _: None)
     first.offer({"n": 1})

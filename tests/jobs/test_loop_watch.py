@@ -210,7 +210,7 @@ def test_what_was_installed_is_back_when_the_last_function_returns(monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", ["ignored", "blocked", "no loop"])
-def test_nothing_is_installed_where_the_main_thread_cannot(monkeypatch, kind):
+def test_no_handler_is_installed_if_the_main_thread_cannot_run_it(monkeypatch, kind):
     """Nor by an installation that comes too late."""
     runs, seen = recorded(monkeypatch), []
 
@@ -260,7 +260,7 @@ def test_other_signals_reach_the_loop_meanwhile(monkeypatch):
     asyncio.run(main())
 
 
-def test_a_forked_child_has_none_of_it(tmp_path):
+def test_a_forked_child_has_the_default_sigterm_handler(tmp_path):
     done = jobs.python(tmp_path, PROGRAM, "forks")
     assert done.returncode == 0, done.output
     assert [(run.exit_code, len(run.rows)) for run in done.runs] == [(0, 50)]

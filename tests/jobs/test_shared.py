@@ -322,7 +322,7 @@ def test_the_writer_waits_for_its_neighbours_and_then_says_whom_it_leaves(tmp_pa
 
 
 @pytest.mark.full
-def test_a_neighbour_that_comes_when_the_writers_function_has_returned(tmp_path):
+def test_a_neighbour_can_log_after_the_writers_function_has_returned(tmp_path):
     with WandbServer() as server:
         command = [*jobs.torchrun("--standalone", "--nproc-per-node=3"), str(RUNS), "one_after_the_other", "RANK"]
         done = jobs.run(command, tmp_path, server.environment)
@@ -331,7 +331,7 @@ def test_a_neighbour_that_comes_when_the_writers_function_has_returned(tmp_path)
         assert sorted(row["number"] for row in run.rows) == [0, 1, 2]
 
 
-def test_killed_and_silent_neighbours_cost_nobody_anything(tmp_path):
+def test_no_row_is_lost_when_a_neighbour_is_killed_or_exits_at_once(tmp_path):
     """One is killed, one leaves by `os._exit`, and one logs on."""
     with job(tmp_path) as started:
         how = {"0": "until told", "1": "until told", "2": "os._exit 0", "3": "until told"}
@@ -470,7 +470,7 @@ def test_when_the_writers_core_is_killed_all_ranks_go_on_in_another(tmp_path):
         assert len({pid for pid, _ in found.arrived - found.fresh}) == 3
 
 
-def test_what_is_not_committed_goes_with_its_step(tmp_path):
+def test_an_uncommitted_row_is_logged_with_its_step(tmp_path):
     with WandbServer() as server:
         done = jobs.run([sys.executable, str(RUNS), "uncommitted"], tmp_path, server.environment)
         (run,) = server.runs
@@ -496,7 +496,7 @@ def test_a_rank_that_cannot_attach_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.full
-def test_a_node_that_comes_when_the_primarys_function_has_returned(tmp_path):
+def test_a_node_can_log_after_the_primarys_function_has_returned(tmp_path):
     with WandbServer() as server:
         where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}"]
         command = [

@@ -68,7 +68,7 @@ def test_a_handler_that_the_function_installs_stays(tmp_path):
     ],
     ids=str,
 )
-def test_the_process_ends_as_it_would_have(tmp_path, settings, returncode, expected):
+def test_the_process_ends_as_it_would_without_tracking(tmp_path, settings, returncode, expected):
     with job(tmp_path) as started:
         process = started.start(python(), **settings)
         started.wait_for("ready 0 0")
@@ -198,7 +198,7 @@ def test_in_a_data_loaders_worker_there_is_no_run_and_none_is_ended(tmp_path):
     ],
     ids=["log", "handler logs", "summary", "nested"],
 )
-def test_after_a_signal_that_was_survived_each_run_is_still_its_own(tmp_path, case, rows):
+def test_rows_after_a_survived_signal_stay_in_their_own_run(tmp_path, case, rows):
     with WandbServer() as server:
         done = trained(tmp_path, "survived", case, env=server.environment)
         assert done.returncode == 0, done.output

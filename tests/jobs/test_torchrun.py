@@ -247,7 +247,7 @@ def test_nodes_that_share_no_store_at_all_are_told_to_pass_an_id(tmp_path):
 
 
 @pytest.mark.full
-def test_virtual_local_ranks_are_seen_through(tmp_path):
+def test_local_ranks_are_true_under_virtual_local_rank(tmp_path):
     done = jobs.one_node(tmp_path, 2, ["--virtual-local-rank"], tracking={"rank_scope": "worker"})
     assert done.returncode == 0, done.output
     assert [report["local_rank"] for report in done.reports] == [0, 1]

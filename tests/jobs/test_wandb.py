@@ -83,13 +83,13 @@ def test_arguments_reach_wandb_init(tmp_path):
     assert len(list((tmp_path / "elsewhere").rglob("*.wandb"))) == 1
 
 
-def test_settings_of_the_user_go_before_ours(tmp_path):
+def test_the_users_settings_take_precedence_over_ours(tmp_path):
     done = runs(tmp_path, "settings")
     assert done.returncode == 0, done.output
     assert [run.exit_code for run in done.runs] == [0, 0]
 
 
-def test_a_config_file_is_read_by_wandb_and_gains_the_facts(tmp_path):
+def test_a_config_file_is_read_by_wandb_and_gains_the_run_metadata(tmp_path):
     (tmp_path / "config.yaml").write_text("lr:\n  value: 0.5\n")
     done = train(tmp_path, {"config": "config.yaml"}, **TWO_RANKS)
     assert done.returncode == 0, done.output
@@ -118,7 +118,7 @@ def test_wandbs_variables_are_respected(tmp_path, variables, expected):
     assert seen == expected, done.output
 
 
-def test_a_group_in_the_environment_goes_before_the_planned_one(tmp_path):
+def test_a_group_in_the_environment_takes_precedence_over_the_planned_one(tmp_path):
     done = train(tmp_path, {"run_mode": "new", "id": "b"}, WANDB_RUN_GROUP="g", **TWO_RANKS)
     assert [(run.id, run.group) for run in done.runs] == [("b-rank-0", "g")], done.output
 
@@ -176,20 +176,20 @@ def test_a_run_that_the_user_opened_before_is_left_alone(tmp_path):
 
 
 @pytest.mark.full
-def test_a_service_of_the_parent_does_no_harm(tmp_path):
+def test_a_child_of_a_process_with_a_wandb_service_keeps_its_rows(tmp_path):
     """A child that used it would lose its rows when the parent's ends."""
     done = runs(tmp_path, "child_outlives_service")
     assert done.returncode == 0, done.output
     assert {run.id: (run.exit_code, len(run.rows)) for run in done.runs} == {"parent": (0, 0), "child": (0, 1)}
 
 
-def test_a_service_that_is_gone_does_no_harm(tmp_path):
+def test_the_variable_of_a_wandb_service_that_has_ended_is_ignored(tmp_path):
     done = train(tmp_path, WANDB_SERVICE="3-1-tcp-localhost-9")
     assert done.returncode == 0, done.output
     assert [run.exit_code for run in done.runs] == [0]
 
 
-def test_a_missing_key_is_told_and_nothing_is_opened(tmp_path):
+def test_a_missing_key_raises_and_opens_no_run(tmp_path):
     done = train(tmp_path, **ONLINE)
     assert "TrackerUnavailableError: W&B: there is no API key for this process. Run `wandb login`" in done.output
     assert done.returncode == 1
@@ -207,7 +207,7 @@ def test_a_missing_key_degrades_to_offline_with_the_command_to_sync(tmp_path):
 
 
 @pytest.mark.parametrize("if_unavailable", [pytest.param("raise", marks=pytest.mark.full), "degrade"])
-def test_an_unreachable_server_is_told_before_wandbs_own_timeout(tmp_path, if_unavailable):
+def test_an_unreachable_server_is_reported_before_wandbs_own_timeout(tmp_path, if_unavailable):
     tracking = {"init_timeout_s": 2, "if_unavailable": if_unavailable}
     url = f"http://127.0.0.1:{jobs.free_port()}"
     began = time.monotonic()
@@ -250,19 +250,19 @@ def test_a_secret_reaches_the_server_and_nothing_else(tmp_path):
     assert [path for path in stored if KEY.encode() in path.read_bytes()] == []
 
 
-def test_a_secret_that_raises_is_told(tmp_path):
+def test_a_secret_that_raises_is_reported(tmp_path):
     done = train(tmp_path, **ONLINE, SECRET_FROM="NOT_THERE")
     assert "TrackerUnavailableError: secret= raised KeyError and gave no API key" in done.output
     assert done.runs == []
 
 
-def test_wandb_that_is_not_installed_is_told_with_the_command(tmp_path):
+def test_a_missing_wandb_is_reported_with_the_command_that_installs_it(tmp_path):
     root = Path(flyteplugins_tracking.__file__).parent.parent
     done = jobs.run([sys.executable, "-S", TRAINING], tmp_path, {"PYTHONPATH": str(root)})
     assert 'TrackerNotInstalledError: pip install "flyteplugins-tracking[wandb]"' in done.output
 
 
-def test_an_id_that_wandb_would_refuse_is_told_before_it_is_used(tmp_path):
+def test_an_id_that_wandb_would_refuse_is_rejected_before_it_is_used(tmp_path):
     done = train(tmp_path, WANDB_RUN_ID="a/b")
     assert "ConfigError: run id 'a/b' has /, which W&B does not take in an id" in done.output
     assert done.runs == []
@@ -276,7 +276,7 @@ def test_a_child_of_lightnings_own_launcher_gets_no_run(tmp_path):
     assert [run.exit_code for run in done.runs] == [0]
 
 
-def test_a_directory_that_cannot_be_written_is_told(tmp_path):
+def test_a_directory_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "wandb").write_text("a file where the directory should be")
     done = train(tmp_path)
     assert "TrackerUnavailableError: W&B cannot write its local files" in done.output
@@ -290,12 +290,12 @@ def test_a_run_that_the_user_has_open_beside_wandbs_global_one_is_left_alone(tmp
     assert {run.id: [row["x"] for row in run.rows] for run in done.runs} == {"mine": [2], "ours": [1]}
 
 
-def test_the_run_is_the_vendors_own_to_look_at_and_to_pickle(tmp_path):
+def test_the_run_is_wandbs_own_object_and_can_be_pickled(tmp_path):
     done = runs(tmp_path, "vendors_object")
     assert done.returncode == 0, done.output
 
 
-def test_a_wandb_core_that_dies_takes_no_training_down(tmp_path):
+def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path):
     done = runs(tmp_path, "core_dies")
     assert done.returncode == 0, done.output
     assert "wandb-core has died" in done.output

@@ -104,14 +104,14 @@ def test_a_run_that_is_not_resumed_is_overwritten_unless_it_was_counted(tmp_path
     assert (run.state, run.exit_codes, run.rows_overwritten) == ("failed", [1, 2], overwritten)
 
 
-def test_a_run_that_is_not_there_cannot_be_resumed(server, tmp_path):
+def test_a_run_that_does_not_exist_cannot_be_resumed(server, tmp_path):
     done = train(server, tmp_path, "attempt", "0", "must")
     assert "does not exist" in done.output
     assert server.runs == []
 
 
 @pytest.mark.full
-def test_shared_writers_keep_their_rows_apart_and_a_default_one_is_told(server, tmp_path):
+def test_shared_writers_keep_their_rows_apart_and_one_that_is_not_shared_is_noticed(server, tmp_path):
     writers = [start(server, tmp_path, "shared_writer", writer) for writer in ("1", "2")]
     for writer in writers:
         assert jobs.finish(writer, tmp_path).returncode == 0
@@ -196,7 +196,7 @@ def test_a_killed_process_leaves_its_run_open(server, tmp_path):
 @pytest.mark.parametrize(
     ("exit_code", "state"), [pytest.param(0, "finished", marks=pytest.mark.full), (143, "preempted")]
 )
-def test_preemption_is_told_and_ends_by_the_exit_code(server, tmp_path, exit_code, state):
+def test_a_preempting_run_ends_in_the_state_of_its_exit_code(server, tmp_path, exit_code, state):
     process = start(server, tmp_path, "preempted", str(exit_code))
     server.wait_for(lambda: server.run("r").state == "preempting")
     (tmp_path / "stop").touch()
@@ -244,7 +244,7 @@ def test_a_trial_that_raises_fails_its_run_and_the_sweep_goes_on(server, tmp_pat
     assert server.sweeps[0].state == "RUNNING"
 
 
-def test_a_sweep_that_is_not_there_has_no_agent_and_one_without_a_method_is_not_made(server, tmp_path):
+def test_an_unknown_sweep_has_no_agent_and_one_without_a_method_is_refused(server, tmp_path):
     done = train(server, tmp_path, "wrong_sweeps")
     assert "REFUSED could not find sweep e/p/nobody during createAgent" in done.output
     assert "REFUSED Invalid sweep config" in done.output
@@ -274,7 +274,7 @@ def test_what_was_recorded_is_read_back(server, tmp_path):
     assert server.unknown_operations == []
 
 
-def test_what_is_not_there_is_not_found(server, tmp_path):
+def test_reading_what_does_not_exist_is_an_error(server, tmp_path):
     upsert(server, entity="e")
     done = train(server, tmp_path, "reads_nothing")
     assert "CommError Could not find run <Run e/p/nobody (not found)>" in done.output
