@@ -19,6 +19,11 @@ from support.loopback import Fault
 Scenario = Callable[[Job], Outcome]
 FIRST_ROWS = 50  # those that a rank logs before it is ready
 PROMPT = {"WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "1"}  # seconds; 15 unless given
+# For an outage that is shorter than W&B's own pauses between retries, of 2 to 60 s.
+QUICK_RETRIES = {
+    "WANDB__FILE_STREAM_RETRY_WAIT_MIN_SECONDS": "1",
+    "WANDB__FILE_STREAM_RETRY_WAIT_MAX_SECONDS": "1",
+}
 
 
 @dataclass(frozen=True)
@@ -272,7 +277,8 @@ def midway(fault: Fault, seconds: float, ranks: int = 1, **settings: Any) -> Sce
     """The server fails for so long, and until every rank has logged rows: no `log` waits for it."""
 
     def scenario(job: Job) -> Outcome:
-        job.start(torchrun(ranks=ranks) if ranks > 1 else python(), PROMPT, **ends("until told", **settings))
+        env = {**PROMPT, **(QUICK_RETRIES if seconds < 10 else {})}
+        job.start(torchrun(ranks=ranks) if ranks > 1 else python(), env, **ends("until told", **settings))
         for rank in range(ranks):
             job.wait_for(f"ready {rank} 0")
         with job.server.failing(fault):
