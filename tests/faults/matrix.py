@@ -104,6 +104,8 @@ def signalled(number: int, how: str, **settings: Any) -> Scenario:
         job.wait_for("ready 0 0")
         if how in ("sleep", "lock"):
             job.wait_until_blocked(process.pid)
+        elif not settings.get("async"):
+            job.log_more(rows=20)
         if number == SIGKILL:
             job.wait_until_stored(FIRST_ROWS)
         job.signal(process.pid, number)
