@@ -275,7 +275,7 @@ def test_the_neighbours_of_a_rank_that_cannot_open_the_run_do_not_wait(tmp_path)
 def test_all_ranks_go_on_offline_together(tmp_path):
     with job(tmp_path) as started, started.server.failing(Fault.refuse()):
         tracking = {**GIVEN, "init_timeout_s": 12, "if_unavailable": "degrade"}
-        started.start(torchrun(ranks=3), **ends("return", tracking=tracking))
+        started.start(torchrun(ranks=3), **ends("return", tracking=tracking, start_together=3))
         found = started.outcome()
         assert (found.returncode, len(found.logged)) == (0, 150), found.output
         assert found.logged == found.local

@@ -5,7 +5,7 @@ of the run's config. `rows`: how many rows are logged before anything else. `wit
 between later ones. `value`: what a row holds. `ends`: how each rank goes on, by rank, or `"*"`: a key of `ENDS`.
 `attempts`: `ends` holds for the attempts below it, 1 unless given; later ones return. `handler`: a key of `HANDLERS`,
 installed for SIGTERM before the function; `handler_inside`: in it. `nested`: another decorated function is called.
-`async`: the function is async, and sleeps.
+`async`: the function is async, and sleeps. `start_together`: so many ranks wait for each other before the function.
 """
 
 import asyncio
@@ -223,6 +223,16 @@ async def train_async() -> None:
         note("unwound")
 
 
+def wait_for_ranks(count: int) -> None:
+    """Wait until so many ranks have started and imported W&B: on a busy machine that is seconds apart."""
+    if count:
+        import wandb  # noqa: F401
+
+        Path(DIRECTORY, f"imported-{rank()}").touch()
+        while len(list(DIRECTORY.glob("imported-*"))) < count:
+            time.sleep(0.02)
+
+
 def main() -> None:
     if "handler" in SETTINGS:
         signal.signal(signal.SIGTERM, handler(SETTINGS["handler"]))
@@ -232,6 +242,7 @@ def main() -> None:
 
         dist.init_process_group("gloo")
     note(f"starts {rank()}")
+    wait_for_ranks(SETTINGS.get("start_together", 0))
     try:
         asyncio.run(train_async()) if SETTINGS.get("async") else train(**SETTINGS.get("tracking", {}))
         if "then" in SETTINGS:
