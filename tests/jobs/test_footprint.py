@@ -39,37 +39,6 @@ NEVER_LOADED = (
     "uuid",
     *(f"flyteplugins_tracking.{name}" for name in ("opening", "ending", "identity", "claims", "signals", "sweeps")),
 )
-INERT = """
-import sys
-sys.path.insert(0, {path!r})
-import os, threading
-from flyteplugins_tracking import get_run, tracking_init
-
-def footprint():
-    children = open("/proc/self/task/%d/children" % os.getpid()).read()
-    return sorted(os.listdir("/proc/self/fd")), [t.name for t in threading.enumerate()], children
-
-@tracking_init(tracker={tracker!r}, project="p", id="never", config={{"lr": 1e-3, "sizes": [1, 2]}})
-def train():
-    return get_run(), footprint()
-
-before = footprint()
-run, inside = train()
-print([run is None, [before, inside, footprint()], sorted(sys.modules)])
-"""
-PRIMARY = """
-from pathlib import Path
-from flyteplugins_tracking import get_run, tracking_init
-import sys, time
-
-@tracking_init(project="p", id="one")
-def train():
-    get_run().log({"x": 1})
-    Path("ready").touch()
-    sys.stdin.read()
-
-train()
-"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks into /proc")
@@ -77,8 +46,8 @@ train()
 def test_a_rank_without_a_run_starts_and_opens_nothing(tmp_path, tracker):
     place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"}
     # Isolated and without `site`, which may load anything.
-    command = [sys.executable, "-I", "-S", "-c", INERT.format(path=str(PACKAGE), tracker=tracker)]
-    done = subprocess.run(command, env=place, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    command = [sys.executable, "-I", "-S", str(jobs.PROGRAMS / "inert_rank.py"), str(PACKAGE), tracker]
+    done = subprocess.run(command, env=place, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=240)
     found: list[Any] = ast.literal_eval(done.stdout)
     is_inert, (before, inside, after), modules = found
     assert is_inert
@@ -91,15 +60,15 @@ def test_the_rank_that_has_the_run_has_one_client_with_one_connection(tmp_path):
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"}
     with WandbServer() as server:
         process = subprocess.Popen(
-            [sys.executable, "-c", PRIMARY],
+            [sys.executable, str(jobs.PROGRAMS / "primary_rank.py")],
             cwd=tmp_path,
             env=jobs.environment(tmp_path, **server.environment, **place),
             stdin=subprocess.PIPE,
         )
         try:
-            run = server.wait_for(lambda: (tmp_path / "ready").exists() and server.run("one"))
+            run = server.wait_for(lambda: (tmp_path / "ready").exists() and server.run("one"), 240)
             started = [child.name() for child in psutil.Process(process.pid).children(recursive=True)]
-            process.communicate(timeout=60)
+            process.communicate(timeout=240)
         finally:
             process.kill()
         assert (process.returncode, run.connections, len(run.rows), run.exit_codes) == (0, 1, 1, [0])

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +22,8 @@ from support.recording import recorded
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
+
+PROGRAM = jobs.PROGRAMS / "loop_signals.py"
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,11 @@ def pod(task: str, directory: Path, count: int = 1, module: str = "flyte2_told")
 
 
 @contextmanager
-def script(text: str, directory: Path) -> Iterator[Told]:
+def script(directory: Path, *arguments: str) -> Iterator[Told]:
+    """A function of `loop_signals.py`."""
     with WandbServer() as server:
-        process = jobs.start([sys.executable, "-c", textwrap.dedent(text)], directory, server.environment)
+        command = [sys.executable, PROGRAM, *arguments]
+        process = jobs.start(command, directory, server.environment)
         with told(process, directory, server) as started:
             yield started
 
@@ -91,7 +94,7 @@ def ended_by_the_signal(done: jobs.Done) -> bool:
     return done.returncode in (-signal.SIGTERM, 143)
 
 
-@pytest.mark.parametrize("task", ["sleeps", "sleeps_async"])
+@pytest.mark.parametrize("task", ["sleeps", pytest.param("sleeps_async", marks=pytest.mark.full)])
 def test_the_run_of_an_evicted_pod_ends_with_143_and_has_its_rows(tmp_path, task):
     with pod(task, tmp_path) as started:
         done = started.end()
@@ -100,6 +103,7 @@ def test_the_run_of_an_evicted_pod_ends_with_143_and_has_its_rows(tmp_path, task
         assert ended_by_the_signal(done), done.output
 
 
+@pytest.mark.full
 def test_nothing_that_a_thread_logs_opens_the_run_again(tmp_path):
     with pod("loops", tmp_path) as started:
         done = started.end()
@@ -110,6 +114,7 @@ def test_nothing_that_a_thread_logs_opens_the_run_again(tmp_path):
         assert len(run.rows) >= 50
 
 
+@pytest.mark.full
 def test_an_end_that_is_being_recorded_is_waited_for(tmp_path):
     """The function has returned, and the server does not answer yet."""
     with pod("returns", tmp_path) as started:
@@ -135,39 +140,10 @@ def test_the_agent_of_an_elastic_pod_has_its_workers_end_their_run(tmp_path):
         assert (run.exit_codes, run.state, len(run.rows)) == ([143], "preempted", 1), done.output
 
 
-HANDLED = """
-    import asyncio, os, signal, threading
-    from pathlib import Path
-    from flyteplugins_tracking import get_run, tracking_init
-
-    told = threading.Event()
-
-    def handler(*_):
-        print("told")
-        told.set()
-
-    @tracking_init(project="tests")
-    def train():
-        get_run().log({"row": 0})
-        Path("ready-0").write_text(str(os.getpid()))
-        assert told.wait(60)
-        get_run().log({"row": 1})
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        INSTALL
-        await loop.run_in_executor(None, train)
-
-    asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize(
-    "install", ["loop.add_signal_handler(signal.SIGTERM, handler)", "signal.signal(signal.SIGTERM, handler)"]
-)
-def test_a_handler_of_the_users_is_called_once_when_the_run_has_ended(tmp_path, install):
+@pytest.mark.parametrize("installer", ["loop", pytest.param("signal", marks=pytest.mark.full)])
+def test_a_handler_of_the_users_is_called_once_when_the_run_has_ended(tmp_path, installer):
     """What is logged after it opens the run again."""
-    with script(HANDLED.replace("INSTALL", install), tmp_path) as started:
+    with script(tmp_path, "handled", installer) as started:
         done = started.end()
         (run,) = started.server.runs
         assert (done.returncode, done.output.count("told")) == (0, 1), done.output
@@ -175,74 +151,18 @@ def test_a_handler_of_the_users_is_called_once_when_the_run_has_ended(tmp_path, 
         assert run.rows_after_completion == 0
 
 
-EXITS = """
-    import asyncio, os, signal, sys, threading, time
-    from pathlib import Path
-    from flyteplugins_tracking import get_run, tracking_init
-
-    def handler(*_):
-        sys.exit(5)
-
-    @tracking_init(project="tests")
-    def train():
-        while True:
-            get_run().log({"row": 0})
-            Path("ready-0").write_text(str(os.getpid()))
-
-    async def main():
-        threading.Thread(target=train, daemon=True).start()
-        await asyncio.sleep(120)
-
-    signal.signal(signal.SIGTERM, handler)
-    try:
-        asyncio.run(main())
-    finally:
-        time.sleep(1)
-"""
-
-
 def test_while_a_handler_unwinds_the_main_thread_nothing_opens_the_run_again(tmp_path):
-    with script(EXITS, tmp_path) as started:
+    with script(tmp_path, "exits") as started:
         done = started.end()
         (run,) = started.server.runs
         assert (done.returncode, run.exit_codes, run.state) == (5, [143], "preempted"), done.output
 
 
-THREADS = """
-    import asyncio, os, threading, time
-    from pathlib import Path
-    from flyteplugins_tracking import get_run, tracking_init
-
-    both = threading.Barrier(2)
-
-    @tracking_init(project="tests", id="first")
-    def first():
-        get_run().log({"row": 0})
-        both.wait(60)
-        time.sleep(FIRST_S)
-
-    @tracking_init(project="tests", id="second")
-    def second():
-        get_run().log({"row": 0})
-        both.wait(60)
-        READY
-        time.sleep(120)
-
-    async def main():
-        loop = asyncio.get_running_loop()
-        futures = [loop.run_in_executor(None, function) for function in (first, second)]
-        await asyncio.wait(futures, return_when="FIRST_COMPLETED")
-        Path("ready-0").write_text(str(os.getpid()))
-        await asyncio.wait(futures)
-
-    asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize(("first_s", "expected"), [("0", [0]), ("120", [143])], ids=["returned", "running"])
-def test_the_runs_of_all_threads_are_ended_and_of_none_that_has_returned(tmp_path, first_s, expected):
-    is_running = "Path('ready-0').write_text(str(os.getpid()))" if expected == [143] else ""
-    with script(THREADS.replace("FIRST_S", first_s).replace("READY", is_running), tmp_path) as started:
+@pytest.mark.parametrize(
+    ("first_is", "expected"), [pytest.param("returned", [0], marks=pytest.mark.full), ("running", [143])]
+)
+def test_the_runs_of_all_threads_are_ended_and_of_none_that_has_returned(tmp_path, first_is, expected):
+    with script(tmp_path, "two_threads", first_is) as started:
         done = started.end()
         assert ended_by_the_signal(done), done.output
         assert {run.id: run.exit_codes for run in started.server.runs} == {"first": expected, "second": [143]}
@@ -290,7 +210,7 @@ def test_what_was_installed_is_back_when_the_last_function_returns(monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", ["ignored", "blocked", "no loop"])
-def test_nothing_is_installed_where_the_main_thread_cannot(monkeypatch, kind):
+def test_no_handler_is_installed_if_the_main_thread_cannot_run_it(monkeypatch, kind):
     """Nor by an installation that comes too late."""
     runs, seen = recorded(monkeypatch), []
 
@@ -340,39 +260,7 @@ def test_other_signals_reach_the_loop_meanwhile(monkeypatch):
     asyncio.run(main())
 
 
-FORKS = """
-    import asyncio, multiprocessing, signal
-    from flyteplugins_tracking import get_run, tracking_init
-
-    def tell(seen):
-        seen.put(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
-        signal.pause()
-
-    @tracking_init(project="tests", id="forks")
-    def train():
-        fork = multiprocessing.get_context("fork")
-        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-        seen = fork.Queue()
-        process = fork.Process(target=tell, args=(seen,))
-        process.start()
-        assert seen.get(timeout=60)
-        for n in range(50):
-            process.terminate()
-            process.join(60)
-            assert process.exitcode == -signal.SIGTERM, process.exitcode
-            get_run().log({"n": n})
-            process = fork.Process(target=signal.pause)
-            process.start()
-        process.terminate()
-
-    async def main():
-        await asyncio.get_running_loop().run_in_executor(None, train)
-
-    asyncio.run(main())
-"""
-
-
-def test_a_forked_child_has_none_of_it(tmp_path):
-    done = jobs.python(tmp_path, "-c", textwrap.dedent(FORKS))
+def test_a_forked_child_has_the_default_sigterm_handler(tmp_path):
+    done = jobs.python(tmp_path, PROGRAM, "forks")
     assert done.returncode == 0, done.output
     assert [(run.exit_code, len(run.rows)) for run in done.runs] == [(0, 50)]

@@ -83,7 +83,7 @@ def test_each_mode_and_scope_gives_its_runs_with_rows_config_and_status(four_ran
         assert (run.name, run.tags) == ("n", ("t",))
 
 
-def test_fault_a_plain_function_under_torchrun_has_a_run_per_rank(four_ranks):
+def test_a_plain_function_under_torchrun_has_one_run_for_all_ranks(four_ranks):
     assert len(four_ranks("auto", "global").runs) == 1
 
 
@@ -126,6 +126,7 @@ def test_two_nodes_have_a_run_each_per_worker(two_nodes):
     assert [report["local_rank"] for report in done.reports if report["run_id"]] == [0, 0]
 
 
+@pytest.mark.full
 def test_ragged_nodes_agree_on_ids(ragged_nodes):
     done = ragged_nodes
     assert done.returncode == 0, done.output
@@ -141,6 +142,7 @@ def test_ragged_nodes_agree_on_ids(ragged_nodes):
     assert len({report["run_id"] for report in done.reports}) == 4
 
 
+@pytest.mark.full
 def test_a_constant_rendezvous_id_makes_a_new_run_for_each_invocation(two_nodes, ragged_nodes):
     twice = [{run.id.partition("-worker-")[0] for run in done.runs} for done in (two_nodes, ragged_nodes)]
     assert [len(bases) for bases in twice] == [1, 1]
@@ -148,7 +150,7 @@ def test_a_constant_rendezvous_id_makes_a_new_run_for_each_invocation(two_nodes,
     assert all(base.startswith("job-") for bases in twice for base in bases)
 
 
-@pytest.mark.parametrize("shared_store", [True, False])
+@pytest.mark.parametrize("shared_store", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_restarted_worker_group_goes_on_with_the_same_run(tmp_path, shared_store):
     env = {} if shared_store else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [*jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")]
@@ -164,6 +166,7 @@ def test_a_restarted_worker_group_goes_on_with_the_same_run(tmp_path, shared_sto
         assert [run.exit_code for run in failed] in ([[1]] if rank else [[0], [None]])
 
 
+@pytest.mark.full
 def test_a_restarted_single_process_goes_on_with_the_same_run(tmp_path):
     done = jobs.one_node(tmp_path, 1, ["--max-restarts=1"], end={"0": "raise"})
     assert done.returncode == 0, done.output
@@ -180,6 +183,7 @@ def test_nodes_that_share_no_store_at_all_agree_through_their_process_group(tmp_
     assert len(done.runs) == 2
 
 
+@pytest.mark.full  # the matrix has a restart of two nodes
 @pytest.mark.parametrize(("run_mode", "process_group"), [("auto", False), ("new", True)])
 def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp_path, run_mode, process_group):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -194,7 +198,9 @@ def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp
     assert [run.exit_code for run in done.runs if run.config.get("restart_count") == 1][:1] == [0]
 
 
-@pytest.mark.parametrize(("start", "parent"), [("fork", "tracked"), ("spawn", "plain")])
+@pytest.mark.parametrize(
+    ("start", "parent"), [("fork", "tracked"), pytest.param("spawn", "plain", marks=pytest.mark.full)]
+)
 def test_processes_that_a_rank_starts_do_not_write_to_its_run(tmp_path, start, parent):
     command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), str(jobs.PROGRAMS / "pool.py"), start, parent]
     done = jobs.run(command, tmp_path)
@@ -228,6 +234,7 @@ def test_ranks_that_a_shell_starts_by_hand_are_another_run_each_time(tmp_path, r
         assert done.runs == []
 
 
+@pytest.mark.full
 def test_nodes_that_share_no_store_at_all_are_told_to_pass_an_id(tmp_path):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     in_a_file = ["--rdzv-id=job", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}"]
@@ -239,15 +246,26 @@ def test_nodes_that_share_no_store_at_all_are_told_to_pass_an_id(tmp_path):
     assert done.runs == []
 
 
-def test_virtual_local_ranks_are_seen_through(tmp_path):
+@pytest.mark.full
+def test_local_ranks_are_true_under_virtual_local_rank(tmp_path):
     done = jobs.one_node(tmp_path, 2, ["--virtual-local-rank"], tracking={"rank_scope": "worker"})
     assert done.returncode == 0, done.output
     assert [report["local_rank"] for report in done.reports] == [0, 1]
     assert len(done.runs) == 1
 
 
-@pytest.mark.parametrize(("how", "code"), [("raise", 1), (3, 3), ("a message", 1), (0, 0), ("interrupt", 130)], ids=str)
-def test_the_status_is_the_true_one(tmp_path, how, code):
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("raise", 1),
+        pytest.param(3, 3, marks=pytest.mark.full),
+        pytest.param("a message", 1, marks=pytest.mark.full),
+        (0, 0),
+        pytest.param("interrupt", 130, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_the_runs_exit_code_is_the_processs(tmp_path, how, code):
     done = jobs.python(tmp_path, *jobs.train(end={"0": how}))
     assert [run.exit_code for run in done.runs] == [code]
     assert (done.returncode == 0) == (code == 0)
@@ -260,6 +278,7 @@ def test_several_calls_in_one_job_are_several_runs_with_the_same_ids_on_all_rank
     assert len({run.group for run in done.runs}) == 2
 
 
+@pytest.mark.full
 def test_torch_distributed_launch_is_torchelastic(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node=2"]
     done = jobs.run([*command, f"--master-port={jobs.free_port()}", *jobs.train()], tmp_path)
@@ -270,8 +289,10 @@ def test_torch_distributed_launch_is_torchelastic(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed: apt-get install openmpi-bin")
-@pytest.mark.parametrize(("run_mode", "rank_scope"), [("auto", "global"), ("new", "worker")])
-def test_mpirun_on_one_node(tmp_path, run_mode, rank_scope):
+@pytest.mark.parametrize(
+    ("run_mode", "rank_scope"), [("auto", "global"), pytest.param("new", "worker", marks=pytest.mark.full)]
+)
+def test_mpirun_on_one_node_has_the_runs_of_the_mode_and_other_ones_each_time(tmp_path, run_mode, rank_scope):
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", "bash", "-c", 'exec "$0" "$@"']
     tracking = {"run_mode": run_mode, "rank_scope": rank_scope}
     done = [jobs.run([*mpirun, sys.executable, *jobs.train(tracking=tracking)], tmp_path / str(i)) for i in range(2)]
@@ -283,7 +304,12 @@ def test_mpirun_on_one_node(tmp_path, run_mode, rank_scope):
 
 
 @pytest.mark.parametrize(
-    ("run_mode", "process_group", "runs"), [("new", "group", 8), ("new", "tcp", 8), ("auto", "none", 4)]
+    ("run_mode", "process_group", "runs"),
+    [
+        pytest.param("new", "group", 8, marks=pytest.mark.full),
+        ("new", "tcp", 8),
+        pytest.param("auto", "none", 4, marks=pytest.mark.full),
+    ],
 )
 def test_jobs_that_one_process_spawns_one_after_the_other_are_not_the_same_run(tmp_path, run_mode, process_group, runs):
     """torch.multiprocessing.spawn: the parent's process is no name for a job."""

@@ -5,7 +5,7 @@ of the run's config. `rows`: how many rows are logged before anything else. `wit
 between later ones. `value`: what a row holds. `ends`: how each rank goes on, by rank, or `"*"`: a key of `ENDS`.
 `attempts`: `ends` holds for the attempts below it, 1 unless given; later ones return. `handler`: a key of `HANDLERS`,
 installed for SIGTERM before the function; `handler_inside`: in it. `nested`: another decorated function is called.
-`async`: the function is async, and sleeps.
+`async`: the function is async, and sleeps. `start_together`: so many ranks wait for each other before the function.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ DIRECTORY = Path(os.environ["TRAIN_DIR"])
 # A run is claimed by project and id on the whole machine, where other jobs with the same id run at the same time.
 PROJECT = f"tests-{zlib.crc32(os.fsencode(DIRECTORY)):08x}"
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + int(os.environ.get("FLYTE_ATTEMPT_NUMBER", 0))
+ENDLESS_S = 600  # longer than any test waits: what goes on for so long has to be ended
 flag = threading.Event()
 logged = 0
 
@@ -57,7 +58,7 @@ def log() -> None:
     note(f"logged {number} {time.perf_counter() - started:.6f} {time.monotonic():.3f}")
 
 
-def loop(seconds: float = 60) -> None:
+def loop(seconds: float = ENDLESS_S) -> None:
     until = time.monotonic() + seconds
     while not flag.is_set() and time.monotonic() < until:
         log()
@@ -95,7 +96,9 @@ def in_slow_finally() -> None:
     try:
         loop()
     finally:
-        time.sleep(1)
+        note("in finally")
+        while not Path(DIRECTORY, "go").exists():
+            time.sleep(0.02)
         log()
         note("finally")
 
@@ -135,7 +138,7 @@ def together() -> None:
 def in_a_lock() -> None:
     lock = threading.Lock()
     lock.acquire()
-    lock.acquire(timeout=60)
+    lock.acquire(timeout=ENDLESS_S)
 
 
 def raises() -> None:
@@ -157,7 +160,7 @@ ENDS: dict[str, Callable[[], object]] = {
     "loop 3 s": lambda: loop(3),
     "finally": in_finally,
     "slow finally": in_slow_finally,
-    "sleep": lambda: time.sleep(60),
+    "sleep": lambda: time.sleep(ENDLESS_S),
     "lock": in_a_lock,
     "collective": in_collective,
     "together": together,
@@ -215,9 +218,19 @@ async def train_async() -> None:
         log()
     note(f"ready {rank()} {ATTEMPT}")
     try:
-        await asyncio.sleep(60)
+        await asyncio.sleep(ENDLESS_S)
     finally:
         note("unwound")
+
+
+def wait_for_ranks(count: int) -> None:
+    """Wait until so many ranks have started and imported W&B: on a busy machine that is seconds apart."""
+    if count:
+        import wandb  # noqa: F401
+
+        Path(DIRECTORY, f"imported-{rank()}").touch()
+        while len(list(DIRECTORY.glob("imported-*"))) < count:
+            time.sleep(0.02)
 
 
 def main() -> None:
@@ -229,6 +242,7 @@ def main() -> None:
 
         dist.init_process_group("gloo")
     note(f"starts {rank()}")
+    wait_for_ranks(SETTINGS.get("start_together", 0))
     try:
         asyncio.run(train_async()) if SETTINGS.get("async") else train(**SETTINGS.get("tracking", {}))
         if "then" in SETTINGS:

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from support.wandb_server import WandbServer
 
 ENDS = jobs.PROGRAMS / "scripted_training.py"
 FLYTE_ENDS = jobs.PROGRAMS / "flyte_ends_workers.py"
+# A row that was logged so shortly before a kill may still be on its way to the local file.
+FRESH_S = 0.2 * jobs.TIME_SCALE
 Row = tuple[int, int]  # the process that logged it, and its number there
 
 
@@ -30,7 +33,7 @@ class Outcome:
 
     Attributes:
         logged: The rows whose `log` has returned.
-        fresh: Those of them that had been logged for less than 0.2 s when the fault came.
+        fresh: Those of them that had been logged for less than `FRESH_S` when the fault came.
         arrived: The rows that the server keeps.
         duplicates: How many rows arrived more than once.
         exit_codes: Those that the server was told for the run, in their order.
@@ -41,7 +44,7 @@ class Outcome:
         steps: The `_step` of each row that arrived.
         config: The run's config at the end.
         local: The rows in the local files.
-        leaked: What still runs of the job 10 s after its end.
+        leaked: What does not end with the job.
     """
 
     logged: frozenset[Row]
@@ -86,18 +89,70 @@ class Job:
         paths = sorted(self.directory.glob("notes-*"), key=lambda path: path.stat().st_mtime)
         return {int(path.name.removeprefix("notes-")): tuple(path.read_text().splitlines()) for path in paths}
 
-    def wait_for(self, line: str, count: int = 1, timeout_s: float = 90) -> list[int]:
+    def wait_for(self, line: str, count: int = 1) -> list[int]:
         """Wait until `count` processes have written `line` down; their ids."""
+
+        def writers() -> list[int]:
+            return [pid for pid, lines in self.notes().items() if line in lines]
+
+        self.wait_until(lambda: len(writers()) >= count, f"no {line!r}")
+        return writers()
+
+    def wait_until(self, holds: Callable[[], object], why: str, timeout_s: float = 240) -> None:
+        """Wait until `holds()` is true; it cannot become so when everything that was started has ended."""
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
-            found = [pid for pid, lines in self.notes().items() if line in lines]
-            if len(found) >= count:
-                return found
-            if all(process.poll() is not None for process in self._started):
+            has_ended = all(process.poll() is not None for process in self._started)
+            if holds():
+                return
+            if has_ended:
                 break
             time.sleep(0.02)
         outputs = [process.communicate()[0] for process in self._started if process.poll() is not None]
-        raise AssertionError(f"no {line!r} in {self.notes()}\n{outputs}")
+        raise AssertionError(f"{why} in {self.notes()}\n{outputs}")
+
+    def rows_logged(self, but_not: Collection[int] = ()) -> dict[int, int]:
+        """How many rows each process has logged."""
+        notes = {pid: lines for pid, lines in self.notes().items() if pid not in but_not}
+        return {pid: sum(line.startswith("logged ") for line in lines) for pid, lines in notes.items()}
+
+    def rows_stored(self) -> frozenset[Row]:
+        """The rows in the local files."""
+        folder = self.directory / "wandb"
+        stored = read_runs(folder) if folder.exists() else []
+        return frozenset((row["pid"], row["n"]) for run in stored for row in run.rows)
+
+    def log_more(self, rows: int, but_not: Collection[int] = ()) -> None:
+        """Wait until each process that logs has logged so many more rows: none of its `log` calls blocks."""
+        before = {pid: count for pid, count in self.rows_logged(but_not).items() if count}
+        self.wait_until(
+            lambda: all(self.rows_logged()[pid] >= count + rows for pid, count in before.items()),
+            f"not {rows} more rows than {before}",
+        )
+
+    def wait_until_stored(self, rows: int) -> None:
+        """Wait until the local files have so many rows of each process that logs."""
+
+        def stored() -> Counter[int]:
+            return Counter(pid for pid, _ in self.rows_stored())
+
+        pids = [pid for pid, count in self.rows_logged().items() if count]
+        self.wait_until(lambda: all(stored()[pid] >= rows for pid in pids), f"not {rows} rows are stored")
+
+    def wait_until_blocked(self, pid: int) -> None:
+        """Wait until the main thread of this process has stayed in one wait of the kernel's for 0.2 s."""
+        path = Path("/proc", str(pid), "task", str(pid), "status")
+        since, seen = time.monotonic(), ""
+
+        def is_blocked() -> bool:
+            nonlocal since, seen
+            lines = path.read_text().splitlines()
+            now = "".join(line for line in lines if line.startswith(("State:", "voluntary", "nonvoluntary")))
+            if now != seen or "State:\tS" not in now:
+                since, seen = time.monotonic(), now
+            return time.monotonic() - since > 0.2
+
+        self.wait_until(is_blocked, f"{pid} is not blocked")
 
     def pids(self, program: str) -> list[int]:
         """The job's processes of this name."""
@@ -111,7 +166,7 @@ class Job:
     def go(self) -> None:
         (self.directory / "go").touch()
 
-    def outcome(self, timeout_s: float = 120) -> Outcome:
+    def outcome(self, timeout_s: float = 240) -> Outcome:
         """Wait for the end of all that was started, and look."""
         done = [jobs.finish(process, self.directory, timeout_s) for process in self._started]
         seconds = None if self.fault_at is None else time.monotonic() - self.fault_at
@@ -123,7 +178,6 @@ class Job:
         runs = self.server.runs
         rows = [row for run in runs for row in run.rows]
         arrived = [(row["pid"], row["n"]) for row in rows]
-        stored = [stored for folder in (self.directory / "wandb",) if folder.exists() for stored in read_runs(folder)]
         return Outcome(
             logged=frozenset((int(pid), int(n)) for pid, n, _, _ in logs),
             fresh=frozenset((int(pid), int(n)) for pid, n, _, at in logs if self._is_fresh(float(at))),
@@ -138,15 +192,15 @@ class Job:
             slowest_log_s=max((float(seconds) for _, _, seconds, _ in logs), default=0.0),
             steps=tuple(row["_step"] for row in rows),
             config=runs[-1].config if runs else {},
-            local=frozenset((row["pid"], row["n"]) for run in stored for row in run.rows),
+            local=self.rows_stored(),
             leaked=leaked,
             notes=notes,
         )
 
     def _is_fresh(self, logged_at: float) -> bool:
-        return self.fault_at is not None and self.fault_at - 0.2 < logged_at < self.fault_at + 0.2
+        return self.fault_at is not None and self.fault_at - FRESH_S < logged_at < self.fault_at + FRESH_S
 
-    def _outlive(self, timeout_s: float = 10) -> tuple[str, ...]:
+    def _outlive(self, timeout_s: float = 10 * jobs.TIME_SCALE) -> tuple[str, ...]:
         """The processes of the job that do not end, by their command lines. wandb-core takes 2 s after a SIGKILL."""
         until = time.monotonic() + timeout_s
         while (running := _processes_with(f"TRAIN_DIR={self.directory}")) and time.monotonic() < until:

@@ -21,6 +21,8 @@ import flyteplugins_tracking
 from support.warm import client
 
 COLD = bool(os.environ.get("TESTS_COLD"))
+# How much slower than an idle one a machine may be: what may last at most so long lasts at most so many times as long.
+TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "10"))
 Process: TypeAlias = "subprocess.Popen[str] | client.WarmProcess"
 
 PACKAGE = Path(flyteplugins_tracking.__file__).parent

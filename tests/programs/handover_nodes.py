@@ -1,0 +1,71 @@
+"""Processes of a node that hands a value over, for `test_handover.py`. Arguments: a function's name, and its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+
+from flyteplugins_tracking.handover import Guest, Host
+
+PATIENCE_S = 120
+ENDLESS_S = 600  # longer than any test waits
+
+
+def guest(name: str, rank: str) -> None:
+    """Join, print what comes, and do what each line of the input says: "leave", "ask" with a question, "join" again."""
+    joined = join(name, int(rank))
+    joined.listen(
+        offered=lambda value: print("offered", value, flush=True),
+        paused=lambda: print("paused", flush=True),
+        gone=lambda: print("gone", flush=True),
+    )
+    print("value", joined.value, flush=True)
+    for line in sys.stdin:
+        command, _, rest = line.strip().partition(" ")
+        if command == "leave":
+            joined.leave()
+        elif command == "ask":
+            joined.ask(rest) if rest else joined.ask()
+        elif command == "join":
+            print(join(name, int(rank)).value, flush=True)
+
+
+def join(name: str, rank: int) -> Guest:
+    return Guest.join(name, rank, time.monotonic() + PATIENCE_S, PATIENCE_S)
+
+
+def dies(*names: str) -> None:
+    """The host of these names ends without closing."""
+    _hosts = [Host(name, ask=lambda _: None) for name in names]
+    os._exit(0)
+
+
+def forks(name: str) -> None:
+    """The host prints its forked child's process id, and kills itself at a line of input; the child lives on."""
+    host = Host(name, ask=lambda _: None)
+    host.offer({})
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(ENDLESS_S,))
+    worker.start()
+    print(worker.pid, flush=True)
+    input()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def another_user(path: str) -> None:
+    """Ask the host at this socket as the user nobody, and print its answer."""
+    os.setuid(65534)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    try:
+        connection.sendall(b'{"rank": 1}\n')
+        print(connection.recv(100))
+    except OSError:
+        print(b"")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

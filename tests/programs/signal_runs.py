@@ -1,0 +1,244 @@
+"""Trainings that SIGTERM meets, for `test_signals.py`. Arguments: a function's name, and the function's own."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing.queues import Queue
+
+from flyteplugins_tracking import get_run, tracking_init
+
+PATIENCE_S = 120
+
+
+def children() -> None:
+    """Two children are told to end, one forked and one executed; the parent logs after that."""
+
+    def child(seen: Queue[tuple[bool, bool]]) -> None:
+        seen.put((get_run() is None, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL))
+        time.sleep(PATIENCE_S)
+
+    @tracking_init(project="tests", id="parent")
+    def train() -> None:
+        fork = multiprocessing.get_context("fork")
+        seen = fork.Queue()
+        process = fork.Process(target=child, args=(seen,))
+        process.start()
+        print(*seen.get(timeout=PATIENCE_S))
+        process.terminate()
+        process.join()
+        print(process.exitcode)
+        other = subprocess.Popen(["sleep", str(PATIENCE_S)])
+        other.terminate()
+        print(other.wait())
+        time.sleep(0.5)
+        get_run().log({"after": 1})
+
+    train()
+
+
+def ignored() -> None:
+    """The process ignores SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+    train()
+
+
+def fork_race() -> None:
+    """150 children are told to end as soon as they are forked."""
+
+    @tracking_init(project="tests", id="parent")
+    def train() -> None:
+        fork = multiprocessing.get_context("fork")
+        for n in range(150):
+            process = fork.Process(target=signal.pause)
+            process.start()
+            process.terminate()
+            process.join(PATIENCE_S)
+            assert process.exitcode == -signal.SIGTERM, process.exitcode
+            get_run().log({"n": n})
+
+    train()
+
+
+def fetched_log(which: str) -> None:
+    """`wandb.log`, or the run's method in a variable ("hoisted"), is called before the signal and after it."""
+    import wandb
+
+    flag = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: flag.set())
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        hoisted = get_run().log
+        for n in range(500):
+            wandb.log({"n": n}) if which == "wandb.log" else hoisted({"n": n})
+            if n == 100:
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert flag.wait(PATIENCE_S)
+
+    train()
+
+
+def with_a_thread() -> None:
+    """A thread would go on for longer than a test waits."""
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+
+    train()
+
+
+def asyncio_handler(place: str) -> None:
+    """The loop's handler is set "before" the function or "inside" it."""
+
+    def install(told: asyncio.Event) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
+
+    @tracking_init(project="tests")
+    async def train(told: asyncio.Event) -> None:
+        if place == "inside":
+            install(told)
+        await asyncio.sleep(0.2)
+        get_run().log({"x": 1})
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(told.wait(), PATIENCE_S)
+        get_run().log({"x": 2})
+
+    async def main() -> None:
+        told = asyncio.Event()
+        if place == "before":
+            install(told)
+        await train(told)
+
+    asyncio.run(main())
+
+
+def many_runs() -> None:
+    """33 runs; prints True if 30 of them have left no file descriptor and no thread."""
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        get_run().log({"x": 1})
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    for _ in range(3):
+        train()
+    before = held()
+    for _ in range(30):
+        train()
+    print(before == held() or (before, held()))
+
+
+def data_loader() -> None:
+    """Batches come from the forked workers of a DataLoader, twice."""
+    from torch.utils.data import DataLoader, Dataset
+
+    parent = os.getpid()
+
+    class Squares(Dataset[int]):
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> int:
+            assert get_run() is None
+            assert os.getpid() != parent
+            return index * index
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        for _ in range(2):
+            for batch in DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork"):
+                get_run().log({"sum": int(batch.sum())})
+
+    train()
+
+
+def survived(case: str) -> None:
+    """The function goes on after the signal, and another follows.
+
+    `case` is what happens after it: "log"; "handler logs", and the function then; "summary" is written; or "nested":
+    the signal comes in a nested function.
+    """
+    import wandb
+
+    handled = threading.Event()
+
+    def handler(*_: object) -> None:
+        if case == "handler logs":
+            get_run().log({"n": 1})
+        handled.set()
+
+    def tell_to_end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handled.wait(PATIENCE_S)
+
+    @tracking_init(project="tests", id="inner", run_mode="new")
+    def inner() -> None:
+        get_run().log({"n": 0})
+        tell_to_end()
+        get_run().log({"n": 1})
+
+    @tracking_init(project="tests", id="outer")
+    def train() -> None:
+        get_run().log({"n": 0})
+        inner() if case == "nested" else tell_to_end()
+        if case == "summary":
+            get_run().summary["best"] = 3
+        elif case == "log":
+            get_run().log({"n": 1})
+        else:
+            wandb.log({"n": 2 if case == "handler logs" else 1})
+
+    @tracking_init(project="tests", id="evaluation")
+    def evaluate() -> None:
+        get_run().log({"n": 0})
+
+    signal.signal(signal.SIGTERM, handler)
+    train()
+    evaluate()
+
+
+def closed_loop() -> None:
+    """A loop is closed inside the function, and its wakeup fd's number is another file's when the signal comes."""
+    handled = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: handled.set())
+
+    async def inside() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
+        await asyncio.sleep(0.2)
+        get_run().log({"n": 0})
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        asyncio.run(inside())
+        files = [open(f"file-{n}", "wb", buffering=0) for n in range(10)]  # noqa: SIM115 closed below
+        handled.clear()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert handled.wait(PATIENCE_S)
+        for file in files:
+            file.close()
+
+    train()
+    assert signal.set_wakeup_fd(-1) == -1
+    train()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

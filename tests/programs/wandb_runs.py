@@ -1,0 +1,265 @@
+"""Trainings with W&B's real client, for `test_wandb.py`. Arguments: a function's name, and the function's own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from flyteplugins_tracking import TrackerUnavailableError, get_run, tracking_init
+
+TRAINING = Path(__file__).with_name("wandb_training.py")
+
+
+def arguments() -> None:
+    """Every argument of `wandb.init` that the decorator takes."""
+    settings = wandb.Settings(run_job_type="from-settings")
+    identity = {"project": "p", "entity": "e", "id": "i", "group": "g", "name": "n", "tags": ["t"], "notes": "no"}
+
+    @tracking_init(**identity, job_type="j", dir="elsewhere", settings=settings, config={"a": {"b": 1}})
+    def train() -> None:
+        run = get_run()
+        assert wandb.run is run
+        seen = (run.project, run.entity, run.id, run.group, run.name, run.tags, run.notes, run.job_type)
+        assert seen == ("p", "e", "i", "g", "n", ("t",), "no", "j"), seen
+        assert run.config["a"] == {"b": 1}
+        assert (run.settings.init_timeout, run.settings.finish_timeout) == (30, 25)
+        wandb.log({"x": 1})
+
+    Path("elsewhere").mkdir()
+    train()
+    assert settings.run_id is None
+
+
+def settings() -> None:
+    """The user's timeouts in `settings=`, as a dict and as an object."""
+    timeouts = {"init_timeout": 7, "finish_timeout": 8}
+    for given in (timeouts, wandb.Settings(**timeouts)):
+
+        @tracking_init(settings=given)
+        def train() -> None:
+            run = get_run()
+            assert (run.settings.init_timeout, run.settings.finish_timeout) == (7, 8)
+
+        train()
+
+
+def user_finishes(how: str) -> None:
+    """The function ends the run itself, logs on and fails."""
+
+    def with_run(run: Any) -> None:
+        with run:
+            pass
+
+    endings = {
+        "run.finish()": lambda run: run.finish(),
+        "wandb.finish()": lambda run: wandb.finish(),
+        "run.finish(exit_code=0)": lambda run: run.finish(exit_code=0),
+        "with run: pass": with_run,
+    }
+
+    @tracking_init
+    def train() -> None:
+        run = get_run()
+        run.log({"x": 1})
+        endings[how](run)
+        assert wandb.run is run
+        run.log({"x": 2})
+        raise ValueError("made to fail")
+
+    train()
+
+
+def explicit_steps() -> None:
+    @tracking_init
+    def train() -> None:
+        for step in range(4):
+            get_run().log({"x": step}, step=step)
+
+    train()
+
+
+def nested_new() -> None:
+    """A function with a new run is called in one with a run."""
+
+    @tracking_init(run_mode="new", id="inner")
+    def inner() -> None:
+        wandb.log({"inner": 1})
+
+    @tracking_init(id="outer")
+    def outer() -> None:
+        inner()
+        assert wandb.run is get_run()
+        wandb.log({"outer": 1})
+
+    outer()
+    assert wandb.run is None
+
+
+def in_threads() -> None:
+    @tracking_init(id="given")
+    def train(number: int) -> str:
+        get_run().log({"number": number})
+        return str(get_run().id)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert len(set(pool.map(train, range(3)))) >= 1
+
+
+def global_run_before() -> None:
+    """The user has a run of the usual kind open, and logs to it after the function."""
+    mine = wandb.init(id="mine")
+
+    @tracking_init(id="ours")
+    def train() -> None:
+        assert get_run().id == wandb.run.id == "ours"
+
+    train()
+    assert wandb.run is mine
+    mine.log({"x": 1})
+    mine.finish(exit_code=5)
+
+
+def separate_run_before() -> None:
+    """The user has a run open that is not the global one."""
+    mine = wandb.init(id="mine", project="p", reinit="create_new")
+
+    @tracking_init(id="ours")
+    def train() -> None:
+        assert get_run().id == "ours"
+        get_run().log({"x": 1})
+
+    train()
+    mine.log({"x": 2})
+    mine.finish()
+
+
+def child_outlives_service() -> None:
+    """A child is started with the variables of a process whose service ends before it."""
+    run = wandb.init(id="parent")
+    assert "WANDB_SERVICE" in os.environ
+    env = {**os.environ, "WANDB_RUN_ID": "child"}
+    child = subprocess.Popen([sys.executable, TRAINING], env=env, stdout=subprocess.PIPE, text=True)
+    run.finish()
+    wandb.teardown()
+    assert child.wait(240) == 0
+
+
+def opened_again() -> None:
+    """The run cannot be opened, which the file `refused` says; it is opened again when the file `back` is there."""
+
+    @tracking_init(project="tests", id="again", init_timeout_s=float(os.environ["INIT_TIMEOUT_S"]))
+    def train() -> None:
+        get_run().log({"x": 1})
+
+    try:
+        train()
+    except TrackerUnavailableError:
+        Path("refused").touch()
+    while not Path("back").exists():
+        time.sleep(0.05)
+    train()
+
+
+def lightning_child() -> None:
+    """Starts this program again as Lightning's ddp does: with LOCAL_RANK, WORLD_SIZE and NODE_RANK, and no RANK."""
+
+    @tracking_init
+    def train() -> None:
+        print("RANK", os.environ.get("LOCAL_RANK", "parent"), get_run() is not None, flush=True)
+        if "LOCAL_RANK" not in os.environ:
+            shape = {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0"}
+            subprocess.run([sys.executable, *sys.argv], env={**os.environ, **shape}, check=True)
+
+    train()
+
+
+def vendors_object() -> None:
+    """The run inside and after the function is the vendor's own object."""
+
+    @tracking_init(id="ours")
+    def train() -> Any:
+        run = get_run()
+        assert isinstance(run, wandb.Run)
+        assert wandb.run is run
+        assert type(run).__name__ == "Run"
+        assert pickle.dumps(run)
+        return run
+
+    run = train()
+    assert type(run) is wandb.Run
+    try:
+        run.log({"x": 1})
+    except wandb.errors.UsageError as error:
+        refusal = str(error)
+    else:
+        refusal = "a finished run took a row"
+    assert "is finished" in refusal, refusal
+
+
+def core_dies() -> None:
+    """wandb-core is killed between two rows."""
+
+    @tracking_init(id="ours")
+    def train() -> None:
+        get_run().log({"x": 0})
+        stored_rows(1)
+        for task in Path("/proc/self/task").iterdir():
+            for pid in (task / "children").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
+                os.waitid(os.P_PID, int(pid), os.WEXITED | os.WNOWAIT)
+        for x in range(1, 4):
+            get_run().log({"x": x})
+
+    train()
+
+
+def goes_offline_beside_another_run() -> None:
+    """A run whose server refuses goes on offline, while another run keeps wandb-core alive."""
+    other = wandb.init(mode="offline", project="other", id="other")
+
+    @tracking_init(project="tests", id="mine", init_timeout_s=2, if_unavailable="degrade")
+    def train() -> None:
+        get_run().log({"x": 1})
+        other.log({"x": 2})
+
+    train()
+    other.log({"x": 3})
+
+
+def reopens_offline() -> None:
+    """When the file `refusing` is there, wandb-core is killed and rows are logged that open the run again."""
+
+    @tracking_init(project="tests", id="reopened")
+    def train() -> None:
+        run = get_run()
+        run.log({"x": 1})
+        while not Path("refusing").exists():
+            time.sleep(0.05)
+        core: Any = wandb.sdk.wandb_setup.singleton().ensure_service()._proc._process
+        os.kill(core.pid, signal.SIGKILL)
+        core.wait()
+        for x in range(2, 200):
+            run.log({"x": x})
+
+    train()
+
+
+def stored_rows(count: int) -> None:
+    """Wait until the local file has so many rows."""
+    from wandb_files import read_runs
+
+    while sum(len(run.rows) for run in read_runs(Path("wandb"))) < count:
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
