@@ -21,6 +21,7 @@ import flyteplugins_tracking
 from support.warm import client
 
 COLD = bool(os.environ.get("TESTS_COLD"))
+TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "10"))
 Process: TypeAlias = "subprocess.Popen[str] | client.WarmProcess"
 
 PACKAGE = Path(flyteplugins_tracking.__file__).parent
