@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -69,7 +68,7 @@ def test_flytekit_tasks_have_their_run_without_a_cluster_and_its_secret(flytekit
 
 
 @needs_flytekit
-def test_fault_two_ranks_of_a_flytekit_task_write_to_one_run(flytekit_programs):
+def test_of_two_ranks_of_a_flytekit_task_the_first_has_the_run(flytekit_programs):
     first, second = seen(flytekit_programs.directory, "elastic")
     assert first["id"] is not None
     assert second["id"] is None
@@ -91,7 +90,7 @@ def test_the_directory_is_downloaded_where_there_is_a_run(flytekit_programs):
 
 
 @needs_flytekit
-def test_fault_a_failing_flytekit_task_is_recorded_as_success(tmp_path):
+def test_a_failing_flytekit_task_has_a_failed_run(tmp_path):
     done = jobs.python(tmp_path, FLYTEKIT, "failing")
     assert done.returncode != 0
     assert [run.exit_code for run in done.runs] == [1]
@@ -212,19 +211,8 @@ def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
 
 
 def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
-    program = """
-        from flyteplugins_tracking.compat.wandb import download_wandb_sweep_dirs, wandb_config
-
-        with wandb_config(project="p", entity="e"):
-            for sweep_id in (None, "nobody"):
-                try:
-                    download_wandb_sweep_dirs(sweep_id)
-                except RuntimeError as error:
-                    print("REFUSED", error, "BY", type(error.__cause__).__name__)
-    """
-    (tmp_path / "download.py").write_text(textwrap.dedent(program))
     with WandbServer() as server:
-        done = jobs.python(tmp_path, "download.py", env=server.environment)
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "compat_missing_sweep.py", env=server.environment)
     refused = [line.removeprefix("REFUSED ") for line in done.output.splitlines() if line.startswith("REFUSED ")]
     assert refused[0].startswith("no W&B sweep is open here"), done.output
     assert refused[1].startswith("W&B does not give the sweep 'e/p/nobody'"), done.output
@@ -234,43 +222,8 @@ def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
 @needs_flyte
 @needs_sweeps
 def test_a_sweep_runs_its_trials(tmp_path):
-    program = """
-        import flyte, wandb
-        from wandb.agents.pyagent import Agent
-        from flyteplugins_tracking.compat.wandb import (
-            download_wandb_sweep_dirs, get_wandb_context, get_wandb_run, get_wandb_sweep_context, get_wandb_sweep_id,
-            wandb_config, wandb_init, wandb_sweep, wandb_sweep_config,
-        )
-
-        Agent.HEARTBEAT_SLEEP_SECONDS = 0.1
-        env = flyte.TaskEnvironment(name="sweeps")
-
-        @wandb_init
-        def objective():
-            run = get_wandb_run()
-            run.log({"loss": run.config["lr"]})
-
-        @wandb_sweep
-        @env.task
-        def run_sweep() -> str:
-            sweep_id = get_wandb_sweep_id()
-            assert get_wandb_sweep_context().method == "grid"
-            wandb.agent(sweep_id, function=objective, count=2, project=get_wandb_context().project, entity="e")
-            download_wandb_sweep_dirs(base_path="trials")
-            return sweep_id
-
-        flyte.init()
-        context = {
-            **wandb_config(project="p", entity="e"),
-            **wandb_sweep_config(
-                method="grid", metric={"name": "loss", "goal": "minimize"}, parameters={"lr": {"values": [1, 2]}}
-            ),
-        }
-        flyte.with_runcontext(mode="local", custom_context=context).run(run_sweep)
-    """
-    (tmp_path / "sweep.py").write_text(textwrap.dedent(program))
     with WandbServer() as server:
-        done = jobs.python(tmp_path, "sweep.py", env=server.environment)
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "compat_sweep.py", env=server.environment)
         assert done.returncode == 0, done.output
         (sweep,) = server.sweeps
         trials = [run for run in server.runs if run.sweep == sweep.id]

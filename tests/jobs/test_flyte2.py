@@ -1,7 +1,4 @@
-"""Flyte 2: real pods with real Elastic workers and child tasks, local runs, and what arrived at the server.
-
-The tests whose names begin with "fault" each show what the existing plugins get wrong, and fail with their behaviour.
-"""
+"""Flyte 2: real pods with real Elastic workers and child tasks, local runs, and what arrived at the server."""
 
 from __future__ import annotations
 
@@ -88,7 +85,7 @@ def test_a_task_has_its_run_which_knows_the_action(pod, server, task):
     assert run.config["attempt_number"] == 0
 
 
-def test_fault_an_exception_is_recorded_as_success(pod, server):
+def test_a_task_that_raises_or_exits_has_a_failed_run(pod, server):
     done = pod("fails")
     assert (done.error.code, done.error.message) == ("ValueError", "made to fail")
     assert server.run("r1-fails").exit_codes == [1]
@@ -97,7 +94,7 @@ def test_fault_an_exception_is_recorded_as_success(pod, server):
     assert server.run("r1-exits").exit_codes == [3]
 
 
-def test_fault_a_retry_does_not_resume(pod, server):
+def test_a_retry_goes_on_in_the_run(pod, server):
     first, second = pod("second_attempt"), pod("second_attempt", attempt=1)
     assert (first.error.message, second.outputs) == ("the first attempt fails", ["r1-second_attempt"])
     run = server.run("r1-second_attempt")
@@ -120,7 +117,7 @@ def test_functions_in_a_task_are_trainings_of_its_action(pod, server):
 
 
 @pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_fault_the_mode_is_overridden_in_a_pod(server, tmp_path, mode):
+def test_the_mode_of_the_variable_holds_in_a_pod(server, tmp_path, mode):
     before = len(server.runs)
     done = flyte2_pods.run("plain", tmp_path, module=MODULE, **{**server.environment, "WANDB_MODE": mode})
     assert done.error is None, done.output
@@ -128,7 +125,7 @@ def test_fault_the_mode_is_overridden_in_a_pod(server, tmp_path, mode):
     assert [len(run.rows) for run in done.runs] == ([3] if mode == "offline" else [])
 
 
-def test_fault_an_unreachable_server_fails_the_task(tmp_path):
+def test_a_task_degrades_to_files_if_the_server_is_unreachable(tmp_path):
     nobody = {"WANDB_BASE_URL": f"http://127.0.0.1:{jobs.free_port()}", "WANDB_API_KEY": "fa4e" * 10}
     context = tracking_config(if_unavailable="degrade", init_timeout_s=4.0)
     done = flyte2_pods.run("plain", tmp_path, module=MODULE, context=context, WANDB_MODE="online", **nobody)
@@ -288,7 +285,7 @@ def test_what_was_logged_offline_outlives_the_pod(tmp_path):
 # Workers
 
 
-def test_fault_wandb_is_imported_on_every_rank(pod, server, directory):
+def test_the_first_rank_alone_has_a_run_and_imports_wandb(pod, server, directory):
     done = pod("workers", module=WORKERS)
     assert done.outputs == ["r1-workers"], done.output
     first, second = seen(directory / "workers", "workers")
@@ -305,14 +302,14 @@ def test_all_ranks_share_a_run(pod, server):
     assert (run.exit_codes, sorted(values(run.rows, "shared_workers"))) == ([0], [0, 0, 1, 1, 2, 2])
 
 
-def test_fault_a_restart_does_not_resume(pod, server):
+def test_restarted_workers_go_on_in_the_run(pod, server):
     assert pod("restarted_workers", module=WORKERS).outputs == ["r1-restarted_workers"]
     run = server.run("r1-restarted_workers")
     assert (run.exit_codes, run.rows_overwritten) == ([1, 0], 0)
     assert values(run.rows, "restarted_workers") == [0, 1, 2, 0, 1, 2]
 
 
-def test_fault_when_a_peer_dies_the_run_stays_running(pod, server):
+def test_when_another_rank_dies_the_run_ends_as_terminated(pod, server):
     done = pod("dying_peer", module=WORKERS)
     assert done.error is not None
     run = server.run("r1-dying_peer")
@@ -336,7 +333,7 @@ def test_two_nodes_have_a_run_each_and_links_that_lead_there(server, directory, 
         assert leads_to == (ids if task == "per_node" else {"r1-new_on_nodes"})
 
 
-def test_fault_an_elastic_range_has_links_that_dangle(server, directory, tasks, with_workers):
+def test_workers_of_an_elastic_range_have_a_link_to_their_group(server, directory, tasks, with_workers):
     """It comes up as one node, of 1 to 4."""
     done = flyte2_pods.run("resized", directory / "resized", module=WORKERS, action="resized", **server.environment)
     assert done.error is None, done.output
@@ -373,30 +370,8 @@ def test_the_task_stays_the_same_object_and_its_copies_are_tracked(tasks, with_w
     assert tasks.links(copy) == {"Weights & Biases": "https://wandb.ai/team/tests/runs/r1-{{.actionName}}"}
 
 
-def test_fault_stacking_and_override_drop_the_tracking(tmp_path):
-    script = f"""
-        import sys
-        sys.path.insert(0, {str(jobs.PROGRAMS)!r})
-        import flyte
-        from flyteplugins_tracking import get_run, tracking_init
-        env = flyte.TaskEnvironment(name="stacked")
-
-        @tracking_init(project="outer", run_mode="new")
-        @tracking_init(project="inner", run_mode="new")
-        @env.task
-        def stacked(n: int) -> int:
-            get_run().log({{"n": n}})
-            return n
-
-        @env.task
-        def calls(n: int) -> int:
-            return stacked.override(retries=2)(n)
-
-        flyte.init()
-        flyte.run(calls, n=1)
-    """
-    (tmp_path / "script.py").write_text("\n".join(line[8:] for line in script.splitlines()))
-    done = jobs.python(tmp_path, "script.py")
+def test_stacked_trackings_hold_in_a_task_that_is_overridden(tmp_path):
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte2_stacked.py")
     assert done.returncode == 0, done.output
     assert sorted((run.project, len(run.rows), run.exit_code) for run in done.runs) == [
         ("inner", 1, 0),
@@ -404,7 +379,7 @@ def test_fault_stacking_and_override_drop_the_tracking(tmp_path):
     ]
 
 
-def test_fault_a_misspelt_mode_is_accepted():
+def test_a_misspelt_mode_is_refused():
     with pytest.raises(ConfigError, match="did you mean 'shared'"):
         tracking_init(run_mode="shard")
 
@@ -521,21 +496,8 @@ def test_what_cannot_work_is_refused_at_decoration():
         tracking_init(elastic)
 
 
-def test_fault_a_direct_call_raises_and_wandb_run_is_none(tmp_path):
-    script = f"""
-        import sys
-        sys.path.insert(0, {str(jobs.PROGRAMS)!r})
-        import asyncio, flyte2_tracked, flyte2_workers, wandb
-        from flyteplugins_tracking import get_run
-        def training(tag):
-            print(tag, wandb.run is get_run() is not None)
-            get_run().log({{tag: 1}})
-
-        flyte2_tracked.training = flyte2_workers.training = training
-        flyte2_tracked.plain(n=1), flyte2_workers.workers(n=1), asyncio.run(flyte2_tracked.coroutine(n=1))
-    """
-    (tmp_path / "script.py").write_text("\n".join(line[8:] for line in script.splitlines()))
-    done = jobs.python(tmp_path, "script.py")
+def test_a_direct_call_of_a_task_has_a_run_which_is_wandbs_current_one(tmp_path):
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte2_direct_calls.py")
     assert done.returncode == 0, done.output
     assert [line for line in done.output.splitlines() if "True" in line] == [
         "plain True",

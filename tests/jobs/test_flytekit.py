@@ -167,15 +167,7 @@ def test_a_hashed_name_is_the_id_and_its_execution_the_group(tmp_path):
 
 def test_a_script_that_a_task_starts_is_no_task(tmp_path):
     """It inherits the pod's variables: flytekit's context there has a random prefix in each process."""
-    code = """
-import flytekit
-from flyteplugins_tracking import get_run, tracking_init
-@tracking_init
-def train():
-    print(get_run().id)
-train()
-"""
-    done = jobs.python(tmp_path, "-c", code, env=flyte1_pods.environment("below"))
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte_imported.py", env=flyte1_pods.environment("below"))
     assert done.returncode == 0, done.output
     (run,) = done.runs
     assert not run.id.startswith("f7c3a")
@@ -207,14 +199,7 @@ def test_a_missing_secret_on_a_cluster_is_told(tmp_path):
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory):
     """The config of each task's serialized template, from a process that imports the tasks."""
-    code = """
-import flyte_tasks, flyte_workers, json
-tasks = [getattr(flyte_tasks, name) for name in ("below", "above", "inner_links", "async_below", "cached")]
-workers = ("spawn_below", "spawn_above", "links_per_worker", "link_to_group", "links_of_a_range")
-tasks += [flyte_tasks.pytorch_job, *(getattr(flyte_workers, name) for name in workers)]
-print("TEMPLATES", json.dumps({task.name.rpartition(".")[2]: flyte_tasks.serialized(task) for task in tasks}))
-"""
-    done = jobs.python(tmp_path_factory.mktemp("templates"), "-c", code, env={"PYTHONPATH": str(jobs.PROGRAMS)})
+    done = jobs.python(tmp_path_factory.mktemp("templates"), jobs.PROGRAMS / "flyte_templates.py")
     assert done.returncode == 0, done.output
     return json.loads(done.output.partition("TEMPLATES ")[2])
 
@@ -287,33 +272,5 @@ def test_links_of_class_decorators_inside_are_kept(templates):
 @pytest.mark.parametrize("how", ["pickle", "cloudpickle", "multiprocessing", "registered"])
 def test_a_plain_function_pickles_as_without_flytekit(tmp_path, how):
     """By name, also in `__main__`; by value for cloudpickle, for `__main__` and for modules registered with it."""
-    (tmp_path / "script.py").write_text(
-        f"""
-import pickle, subprocess, sys
-from multiprocessing.reduction import ForkingPickler
-import cloudpickle, flytekit
-from flyteplugins_tracking import tracking_init
-how = {how!r}
-
-@tracking_init
-def train(x):
-    return x + 1
-
-if __name__ == "__main__":
-    assert type(train).__name__ == "TaskFunction"
-    if how == "pickle":
-        assert pickle.loads(pickle.dumps(train)) is train
-    if how == "multiprocessing":
-        assert pickle.loads(ForkingPickler.dumps(train)) is train
-    if how == "registered":
-        import script
-        cloudpickle.register_pickle_by_value(script)
-        train = script.train
-    if how in ("cloudpickle", "registered"):
-        code = "import sys, pickle; print(pickle.load(sys.stdin.buffer)(1))"
-        done = subprocess.run([sys.executable, "-c", code], input=cloudpickle.dumps(train), cwd="/")
-        assert done.returncode == 0
-"""
-    )
-    done = jobs.python(tmp_path, "script.py")
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte_pickling.py", how)
     assert done.returncode == 0, done.output

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from support import flyte2_pods, jobs
 from support.loopback import Fault
 from support.wandb_server import WandbServer
 
+WITHOUT_SERVICE = jobs.PROGRAMS / "sweep_without_service.py"
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 
 
@@ -70,23 +70,7 @@ def test_the_run_around_an_agent_goes_on_after_it_and_has_its_true_end(plain):
 
 
 def test_a_teardown_is_noticed_by_a_thread_that_has_the_id_of_the_clients_own(tmp_path):
-    (tmp_path / "script.py").write_text(
-        """
-import threading, wandb
-from flyteplugins_tracking import get_run, tracking_init
-
-@tracking_init(id="outer")
-def train():
-    run = get_run()
-    run.log({"x": 0})
-    wandb.teardown()
-    run._interface._asyncer._thread._ident = threading.get_ident()
-    run.log({"x": 1})
-
-train()
-"""
-    )
-    done = jobs.python(tmp_path, "script.py")
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_teardown.py")
     assert done.returncode == 0, done.output
     assert sorted(row["x"] for run in done.runs for row in run.rows) == [0, 1]
 
@@ -96,22 +80,6 @@ def test_nothing_of_a_sweep_is_left_behind(plain):
     left = next(told for told in seen(done.output) if "left" in told)
     assert set(left["left"].values()) == {None}
     assert (left["session"], left["end"]) == ([None, None], None)
-
-
-SWEPT = """
-import os, sys, time
-from flyteplugins_tracking import *
-
-@tracking_sweep(method="grid", parameters={"x": {"values": [1]}}, project="p", entity="e")
-def search():
-    raise SystemExit("the function was called")
-
-try:
-    with tracking_config(init_timeout_s=2):
-        search()
-except TrackingError as error:
-    print(type(error).__name__, error)
-"""
 
 
 @pytest.mark.parametrize(
@@ -125,14 +93,12 @@ except TrackingError as error:
 def test_without_a_key_or_an_answer_there_is_an_error_in_time(tmp_path, fault, env, message):
     with WandbServer() as server:
         server.fault = fault
-        done = jobs.run([sys.executable, "-c", SWEPT], tmp_path, {**server.environment, **env}, timeout_s=60)
+        done = jobs.python(tmp_path, WITHOUT_SERVICE, env={**server.environment, **env})
     assert message in done.output
 
 
 def test_without_wandb_the_error_names_the_command(tmp_path):
-    code = "import sys; sys.modules['wandb'] = None\n" + SWEPT
-    code = code.replace("sys.modules['wandb'] = None", "import importlib.util as u; u.find_spec = lambda name: None")
-    done = jobs.run([sys.executable, "-c", code], tmp_path, timeout_s=60)
+    done = jobs.python(tmp_path, WITHOUT_SERVICE, "without-wandb")
     assert 'TrackerNotInstalledError pip install "flyteplugins-tracking[wandb]"' in done.output
 
 
@@ -181,8 +147,11 @@ def test_flytekit_tasks_have_their_sweep_and_their_run_in_either_order(tmp_path)
     pytest.importorskip("flytekit")
     with WandbServer() as server:
         # Imported, as for registration: flytekit does not serialize such tasks of `__main__`.
-        code = f"import sys; sys.path.insert(0, {str(jobs.PROGRAMS)!r}); import flyte_sweeps; flyte_sweeps.main()"
-        done = jobs.run([sys.executable, "-c", code], tmp_path, server.environment)
+        done = jobs.python(
+            tmp_path,
+            *("-c", "import flyte_sweeps; flyte_sweeps.main()"),
+            env={**server.environment, "PYTHONPATH": str(jobs.PROGRAMS)},
+        )
         assert done.returncode == 0, done.output
         ids, configs = seen(done.output)
         assert ids == [sweep.id for sweep in server.sweeps]
@@ -194,18 +163,8 @@ def test_flytekit_tasks_have_their_sweep_and_their_run_in_either_order(tmp_path)
 
 
 def test_tracking_config_gives_the_place_and_the_decorator_goes_before_all(tmp_path):
-    code = """
-from flyteplugins_tracking import *
-
-@tracking_sweep(method="grid", parameters={"x": {"values": [1]}}, description="d", run_cap=2)
-def search():
-    print("SEEN", '"' + get_sweep_id() + '"')
-
-with tracking_config(project="p", entity="e"), tracking_sweep_config(method="random", project="q", description="x"):
-    search()
-"""
     with WandbServer() as server:
-        done = jobs.run([sys.executable, "-c", code], tmp_path, server.environment)
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_config.py", env=server.environment)
         (sweep,) = server.sweeps
     assert seen(done.output) == [sweep.id]
     assert (sweep.entity, sweep.project, sweep.config["method"]) == ("e", "q", "grid")

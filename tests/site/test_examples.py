@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import psutil
 import pytest
 import yaml
 from support import jobs
+from support.waiting import wait_for_file
 from support.wandb_server import WandbServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -80,9 +80,7 @@ def test_elastic_checkpoint_goes_on_with_run_and_training_when_a_rank_is_killed(
     env = {**server.environment, "WANDB_RUN_ID": "elastic", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     checkpoint = tmp_path / "checkpoint.pt"
     job = jobs.start([*command, EXAMPLES / "elastic_checkpoint.py", checkpoint], tmp_path, env)
-    until = time.monotonic() + 120
-    while not checkpoint.exists() and job.poll() is None and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for_file(checkpoint, job)
     rank(job.pid, 1).send_signal(signal.SIGKILL)
     done = jobs.finish(job, tmp_path)
     assert done.returncode == 0, done.output
@@ -169,20 +167,10 @@ def test_the_pods_of_the_konduktor_task_have_one_run(tmp_path):
     assert_one_run(together(tmp_path, pods), "torchelastic")
 
 
-# What `srun` tells its tasks, on 2 nodes with 2 each.
-SRUN = """\
-#!/bin/bash
-export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE="2(x2)"
-for task in 0 1 2 3; do
-    SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NODEID=$((task / 2)) "$@" || exit 1 &
-done
-wait
-"""
-
-
 def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
     """With what `sbatch` and `srun` set. A real Slurm runs it in `tests/slurm`."""
-    for name, code in {"srun": SRUN, "scontrol": "#!/bin/sh\nprintf 'node-0\\nnode-1\\n'\n"}.items():
+    srun = (jobs.PROGRAMS / "srun.sh").read_text()
+    for name, code in {"srun": srun, "scontrol": "#!/bin/sh\nprintf 'node-0\\nnode-1\\n'\n"}.items():
         (tmp_path / name).write_text(code)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").write_text(TRAIN.read_text())

@@ -23,7 +23,7 @@ def train():
     return get_run().request.config
 
 
-def test_fault_values_make_a_round_trip_through_strings(recorder):
+def test_values_keep_their_types_in_a_block(recorder):
     with tracking_config(project="2024", name="null", id="1e5", entity="true", config={"s": "1", "n": 1, "none": None}):
         config = train()
     assert (config.project, config.name, config.id, config.options["entity"]) == ("2024", "null", "1e5", "true")

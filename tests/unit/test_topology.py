@@ -344,7 +344,7 @@ def test_an_override_goes_before_everything():
 
 
 @pytest.mark.parametrize("variable", ["GROUP_RANK", "NODE_RANK"])
-def test_fault_two_nodes_look_like_one(variable):
+def test_an_incomplete_launcher_does_not_make_two_nodes_one(variable):
     """Without LOCAL_WORLD_SIZE, and with NODE_RANK in the place of GROUP_RANK."""
     found = []
     for rank in range(4):
