@@ -17,8 +17,10 @@ from flyteplugins_tracking import (
 from flyteplugins_tracking.testing import RecordingTracker
 
 
-def test_a_forked_child_has_no_run_and_ends_none(recorder):
-    @tracking_init
+def test_a_forked_child_has_no_run_and_ends_none(bare_environment):
+    tracker = RecordingTracker()
+
+    @tracking_init(tracker=tracker)
     def train():
         child = os.fork()
         if child == 0:
@@ -28,16 +30,16 @@ def test_a_forked_child_has_no_run_and_ends_none(recorder):
 
     assert train() == 0
 
-    @tracking_init
+    @tracking_init(tracker=tracker)
     def returns_in_the_child():
         return os.fork()
 
     child = returns_in_the_child()
     if child == 0:
-        os._exit(len([run for run in recorder.runs[1:] if run.exit_codes]))
+        os._exit(len([run for run in tracker.runs[1:] if run.exit_codes]))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert recorder.runs[1].exit_codes == [0]
+    assert tracker.runs[1].exit_codes == (0,)
 
 
 def test_a_child_that_is_forked_while_a_thread_opens_a_run_can_open_its_own():
