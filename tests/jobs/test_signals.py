@@ -12,11 +12,11 @@ import pytest
 from support import jobs
 from support.harness import ends, job, python, torchrun
 from support.loopback import Fault
-from support.recording import recorded
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
 from flyteplugins_tracking.signals import Watch
+from flyteplugins_tracking.testing import RecordingTracker
 
 
 def lines_of(job) -> list[str]:
@@ -139,10 +139,10 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
     assert (done.returncode, [run.exit_code for run in done.runs]) == (0, [0]), done.output
 
 
-def test_a_function_in_a_thread_works_without_signals(monkeypatch):
-    runs, before, seen = recorded(monkeypatch), signal.getsignal(signal.SIGTERM), []
+def test_a_function_in_a_thread_works_without_signals():
+    recorder, before, seen = RecordingTracker(), signal.getsignal(signal.SIGTERM), []
 
-    @tracking_init
+    @tracking_init(tracker=recorder)
     def train() -> None:
         seen.append(signal.getsignal(signal.SIGTERM))
 
@@ -150,7 +150,7 @@ def test_a_function_in_a_thread_works_without_signals(monkeypatch):
     thread.start()
     thread.join()
     assert seen == [before]
-    assert [run.exit_codes for run in runs.runs] == [[0]]
+    assert [run.exit_codes for run in recorder.runs] == [(0,)]
 
 
 RACE = """
