@@ -65,7 +65,7 @@ class Eventful(ClientHandle):
 
     def end(self, exit_code: int) -> None:
         self.ends.set()
-        assert self.may_end.wait(10)
+        assert self.may_end.wait(60)
         self.events.append(exit_code)
 
     def resume(self) -> None:
