@@ -27,7 +27,8 @@ RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE":
 
 
 def environment(directory: Path, **more: str) -> dict[str, str]:
-    return {"TRACKIO_DIR": str(directory / "trackio"), **more}
+    """Trackio's files, and a place of its own for the claims of runs: each test has the run "i" of the project "p"."""
+    return {"TRACKIO_DIR": str(directory / "trackio"), "TMPDIR": str(directory), **more}
 
 
 def start(directory: Path, *arguments: str, **env: str) -> jobs.Process:
@@ -229,6 +230,7 @@ def test_a_network_file_system_gets_files_that_the_dashboard_takes(tmp_path):
     assert (config(tmp_path)["status"], config(tmp_path)["lr"]) == ("finished", 0.1)
 
 
+@pytest.mark.full
 def test_a_server_takes_all_and_what_it_misses_is_kept(tmp_path):
     port = jobs.free_port()
     with server(tmp_path, port) as url:

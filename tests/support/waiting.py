@@ -16,19 +16,18 @@ def wait_until(condition: Callable[[], T], job: Process | None = None, timeout_s
     """Ask `condition` again and again, and return its first true value.
 
     Raises:
-        AssertionError: `job` ended before the condition was true, or `timeout_s` have passed. A failing test, not a
-            busy machine, should see it.
+        AssertionError: `job` ended before the condition was true, or `timeout_s` have passed. The job is killed.
     """
     deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        # A job may make the condition true with its last action.
-        if job is not None and job.poll() is not None and not (value := condition()):
-            raise AssertionError(f"the job ended with {job.returncode}:\n{job.communicate()[0]}")
-        if value:
-            break
+    while True:
+        has_ended = job is not None and job.poll() is not None  # before the condition: it may be its last action
+        if value := condition():
+            return value
+        if job is not None and (has_ended or time.monotonic() > deadline):
+            job.kill()
+            raise AssertionError(f"not within {timeout_s:g} s, or before the job ended:\n{job.communicate()[0]}")
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
         time.sleep(0.02)
-    return value
 
 
 def wait_for_file(path: Path, job: Process | None = None) -> None:
