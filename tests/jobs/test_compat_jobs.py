@@ -89,6 +89,7 @@ def test_the_directory_is_downloaded_where_there_is_a_run(flytekit_programs):
     assert not (flytekit_programs.directory / "downloaded-1").exists()
 
 
+@pytest.mark.full
 @needs_flytekit
 def test_a_failing_flytekit_task_has_a_failed_run(tmp_path):
     done = jobs.python(tmp_path, FLYTEKIT, "failing")
@@ -108,7 +109,11 @@ def test_api_host_is_the_server_and_the_secret_its_key(tmp_path):
 
 @needs_flytekit
 @pytest.mark.parametrize(
-    ("task", "message"), [("below", "add secret_requests="), ("above", "secret= raised RuntimeError")]
+    ("task", "message"),
+    [
+        ("below", "add secret_requests="),
+        pytest.param("above", "secret= raised RuntimeError", marks=pytest.mark.full),
+    ],
 )
 def test_on_a_cluster_a_secret_that_is_not_there_is_an_error(tmp_path, task, message):
     env = flyte1_pods.environment(task, WANDB_MODE="online")
@@ -132,8 +137,13 @@ def test_quickstart(tmp_path):
     ("task", "by_rank", "group"),
     [
         ("auto_worker", ["r1-a0-worker-0", None], "r1-a0"),
-        ("shared_global", ["r1-a0", "r1-a0"], None),
-        ("new_worker", ["r1-a0-worker-0-rank-0", "r1-a0-worker-0-rank-1"], "r1-a0-worker-0"),
+        pytest.param("shared_global", ["r1-a0", "r1-a0"], None, marks=pytest.mark.full),
+        pytest.param(
+            "new_worker",
+            ["r1-a0-worker-0-rank-0", "r1-a0-worker-0-rank-1"],
+            "r1-a0-worker-0",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_modes_and_scopes_on_elastic_workers(tmp_path, task, by_rank, group):
@@ -164,6 +174,7 @@ def test_the_context_reaches_children_and_the_decorator_goes_before_it(tmp_path)
     assert sorted(len(run.rows) for run in done.runs) == [0, 2]
 
 
+@pytest.mark.full
 @needs_flyte
 def test_a_decorators_mode_goes_before_the_contexts(tmp_path):
     from support import flyte2_pods
@@ -182,6 +193,7 @@ def test_download_logs_makes_the_files_an_output(tmp_path):
     assert trace.is_dir()
 
 
+@pytest.mark.full
 @needs_flyte
 def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
     from support import flyte2_pods
@@ -210,6 +222,7 @@ def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
     assert [row["n"] for row in rows] == [1]
 
 
+@pytest.mark.full
 def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
     with WandbServer() as server:
         done = jobs.python(tmp_path, jobs.PROGRAMS / "compat_missing_sweep.py", env=server.environment)
@@ -259,6 +272,7 @@ def test_the_blocks_of_the_peers_readme_run(tmp_path):
     assert ("my-team", "my-project") in {(run.entity, run.project) for run in server.runs}
 
 
+@pytest.mark.full
 @needs_flyte
 @needs_sweeps
 def test_the_blocks_of_the_peers_readme_about_sweeps_run(tmp_path):

@@ -74,7 +74,7 @@ def seen(directory: Path, tag: str) -> list[dict[str, Any]]:
 # One process
 
 
-@pytest.mark.parametrize("task", ["plain", "coroutine", "below"])
+@pytest.mark.parametrize("task", ["plain", "coroutine", pytest.param("below", marks=pytest.mark.full)])
 def test_a_task_has_its_run_which_knows_the_action(pod, server, task):
     done = pod(task)
     assert done.outputs == [f"r1-{task}"], done.output
@@ -116,7 +116,7 @@ def test_functions_in_a_task_are_trainings_of_its_action(pod, server):
     assert values(server.run("r1-calls_a_function").rows, "inner") == [0, 1, 2]
 
 
-@pytest.mark.parametrize("mode", ["offline", "disabled"])
+@pytest.mark.parametrize("mode", ["offline", pytest.param("disabled", marks=pytest.mark.full)])
 def test_the_mode_of_the_variable_holds_in_a_pod(server, tmp_path, mode):
     before = len(server.runs)
     done = flyte2_pods.run("plain", tmp_path, module=MODULE, **{**server.environment, "WANDB_MODE": mode})
@@ -180,6 +180,7 @@ def test_shared_without_a_parent_is_refused_in_words(pod, server):
     assert not [run for run in server.runs if run.id == "r1-shared"]
 
 
+@pytest.mark.full
 def test_a_child_that_changes_the_config_is_told_that_it_is_the_parents(pod, server):
     done = pod("parent_of_a_changer", children=True)
     assert done.error is None, done.output
@@ -191,6 +192,7 @@ def test_a_child_that_changes_the_config_is_told_that_it_is_the_parents(pod, ser
     assert (run.group, run.name, run.tags, run.job_type, run.notes) == ("parent", "parent", ["parent"], "", "")
 
 
+@pytest.mark.full
 def test_a_child_goes_where_its_parents_run_is(server, tmp_path):
     before = len(server.runs)
     done = flyte2_pods.run("offline_parent", tmp_path, module=MODULE, children=True, **server.environment)
@@ -213,6 +215,7 @@ def test_a_child_goes_where_its_parents_run_is(server, tmp_path):
     assert "evil" not in (run.name, run.notes, run.group, *run.tags)
 
 
+@pytest.mark.full
 def test_children_of_a_parent_that_has_failed_are_not_failed_by_the_tracker(tmp_path):
     done = flyte2_pods.local("survivor", tmp_path, module=MODULE)
     assert done.outputs == ["survived"], done.output
@@ -233,6 +236,7 @@ def test_tasks_that_share_a_process_share_a_run_and_no_configuration(server, tmp
     assert (server.run("r1-beside").project, server.run("r1-beside").tags) == ("uncategorized", [])
 
 
+@pytest.mark.full
 def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
     done = pod("parent", module=WORKERS, action="identified", children=True, context=tracking_config(id="exp"))
     assert done.outputs is not None, done.output
@@ -246,21 +250,24 @@ def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
 # What a task leaves beside its outputs
 
 
-def test_the_report_shows_the_runs_and_what_they_came_to(pod, server):
-    for module, task, run_ids, state in [
-        (MODULE, "reported", ["r1-reported"], "finished"),
-        (MODULE, "async_reported", ["r1-async_reported"], "finished"),
-        (MODULE, "fails_reported", ["r1-fails_reported"], "failed (1)"),
-        (WORKERS, "reported_ranks", [f"r1-reported_ranks-rank-{rank}" for rank in range(2)], "finished"),
-    ]:
-        report = pod(task, module=module).report
-        for run_id in run_ids:
-            assert f'<a href="{server.url}/team/tests/runs/{run_id}">{run_id}</a></td><td>{state}</td>' in report
-            assert f"<td>{task}: 2</td>" in report
-        assert ("torchelastic" in report) == (task == "reported_ranks")
+@pytest.mark.parametrize(
+    ("module", "task", "suffixes", "state"),
+    [
+        (MODULE, "reported", [""], "finished"),
+        pytest.param(MODULE, "async_reported", [""], "finished", marks=pytest.mark.full),
+        pytest.param(MODULE, "fails_reported", [""], "failed (1)", marks=pytest.mark.full),
+        pytest.param(WORKERS, "reported_ranks", ["-rank-0", "-rank-1"], "finished", marks=pytest.mark.full),
+    ],
+)
+def test_the_report_shows_the_runs_and_what_they_came_to(pod, server, module, task, suffixes, state):
+    report = pod(task, module=module).report
+    for run_id in [f"r1-{task}{suffix}" for suffix in suffixes]:
+        assert f'<a href="{server.url}/team/tests/runs/{run_id}">{run_id}</a></td><td>{state}</td>' in report
+        assert f"<td>{task}: 2</td>" in report
+    assert ("torchelastic" in report) == (task == "reported_ranks")
 
 
-@pytest.mark.parametrize("task", ["downloaded", "async_downloaded"])
+@pytest.mark.parametrize("task", ["downloaded", pytest.param("async_downloaded", marks=pytest.mark.full)])
 def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
     assert pod(task, children=True).outputs == [f"r1-{task}"]
     (trace,) = [path for path in flyte2_pods.base(directory / task, "r1").iterdir() if path.name != task]
@@ -268,6 +275,7 @@ def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
     assert {"wandb-summary.json", "config.yaml"} <= {path.name for path in Path(files).iterdir()}
 
 
+@pytest.mark.full
 def test_files_that_cannot_be_an_output_fail_nothing(pod):
     done = pod("downloaded_workers", module=WORKERS)
     assert (done.error, done.output.count("download_logs=True is left out: the training has 2 ranks")) == (None, 1)
@@ -296,12 +304,14 @@ def test_the_first_rank_alone_has_a_run_and_imports_wandb(pod, server, directory
     assert run.config["distributed"].items() >= {"world_size": 2, "launcher": "torchelastic"}.items()
 
 
+@pytest.mark.full
 def test_all_ranks_share_a_run(pod, server):
     assert pod("shared_workers", module=WORKERS).outputs == ["r1-shared_workers"]
     run = server.run("r1-shared_workers")
     assert (run.exit_codes, sorted(values(run.rows, "shared_workers"))) == ([0], [0, 0, 1, 1, 2, 2])
 
 
+@pytest.mark.full
 def test_restarted_workers_go_on_in_the_run(pod, server):
     assert pod("restarted_workers", module=WORKERS).outputs == ["r1-restarted_workers"]
     run = server.run("r1-restarted_workers")
@@ -309,6 +319,7 @@ def test_restarted_workers_go_on_in_the_run(pod, server):
     assert values(run.rows, "restarted_workers") == [0, 1, 2, 0, 1, 2]
 
 
+@pytest.mark.full
 def test_when_another_rank_dies_the_run_ends_as_terminated(pod, server):
     done = pod("dying_peer", module=WORKERS)
     assert done.error is not None
@@ -316,6 +327,7 @@ def test_when_another_rank_dies_the_run_ends_as_terminated(pod, server):
     assert (run.exit_codes, values(run.rows, "dying_peer")) == ([143], [0, 1, 2])
 
 
+@pytest.mark.full
 def test_two_nodes_have_a_run_each_and_links_that_lead_there(server, directory, tasks, with_workers):
     for task, ids in [
         ("per_node", {f"r1-per_node-worker-{i}" for i in range(2)}),
@@ -333,6 +345,7 @@ def test_two_nodes_have_a_run_each_and_links_that_lead_there(server, directory, 
         assert leads_to == (ids if task == "per_node" else {"r1-new_on_nodes"})
 
 
+@pytest.mark.full
 def test_workers_of_an_elastic_range_have_a_link_to_their_group(server, directory, tasks, with_workers):
     """It comes up as one node, of 1 to 4."""
     done = flyte2_pods.run("resized", directory / "resized", module=WORKERS, action="resized", **server.environment)
@@ -496,6 +509,7 @@ def test_what_cannot_work_is_refused_at_decoration():
         tracking_init(elastic)
 
 
+@pytest.mark.full
 def test_a_direct_call_of_a_task_has_a_run_which_is_wandbs_current_one(tmp_path):
     done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte2_direct_calls.py")
     assert done.returncode == 0, done.output

@@ -114,6 +114,7 @@ def test_mlflow_run_id_is_the_very_run_and_stays_set(fluent):
     assert (run.status, run.values("chosen")) == ("FINISHED", [1.0])
 
 
+@pytest.mark.full
 def test_autologging_is_the_ranks_own_that_has_a_run_and_a_group_ends_as_its_worst_run(server, tmp_path):
     agent = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
     done = jobs.run([*agent, SCRIPT, "ranks", "ranks"], tmp_path, environment(server))
@@ -143,6 +144,7 @@ def test_a_log_is_no_request_and_all_rows_arrive(server, tmp_path):
     assert len(by_id(server, "cost")["cost"].rows) == 10_000
 
 
+@pytest.mark.full
 def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, tmp_path):
     process = jobs.start([sys.executable, SCRIPT, "outage", "outage"], tmp_path, environment(server))
     wait_for_file(tmp_path / "started", process)

@@ -218,6 +218,7 @@ def mute(tmp_path_factory) -> Iterator[tuple[PlutoServer, jobs.Done, dict[str, d
         yield server, done, told
 
 
+@pytest.mark.full
 def test_a_mute_service_is_told_within_the_deadline_and_leaves_nothing_half_open(mute):
     server, _, told = mute
     assert told["start"]["error"] == "TrackerUnavailableError"
@@ -226,11 +227,13 @@ def test_a_mute_service_is_told_within_the_deadline_and_leaves_nothing_half_open
     assert (server.run("never").lines, server.run("never").statuses) == ([], ["FAILED"])
 
 
+@pytest.mark.full
 def test_an_outage_holds_up_no_step(mute):
     _, _, told = mute  # where 50 rows were logged while the service was away
     assert told["end"]["slowest"] < 0.2 * jobs.TIME_SCALE
 
 
+@pytest.mark.full
 def test_what_a_mute_service_has_not_taken_at_the_end_is_kept_and_can_be_sent(mute):
     server, done, told = mute
     assert told["end"]["took"] < 3 * jobs.TIME_SCALE  # finish_timeout_s=3

@@ -69,6 +69,7 @@ def test_the_run_around_an_agent_goes_on_after_it_and_has_its_true_end(plain):
     assert (fails.entity, fails.project) == ("e", "p2")
 
 
+@pytest.mark.full
 def test_a_teardown_is_noticed_by_a_thread_that_has_the_id_of_the_clients_own(tmp_path):
     done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_teardown.py")
     assert done.returncode == 0, done.output
@@ -102,7 +103,7 @@ def test_without_wandb_the_error_names_the_command(tmp_path):
     assert 'TrackerNotInstalledError pip install "flyteplugins-tracking[wandb]"' in done.output
 
 
-@pytest.mark.parametrize("run_mode", ["auto", "new"])
+@pytest.mark.parametrize("run_mode", ["auto", pytest.param("new", marks=pytest.mark.full)])
 def test_all_ranks_run_the_trials_in_step(tmp_path, run_mode):
     pytest.importorskip("torch")
     with WandbServer() as server:
@@ -123,8 +124,15 @@ def test_all_ranks_run_the_trials_in_step(tmp_path, run_mode):
     assert "the objective has failed on rank 1: ValueError: made to fail" in done.output
 
 
-@pytest.mark.parametrize("where", ["local", "pod"])
-@pytest.mark.parametrize("task", ["sweep_above", "sweep_below"])
+@pytest.mark.parametrize(
+    ("task", "where"),
+    [
+        ("sweep_above", "local"),
+        pytest.param("sweep_above", "pod", marks=pytest.mark.full),
+        pytest.param("sweep_below", "local", marks=pytest.mark.full),
+        ("sweep_below", "pod"),
+    ],
+)
 def test_a_flyte_2_task_and_its_children_have_one_sweep(tmp_path, where, task):
     pytest.importorskip("flyte")
     with WandbServer() as server:

@@ -45,6 +45,7 @@ def test_single_logger_has_one_run(tmp_path, server):
     assert run.config["distributed"]["world_size"] == 2
 
 
+@pytest.mark.full
 def test_per_worker_has_a_run_on_each_of_two_nodes(tmp_path):
     rendezvous = f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}"
     command = jobs.torchrun("--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", rendezvous)
@@ -55,6 +56,7 @@ def test_per_worker_has_a_run_on_each_of_two_nodes(tmp_path):
     assert {run.group for run in runs} == {runs[0].group}
 
 
+@pytest.mark.full
 def test_run_per_rank_has_a_run_of_each_rank_with_its_learning_rate(tmp_path):
     done = example(tmp_path, "run_per_rank.py", 2)
     runs = sorted(done.runs, key=lambda run: run.id)
@@ -65,6 +67,7 @@ def test_run_per_rank_has_a_run_of_each_rank_with_its_learning_rate(tmp_path):
     ]
 
 
+@pytest.mark.full
 def test_shared_metrics_has_one_run_of_all_ranks_and_a_plot_of_them(tmp_path):
     done = example(tmp_path, "shared_metrics.py", 2)
     (run,) = done.runs
@@ -75,6 +78,7 @@ def test_shared_metrics_has_one_run_of_all_ranks_and_a_plot_of_them(tmp_path):
     assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_elastic_checkpoint_goes_on_with_run_and_training_when_a_rank_is_killed(tmp_path, server):
     command = jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")
     env = {**server.environment, "WANDB_RUN_ID": "elastic", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -105,7 +109,9 @@ def test_the_quickstart_is_the_readmes(tmp_path):
     assert [ast.unparse(node) for node in tree.body[1:]] == [ast.unparse(node) for node in ast.parse(written).body]
 
 
-@pytest.mark.parametrize(("name", "package"), [("flyte1.py", "flytekit"), ("flyte2.py", "flyte")])
+@pytest.mark.parametrize(
+    ("name", "package"), [pytest.param("flyte1.py", "flytekit", marks=pytest.mark.full), ("flyte2.py", "flyte")]
+)
 def test_the_quickstarts_of_flyte_have_one_run(tmp_path, name, package):
     pytest.importorskip(package)
     done = jobs.python(tmp_path, EXAMPLES / "quickstart" / name)

@@ -205,7 +205,7 @@ def test_a_row_that_waits_for_the_end_of_its_run_does_not_open_it_again(bare_env
         handle.may_end.clear()
 
         def log_at_the_end():
-            assert handle.ends.wait(10)
+            assert handle.ends.wait(60)
             threading.Timer(0.1, handle.may_end.set).start()
             run.log({"late": 1})
 
@@ -213,7 +213,7 @@ def test_a_row_that_waits_for_the_end_of_its_run_does_not_open_it_again(bare_env
         logging_thread.start()
 
     train()
-    logging_thread.join(10)
+    logging_thread.join(60)
     assert tracker.handle.events == [0]
 
 
@@ -226,10 +226,10 @@ def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end
         handle.may_end.clear()
         ending = threading.Thread(target=handle.end_early, args=(143,))
         ending.start()
-        assert handle.ends.wait(10)
+        assert handle.ends.wait(60)
         get_run().log({"late": 1})
         handle.may_end.set()
-        ending.join(10)
+        ending.join(60)
         handle.end_early(143)  # before the launcher kills, where the function does not return
         return list(handle.events)
 
