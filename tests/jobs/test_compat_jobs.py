@@ -38,7 +38,7 @@ TASKS, WORKERS = {"module": "compat_tasks"}, {"module": "compat_workers"}
 
 
 def seen(directory: Path, tag: str) -> list[dict]:
-    """What the processes of a task reported, by rank."""
+    """The reports of a task's processes, by rank."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob(f"{tag}-*.json"))]
 
 

@@ -1,4 +1,4 @@
-"""What holds for every tracker: the same jobs of 4 ranks under real torchrun, and what each service has of them."""
+"""The contract of every tracker: the same jobs of 4 ranks under real torchrun, and what each service stored."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Job:
         return jobs.finish(self.process, self.directory, timeout_s=150)
 
     def logged(self, what: str = "logged") -> Counter[tuple[str, int]]:
-        """What the ranks have noted under `what` until now: "logs" before each call of `log`, "logged" after it."""
+        """The rows that the ranks have noted until now: before each call of `log` as "logs", after it as "logged"."""
         logs = [note for note in self.notes() if note[0] == what]
         return Counter((f"rank{rank}", int(number)) for _, rank, number in logs)
 

@@ -66,7 +66,7 @@ def values(rows: list[dict[str, Any]], key: str) -> list[Any]:
 
 
 def seen(directory: Path, tag: str) -> list[dict[str, Any]]:
-    """What the processes of a task were told, by rank."""
+    """The reports of a task's processes, by rank."""
     found = [json.loads(path.read_text()) for path in directory.glob(f"{tag}-*.json")]
     return sorted(found, key=lambda report: report["rank"] or 0)
 
@@ -347,7 +347,7 @@ def test_two_nodes_have_a_run_each_and_links_that_lead_there(server, directory, 
 
 @pytest.mark.full
 def test_workers_of_an_elastic_range_have_a_link_to_their_group(server, directory, tasks, with_workers):
-    """It comes up as one node, of 1 to 4."""
+    """The task asks for 1 to 4 nodes, and gets one."""
     done = flyte2_pods.run("resized", directory / "resized", module=WORKERS, action="resized", **server.environment)
     assert done.error is None, done.output
     (run,) = [run for run in server.runs if run.id.startswith("r1-resized")]

@@ -14,7 +14,7 @@ from support import flyte2_pods
 
 
 def told(directory: Any, tag: str) -> list[dict[str, Any]]:
-    """What the processes of a task were told, by rank."""
+    """The reports of a task's processes, by rank."""
     found = [json.loads(path.read_text()) for path in directory.glob(f"{tag}-*.json")]
     return sorted(found, key=lambda report: report["rank"] or "")
 

@@ -17,7 +17,7 @@ TASKS, WORKERS = jobs.PROGRAMS / "flyte_tasks.py", jobs.PROGRAMS / "flyte_worker
 
 
 def reports(directory: Path) -> dict[str, list[dict]]:
-    """What each task's processes reported, by task and rank."""
+    """The reports of each task's processes, by task and rank."""
     found: dict[str, list[dict]] = {}
     for path in sorted(directory.glob("*.json")):
         seen = json.loads(path.read_text())
@@ -172,7 +172,7 @@ def test_a_hashed_name_is_the_id_and_its_execution_the_group(tmp_path):
 
 
 def test_a_script_that_a_task_starts_is_no_task(tmp_path):
-    """It inherits the pod's variables: flytekit's context there has a random prefix in each process."""
+    """The script inherits the pod's variables. flytekit's context there has a random prefix in each process."""
     done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte_imported.py", env=flyte1_pods.environment("below"))
     assert done.returncode == 0, done.output
     (run,) = done.runs
@@ -288,6 +288,6 @@ def test_links_of_class_decorators_inside_are_kept(templates):
     ],
 )
 def test_a_plain_function_pickles_as_without_flytekit(tmp_path, how):
-    """By name, also in `__main__`; by value for cloudpickle, for `__main__` and for modules registered with it."""
+    """pickle takes it by name. cloudpickle takes it by value if it is of `__main__` or of a registered module."""
     done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte_pickling.py", how)
     assert done.returncode == 0, done.output

@@ -15,7 +15,7 @@ pytest.importorskip("wandb", reason='wandb is not installed: pip install "flytep
 
 
 def seen(output: str) -> list:
-    """What a script has told, line by line."""
+    """The values that a program has printed as JSON behind "SEEN", line by line."""
     return [json.loads(line.partition("SEEN ")[2]) for line in output.splitlines() if line.startswith("SEEN ")]
 
 

@@ -56,7 +56,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> JsonlBackend:
 
 @pytest.fixture
 def registered(installed, monkeypatch):
-    """It is there for this process."""
+    """Have this process find the installed example."""
     monkeypatch.syspath_prepend(installed.environment()["PYTHONPATH"].partition(":")[0])
     monkeypatch.setenv("JSONL_DIR", installed.environment()["JSONL_DIR"])
     base._registered.cache_clear()

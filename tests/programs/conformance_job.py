@@ -1,4 +1,4 @@
-"""A job that `test_conformance.py` does something to.
+"""A job that `test_conformance.py` runs, and ends in several ways.
 
 Its arguments: a key of `SCENARIOS`, the tracker's name, its package, the project; "degrade", where that can be had.
 
@@ -97,7 +97,7 @@ def looping() -> None:
 
 
 def missing() -> None:
-    """First as a failure, then, where that can be had, in local files."""
+    """The service is not there: first an error, then, if the tracker can, a run in local files."""
     started = time.monotonic()
     try:
         tracking_init(**SHARED, init_timeout_s=INIT_TIMEOUT_S)(log)(5)

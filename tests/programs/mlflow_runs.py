@@ -91,7 +91,7 @@ def in_a_child() -> None:
 
 
 def as_a_called_task() -> None:
-    """What a task of Flyte 2 that this one calls does in its own pod, by what is passed on to it."""
+    """Open the caller's run as a called Flyte 2 task does in its own pod, from what is passed on to it."""
     from flyteplugins_tracking import get_run
     from flyteplugins_tracking.config import TrackingConfig
     from flyteplugins_tracking.lifecycle import RunRequest
@@ -188,7 +188,7 @@ def ranks(project: str) -> None:
 
 
 def cost(project: str) -> None:
-    """What a log costs, and the end of 10,000 points."""
+    """Time the import, the opening, a log, and the end of a run with 10,000 points."""
     started = time.perf_counter()
     import mlflow
 
@@ -250,7 +250,7 @@ def outage(project: str) -> None:
 
 
 def unavailable(*uris: str) -> None:
-    """What opening says, and how long it takes."""
+    """Note the error of opening a run at each address, and how long it takes."""
     import mlflow  # noqa: F401 at no run's cost
 
     from flyteplugins_tracking import TrackingError, tracking_init

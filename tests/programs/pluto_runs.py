@@ -25,7 +25,7 @@ PLUTO = {"tracker": "pluto", "project": "tests"}
 
 
 def key() -> str:
-    """As a secret comes: with a line end."""
+    """The API key with a line end, as secrets come."""
     return (DIRECTORY / "key").read_text() + "\n"
 
 
@@ -50,7 +50,7 @@ def command_lines() -> str:
 
 
 def in_pool(_: int) -> str:
-    """In a forked child, with the parent's run at hand."""
+    """Logs in a forked child, which has the parent's run object."""
     TAKEN[0].log({"of_the_child": 1})
     return str(get_run())
 
@@ -112,7 +112,7 @@ PASSED_ON: list[Any] = []
 
 
 def logging_once(**arguments: Any) -> dict[str, Any]:
-    """What came of a run of one row."""
+    """Log one row in a run, and report its id or error."""
 
     @tracking_init(**{**PLUTO, **arguments})
     def train() -> str:
@@ -130,7 +130,7 @@ def logging_once(**arguments: Any) -> dict[str, Any]:
 
 
 def singles() -> None:
-    """In one process, since each import costs a second."""
+    """Single runs, in one process since each import costs a second."""
     wrong = {"PLUTO_API_KEY": "plt_s_wrong"}
     tell(what="noop", **logging_once(settings={"mode": "noop"}))
     tell(what="named again", **logging_once(id="again", name="first"))
@@ -164,7 +164,7 @@ def end_with(error: type[BaseException]) -> None:
 
 
 def mute() -> None:
-    """At the start, while the test has the server take nothing; then, at the end of another run."""
+    """Meets a server that does not answer: first when a run starts, then when another run ends."""
     tell(what="start", **logging_once(id="never", init_timeout_s=2))
     (DIRECTORY / "started").touch()
     wait_for("serves")

@@ -1,4 +1,4 @@
-"""What 4 gloo ranks get from `gather_metrics` and `process_group`. Each rank writes what it saw to `{rank}.json`.
+"""The results of `gather_metrics` and `process_group` on 4 gloo ranks. Each rank writes what it saw to `{rank}.json`.
 
 At the end rank 2 raises inside `process_group` while the others are in a collective.
 """
@@ -43,7 +43,7 @@ BAD = {
 
 
 def outcome(*arguments):
-    """What the call returns, or raises."""
+    """The call's value, or its error as text."""
     try:
         return gather_metrics(*arguments)
     except Exception as error:
@@ -118,7 +118,7 @@ def refusal(*arguments, **keywords) -> str:
 
 
 def again() -> list:
-    """Several groups one after the other, whose ranks come at different times."""
+    """Several groups, one after the other. The ranks join each at different times."""
     sums = []
     for number in range(4):
         time.sleep(0.05 * ((RANK + number) % 4))

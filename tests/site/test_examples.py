@@ -132,7 +132,7 @@ def together(directory: Path, commands: list[tuple[Mapping[str, str], list[str]]
 
 
 def assert_one_run(done: jobs.Done, launcher: str) -> None:
-    """Of the quickstart, on 2 nodes with 2 processes each."""
+    """Check for the one run of the quickstart on 2 nodes with 2 processes each."""
     (run,) = done.runs
     assert (run.exit_code, len(run.rows)) == (0, 10)
     shape = {"world_size": 4, "num_workers": 2, "local_world_size": 2, "launcher": launcher}
@@ -140,7 +140,7 @@ def assert_one_run(done: jobs.Done, launcher: str) -> None:
 
 
 def test_the_pods_of_the_pytorchjob_have_one_run(tmp_path):
-    """With the variables that the Training Operator gives them: the node as RANK, and the pods as WORLD_SIZE."""
+    """The pods get what the Training Operator sets: the node's number as RANK, the number of pods as WORLD_SIZE."""
     manifest = yaml.safe_load((EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text())
     replicas, port = manifest["spec"]["pytorchReplicaSpecs"], str(jobs.free_port())
     pods = [replica for replica in replicas.values() for _ in range(replica["replicas"])]
@@ -174,7 +174,7 @@ def test_the_pods_of_the_konduktor_task_have_one_run(tmp_path):
 
 
 def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
-    """With what `sbatch` and `srun` set. A real Slurm runs it in `tests/slurm`."""
+    """`sbatch` and `srun` are replaced by what they set. `tests/slurm` runs the script on a real Slurm."""
     srun = (jobs.PROGRAMS / "srun.sh").read_text()
     for name, code in {"srun": srun, "scontrol": "#!/bin/sh\nprintf 'node-0\\nnode-1\\n'\n"}.items():
         (tmp_path / name).write_text(code)

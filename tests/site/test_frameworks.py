@@ -131,7 +131,7 @@ def test_a_failure_after_trainer_is_done_is_the_runs(trainer):
 
 @pytest.mark.full
 def test_rule_2_a_hyperparameter_search_leaves_one_run(trainer):
-    """It calls `wandb.finish()` before each trial, on every rank."""
+    """Trainer calls `wandb.finish()` before each trial, on every rank."""
     run = trainer.run("search")
     assert trainer.seen("0.json")["search"] == {"id": "search", "trials": 2}
     assert [row["train/global_step"] for row in run.rows] == [1, 2, 3, 4, 4] * 2
@@ -158,7 +158,7 @@ def test_trainers_mlflow_run_is_ours_which_both_ranks_open_in_a_store_that_is_ma
 
 
 def test_rule_2_a_crash_after_end_training_is_recorded(accelerate):
-    """It calls `finish()` on the run."""
+    """`end_training()` calls `finish()` on the run."""
     run = accelerate.run("ended")
     assert accelerate.done.output.count("raised: made to fail") == 2
     assert (run.name, run.exit_codes, run.state) == ("ours", [1], "failed")
@@ -214,7 +214,7 @@ def test_in_a_shared_run_lightning_logs_once_and_the_ranks_beside_it(lightning):
 
 @pytest.mark.full
 def test_rule_4_lightnings_mlflow_logger_finds_our_run_in_a_store_that_is_made_now(lightning):
-    """It makes a client on every rank, and each that finds no tables makes them."""
+    """Lightning makes a client on every rank, and each client that finds no tables makes them."""
     run = lightning.mlflow_run()
     assert (run.id, run.name, run.status, len(run.values("loss"))) == ("mlflow", "ours", "FINISHED", 2)
     assert [lightning.seen(f"mlflow-{rank}.json")["id"] for rank in (0, 1)] == ["mlflow", None]
@@ -222,7 +222,7 @@ def test_rule_4_lightnings_mlflow_logger_finds_our_run_in_a_store_that_is_made_n
 
 @pytest.mark.full
 def test_rule_1_lightnings_own_launcher_has_one_run_with_its_true_end(own_launcher):
-    """When the function starts, the parent is told nothing, and the child no RANK."""
+    """When the function starts, the parent has no launcher's variables, and the child no RANK."""
     run = own_launcher.run("own")
     assert own_launcher.done.returncode == 1
     assert ([row["trainer/global_step"] for row in run.rows], run.exit_codes) == ([0, 1], [1])

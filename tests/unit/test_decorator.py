@@ -1,4 +1,4 @@
-"""What the decorator makes of a function."""
+"""Decorated functions: their signature, errors, run, and what threads and tasks see of it."""
 
 from __future__ import annotations
 

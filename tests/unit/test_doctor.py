@@ -313,7 +313,7 @@ def test_what_mlflow_knows_is_not_complained_of(ask, monkeypatch, uri):
 
 
 def store_keys(home: Path, key: str) -> None:
-    """In each file that a tracker reads a key of."""
+    """Writes a key into each file that a tracker reads one from."""
     host = CLOSED
     (home / ".netrc").write_text(f"machine {host}\n  login user\n  password {key}\n")
     (home / ".netrc").chmod(0o600)
@@ -357,7 +357,7 @@ def test_no_key_is_printed_wherever_it_is(ask, tmp_path, monkeypatch, place, for
 
 @pytest.mark.parametrize("password", ["pa/ss", "pa?ss", "pa#ss", "p@ss", "pa:ss"])
 def test_a_password_may_have_any_character(password):
-    """As in SQLAlchemy's addresses, which are MLflow's."""
+    """SQLAlchemy's addresses may hold one, and MLflow takes such addresses."""
     assert without_credentials(f"postgresql://u:{password}@host:5432/db?sslmode=x") == "postgresql://host:5432/db"
     assert text._redacted(f"x postgresql://u:{password}@host y") == "x postgresql://***@host y"
 

@@ -1,4 +1,4 @@
-"""What `tracking_config` says reaches what is called and started in its block, unchanged, and nothing else."""
+"""The arguments of `tracking_config` reach the functions and tasks of its block unchanged, and nothing else."""
 
 from __future__ import annotations
 

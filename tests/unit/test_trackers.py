@@ -52,7 +52,7 @@ class Noting(Tracker):
 
 
 class Eventful(ClientHandle):
-    """What it is told, in order; its end takes until it may."""
+    """A handle that keeps its calls in order. Its `end` waits for `may_end`."""
 
     def __init__(self, request: Any) -> None:
         super().__init__(request, "Noting")
@@ -251,7 +251,7 @@ def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(ba
 
 
 class Deck:
-    """As flytekit's, without flytekit."""
+    """Behaves as flytekit's, without flytekit."""
 
     made: ClassVar[list[Any]] = []
 
@@ -272,7 +272,7 @@ def test_the_deck_shows_the_runs_of_each_tracker(monkeypatch):
 
 
 class Scalar:
-    """As a 0-d array or tensor is."""
+    """Has one element, as a 0-d array or tensor."""
 
     def __init__(self, value: Any, ndim: int = 0) -> None:
         self.value, self.ndim = value, ndim
