@@ -14,9 +14,9 @@ WITHOUT_SERVICE = jobs.PROGRAMS / "sweep_without_service.py"
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 
 
-def seen(output: str) -> list:
-    """The values that a program has printed as JSON behind "SEEN", line by line."""
-    return [json.loads(line.partition("SEEN ")[2]) for line in output.splitlines() if line.startswith("SEEN ")]
+def seen(done: jobs.Done) -> list:
+    """The values that a program has written as JSON, one a line. W&B's threads print between its own words."""
+    return [json.loads(line) for line in (done.directory / "seen").read_text().splitlines()]
 
 
 def values(run, column: str) -> list:
@@ -51,7 +51,7 @@ def test_each_trial_has_its_run_with_its_parameters_and_its_true_end(plain):
         ([0], [4, 4]),
     ]
     assert sum(run.rows_overwritten + run.rows_after_completion for run in server.runs) == 0
-    told = seen(done.output)
+    told = seen(done)
     assert told[0] == {"id": runs[0].id, "is_global": True, "sweep": sweep.id}
     assert told[1] == {"id": runs[3].id, "is_global": True, "sweep": sweep.id}
     assert told[2] == {"sweep": sweep.id, "in_thread": sweep.id, "is_global": True}
@@ -78,7 +78,7 @@ def test_a_teardown_is_noticed_by_a_thread_that_has_the_id_of_the_clients_own(tm
 
 def test_nothing_of_a_sweep_is_left_behind(plain):
     done, _ = plain
-    left = next(told for told in seen(done.output) if "left" in told)
+    left = next(told for told in seen(done) if "left" in told)
     assert set(left["left"].values()) == {None}
     assert (left["session"], left["end"]) == ([None, None], None)
 
@@ -161,7 +161,7 @@ def test_flytekit_tasks_have_their_sweep_and_their_run_in_either_order(tmp_path)
             env={**server.environment, "PYTHONPATH": str(jobs.PROGRAMS)},
         )
         assert done.returncode == 0, done.output
-        ids, configs = seen(done.output)
+        ids, configs = seen(done)
         assert ids == [sweep.id for sweep in server.sweeps]
         assert [(run.exit_codes, values(run, "x")) for run in trials(server)] == [([0], [1])] * 3
         for name in ("above", "below", "around"):
@@ -174,6 +174,6 @@ def test_tracking_config_gives_the_place_and_the_decorator_goes_before_all(tmp_p
     with WandbServer() as server:
         done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_config.py", env=server.environment)
         (sweep,) = server.sweeps
-    assert seen(done.output) == [sweep.id]
+    assert seen(done) == [sweep.id]
     assert (sweep.entity, sweep.project, sweep.config["method"]) == ("e", "q", "grid")
     assert (sweep.config["description"], sweep.config["run_cap"]) == ("d", 2)
