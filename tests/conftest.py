@@ -11,9 +11,10 @@ from pathlib import Path
 import hypothesis
 import pytest
 from support.jobs import environment
-from support.recording import Recorder, recorded
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from flyteplugins_tracking.testing import RecordedRuns
 
 # A busy machine is no finding.
 hypothesis.settings.register_profile("tests", deadline=None)
@@ -29,9 +30,12 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch, bare_environment: pytest.MonkeyPatch) -> Recorder:
-    """Records the runs that the W&B tracker would open, for what does not concern W&B."""
-    return recorded(monkeypatch)
+def recorder(bare_environment: pytest.MonkeyPatch, recorded_runs: RecordedRuns) -> RecordedRuns:
+    """The test kit's own recorder, under no launcher. A test of claims or signals passes `tracker=` instead.
+
+    The kit simulates what is outside of the process, so that no signal is watched for and no run is claimed.
+    """
+    return recorded_runs
 
 
 class _Scheduler(LoadScopeScheduling):

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import re
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ TASKS, WORKERS = {"module": "compat_tasks"}, {"module": "compat_workers"}
 
 
 def seen(directory: Path, tag: str) -> list[dict]:
-    """What the processes of a task reported, by rank."""
+    """The reports of a task's processes, by rank."""
     return [json.loads(path.read_text()) for path in sorted(directory.glob(f"{tag}-*.json"))]
 
 
@@ -69,7 +68,7 @@ def test_flytekit_tasks_have_their_run_without_a_cluster_and_its_secret(flytekit
 
 
 @needs_flytekit
-def test_fault_two_ranks_of_a_flytekit_task_write_to_one_run(flytekit_programs):
+def test_of_two_ranks_of_a_flytekit_task_the_first_has_the_run(flytekit_programs):
     first, second = seen(flytekit_programs.directory, "elastic")
     assert first["id"] is not None
     assert second["id"] is None
@@ -90,8 +89,9 @@ def test_the_directory_is_downloaded_where_there_is_a_run(flytekit_programs):
     assert not (flytekit_programs.directory / "downloaded-1").exists()
 
 
+@pytest.mark.full
 @needs_flytekit
-def test_fault_a_failing_flytekit_task_is_recorded_as_success(tmp_path):
+def test_a_failing_flytekit_task_has_a_failed_run(tmp_path):
     done = jobs.python(tmp_path, FLYTEKIT, "failing")
     assert done.returncode != 0
     assert [run.exit_code for run in done.runs] == [1]
@@ -109,7 +109,11 @@ def test_api_host_is_the_server_and_the_secret_its_key(tmp_path):
 
 @needs_flytekit
 @pytest.mark.parametrize(
-    ("task", "message"), [("below", "add secret_requests="), ("above", "secret= raised RuntimeError")]
+    ("task", "message"),
+    [
+        ("below", "add secret_requests="),
+        pytest.param("above", "secret= raised RuntimeError", marks=pytest.mark.full),
+    ],
 )
 def test_on_a_cluster_a_secret_that_is_not_there_is_an_error(tmp_path, task, message):
     env = flyte1_pods.environment(task, WANDB_MODE="online")
@@ -133,8 +137,13 @@ def test_quickstart(tmp_path):
     ("task", "by_rank", "group"),
     [
         ("auto_worker", ["r1-a0-worker-0", None], "r1-a0"),
-        ("shared_global", ["r1-a0", "r1-a0"], None),
-        ("new_worker", ["r1-a0-worker-0-rank-0", "r1-a0-worker-0-rank-1"], "r1-a0-worker-0"),
+        pytest.param("shared_global", ["r1-a0", "r1-a0"], None, marks=pytest.mark.full),
+        pytest.param(
+            "new_worker",
+            ["r1-a0-worker-0-rank-0", "r1-a0-worker-0-rank-1"],
+            "r1-a0-worker-0",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_modes_and_scopes_on_elastic_workers(tmp_path, task, by_rank, group):
@@ -165,6 +174,7 @@ def test_the_context_reaches_children_and_the_decorator_goes_before_it(tmp_path)
     assert sorted(len(run.rows) for run in done.runs) == [0, 2]
 
 
+@pytest.mark.full
 @needs_flyte
 def test_a_decorators_mode_goes_before_the_contexts(tmp_path):
     from support import flyte2_pods
@@ -183,6 +193,7 @@ def test_download_logs_makes_the_files_an_output(tmp_path):
     assert trace.is_dir()
 
 
+@pytest.mark.full
 @needs_flyte
 def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
     from support import flyte2_pods
@@ -211,20 +222,10 @@ def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
     assert [row["n"] for row in rows] == [1]
 
 
+@pytest.mark.full
 def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
-    program = """
-        from flyteplugins_tracking.compat.wandb import download_wandb_sweep_dirs, wandb_config
-
-        with wandb_config(project="p", entity="e"):
-            for sweep_id in (None, "nobody"):
-                try:
-                    download_wandb_sweep_dirs(sweep_id)
-                except RuntimeError as error:
-                    print("REFUSED", error, "BY", type(error.__cause__).__name__)
-    """
-    (tmp_path / "download.py").write_text(textwrap.dedent(program))
     with WandbServer() as server:
-        done = jobs.python(tmp_path, "download.py", env=server.environment)
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "compat_missing_sweep.py", env=server.environment)
     refused = [line.removeprefix("REFUSED ") for line in done.output.splitlines() if line.startswith("REFUSED ")]
     assert refused[0].startswith("no W&B sweep is open here"), done.output
     assert refused[1].startswith("W&B does not give the sweep 'e/p/nobody'"), done.output
@@ -234,43 +235,8 @@ def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
 @needs_flyte
 @needs_sweeps
 def test_a_sweep_runs_its_trials(tmp_path):
-    program = """
-        import flyte, wandb
-        from wandb.agents.pyagent import Agent
-        from flyteplugins_tracking.compat.wandb import (
-            download_wandb_sweep_dirs, get_wandb_context, get_wandb_run, get_wandb_sweep_context, get_wandb_sweep_id,
-            wandb_config, wandb_init, wandb_sweep, wandb_sweep_config,
-        )
-
-        Agent.HEARTBEAT_SLEEP_SECONDS = 0.1
-        env = flyte.TaskEnvironment(name="sweeps")
-
-        @wandb_init
-        def objective():
-            run = get_wandb_run()
-            run.log({"loss": run.config["lr"]})
-
-        @wandb_sweep
-        @env.task
-        def run_sweep() -> str:
-            sweep_id = get_wandb_sweep_id()
-            assert get_wandb_sweep_context().method == "grid"
-            wandb.agent(sweep_id, function=objective, count=2, project=get_wandb_context().project, entity="e")
-            download_wandb_sweep_dirs(base_path="trials")
-            return sweep_id
-
-        flyte.init()
-        context = {
-            **wandb_config(project="p", entity="e"),
-            **wandb_sweep_config(
-                method="grid", metric={"name": "loss", "goal": "minimize"}, parameters={"lr": {"values": [1, 2]}}
-            ),
-        }
-        flyte.with_runcontext(mode="local", custom_context=context).run(run_sweep)
-    """
-    (tmp_path / "sweep.py").write_text(textwrap.dedent(program))
     with WandbServer() as server:
-        done = jobs.python(tmp_path, "sweep.py", env=server.environment)
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "compat_sweep.py", env=server.environment)
         assert done.returncode == 0, done.output
         (sweep,) = server.sweeps
         trials = [run for run in server.runs if run.sweep == sweep.id]
@@ -306,6 +272,7 @@ def test_the_blocks_of_the_peers_readme_run(tmp_path):
     assert ("my-team", "my-project") in {(run.entity, run.project) for run in server.runs}
 
 
+@pytest.mark.full
 @needs_flyte
 @needs_sweeps
 def test_the_blocks_of_the_peers_readme_about_sweeps_run(tmp_path):

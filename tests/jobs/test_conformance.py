@@ -1,4 +1,4 @@
-"""What holds for every tracker: the same jobs of 4 ranks under real torchrun, and what each service has of them."""
+"""The contract of every tracker: the same jobs of 4 ranks under real torchrun, and what each service stored."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support import jobs
 from support.backends import BACKENDS, Backend, Kept
+from support.waiting import wait_until
 
 RANKS = 4
 CONFORM = jobs.PROGRAMS / "conformance_job.py"
@@ -27,6 +28,12 @@ CONFORM = jobs.PROGRAMS / "conformance_job.py"
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     with BACKENDS[request.param](tmp_path_factory.mktemp(request.param)) as running:
         yield running
+
+
+def default_for(*names: str) -> pytest.MarkDecorator:
+    """A test of all trackers, which the default tier runs with these: with each, `modes` runs there already."""
+    params = [pytest.param(name, marks=() if name in names else pytest.mark.full) for name in BACKENDS]
+    return pytest.mark.parametrize("backend", params, indirect=True, scope="module")
 
 
 class Job:
@@ -52,12 +59,13 @@ class Job:
         return [line.split() for path in self.directory.glob("notes-*") for line in path.read_text().splitlines()]
 
     def wait_until_all_log(self) -> None:
-        until = time.monotonic() + 120
-        while {rank for what, rank, *_ in self.notes() if what == "logged"} != {str(rank) for rank in range(RANKS)}:
-            assert time.monotonic() < until, self.notes()
-            assert self.process.poll() is None, self.process.communicate()[0]
-            time.sleep(0.05)
-        time.sleep(1)
+        """Until each rank has logged 25 rows."""
+
+        def have_logged() -> bool:
+            rows = Counter(key for key, _ in self.logged())
+            return len(rows) == RANKS and min(rows.values()) >= 25
+
+        wait_until(have_logged, self.process)
 
     def pid(self, rank: int) -> int:
         (path,) = (path for path in self.directory.glob("notes-*") if f"ready {rank} 0" in path.read_text())
@@ -66,10 +74,10 @@ class Job:
     def ended(self) -> jobs.Done:
         return jobs.finish(self.process, self.directory, timeout_s=150)
 
-    def logged(self, what: str = "logged", before: float = float("inf")) -> Counter[tuple[str, int]]:
-        """What the ranks have noted under `what` until `before`, in seconds since the epoch."""
-        lines = [line[1:] for line in self.notes() if line[0] == what]
-        return Counter((f"rank{rank}", int(number)) for rank, number, at in lines if float(at) < before)
+    def logged(self, what: str = "logged") -> Counter[tuple[str, int]]:
+        """The rows that the ranks have noted until now: before each call of `log` as "logs", after it as "logged"."""
+        logs = [note for note in self.notes() if note[0] == what]
+        return Counter((f"rank{rank}", int(number)) for _, rank, number in logs)
 
     def has_all(self, points: Counter[tuple[str, int]]) -> bool:
         """Whether `points` are what was logged, each once.
@@ -138,6 +146,7 @@ def test_a_rank_without_a_run_loads_nothing_of_the_vendor(backend, modes):
     )
 
 
+@default_for("wandb")
 def test_a_restart_goes_on_with_the_run(backend, tmp_path):
     job = Job(backend, tmp_path, "restart", "--max-restarts=1")
     done = job.ended()
@@ -157,24 +166,25 @@ def test_an_exception_is_a_failure(modes):
     assert (failed.status, failed.ends or 1) == ("failed", 1)
 
 
+@default_for("wandb", "pluto")
 def test_sigterm_ends_the_run_with_all_its_rows(backend, tmp_path):
     job = Job(backend, tmp_path, "sigterm")
     job.wait_until_all_log()
-    at = time.monotonic()
     os.kill(job.process.pid, signal.SIGTERM)
     done = job.ended()
     assert done.returncode != 0
-    assert time.monotonic() - at < 30
     (run,) = job.runs
     assert job.has_all(run.points), done.output
     assert (run.status, run.ends or 1) == ("killed", 1), done.output
 
 
+@default_for("trackio")
 def test_when_another_rank_is_killed_the_others_lose_nothing(backend, tmp_path):
     job = Job(backend, tmp_path, "sigkill")
     job.wait_until_all_log()
-    time.sleep(2)
-    at = time.time()
+    early = job.logged()
+    with suppress(AssertionError):  # W&B's client is another process, which sends the rows also later
+        wait_until(lambda: any(early <= run.points for run in job.runs), timeout_s=2 * jobs.TIME_SCALE)
     os.kill(job.pid(RANKS - 1), signal.SIGKILL)
     done = job.ended()
     assert done.returncode != 0
@@ -182,18 +192,19 @@ def test_when_another_rank_is_killed_the_others_lose_nothing(backend, tmp_path):
     killed = f"rank{RANKS - 1}"
     lost = job.logged() - run.points
     assert {key for key, _ in lost} <= {killed}, done.output
-    assert lost.keys().isdisjoint(job.logged(before=at - 2))
+    assert lost.keys().isdisjoint(early)
     assert run.points <= job.logged("logs")  # nothing twice
     assert (run.status, run.ends or 1) == ("killed", 1), done.output
 
 
+@default_for("mlflow", "jsonl")
 def test_a_service_that_is_not_there_is_said_and_can_be_done_without(backend, tmp_path):
     job = Job(backend, tmp_path, "missing")
     done = job.ended()
     assert done.returncode == 0, done.output
     refused = [line[1:] for line in job.notes() if line[0] == "refused"]
     assert [name for name, _ in refused] == ["TrackerUnavailableError"] * RANKS
-    assert max(float(seconds) for _, seconds in refused) < 20  # 10 s, and the import of the client by 4 ranks at once
+    assert max(float(seconds) for _, seconds in refused) < 3 * jobs.TIME_SCALE + 30  # init_timeout_s=30
     assert job.runs == []
     if not backend.can_degrade:
         return

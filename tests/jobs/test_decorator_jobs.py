@@ -1,4 +1,4 @@
-"""What the decorator makes of a function."""
+"""Tracked functions in forked children, and coroutines that outlive the function around them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from flyteplugins_tracking import (
 from flyteplugins_tracking.testing import RecordingTracker
 
 
-def test_a_forked_child_has_no_run_and_ends_none(recorder):
-    @tracking_init
+def test_a_forked_child_has_no_run_and_ends_none(bare_environment):
+    tracker = RecordingTracker()
+
+    @tracking_init(tracker=tracker)
     def train():
         child = os.fork()
         if child == 0:
@@ -28,16 +30,16 @@ def test_a_forked_child_has_no_run_and_ends_none(recorder):
 
     assert train() == 0
 
-    @tracking_init
+    @tracking_init(tracker=tracker)
     def returns_in_the_child():
         return os.fork()
 
     child = returns_in_the_child()
     if child == 0:
-        os._exit(len([run for run in recorder.runs[1:] if run.exit_codes]))
+        os._exit(len([run for run in tracker.runs[1:] if run.exit_codes]))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    assert recorder.runs[1].exit_codes == [0]
+    assert tracker.runs[1].exit_codes == (0,)
 
 
 def test_a_child_that_is_forked_while_a_thread_opens_a_run_can_open_its_own():
@@ -69,40 +71,7 @@ def test_a_child_that_is_forked_while_a_thread_opens_a_run_can_open_its_own():
 
 def test_a_function_that_outlives_the_one_around_it_has_an_open_run(tmp_path):
     """One that has joined goes on in the run, which ends as its opener has; a later one has a run of its own."""
-    (tmp_path / "script.py").write_text(
-        """
-import asyncio, wandb
-from flyteplugins_tracking import get_run, tracking_init
-
-@tracking_init
-async def inner(wait_s, x):
-    await asyncio.sleep(wait_s)
-    get_run().log({"x": x})
-
-async def later():
-    await asyncio.sleep(1)
-    await inner(0, 2)
-
-@tracking_init(id="outer", config={"clip": float("inf")})
-async def outer(others):
-    get_run().log({"x": 0})
-    others += [asyncio.ensure_future(inner(0.5, 1)), asyncio.ensure_future(later())]
-    await asyncio.sleep(0.1)
-    raise ValueError
-
-async def main():
-    others = []
-    try:
-        await outer(others)
-    except ValueError:
-        pass
-    await asyncio.gather(*others)
-    print("GLOBAL", wandb.run)
-
-asyncio.run(main())
-"""
-    )
-    done = jobs.python(tmp_path, "script.py")
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "async_outlives_caller.py")
     assert done.returncode == 0, done.output
     assert "GLOBAL None" in done.output
     rows = {(run.id == "outer", row["x"]) for run in done.runs for row in run.rows}
@@ -111,34 +80,8 @@ asyncio.run(main())
 
 
 def test_sigterm_ends_a_run_that_its_opener_has_left(tmp_path):
-    (tmp_path / "script.py").write_text(
-        """
-import asyncio, os, signal
-from flyteplugins_tracking import get_run, tracking_init
-
-@tracking_init
-async def inner():
-    await asyncio.sleep(0.5)
-    get_run().log({"x": 1})
-    os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.sleep(30)
-
-@tracking_init(id="outer")
-async def outer(others):
-    get_run().log({"x": 0})
-    others.append(asyncio.ensure_future(inner()))
-    await asyncio.sleep(0.1)
-
-async def main():
-    others = []
-    await outer(others)
-    await others[0]
-
-asyncio.run(main())
-"""
-    )
     with WandbServer() as server:
-        done = jobs.python(tmp_path, "script.py", env=server.environment)
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "async_sigterm.py", env=server.environment)
         run = server.run("outer")
     assert done.returncode == 143, done.output
     assert ([row["x"] for row in run.rows], run.exit_codes[-1], run.completed) == ([0, 1], 143, True)

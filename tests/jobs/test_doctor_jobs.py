@@ -54,20 +54,9 @@ def test_it_imports_no_vendor_and_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-DIAGNOSE = """
-import os, sys
-from flyteplugins_tracking.doctor import main
-
-if os.environ["RANK"] == "1":
-    del os.environ["WANDB_API_KEY"]
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 def test_a_job_has_one_table_with_what_only_another_rank_has_found(tmp_path):
-    (tmp_path / "diagnose.py").write_text(DIAGNOSE)
-    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), "diagnose.py", "--offline"]
-    done = jobs.run(command, tmp_path, {"WANDB_MODE": "online", "WANDB_API_KEY": KEY}, 120)
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), jobs.PROGRAMS / "doctor_ranks.py", "--offline"]
+    done = jobs.run(command, tmp_path, {"WANDB_MODE": "online", "WANDB_API_KEY": KEY})
     assert done.returncode == 1
     assert done.output.count("run_mode") == done.output.count("launcher   torchelastic") == 1, done.output
     assert "WANDB_API_KEY (40 characters)" in done.output

@@ -1,7 +1,4 @@
-"""Flyte 2: real pods with real Elastic workers and child tasks, local runs, and what arrived at the server.
-
-The tests whose names begin with "fault" each show what the existing plugins get wrong, and fail with their behaviour.
-"""
+"""Flyte 2: real pods with real Elastic workers and child tasks, local runs, and what arrived at the server."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ def values(rows: list[dict[str, Any]], key: str) -> list[Any]:
 
 
 def seen(directory: Path, tag: str) -> list[dict[str, Any]]:
-    """What the processes of a task were told, by rank."""
+    """The reports of a task's processes, by rank."""
     found = [json.loads(path.read_text()) for path in directory.glob(f"{tag}-*.json")]
     return sorted(found, key=lambda report: report["rank"] or 0)
 
@@ -77,7 +74,7 @@ def seen(directory: Path, tag: str) -> list[dict[str, Any]]:
 # One process
 
 
-@pytest.mark.parametrize("task", ["plain", "coroutine", "below"])
+@pytest.mark.parametrize("task", ["plain", "coroutine", pytest.param("below", marks=pytest.mark.full)])
 def test_a_task_has_its_run_which_knows_the_action(pod, server, task):
     done = pod(task)
     assert done.outputs == [f"r1-{task}"], done.output
@@ -88,7 +85,7 @@ def test_a_task_has_its_run_which_knows_the_action(pod, server, task):
     assert run.config["attempt_number"] == 0
 
 
-def test_fault_an_exception_is_recorded_as_success(pod, server):
+def test_a_task_that_raises_or_exits_has_a_failed_run(pod, server):
     done = pod("fails")
     assert (done.error.code, done.error.message) == ("ValueError", "made to fail")
     assert server.run("r1-fails").exit_codes == [1]
@@ -97,7 +94,7 @@ def test_fault_an_exception_is_recorded_as_success(pod, server):
     assert server.run("r1-exits").exit_codes == [3]
 
 
-def test_fault_a_retry_does_not_resume(pod, server):
+def test_a_retry_goes_on_in_the_run(pod, server):
     first, second = pod("second_attempt"), pod("second_attempt", attempt=1)
     assert (first.error.message, second.outputs) == ("the first attempt fails", ["r1-second_attempt"])
     run = server.run("r1-second_attempt")
@@ -119,8 +116,8 @@ def test_functions_in_a_task_are_trainings_of_its_action(pod, server):
     assert values(server.run("r1-calls_a_function").rows, "inner") == [0, 1, 2]
 
 
-@pytest.mark.parametrize("mode", ["offline", "disabled"])
-def test_fault_the_mode_is_overridden_in_a_pod(server, tmp_path, mode):
+@pytest.mark.parametrize("mode", ["offline", pytest.param("disabled", marks=pytest.mark.full)])
+def test_the_mode_of_the_variable_holds_in_a_pod(server, tmp_path, mode):
     before = len(server.runs)
     done = flyte2_pods.run("plain", tmp_path, module=MODULE, **{**server.environment, "WANDB_MODE": mode})
     assert done.error is None, done.output
@@ -128,7 +125,7 @@ def test_fault_the_mode_is_overridden_in_a_pod(server, tmp_path, mode):
     assert [len(run.rows) for run in done.runs] == ([3] if mode == "offline" else [])
 
 
-def test_fault_an_unreachable_server_fails_the_task(tmp_path):
+def test_a_task_degrades_to_files_if_the_server_is_unreachable(tmp_path):
     nobody = {"WANDB_BASE_URL": f"http://127.0.0.1:{jobs.free_port()}", "WANDB_API_KEY": "fa4e" * 10}
     context = tracking_config(if_unavailable="degrade", init_timeout_s=4.0)
     done = flyte2_pods.run("plain", tmp_path, module=MODULE, context=context, WANDB_MODE="online", **nobody)
@@ -183,6 +180,7 @@ def test_shared_without_a_parent_is_refused_in_words(pod, server):
     assert not [run for run in server.runs if run.id == "r1-shared"]
 
 
+@pytest.mark.full
 def test_a_child_that_changes_the_config_is_told_that_it_is_the_parents(pod, server):
     done = pod("parent_of_a_changer", children=True)
     assert done.error is None, done.output
@@ -194,6 +192,7 @@ def test_a_child_that_changes_the_config_is_told_that_it_is_the_parents(pod, ser
     assert (run.group, run.name, run.tags, run.job_type, run.notes) == ("parent", "parent", ["parent"], "", "")
 
 
+@pytest.mark.full
 def test_a_child_goes_where_its_parents_run_is(server, tmp_path):
     before = len(server.runs)
     done = flyte2_pods.run("offline_parent", tmp_path, module=MODULE, children=True, **server.environment)
@@ -216,6 +215,7 @@ def test_a_child_goes_where_its_parents_run_is(server, tmp_path):
     assert "evil" not in (run.name, run.notes, run.group, *run.tags)
 
 
+@pytest.mark.full
 def test_children_of_a_parent_that_has_failed_are_not_failed_by_the_tracker(tmp_path):
     done = flyte2_pods.local("survivor", tmp_path, module=MODULE)
     assert done.outputs == ["survived"], done.output
@@ -236,6 +236,7 @@ def test_tasks_that_share_a_process_share_a_run_and_no_configuration(server, tmp
     assert (server.run("r1-beside").project, server.run("r1-beside").tags) == ("uncategorized", [])
 
 
+@pytest.mark.full
 def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
     done = pod("parent", module=WORKERS, action="identified", children=True, context=tracking_config(id="exp"))
     assert done.outputs is not None, done.output
@@ -249,21 +250,24 @@ def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
 # What a task leaves beside its outputs
 
 
-def test_the_report_shows_the_runs_and_what_they_came_to(pod, server):
-    for module, task, run_ids, state in [
-        (MODULE, "reported", ["r1-reported"], "finished"),
-        (MODULE, "async_reported", ["r1-async_reported"], "finished"),
-        (MODULE, "fails_reported", ["r1-fails_reported"], "failed (1)"),
-        (WORKERS, "reported_ranks", [f"r1-reported_ranks-rank-{rank}" for rank in range(2)], "finished"),
-    ]:
-        report = pod(task, module=module).report
-        for run_id in run_ids:
-            assert f'<a href="{server.url}/team/tests/runs/{run_id}">{run_id}</a></td><td>{state}</td>' in report
-            assert f"<td>{task}: 2</td>" in report
-        assert ("torchelastic" in report) == (task == "reported_ranks")
+@pytest.mark.parametrize(
+    ("module", "task", "suffixes", "state"),
+    [
+        (MODULE, "reported", [""], "finished"),
+        pytest.param(MODULE, "async_reported", [""], "finished", marks=pytest.mark.full),
+        pytest.param(MODULE, "fails_reported", [""], "failed (1)", marks=pytest.mark.full),
+        pytest.param(WORKERS, "reported_ranks", ["-rank-0", "-rank-1"], "finished", marks=pytest.mark.full),
+    ],
+)
+def test_the_report_shows_the_runs_and_what_they_came_to(pod, server, module, task, suffixes, state):
+    report = pod(task, module=module).report
+    for run_id in [f"r1-{task}{suffix}" for suffix in suffixes]:
+        assert f'<a href="{server.url}/team/tests/runs/{run_id}">{run_id}</a></td><td>{state}</td>' in report
+        assert f"<td>{task}: 2</td>" in report
+    assert ("torchelastic" in report) == (task == "reported_ranks")
 
 
-@pytest.mark.parametrize("task", ["downloaded", "async_downloaded"])
+@pytest.mark.parametrize("task", ["downloaded", pytest.param("async_downloaded", marks=pytest.mark.full)])
 def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
     assert pod(task, children=True).outputs == [f"r1-{task}"]
     (trace,) = [path for path in flyte2_pods.base(directory / task, "r1").iterdir() if path.name != task]
@@ -271,6 +275,7 @@ def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
     assert {"wandb-summary.json", "config.yaml"} <= {path.name for path in Path(files).iterdir()}
 
 
+@pytest.mark.full
 def test_files_that_cannot_be_an_output_fail_nothing(pod):
     done = pod("downloaded_workers", module=WORKERS)
     assert (done.error, done.output.count("download_logs=True is left out: the training has 2 ranks")) == (None, 1)
@@ -288,7 +293,7 @@ def test_what_was_logged_offline_outlives_the_pod(tmp_path):
 # Workers
 
 
-def test_fault_wandb_is_imported_on_every_rank(pod, server, directory):
+def test_the_first_rank_alone_has_a_run_and_imports_wandb(pod, server, directory):
     done = pod("workers", module=WORKERS)
     assert done.outputs == ["r1-workers"], done.output
     first, second = seen(directory / "workers", "workers")
@@ -299,26 +304,30 @@ def test_fault_wandb_is_imported_on_every_rank(pod, server, directory):
     assert run.config["distributed"].items() >= {"world_size": 2, "launcher": "torchelastic"}.items()
 
 
+@pytest.mark.full
 def test_all_ranks_share_a_run(pod, server):
     assert pod("shared_workers", module=WORKERS).outputs == ["r1-shared_workers"]
     run = server.run("r1-shared_workers")
     assert (run.exit_codes, sorted(values(run.rows, "shared_workers"))) == ([0], [0, 0, 1, 1, 2, 2])
 
 
-def test_fault_a_restart_does_not_resume(pod, server):
+@pytest.mark.full
+def test_restarted_workers_go_on_in_the_run(pod, server):
     assert pod("restarted_workers", module=WORKERS).outputs == ["r1-restarted_workers"]
     run = server.run("r1-restarted_workers")
     assert (run.exit_codes, run.rows_overwritten) == ([1, 0], 0)
     assert values(run.rows, "restarted_workers") == [0, 1, 2, 0, 1, 2]
 
 
-def test_fault_when_a_peer_dies_the_run_stays_running(pod, server):
+@pytest.mark.full
+def test_when_another_rank_dies_the_run_ends_as_terminated(pod, server):
     done = pod("dying_peer", module=WORKERS)
     assert done.error is not None
     run = server.run("r1-dying_peer")
     assert (run.exit_codes, values(run.rows, "dying_peer")) == ([143], [0, 1, 2])
 
 
+@pytest.mark.full
 def test_two_nodes_have_a_run_each_and_links_that_lead_there(server, directory, tasks, with_workers):
     for task, ids in [
         ("per_node", {f"r1-per_node-worker-{i}" for i in range(2)}),
@@ -336,8 +345,9 @@ def test_two_nodes_have_a_run_each_and_links_that_lead_there(server, directory, 
         assert leads_to == (ids if task == "per_node" else {"r1-new_on_nodes"})
 
 
-def test_fault_an_elastic_range_has_links_that_dangle(server, directory, tasks, with_workers):
-    """It comes up as one node, of 1 to 4."""
+@pytest.mark.full
+def test_workers_of_an_elastic_range_have_a_link_to_their_group(server, directory, tasks, with_workers):
+    """The task asks for 1 to 4 nodes, and gets one."""
     done = flyte2_pods.run("resized", directory / "resized", module=WORKERS, action="resized", **server.environment)
     assert done.error is None, done.output
     (run,) = [run for run in server.runs if run.id.startswith("r1-resized")]
@@ -373,30 +383,8 @@ def test_the_task_stays_the_same_object_and_its_copies_are_tracked(tasks, with_w
     assert tasks.links(copy) == {"Weights & Biases": "https://wandb.ai/team/tests/runs/r1-{{.actionName}}"}
 
 
-def test_fault_stacking_and_override_drop_the_tracking(tmp_path):
-    script = f"""
-        import sys
-        sys.path.insert(0, {str(jobs.PROGRAMS)!r})
-        import flyte
-        from flyteplugins_tracking import get_run, tracking_init
-        env = flyte.TaskEnvironment(name="stacked")
-
-        @tracking_init(project="outer", run_mode="new")
-        @tracking_init(project="inner", run_mode="new")
-        @env.task
-        def stacked(n: int) -> int:
-            get_run().log({{"n": n}})
-            return n
-
-        @env.task
-        def calls(n: int) -> int:
-            return stacked.override(retries=2)(n)
-
-        flyte.init()
-        flyte.run(calls, n=1)
-    """
-    (tmp_path / "script.py").write_text("\n".join(line[8:] for line in script.splitlines()))
-    done = jobs.python(tmp_path, "script.py")
+def test_stacked_trackings_hold_in_a_task_that_is_overridden(tmp_path):
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte2_stacked.py")
     assert done.returncode == 0, done.output
     assert sorted((run.project, len(run.rows), run.exit_code) for run in done.runs) == [
         ("inner", 1, 0),
@@ -404,7 +392,7 @@ def test_fault_stacking_and_override_drop_the_tracking(tmp_path):
     ]
 
 
-def test_fault_a_misspelt_mode_is_accepted():
+def test_a_misspelt_mode_is_refused():
     with pytest.raises(ConfigError, match="did you mean 'shared'"):
         tracking_init(run_mode="shard")
 
@@ -521,21 +509,9 @@ def test_what_cannot_work_is_refused_at_decoration():
         tracking_init(elastic)
 
 
-def test_fault_a_direct_call_raises_and_wandb_run_is_none(tmp_path):
-    script = f"""
-        import sys
-        sys.path.insert(0, {str(jobs.PROGRAMS)!r})
-        import asyncio, flyte2_tracked, flyte2_workers, wandb
-        from flyteplugins_tracking import get_run
-        def training(tag):
-            print(tag, wandb.run is get_run() is not None)
-            get_run().log({{tag: 1}})
-
-        flyte2_tracked.training = flyte2_workers.training = training
-        flyte2_tracked.plain(n=1), flyte2_workers.workers(n=1), asyncio.run(flyte2_tracked.coroutine(n=1))
-    """
-    (tmp_path / "script.py").write_text("\n".join(line[8:] for line in script.splitlines()))
-    done = jobs.python(tmp_path, "script.py")
+@pytest.mark.full
+def test_a_direct_call_of_a_task_has_a_run_which_is_wandbs_current_one(tmp_path):
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte2_direct_calls.py")
     assert done.returncode == 0, done.output
     assert [line for line in done.output.splitlines() if "True" in line] == [
         "plain True",

@@ -14,7 +14,7 @@ from support import flyte2_pods
 
 
 def told(directory: Any, tag: str) -> list[dict[str, Any]]:
-    """What the processes of a task were told, by rank."""
+    """The reports of a task's processes, by rank."""
     found = [json.loads(path.read_text()) for path in directory.glob(f"{tag}-*.json")]
     return sorted(found, key=lambda report: report["rank"] or "")
 
@@ -31,12 +31,14 @@ def test_a_child_task_is_a_pod_of_its_own_and_inherits_the_context(tmp_path):
     assert flyte2_pods.ended(done, action=given["action"]).outputs is not None
 
 
+@pytest.mark.full
 def test_a_child_is_retried_as_its_task_says(tmp_path):
     done = flyte2_pods.run("retrying_parent", tmp_path, children=True)
     assert done.outputs == [1], done.output
     assert sorted(seen["attempt"] for seen in told(tmp_path, "second_attempt")) == [0, 1]
 
 
+@pytest.mark.full
 def test_a_child_with_two_nodes_has_two_pods(tmp_path):
     done = flyte2_pods.run("parent_of_nodes", tmp_path, module="flyte2_nodes", children=True)
     assert done.error is None, done.output

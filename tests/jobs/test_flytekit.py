@@ -17,7 +17,7 @@ TASKS, WORKERS = jobs.PROGRAMS / "flyte_tasks.py", jobs.PROGRAMS / "flyte_worker
 
 
 def reports(directory: Path) -> dict[str, list[dict]]:
-    """What each task's processes reported, by task and rank."""
+    """The reports of each task's processes, by task and rank."""
     found: dict[str, list[dict]] = {}
     for path in sorted(directory.glob("*.json")):
         seen = json.loads(path.read_text())
@@ -64,6 +64,7 @@ def test_each_kind_of_task_has_one_run_per_call(in_process, task, calls):
         assert stored[run_id].exit_code == 0
 
 
+@pytest.mark.full
 def test_elastic_workers_have_their_runs_and_the_others_none(elastic):
     seen = reports(elastic.directory)
     assert [report["run_id"] for report in seen["spawn_above"] if report["rank"] == 1] == [None, None]
@@ -79,12 +80,14 @@ def test_elastic_workers_have_their_runs_and_the_others_none(elastic):
         assert run.config["distributed"]["launcher"] == "torchelastic"
 
 
+@pytest.mark.full
 def test_two_local_executions_in_a_row_make_two_runs(elastic):
     for task in ("spawn_above", "fork_below"):
         opened = [report["run_id"] for report in reports(elastic.directory)[task] if report["run_id"]]
         assert len(set(opened)) == 2
 
 
+@pytest.mark.full
 def test_an_exception_in_an_elastic_worker_is_a_failed_run(tmp_path):
     done = jobs.python(tmp_path, WORKERS, "failing")
     assert done.returncode != 0
@@ -113,6 +116,7 @@ def test_a_pod_runs_a_task_and_its_retry_goes_on_with_the_run(tmp_path):
     }
 
 
+@pytest.mark.full
 def test_the_pods_of_an_elastic_job_agree(tmp_path):
     rendezvous = {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{jobs.free_port()}"}
     env = flyte1_pods.environment("on_two_nodes", FLYTE_EXECUTION_URL="http://flyte/x", **rendezvous)
@@ -154,34 +158,29 @@ def test_pods_of_a_pytorch_job_are_ranks(tmp_path):
     assert sorted(run.id for run in done.runs) == ["f7c3a-n0-worker-0-rank-0", "f7c3a-n0-worker-1-rank-0"]
 
 
+@pytest.mark.full
 def test_the_agent_of_a_pytorch_job_is_no_rank(tmp_path):
     done = flyte1_pods.run("pytorch_job", tmp_path, RANK="1", WORLD_SIZE="16", PET_NPROC_PER_NODE="8")
     assert "RANK=1 is a node, not a process: PET_NPROC_PER_NODE=8" in done.output
     assert done.runs == []
 
 
+@pytest.mark.full
 def test_a_hashed_name_is_the_id_and_its_execution_the_group(tmp_path):
     done = flyte1_pods.run("below", tmp_path, name="fabc123d")
     assert [(run.id, run.group) for run in done.runs] == [("fabc123d", "f7c3a")], done.output
 
 
 def test_a_script_that_a_task_starts_is_no_task(tmp_path):
-    """It inherits the pod's variables: flytekit's context there has a random prefix in each process."""
-    code = """
-import flytekit
-from flyteplugins_tracking import get_run, tracking_init
-@tracking_init
-def train():
-    print(get_run().id)
-train()
-"""
-    done = jobs.python(tmp_path, "-c", code, env=flyte1_pods.environment("below"))
+    """The script inherits the pod's variables. flytekit's context there has a random prefix in each process."""
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte_imported.py", env=flyte1_pods.environment("below"))
     assert done.returncode == 0, done.output
     (run,) = done.runs
     assert not run.id.startswith("f7c3a")
     assert run.config["flyte"]["execution"] == "f7c3a"
 
 
+@pytest.mark.full
 def test_map_task_elements_in_one_prefix_are_runs_of_their_own(tmp_path):
     for index in ("0", "1"):
         done = flyte1_pods.run(
@@ -190,6 +189,7 @@ def test_map_task_elements_in_one_prefix_are_runs_of_their_own(tmp_path):
     assert [run.id for run in done.runs] == ["f7c3a-n0-0", "f7c3a-n0-1"], done.output
 
 
+@pytest.mark.full
 def test_a_missing_key_on_a_cluster_is_told_and_nothing_is_opened(tmp_path):
     done = flyte1_pods.run("below", tmp_path, WANDB_MODE="online")
     assert "TrackerUnavailableError" in done.output
@@ -207,14 +207,7 @@ def test_a_missing_secret_on_a_cluster_is_told(tmp_path):
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory):
     """The config of each task's serialized template, from a process that imports the tasks."""
-    code = """
-import flyte_tasks, flyte_workers, json
-tasks = [getattr(flyte_tasks, name) for name in ("below", "above", "inner_links", "async_below", "cached")]
-workers = ("spawn_below", "spawn_above", "links_per_worker", "link_to_group", "links_of_a_range")
-tasks += [flyte_tasks.pytorch_job, *(getattr(flyte_workers, name) for name in workers)]
-print("TEMPLATES", json.dumps({task.name.rpartition(".")[2]: flyte_tasks.serialized(task) for task in tasks}))
-"""
-    done = jobs.python(tmp_path_factory.mktemp("templates"), "-c", code, env={"PYTHONPATH": str(jobs.PROGRAMS)})
+    done = jobs.python(tmp_path_factory.mktemp("templates"), jobs.PROGRAMS / "flyte_templates.py")
     assert done.returncode == 0, done.output
     return json.loads(done.output.partition("TEMPLATES ")[2])
 
@@ -253,6 +246,7 @@ def test_the_deck_shows_the_runs_and_the_files_are_kept(tmp_path):
     assert {"wandb-summary.json", "config.yaml"} <= {path.name for path in files.iterdir()}
 
 
+@pytest.mark.full
 def test_the_deck_shows_the_runs_of_all_ranks_and_what_is_unsent_outlives_the_pod(tmp_path):
     done = flyte1_pods.run("decked_ranks", tmp_path, module="flyte_workers")
     assert done.returncode == 0, done.output
@@ -284,36 +278,16 @@ def test_links_of_class_decorators_inside_are_kept(templates):
     }
 
 
-@pytest.mark.parametrize("how", ["pickle", "cloudpickle", "multiprocessing", "registered"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "pickle",
+        pytest.param("cloudpickle", marks=pytest.mark.full),
+        pytest.param("multiprocessing", marks=pytest.mark.full),
+        "registered",
+    ],
+)
 def test_a_plain_function_pickles_as_without_flytekit(tmp_path, how):
-    """By name, also in `__main__`; by value for cloudpickle, for `__main__` and for modules registered with it."""
-    (tmp_path / "script.py").write_text(
-        f"""
-import pickle, subprocess, sys
-from multiprocessing.reduction import ForkingPickler
-import cloudpickle, flytekit
-from flyteplugins_tracking import tracking_init
-how = {how!r}
-
-@tracking_init
-def train(x):
-    return x + 1
-
-if __name__ == "__main__":
-    assert type(train).__name__ == "TaskFunction"
-    if how == "pickle":
-        assert pickle.loads(pickle.dumps(train)) is train
-    if how == "multiprocessing":
-        assert pickle.loads(ForkingPickler.dumps(train)) is train
-    if how == "registered":
-        import script
-        cloudpickle.register_pickle_by_value(script)
-        train = script.train
-    if how in ("cloudpickle", "registered"):
-        code = "import sys, pickle; print(pickle.load(sys.stdin.buffer)(1))"
-        done = subprocess.run([sys.executable, "-c", code], input=cloudpickle.dumps(train), cwd="/")
-        assert done.returncode == 0
-"""
-    )
-    done = jobs.python(tmp_path, "script.py")
+    """pickle takes it by name. cloudpickle takes it by value if it is of `__main__` or of a registered module."""
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte_pickling.py", how)
     assert done.returncode == 0, done.output

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from support import jobs
 from support.loopback import Fault
-from support.recording import recorded
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
+from flyteplugins_tracking.testing import RecordingTracker
 
 PROGRAM = jobs.PROGRAMS / "loop_signals.py"
 
@@ -177,11 +177,11 @@ def installed() -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("of_the_loop", [False, True])
-def test_what_was_installed_is_back_when_the_last_function_returns(monkeypatch, of_the_loop):
-    runs = recorded(monkeypatch)
+def test_what_was_installed_is_back_when_the_last_function_returns(of_the_loop):
+    recorder = RecordingTracker()
     entered, is_left = threading.Barrier(3), threading.Event()
 
-    @tracking_init
+    @tracking_init(tracker=recorder)
     def train(goes_first: bool) -> None:
         entered.wait(60)
         assert goes_first or is_left.wait(60)
@@ -206,15 +206,15 @@ def test_what_was_installed_is_back_when_the_last_function_returns(monkeypatch, 
     assert (before, with_two) == (after, with_one)
     assert before[0] is not with_two[0]
     assert (before[1] != with_two[1]) is of_the_loop
-    assert [run.exit_codes for run in runs.runs] == [[0], [0]]
+    assert [run.exit_codes for run in recorder.runs] == [(0,), (0,)]
 
 
 @pytest.mark.parametrize("kind", ["ignored", "blocked", "no loop"])
-def test_no_handler_is_installed_if_the_main_thread_cannot_run_it(monkeypatch, kind):
+def test_no_handler_is_installed_if_the_main_thread_cannot_run_it(kind):
     """Nor by an installation that comes too late."""
-    runs, seen = recorded(monkeypatch), []
+    recorder, seen = RecordingTracker(), []
 
-    @tracking_init
+    @tracking_init(tracker=recorder)
     def train() -> None:
         seen.append(signal.getsignal(signal.SIGTERM))
 
@@ -239,14 +239,13 @@ def test_no_handler_is_installed_if_the_main_thread_cannot_run_it(monkeypatch, k
     finally:
         signal.signal(signal.SIGTERM, own)
     assert set(seen) == {before}
-    assert [run.exit_codes for run in runs.runs] == [[0]]
+    assert [run.exit_codes for run in recorder.runs] == [(0,)]
 
 
-def test_other_signals_reach_the_loop_meanwhile(monkeypatch):
-    recorded(monkeypatch)
+def test_other_signals_reach_the_loop_meanwhile():
     got = threading.Event()
 
-    @tracking_init
+    @tracking_init(tracker=RecordingTracker())
     def train() -> None:
         os.kill(os.getpid(), signal.SIGUSR2)
         assert got.wait(60)

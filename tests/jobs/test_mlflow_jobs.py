@@ -10,7 +10,6 @@ import shlex
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 from support import jobs
 from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun
+from support.waiting import wait_for_file
 
 from flyteplugins_tracking import get_run, tracking_init
 
@@ -114,6 +114,7 @@ def test_mlflow_run_id_is_the_very_run_and_stays_set(fluent):
     assert (run.status, run.values("chosen")) == ("FINISHED", [1.0])
 
 
+@pytest.mark.full
 def test_autologging_is_the_ranks_own_that_has_a_run_and_a_group_ends_as_its_worst_run(server, tmp_path):
     agent = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
     done = jobs.run([*agent, SCRIPT, "ranks", "ranks"], tmp_path, environment(server))
@@ -133,29 +134,31 @@ def test_autologging_is_the_ranks_own_that_has_a_run_and_a_group_ends_as_its_wor
     assert system[1] == set()
 
 
-def test_a_log_costs_less_than_0_2_ms(server, tmp_path):
+def test_a_log_is_no_request_and_all_rows_arrive(server, tmp_path):
+    """The benchmark holds the figure of 0.2 ms; a request takes milliseconds."""
     done = jobs.python(tmp_path, SCRIPT, "cost", "cost", env=environment(server))
     assert done.returncode == 0, done.output
     noted = seen(tmp_path)
     print({name: round(value, 3) for name, value in noted.items()})
-    assert noted["log_us"] < 200
+    assert noted["log_us"] < 200 * jobs.TIME_SCALE
     assert len(by_id(server, "cost")["cost"].rows) == 10_000
 
 
+@pytest.mark.full
 def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, tmp_path):
     process = jobs.start([sys.executable, SCRIPT, "outage", "outage"], tmp_path, environment(server))
-    await_file(tmp_path / "started")
-    time.sleep(3)
+    wait_for_file(tmp_path / "started", process)
     with server.mute():
-        time.sleep(3)
-    await_file(tmp_path / "mute")
+        (tmp_path / "is-stopped").touch()
+        wait_for_file(tmp_path / "logged-in-outage", process)
+    wait_for_file(tmp_path / "mute", process)
     with server.mute():
         (tmp_path / "is-mute").touch()
-        done = jobs.finish(process, tmp_path, timeout_s=90)
+        done = jobs.finish(process, tmp_path)
     assert done.returncode == 0, done.output
     noted = seen(tmp_path)
-    assert noted["slowest_s"] < 1
-    assert noted["end_s"] < 8
+    assert noted["slowest_s"] < 0.2 * jobs.TIME_SCALE
+    assert noted["end_s"] < 3 * jobs.TIME_SCALE  # finish_timeout_s=3
     (said,) = (line for line in done.output.splitlines() if "The rest is in files" in line)
     command = shlex.split(said.rpartition("is there: ")[2])
     sent = jobs.run([sys.executable, *command[1:]], tmp_path, environment(server))
@@ -176,7 +179,7 @@ def test_a_server_that_is_mute_or_refuses_is_said_in_time_and_without_the_key(tm
     assert noted["variables"] == []
     said = {uri: noted[uri] for uri in (wrong_key, silent, nobody, "nonsense://x")}
     assert all(name == "TrackerUnavailableError" for name, *_ in said.values()), said
-    assert max(seconds for *_, seconds in said.values()) < 5
+    assert max(seconds for *_, seconds in said.values()) < 3 * jobs.TIME_SCALE  # init_timeout_s=3
     assert "HTTP 401" in said[wrong_key][1]
     assert "secret=" in said[wrong_key][1]
     assert "does not answer" in said[silent][1]
@@ -200,13 +203,6 @@ def denying() -> Iterator[str]:
 def mute() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-
-
-def await_file(path: Path) -> None:
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < until, path
-        time.sleep(0.02)
 
 
 def test_what_no_request_or_file_can_hold_takes_nothing_else_with_it(server, tmp_path, monkeypatch, bare_environment):

@@ -1,4 +1,4 @@
-"""What the package exports, what importing it costs, and which module may import which."""
+"""Importing the package in a new interpreter loads the standard library only."""
 
 from __future__ import annotations
 

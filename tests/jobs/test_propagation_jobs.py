@@ -1,4 +1,4 @@
-"""What `tracking_config` says reaches what is called and started in its block, unchanged, and nothing else."""
+"""The arguments of `tracking_config` reach the threads and processes that are started in its block."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import sys
 import threading
 
 from support import jobs
+from support.requests import RequestRecorder
 
 from flyteplugins_tracking import get_run, tracking_config, tracking_init
 
 
-@tracking_init
+@tracking_init(tracker=RequestRecorder())
 def train():
     return get_run().request.config
 
 
-def test_a_block_reaches_threads_and_processes_that_are_started_in_it(recorder):
+def test_a_block_reaches_threads_and_processes_that_are_started_in_it(bare_environment):
     found = []
     code = "from flyteplugins_tracking.propagation import *; print(read(CONFIG, None)['project'])"
     with tracking_config(project="block"):

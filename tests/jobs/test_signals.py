@@ -12,11 +12,11 @@ import pytest
 from support import jobs
 from support.harness import ends, job, python, torchrun
 from support.loopback import Fault
-from support.recording import recorded
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
 from flyteplugins_tracking.signals import Watch
+from flyteplugins_tracking.testing import RecordingTracker
 
 
 def trained(directory: Path, *arguments: str, env: Mapping[str, str] | None = None) -> jobs.Done:
@@ -120,10 +120,10 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
     assert (done.returncode, [run.exit_code for run in done.runs]) == (0, [0]), done.output
 
 
-def test_a_function_in_a_thread_works_without_signals(monkeypatch):
-    runs, before, seen = recorded(monkeypatch), signal.getsignal(signal.SIGTERM), []
+def test_a_function_in_a_thread_works_without_signals():
+    recorder, before, seen = RecordingTracker(), signal.getsignal(signal.SIGTERM), []
 
-    @tracking_init
+    @tracking_init(tracker=recorder)
     def train() -> None:
         seen.append(signal.getsignal(signal.SIGTERM))
 
@@ -131,7 +131,7 @@ def test_a_function_in_a_thread_works_without_signals(monkeypatch):
     thread.start()
     thread.join()
     assert seen == [before]
-    assert [run.exit_codes for run in runs.runs] == [[0]]
+    assert [run.exit_codes for run in recorder.runs] == [(0,)]
 
 
 def test_a_signal_to_a_child_that_has_just_been_forked_ends_the_child_alone(tmp_path):

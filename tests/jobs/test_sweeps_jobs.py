@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,13 @@ from support import flyte2_pods, jobs
 from support.loopback import Fault
 from support.wandb_server import WandbServer
 
+WITHOUT_SERVICE = jobs.PROGRAMS / "sweep_without_service.py"
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 
 
-def seen(output: str) -> list:
-    """What a script has told, line by line."""
-    return [json.loads(line.partition("SEEN ")[2]) for line in output.splitlines() if line.startswith("SEEN ")]
+def seen(done: jobs.Done) -> list:
+    """The values that a program has written as JSON, one a line. W&B's threads print between its own words."""
+    return [json.loads(line) for line in (done.directory / "seen").read_text().splitlines()]
 
 
 def values(run, column: str) -> list:
@@ -51,7 +51,7 @@ def test_each_trial_has_its_run_with_its_parameters_and_its_true_end(plain):
         ([0], [4, 4]),
     ]
     assert sum(run.rows_overwritten + run.rows_after_completion for run in server.runs) == 0
-    told = seen(done.output)
+    told = seen(done)
     assert told[0] == {"id": runs[0].id, "is_global": True, "sweep": sweep.id}
     assert told[1] == {"id": runs[3].id, "is_global": True, "sweep": sweep.id}
     assert told[2] == {"sweep": sweep.id, "in_thread": sweep.id, "is_global": True}
@@ -69,49 +69,18 @@ def test_the_run_around_an_agent_goes_on_after_it_and_has_its_true_end(plain):
     assert (fails.entity, fails.project) == ("e", "p2")
 
 
+@pytest.mark.full
 def test_a_teardown_is_noticed_by_a_thread_that_has_the_id_of_the_clients_own(tmp_path):
-    (tmp_path / "script.py").write_text(
-        """
-import threading, wandb
-from flyteplugins_tracking import get_run, tracking_init
-
-@tracking_init(id="outer")
-def train():
-    run = get_run()
-    run.log({"x": 0})
-    wandb.teardown()
-    run._interface._asyncer._thread._ident = threading.get_ident()
-    run.log({"x": 1})
-
-train()
-"""
-    )
-    done = jobs.python(tmp_path, "script.py")
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_teardown.py")
     assert done.returncode == 0, done.output
     assert sorted(row["x"] for run in done.runs for row in run.rows) == [0, 1]
 
 
 def test_nothing_of_a_sweep_is_left_behind(plain):
     done, _ = plain
-    left = next(told for told in seen(done.output) if "left" in told)
+    left = next(told for told in seen(done) if "left" in told)
     assert set(left["left"].values()) == {None}
     assert (left["session"], left["end"]) == ([None, None], None)
-
-
-SWEPT = """
-import os, sys, time
-from flyteplugins_tracking import *
-
-@tracking_sweep(method="grid", parameters={"x": {"values": [1]}}, project="p", entity="e")
-def search():
-    raise SystemExit("the function was called")
-
-try:
-    with tracking_config(init_timeout_s=2):
-        search()
-except TrackingError as error:
-    print(type(error).__name__, error)
-"""
 
 
 @pytest.mark.parametrize(
@@ -125,18 +94,16 @@ except TrackingError as error:
 def test_without_a_key_or_an_answer_there_is_an_error_in_time(tmp_path, fault, env, message):
     with WandbServer() as server:
         server.fault = fault
-        done = jobs.run([sys.executable, "-c", SWEPT], tmp_path, {**server.environment, **env}, timeout_s=60)
+        done = jobs.python(tmp_path, WITHOUT_SERVICE, env={**server.environment, **env})
     assert message in done.output
 
 
 def test_without_wandb_the_error_names_the_command(tmp_path):
-    code = "import sys; sys.modules['wandb'] = None\n" + SWEPT
-    code = code.replace("sys.modules['wandb'] = None", "import importlib.util as u; u.find_spec = lambda name: None")
-    done = jobs.run([sys.executable, "-c", code], tmp_path, timeout_s=60)
+    done = jobs.python(tmp_path, WITHOUT_SERVICE, "without-wandb")
     assert 'TrackerNotInstalledError pip install "flyteplugins-tracking[wandb]"' in done.output
 
 
-@pytest.mark.parametrize("run_mode", ["auto", "new"])
+@pytest.mark.parametrize("run_mode", ["auto", pytest.param("new", marks=pytest.mark.full)])
 def test_all_ranks_run_the_trials_in_step(tmp_path, run_mode):
     pytest.importorskip("torch")
     with WandbServer() as server:
@@ -157,8 +124,15 @@ def test_all_ranks_run_the_trials_in_step(tmp_path, run_mode):
     assert "the objective has failed on rank 1: ValueError: made to fail" in done.output
 
 
-@pytest.mark.parametrize("where", ["local", "pod"])
-@pytest.mark.parametrize("task", ["sweep_above", "sweep_below"])
+@pytest.mark.parametrize(
+    ("task", "where"),
+    [
+        ("sweep_above", "local"),
+        pytest.param("sweep_above", "pod", marks=pytest.mark.full),
+        pytest.param("sweep_below", "local", marks=pytest.mark.full),
+        ("sweep_below", "pod"),
+    ],
+)
 def test_a_flyte_2_task_and_its_children_have_one_sweep(tmp_path, where, task):
     pytest.importorskip("flyte")
     with WandbServer() as server:
@@ -181,10 +155,13 @@ def test_flytekit_tasks_have_their_sweep_and_their_run_in_either_order(tmp_path)
     pytest.importorskip("flytekit")
     with WandbServer() as server:
         # Imported, as for registration: flytekit does not serialize such tasks of `__main__`.
-        code = f"import sys; sys.path.insert(0, {str(jobs.PROGRAMS)!r}); import flyte_sweeps; flyte_sweeps.main()"
-        done = jobs.run([sys.executable, "-c", code], tmp_path, server.environment)
+        done = jobs.python(
+            tmp_path,
+            *("-c", "import flyte_sweeps; flyte_sweeps.main()"),
+            env={**server.environment, "PYTHONPATH": str(jobs.PROGRAMS)},
+        )
         assert done.returncode == 0, done.output
-        ids, configs = seen(done.output)
+        ids, configs = seen(done)
         assert ids == [sweep.id for sweep in server.sweeps]
         assert [(run.exit_codes, values(run, "x")) for run in trials(server)] == [([0], [1])] * 3
         for name in ("above", "below", "around"):
@@ -194,19 +171,9 @@ def test_flytekit_tasks_have_their_sweep_and_their_run_in_either_order(tmp_path)
 
 
 def test_tracking_config_gives_the_place_and_the_decorator_goes_before_all(tmp_path):
-    code = """
-from flyteplugins_tracking import *
-
-@tracking_sweep(method="grid", parameters={"x": {"values": [1]}}, description="d", run_cap=2)
-def search():
-    print("SEEN", '"' + get_sweep_id() + '"')
-
-with tracking_config(project="p", entity="e"), tracking_sweep_config(method="random", project="q", description="x"):
-    search()
-"""
     with WandbServer() as server:
-        done = jobs.run([sys.executable, "-c", code], tmp_path, server.environment)
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_config.py", env=server.environment)
         (sweep,) = server.sweeps
-    assert seen(done.output) == [sweep.id]
+    assert seen(done) == [sweep.id]
     assert (sweep.entity, sweep.project, sweep.config["method"]) == ("e", "q", "grid")
     assert (sweep.config["description"], sweep.config["run_cap"]) == ("d", 2)

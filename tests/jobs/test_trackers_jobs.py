@@ -56,7 +56,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> JsonlBackend:
 
 @pytest.fixture
 def registered(installed, monkeypatch):
-    """It is there for this process."""
+    """Have this process find the installed example."""
     monkeypatch.syspath_prepend(installed.environment()["PYTHONPATH"].partition(":")[0])
     monkeypatch.setenv("JSONL_DIR", installed.environment()["JSONL_DIR"])
     base._registered.cache_clear()
@@ -172,12 +172,14 @@ def objects(installed, tmp_path_factory) -> jobs.Done:
     return done
 
 
+@pytest.mark.full
 def test_an_object_reaches_the_workers_of_elastic(objects, installed):
     (run,) = installed.runs("elastic")
     assert run.points == {(f"rank{rank}", number): 1 for rank in range(2) for number in range(20)}
     assert (run.status, run.ends) == ("finished", 1)
 
 
+@pytest.mark.full
 def test_two_trackers_on_one_function_both_have_all_rows(objects, installed):
     (path,) = Path(installed.environment()["JSONL_DIR"]).glob("stacked/*.jsonl")
     lines = [json.loads(line) for line in path.read_text().splitlines()]

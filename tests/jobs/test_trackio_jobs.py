@@ -1,4 +1,4 @@
-"""The real Trackio client on its own files and on its own server: what it is given and what it stored."""
+"""Jobs with the real Trackio client, on its own files and on its own server: what it is given and what it stored."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import textwrap
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,26 +16,28 @@ from typing import Any
 
 import pytest
 from support import jobs
+from support.waiting import wait_for_file, wait_until
 
 pytest.importorskip("trackio", reason='trackio is not installed: pip install "flyteplugins-tracking[trackio]"')
 
+SCENARIOS = jobs.PROGRAMS / "trackio_scenarios.py"
 TOKEN = "canary" + "0" * 34
 
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
 
 
 def environment(directory: Path, **more: str) -> dict[str, str]:
-    return {"TRACKIO_DIR": str(directory / "trackio"), **more}
+    """Trackio's files, and a place of its own for the claims of runs: each test has the run "i" of the project "p"."""
+    return {"TRACKIO_DIR": str(directory / "trackio"), "TMPDIR": str(directory), **more}
 
 
-def start(directory: Path, code: str, **env: str) -> subprocess.Popen[str]:
-    """Run `code` behind the imports that these tests need."""
-    imports = "import logging, os, sys, time\nfrom flyteplugins_tracking import *\nlogging.basicConfig()\n"
-    return jobs.start([sys.executable, "-c", imports + textwrap.dedent(code)], directory, environment(directory, **env))
+def start(directory: Path, *arguments: str, **env: str) -> jobs.Process:
+    """Start a scenario of `trackio_scenarios.py`: its name, and its own arguments."""
+    return jobs.start([sys.executable, SCENARIOS, *arguments], directory, environment(directory, **env))
 
 
-def python(directory: Path, code: str, **env: str) -> jobs.Done:
-    return jobs.finish(start(directory, code, **env), directory)
+def python(directory: Path, *arguments: str, **env: str) -> jobs.Done:
+    return jobs.finish(start(directory, *arguments, **env), directory)
 
 
 def stored(directory: Path, query: str, project: str = "p") -> list[Any]:
@@ -50,17 +50,16 @@ def rows(directory: Path, run_id: str = "i") -> list[tuple[int, dict[str, Any]]]
     return [(step, json.loads(metrics)) for step, metrics in found]
 
 
+def row_count(directory: Path) -> int:
+    try:
+        return len(rows(directory))
+    except sqlite3.OperationalError:  # the tables are not made yet
+        return 0
+
+
 def config(directory: Path, run_id: str = "i") -> dict[str, Any]:
     ((text,),) = stored(directory, f"SELECT config FROM configs WHERE run_id = '{run_id}'")
     return json.loads(text)
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 60
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -69,22 +68,28 @@ def server(directory: Path, port: int) -> Iterator[str]:
     import httpx
 
     code = f"import trackio; trackio.show(open_browser=False, host='127.0.0.1', server_port={port}, block_thread=True)"
-    process = start(directory, code, TRACKIO_WRITE_TOKEN=TOKEN)
+    env = environment(directory, TRACKIO_WRITE_TOKEN=TOKEN)
+    process = jobs.start([sys.executable, "-c", code], directory, env)
     url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{url}/version").is_success
+        except httpx.HTTPError:
+            return False
+
     try:
-        until = time.monotonic() + 60
-        while True:
-            try:
-                httpx.get(f"{url}/version").raise_for_status()
-                break
-            except httpx.HTTPError:
-                assert time.monotonic() < until
-                assert process.poll() is None, process.communicate()[0]
-                time.sleep(0.1)
+        wait_until(answers, process)
         yield url
     finally:
         process.kill()
         process.communicate()
+
+
+def send(command: str, directory: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the command that a job has printed."""
+    words = [sys.executable, *shlex.split(command)[1:]]
+    return subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True, timeout=12 * jobs.TIME_SCALE)
 
 
 @pytest.fixture(scope="module")
@@ -165,173 +170,74 @@ def test_a_run_stays_in_its_process(one_process):
 
 
 def test_rows_of_the_last_moments_outlive_sigkill(tmp_path):
-    process = start(
-        tmp_path,
-        """
-        @tracking_init(tracker="trackio", project="p", id="i")
-        def train():
-            while True:
-                get_run().log({"at": time.time()})
-                open("logs", "w").close()
-                time.sleep(0.01)
-        train()
-        """,
-    )
-    wait_for(tmp_path / "logs", process)
-    time.sleep(1.5)
-    at = time.time()
+    process = start(tmp_path, "logs_until_killed")
+
+    def logged() -> int:
+        return (tmp_path / "logged").read_text().count("\n")
+
+    wait_for_file(tmp_path / "logged", process)
+    wait_until(lambda: logged() > 150, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    last = max(row["at"] for _, row in rows(tmp_path))
-    assert at - last < 1  # 0.2 s, on a machine that is not busy
+    kept = [row["number"] for _, row in rows(tmp_path)]
+    assert kept == list(range(len(kept)))
+    assert len(kept) >= logged() - 2 * jobs.TIME_SCALE  # rows of 10 ms, which are written every 0.2 s
     assert config(tmp_path)["status"] == "running"
 
 
 def test_what_cannot_be_written_in_time_is_kept_and_sent_once(tmp_path):
-    process = start(
-        tmp_path,
-        """
-        @tracking_init(tracker="trackio", project="p", id="i", finish_timeout_s=2)
-        def train():
-            get_run().log({"a": 0})
-            time.sleep(1)
-            open("opened", "w").close()
-            while not os.path.exists("locked"):
-                time.sleep(0.05)
-            for number in range(1, 50):
-                get_run().log({"a": number})
-            raise ValueError("made to fail")
-        train()
-        """,
-    )
-    wait_for(tmp_path / "opened", process)
+    process = start(tmp_path, "fails_while_the_files_are_locked")
+    wait_for_file(tmp_path / "opened", process)
+    wait_until(lambda: row_count(tmp_path) == 1, process)
     with (tmp_path / "trackio" / "p.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (tmp_path / "locked").touch()
-        at = time.monotonic()
-        done = jobs.finish(process, tmp_path)
-        assert time.monotonic() - at < 20
+        done = jobs.finish(process, tmp_path, timeout_s=2 * jobs.TIME_SCALE)  # finish_timeout_s=2
     assert "ValueError: made to fail" in done.output
     assert len(rows(tmp_path)) == 1
     command = done.output.partition("when that is possible: ")[2].splitlines()[0]
-    env = jobs.environment(tmp_path, **environment(tmp_path))
     for _ in range(2):
-        sent = subprocess.run(
-            [sys.executable, *shlex.split(command)[1:]],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        sent = send(command, tmp_path, jobs.environment(tmp_path, **environment(tmp_path)))
     assert "has no files" in sent.stderr
     assert sorted((step, row["a"]) for step, row in rows(tmp_path)) == [(n, n) for n in range(50)]
     assert (config(tmp_path)["status"], config(tmp_path)["exit_code"]) == ("failed", 1)
 
 
 def test_a_rank_that_finds_no_run_says_what_several_nodes_need(tmp_path):
-    done = python(
-        tmp_path,
-        """
-        @tracking_init(tracker="trackio", project="p", id="i", run_mode="shared", init_timeout_s=1)
-        def train(): pass
-        train()
-        """,
-        **RANK_1,
-    )
+    done = python(tmp_path, "joins_a_run", **RANK_1)
     assert "TrackerUnavailableError: Trackio: run i was not found in" in done.output
     assert "set TRACKIO_DIR to a directory that they all share" in done.output
 
 
-@pytest.mark.parametrize("chosen", [False, True])
-def test_files_that_would_end_with_a_pod_are_named(tmp_path, chosen):
-    done = python(
-        tmp_path,
-        """
-        os.environ.pop("HF_HOME", None)
-        if not CHOSEN:
-            del os.environ["TRACKIO_DIR"]
-
-        @tracking_init(tracker="trackio", project="p", id="i")
-        def train():
-            return get_run().tracking
-        handle = train()
-        print("UNSENT", [(each, handle.how_to_send("trackio")) for each in handle.unsent()])
-        """.replace("CHOSEN", str(chosen)),
-    )
+@pytest.mark.parametrize("directory", ["default", "chosen"])
+def test_files_that_would_end_with_a_pod_are_named(tmp_path, directory):
+    done = python(tmp_path, "names_unsent_files", directory)
     own = [(str(tmp_path / ".cache/huggingface/trackio"), "TRACKIO_DIR=trackio trackio show")]
-    assert f"UNSENT {[] if chosen else own}" in done.output
+    assert f"UNSENT {own if directory == 'default' else []}" in done.output
 
 
 def test_a_hub_that_does_not_answer_holds_nothing_up(tmp_path):
-    """Trackio asks it whose token it is, without a limit."""
-    done = python(
-        tmp_path,
-        """
-        import socket
-        mute = socket.create_server(("127.0.0.1", 0))
-        os.environ.update(HF_TOKEN="hf_none", HF_ENDPOINT=f"http://127.0.0.1:{mute.getsockname()[1]}")
-
-        @tracking_init(tracker="trackio", project="p", id="i")
-        def train():
-            get_run().log({"a": 1})
-        import trackio
-        at = time.monotonic()
-        train()
-        print("TOOK", time.monotonic() - at)
-        """,
-    )
-    assert float(done.output.partition("TOOK ")[2]) < 10
-    assert [row for _, row in rows(tmp_path)] == [{"a": 1}]
+    """Trackio asks the hub whose token it is, and waits for the answer without a limit: the job would not end."""
+    done = python(tmp_path, "meets_a_mute_hub")
+    assert done.returncode == 0, done.output
+    assert [row for _, row in rows(tmp_path)] == [{"a": 0}]
 
 
 def test_a_network_file_system_gets_files_that_the_dashboard_takes(tmp_path):
-    done = python(
-        tmp_path,
-        """
-        for attempt in range(2):
-            @tracking_init(tracker="trackio", project="p", id="i", name="n", config={"lr": 0.1})
-            def train():
-                get_run().log({"a": attempt})
-            train()
-            time.sleep(0.05)
-        from trackio.fragments import import_inbox_dir
-        assert not os.path.exists(os.environ["TRACKIO_DIR"] + "/p.db")
-        import_inbox_dir()
-        """,
-        TRACKIO_STORAGE_MODE="jsonl",
-    )
+    done = python(tmp_path, "imports_fragments", TRACKIO_STORAGE_MODE="jsonl")
     assert done.returncode == 0, done.output
     assert sorted((step, row["a"]) for step, row in rows(tmp_path)) == [(0, 0), (1, 1)]
     assert (config(tmp_path)["status"], config(tmp_path)["lr"]) == ("finished", 0.1)
 
 
+@pytest.mark.full
 def test_a_server_takes_all_and_what_it_misses_is_kept(tmp_path):
     port = jobs.free_port()
-    code = f"""
-        for token in ("", "wrong", "{TOKEN}"):
-            @tracking_init(tracker="trackio", project="p", id="i", server_url="http://127.0.0.1:{port}",
-                           secret=lambda: token, finish_timeout_s=3, init_timeout_s=20, config={{"lr": 0.1}})
-            def train():
-                run = get_run()
-                print("URL", run.tracking.url)
-                for number in range(100):
-                    run.log({{"a": number, "nan": float("nan")}})
-                time.sleep(0.5)
-                open("opened", "w").close()
-                while not os.path.exists("gone"):
-                    time.sleep(0.05)
-                for number in range(100, 200):
-                    run.log({{"a": number}})
-            try:
-                train()
-            except TrackerUnavailableError as error:
-                print("REFUSED", error)
-        """
-    with server(tmp_path, port):
-        process = start(tmp_path / "job", code)
-        wait_for(tmp_path / "job" / "opened", process)
-        assert (config(tmp_path)["status"], len(rows(tmp_path))) == ("running", 100)
+    with server(tmp_path, port) as url:
+        process = start(tmp_path / "job", "tries_tokens", url, TOKEN)
+        wait_for_file(tmp_path / "job" / "opened", process)
+        wait_until(lambda: row_count(tmp_path) == 100, process)
+        assert config(tmp_path)["status"] == "running"
     (tmp_path / "job" / "gone").touch()
     done = jobs.finish(process, tmp_path / "job")
     assert done.returncode == 0, done.output
@@ -341,8 +247,8 @@ def test_a_server_takes_all_and_what_it_misses_is_kept(tmp_path):
     command = done.output.partition("when that is possible: ")[2].splitlines()[0]
     with server(tmp_path, port):
         env = jobs.environment(tmp_path, **environment(tmp_path / "job", TRACKIO_WRITE_TOKEN=TOKEN))
-        words = [sys.executable, *shlex.split(command)[1:]]
-        subprocess.run(words, cwd=tmp_path, env=env, check=True, timeout=60)
+        sent = send(command, tmp_path, env)
+        assert sent.returncode == 0, sent.stderr
         assert sorted((step, row["a"]) for step, row in rows(tmp_path)) == [(n, n) for n in range(200)]
         assert (config(tmp_path)["status"], config(tmp_path)["lr"]) == ("finished", 0.1)
     written = [path.read_bytes() for path in (tmp_path / "job").rglob("*") if path.is_file()]

@@ -41,7 +41,7 @@ def launching() -> None:
 
 
 def forked() -> None:
-    """In a process that has its parent's open run by a fork."""
+    """Runs in a forked child of the process with the open run."""
     import wandb
 
     see("forked")

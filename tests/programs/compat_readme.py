@@ -31,7 +31,7 @@ class Loss(float):
 
 
 def given() -> dict[str, Any]:
-    """What the blocks use and do not define."""
+    """The names that the blocks use and do not define."""
     env = flyte.TaskEnvironment(name="readme")
     nodes = flyte.TaskEnvironment(name="readme-nodes", plugin_config=Elastic(nnodes=2, nproc_per_node=4))
 

@@ -84,7 +84,7 @@ async def trained(n: int) -> str:
 
 @env.task
 async def downloads(n: int) -> str:
-    """What another task has logged, as the output of a trace."""
+    """Returns what another task has logged, as the output of a trace."""
     run_id = await trained(n)
     with wandb_config(project="p", entity="e"):
         directory = await download_wandb_run_logs(run_id)

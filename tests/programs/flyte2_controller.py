@@ -65,7 +65,7 @@ def _ended(action: Action, output: Path, outputs_uri: str) -> Action:
 
 
 def _error(path: Path) -> ExecutionError:
-    """What a pod left in `error.pb`; a pod that left nothing was killed."""
+    """The error that a pod left in `error.pb`; a pod that left none was killed."""
     if not path.exists():
         message = "the pod ended without outputs and without an error"
         return ExecutionError(code="Unknown", message=message, kind=ExecutionError.SYSTEM)

@@ -88,7 +88,7 @@ def _free_port() -> int:
 
 
 def create_controller(**_: Any) -> Any:
-    """In place of the SDK's function, whose controller needs a backend's services."""
+    """Replaces the SDK's function, whose controller needs a backend's services."""
     if os.environ.get("POD_CHILDREN") != "processes":
         return None
     from flyte2_controller import ProcessController

@@ -13,7 +13,7 @@ env = flyte.TaskEnvironment(name="plain")
 
 
 def seen(tag: str, **more: Any) -> dict[str, Any]:
-    """What this process is told about itself; also left in a file, for workers that return nothing."""
+    """Report what this process knows about itself; also in a file, for workers that return nothing."""
     context = flyte.ctx()
     report = {
         "tag": tag,

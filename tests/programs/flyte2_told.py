@@ -54,7 +54,7 @@ def loops(n: int) -> None:
 @tracked
 @env.task
 def returns(n: int) -> None:
-    """When the file `go` is there."""
+    """Returns when the file `go` exists."""
     get_run().log({"row": 0})
     ready()
     while not Path(DIRECTORY, "go").exists():

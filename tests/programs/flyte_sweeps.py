@@ -1,4 +1,4 @@
-"""flytekit tasks with sweeps, in this process."""
+"""flytekit tasks with sweeps, in this process. Writes the sweeps' ids and the tasks' configs to the file `seen`."""
 
 import json
 
@@ -52,5 +52,6 @@ def pipeline(n: int) -> tuple[str, str, str]:
 def main() -> None:
     from flyte_tasks import serialized
 
-    print("SEEN", json.dumps(list(pipeline(n=1))))
-    print("SEEN", json.dumps({each.name.rpartition(".")[2]: serialized(each) for each in (above, below, around)}))
+    configs = {each.name.rpartition(".")[2]: serialized(each) for each in (above, below, around)}
+    with open("seen", "w") as file:
+        file.writelines(json.dumps(value) + "\n" for value in (list(pipeline(n=1)), configs))

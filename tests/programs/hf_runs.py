@@ -38,7 +38,7 @@ def shared() -> None:
 
 
 class Trial(dict[str, float]):
-    """What Trainer asks of Optuna's."""
+    """The part of Optuna's trial that Trainer uses."""
 
     def __init__(self, number: int) -> None:
         super().__init__(learning_rate=0.1 * (number + 1))
@@ -46,7 +46,7 @@ class Trial(dict[str, float]):
 
 
 class Search:
-    """In the place of Optuna's backend, without the package: Trainer trains once for each trial."""
+    """Replaces Optuna's backend, without the package: Trainer trains once for each trial."""
 
     def ensure_available(self) -> None:
         pass
@@ -70,7 +70,7 @@ def search() -> None:
 
 @tracking_init(tracker="mlflow", id="mlflow", project="mlflow", name="ours", run_mode="shared")
 def mlflow() -> None:
-    """Both ranks open the run, in a store that is not there yet."""
+    """Both ranks open the run in a store that does not exist yet."""
     hf_trainer.make_trainer("mlflow", run_name="theirs").train()
     SEEN["mlflow"] = {"id": id_here()}
 

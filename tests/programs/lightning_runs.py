@@ -19,7 +19,7 @@ from flyteplugins_tracking import get_run, tracking_init
 
 @tracking_init(tracker="mlflow", id="mlflow", project="mlflow", name="ours")
 def mlflow() -> None:
-    """First of all: the ranks without a run make their clients when the one with it makes the tables of the store."""
+    """Must come first: ranks without a run make their clients while the rank with one makes the store's tables."""
     run = get_run()
     lightning_ddp.fit(MLFlowLogger(tracking_uri=os.environ["MLFLOW_TRACKING_URI"], run_id=run and run.run_id))
     see("mlflow")

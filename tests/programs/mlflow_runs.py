@@ -1,6 +1,6 @@
-"""What `test_mlflow.py` looks at. Its arguments: a function's name, and the function's own.
+"""Runs of MLflow that `test_mlflow_jobs.py` looks at. Arguments: a function below, and its own arguments.
 
-What it has seen is written down as JSON, in `seen-{rank}`.
+Each process writes what it saw as JSON to `seen-{rank}`.
 """
 
 import json
@@ -10,6 +10,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def in_a_child() -> None:
 
 
 def as_a_called_task() -> None:
-    """What a task of Flyte 2 that this one calls does in its own pod, by what is passed on to it."""
+    """Open the caller's run as a called Flyte 2 task does in its own pod, from what is passed on to it."""
     from flyteplugins_tracking import get_run
     from flyteplugins_tracking.config import TrackingConfig
     from flyteplugins_tracking.lifecycle import RunRequest
@@ -162,25 +163,32 @@ def ranks(project: str) -> None:
     @tracking_init(tracker="mlflow", project=project, run_mode="new", id="new", log_system_metrics=True)
     def new(fails: bool) -> None:
         get_run().log({"rank": rank})
-        time.sleep(1.5)
+        if rank == 0:
+            wait_until(has_system_metrics)
+            (DIRECTORY / "sampled").touch()
+        wait_until((DIRECTORY / "sampled").exists)
         if fails:
             raise ValueError("made to fail")
 
+    def has_system_metrics() -> bool:
+        return any(key.startswith("system/") for key in client.get_run(get_run().run_id).data.metrics)
+
+    client = mlflow.MlflowClient()
     with suppress(ValueError):
         new(fails=rank == 1)
     note()
-    wait_for(2)
-    client = mlflow.MlflowClient()
+    wait_until(lambda: len(list(DIRECTORY.glob("seen-?"))) == 2)
     experiment = client.get_experiment_by_name(project).experiment_id
     (parent,) = client.search_runs([experiment], "tags.`flyteplugins_tracking.parent_of` = 'new'")
     SEEN["parent_after_failure"] = parent.info.status
     note()
-    time.sleep(0.5)
+    (DIRECTORY / f"has-looked-{rank}").touch()
+    wait_until(lambda: len(list(DIRECTORY.glob("has-looked-?"))) == 2)
     new(fails=False)
 
 
 def cost(project: str) -> None:
-    """What a log costs, and the end of 10,000 points."""
+    """Time the import, the opening, a log, and the end of a run with 10,000 points."""
     started = time.perf_counter()
     import mlflow
 
@@ -207,13 +215,18 @@ def cost(project: str) -> None:
 
 
 def outage(project: str) -> None:
-    """Told when to go on by the test, which stops the server and lets it go on."""
+    """The test stops the server in the middle of each of two runs: until 200 rows are logged, and until the end."""
     from flyteplugins_tracking import get_run, tracking_init
 
-    @tracking_init(tracker="mlflow", project=project, id="outage", finish_timeout_s=20)
+    @tracking_init(tracker="mlflow", project=project, id="outage", finish_timeout_s=60)
     def train() -> None:
         slowest = 0.0
         for number in range(600):
+            if number == 200:
+                (DIRECTORY / "started").touch()
+                wait_until((DIRECTORY / "is-stopped").exists)
+            if number == 400:
+                (DIRECTORY / "logged-in-outage").touch()
             at = time.perf_counter()
             get_run().log({"loss": float(number)})
             slowest = max(slowest, time.perf_counter() - at)
@@ -225,21 +238,19 @@ def outage(project: str) -> None:
         get_run().log({"loss": 0.0})
         time.sleep(1)
         (DIRECTORY / "mute").touch()
-        while not (DIRECTORY / "is-mute").exists():
-            time.sleep(0.02)
+        wait_until((DIRECTORY / "is-mute").exists)
         for number in range(1, 50):
             get_run().log({"loss": float(number)})
         get_run().log_params({"late": 1})
         SEEN["ends_at"] = time.perf_counter()
 
-    (DIRECTORY / "started").touch()
     train()
     ends_mute()
     SEEN["end_s"] = time.perf_counter() - float(str(SEEN["ends_at"]))
 
 
 def unavailable(*uris: str) -> None:
-    """What opening says, and how long it takes."""
+    """Note the error of opening a run at each address, and how long it takes."""
     import mlflow  # noqa: F401 at no run's cost
 
     from flyteplugins_tracking import TrackingError, tracking_init
@@ -260,10 +271,12 @@ def note() -> None:
     path.with_suffix(".new").rename(path)
 
 
-def wait_for(count: int) -> None:
-    until = time.monotonic() + 60
-    while len(list(DIRECTORY.glob("seen-?"))) < count and time.monotonic() < until:
-        time.sleep(0.05)
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the test or the other rank did not do what this process waits for")
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the ranks of a node with GPUs get from `process_group` and `gather_metrics`. Each writes to `{rank}.json`."""
+"""The results of `process_group` and `gather_metrics` on ranks with a GPU each. Each writes to `{rank}.json`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Runs of Pluto's that `test_pluto.py` looks at. Its argument: a function below. What it prints is one JSON object."""
+"""Runs of Pluto that `test_pluto_jobs.py` looks at. Argument: a function below. Processes write JSON to `facts-*`."""
 
 import contextlib
 import json
@@ -8,10 +8,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, tracking_init
+from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.lifecycle import RunRequest
+from flyteplugins_tracking.policy import RunPlan
+from flyteplugins_tracking.signals import Watch
+from flyteplugins_tracking.topology import detect
 from flyteplugins_tracking.trackers.pluto import TRACKER
 
 DIRECTORY = Path(os.environ["TRAIN_DIR"])
@@ -19,7 +25,7 @@ PLUTO = {"tracker": "pluto", "project": "tests"}
 
 
 def key() -> str:
-    """As a secret comes: with a line end."""
+    """The API key with a line end, as secrets come."""
     return (DIRECTORY / "key").read_text() + "\n"
 
 
@@ -44,7 +50,7 @@ def command_lines() -> str:
 
 
 def in_pool(_: int) -> str:
-    """In a forked child, with the parent's run at hand."""
+    """Logs in a forked child, which has the parent's run object."""
     TAKEN[0].log({"of_the_child": 1})
     return str(get_run())
 
@@ -64,11 +70,9 @@ TAKEN: list[Any] = []
 def ranks() -> None:
     run, rank = get_run(), get_distributed_info()["rank"]
     TAKEN.append(run)
-    slowest = 0.0
     for number in range(20):
-        started = time.perf_counter()
         run.log({"loss": number, f"rank{rank}/new{number}": number})  # a new key in each row
-        slowest = max(slowest, time.perf_counter() - started)
+    (DIRECTORY / f"logged-{rank}").touch()
     if rank == 1:
         for number in range(2):
             odd = {
@@ -97,7 +101,6 @@ def ranks() -> None:
         run_id=run.run_id,
         resumed=run.resumed,
         vendors=f"{type(run).__module__}.{type(run).__name__}",
-        slowest=slowest,
         has_key=key().strip() in command_lines(),
         has_uploader="_pluto_uploader" in command_lines(),
         in_children=in_children,
@@ -109,7 +112,7 @@ PASSED_ON: list[Any] = []
 
 
 def logging_once(**arguments: Any) -> dict[str, Any]:
-    """What came of a run of one row."""
+    """Log one row in a run, and report its id or error."""
 
     @tracking_init(**{**PLUTO, **arguments})
     def train() -> str:
@@ -127,7 +130,7 @@ def logging_once(**arguments: Any) -> dict[str, Any]:
 
 
 def singles() -> None:
-    """In one process, since each import costs a second."""
+    """Single runs, in one process since each import costs a second."""
     wrong = {"PLUTO_API_KEY": "plt_s_wrong"}
     tell(what="noop", **logging_once(settings={"mode": "noop"}))
     tell(what="named again", **logging_once(id="again", name="first"))
@@ -161,7 +164,7 @@ def end_with(error: type[BaseException]) -> None:
 
 
 def mute() -> None:
-    """At the start, while the test has the server take nothing; then, at the end of another run."""
+    """Meets a server that does not answer: first when a run starts, then when another run ends."""
     tell(what="start", **logging_once(id="never", init_timeout_s=2))
     (DIRECTORY / "started").touch()
     wait_for("serves")
@@ -190,7 +193,31 @@ def log(run: Any, numbers: range) -> float:
     return slowest
 
 
+def late() -> None:
+    """Two ranks' handles of one run in this process: rank 1 logs a row after a signal has ended the run."""
+    first = RunRequest(
+        plan=RunPlan(opens=True, run_id="late", primary=True, writers=1),
+        known_id="late",
+        config=TrackingConfig(tracker="pluto"),
+        info=None,
+        has_other_writers=False,
+        facts={},
+        read_secret=lambda: None,
+        may_prompt=False,
+        watch=Watch(lambda _: None),
+        deadline=time.monotonic() + 60,
+    )
+    info = detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    second = replace(first, plan=replace(first.plan, primary=False), info=info)
+    handles = [TRACKER.open(first), TRACKER.open(second)]
+    for handle in handles:
+        handle.end_early(143)
+    handles[1].log({"late": 1})
+    for handle in handles:
+        handle.finish(143)
+
+
 if __name__ == "__main__":
     logging.basicConfig()
-    SCENARIOS: dict[str, Callable[[], None]] = {"ranks": ranks, "singles": singles, "mute": mute}
+    SCENARIOS: dict[str, Callable[[], None]] = {"ranks": ranks, "singles": singles, "mute": mute, "late": late}
     SCENARIOS[sys.argv[1]]()

@@ -1,4 +1,4 @@
-"""Trials inside a decorated function, outside of Flyte. Prints a JSON line for each that is told apart."""
+"""Trials inside a decorated function, outside of Flyte. Writes a JSON line for each check to the file `seen`."""
 
 import json
 import os
@@ -24,7 +24,8 @@ LEFT = ("WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_ID", "WANDB_SWEEP_ID", "FLYT
 
 
 def tell(**seen: object) -> None:
-    print("SEEN", json.dumps(seen), flush=True)
+    with open("seen", "a") as file:
+        file.write(json.dumps(seen) + "\n")
 
 
 @tracking_init(id="ignored", project="ignored", config={"own": True, "x": 0})

@@ -1,4 +1,4 @@
-"""Flyte 1 tasks whose tracker is an object, and two trackers on one function. For `test_trackers.py`."""
+"""Flyte 1 tasks whose tracker is an object, and two trackers on one function. For `test_trackers_jobs.py`."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ spawn = Elastic(nnodes=1, nproc_per_node=2, start_method="spawn", increase_share
 
 
 class Mine(JsonlTracker):
-    """By value: no worker can import it."""
+    """Pickled by value, since no worker can import it."""
 
     name = "mine"
 

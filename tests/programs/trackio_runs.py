@@ -1,4 +1,4 @@
-"""One process with Trackio runs of all sorts, for `test_trackio.py`. Prints what it saw as one line of JSON."""
+"""One process with Trackio runs of all sorts, for `test_trackio_jobs.py`. Prints what it saw as one line of JSON."""
 
 import contextlib
 import json

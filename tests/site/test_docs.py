@@ -130,7 +130,7 @@ INCLUDED = sorted({block.included for block in BLOCKS if block.included})
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Each command and its page: in blocks, and those of ours between other text."""
+    """Each command with its page: all in blocks, and our own commands also in the text."""
     for block in BLOCKS:
         if block.language in ("bash", "console") and not block.included:
             lines = block.code.replace("\\\n", " ").split("\n")

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import psutil
 import pytest
 import yaml
 from support import jobs
+from support.waiting import wait_for_file
 from support.wandb_server import WandbServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -45,6 +45,7 @@ def test_single_logger_has_one_run(tmp_path, server):
     assert run.config["distributed"]["world_size"] == 2
 
 
+@pytest.mark.full
 def test_per_worker_has_a_run_on_each_of_two_nodes(tmp_path):
     rendezvous = f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}"
     command = jobs.torchrun("--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", rendezvous)
@@ -55,6 +56,7 @@ def test_per_worker_has_a_run_on_each_of_two_nodes(tmp_path):
     assert {run.group for run in runs} == {runs[0].group}
 
 
+@pytest.mark.full
 def test_run_per_rank_has_a_run_of_each_rank_with_its_learning_rate(tmp_path):
     done = example(tmp_path, "run_per_rank.py", 2)
     runs = sorted(done.runs, key=lambda run: run.id)
@@ -65,6 +67,7 @@ def test_run_per_rank_has_a_run_of_each_rank_with_its_learning_rate(tmp_path):
     ]
 
 
+@pytest.mark.full
 def test_shared_metrics_has_one_run_of_all_ranks_and_a_plot_of_them(tmp_path):
     done = example(tmp_path, "shared_metrics.py", 2)
     (run,) = done.runs
@@ -75,14 +78,13 @@ def test_shared_metrics_has_one_run_of_all_ranks_and_a_plot_of_them(tmp_path):
     assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_elastic_checkpoint_goes_on_with_run_and_training_when_a_rank_is_killed(tmp_path, server):
     command = jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")
     env = {**server.environment, "WANDB_RUN_ID": "elastic", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     checkpoint = tmp_path / "checkpoint.pt"
     job = jobs.start([*command, EXAMPLES / "elastic_checkpoint.py", checkpoint], tmp_path, env)
-    until = time.monotonic() + 120
-    while not checkpoint.exists() and job.poll() is None and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_for_file(checkpoint, job)
     rank(job.pid, 1).send_signal(signal.SIGKILL)
     done = jobs.finish(job, tmp_path)
     assert done.returncode == 0, done.output
@@ -107,7 +109,9 @@ def test_the_quickstart_is_the_readmes(tmp_path):
     assert [ast.unparse(node) for node in tree.body[1:]] == [ast.unparse(node) for node in ast.parse(written).body]
 
 
-@pytest.mark.parametrize(("name", "package"), [("flyte1.py", "flytekit"), ("flyte2.py", "flyte")])
+@pytest.mark.parametrize(
+    ("name", "package"), [pytest.param("flyte1.py", "flytekit", marks=pytest.mark.full), ("flyte2.py", "flyte")]
+)
 def test_the_quickstarts_of_flyte_have_one_run(tmp_path, name, package):
     pytest.importorskip(package)
     done = jobs.python(tmp_path, EXAMPLES / "quickstart" / name)
@@ -128,7 +132,7 @@ def together(directory: Path, commands: list[tuple[Mapping[str, str], list[str]]
 
 
 def assert_one_run(done: jobs.Done, launcher: str) -> None:
-    """Of the quickstart, on 2 nodes with 2 processes each."""
+    """Check for the one run of the quickstart on 2 nodes with 2 processes each."""
     (run,) = done.runs
     assert (run.exit_code, len(run.rows)) == (0, 10)
     shape = {"world_size": 4, "num_workers": 2, "local_world_size": 2, "launcher": launcher}
@@ -136,7 +140,7 @@ def assert_one_run(done: jobs.Done, launcher: str) -> None:
 
 
 def test_the_pods_of_the_pytorchjob_have_one_run(tmp_path):
-    """With the variables that the Training Operator gives them: the node as RANK, and the pods as WORLD_SIZE."""
+    """The pods get what the Training Operator sets: the node's number as RANK, the number of pods as WORLD_SIZE."""
     manifest = yaml.safe_load((EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text())
     replicas, port = manifest["spec"]["pytorchReplicaSpecs"], str(jobs.free_port())
     pods = [replica for replica in replicas.values() for _ in range(replica["replicas"])]
@@ -169,20 +173,10 @@ def test_the_pods_of_the_konduktor_task_have_one_run(tmp_path):
     assert_one_run(together(tmp_path, pods), "torchelastic")
 
 
-# What `srun` tells its tasks, on 2 nodes with 2 each.
-SRUN = """\
-#!/bin/bash
-export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE="2(x2)"
-for task in 0 1 2 3; do
-    SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NODEID=$((task / 2)) "$@" || exit 1 &
-done
-wait
-"""
-
-
 def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
-    """With what `sbatch` and `srun` set. A real Slurm runs it in `tests/slurm`."""
-    for name, code in {"srun": SRUN, "scontrol": "#!/bin/sh\nprintf 'node-0\\nnode-1\\n'\n"}.items():
+    """`sbatch` and `srun` are replaced by what they set. `tests/slurm` runs the script on a real Slurm."""
+    srun = (jobs.PROGRAMS / "srun.sh").read_text()
+    for name, code in {"srun": srun, "scontrol": "#!/bin/sh\nprintf 'node-0\\nnode-1\\n'\n"}.items():
         (tmp_path / name).write_text(code)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "train.py").write_text(TRAIN.read_text())

@@ -100,15 +100,19 @@ def own_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     yield from job(tmp_path_factory.mktemp("own"), "lightning", command)
 
 
-def test_no_framework_makes_a_second_run(trainer, accelerate, lightning):
-    for ended, projects in (
-        (trainer, ["examples", "failing", "shared", "search"]),
-        (accelerate, ["ended"]),
-        (lightning, ["wandb", "shared", "examples"]),
-    ):
-        assert [run.project for run in ended.server.runs] == projects
+@pytest.mark.parametrize(
+    ("framework", "projects"),
+    [
+        pytest.param("trainer", ["examples", "failing", "shared", "search"], marks=pytest.mark.full),
+        ("accelerate", ["ended"]),
+        pytest.param("lightning", ["wandb", "shared", "examples"], marks=pytest.mark.full),
+    ],
+)
+def test_no_framework_makes_a_second_run(request, framework, projects):
+    assert [run.project for run in request.getfixturevalue(framework).server.runs] == projects
 
 
+@pytest.mark.full
 def test_trainers_run_is_ours_with_our_name_both_configs_and_all_its_rows(trainer):
     run = trainer.run("failing")
     assert (run.id, run.name) == ("failing", "ours")
@@ -120,12 +124,14 @@ def test_trainers_run_is_ours_with_our_name_both_configs_and_all_its_rows(traine
     assert trainer.seen("1.json")["failing"]["id"] is None
 
 
+@pytest.mark.full
 def test_a_failure_after_trainer_is_done_is_the_runs(trainer):
     assert (trainer.run("failing").exit_codes, trainer.run("failing").state) == ([1], "failed")
 
 
+@pytest.mark.full
 def test_rule_2_a_hyperparameter_search_leaves_one_run(trainer):
-    """It calls `wandb.finish()` before each trial, on every rank."""
+    """Trainer calls `wandb.finish()` before each trial, on every rank."""
     run = trainer.run("search")
     assert trainer.seen("0.json")["search"] == {"id": "search", "trials": 2}
     assert [row["train/global_step"] for row in run.rows] == [1, 2, 3, 4, 4] * 2
@@ -133,6 +139,7 @@ def test_rule_2_a_hyperparameter_search_leaves_one_run(trainer):
     assert run.exit_codes == [0]
 
 
+@pytest.mark.full
 def test_in_a_shared_run_trainer_logs_once_and_the_ranks_beside_it(trainer):
     run = trainer.run("shared")
     assert [row["train/global_step"] for row in run.rows if "rank" not in row] == [1, 2, 3, 4, 4]
@@ -141,6 +148,7 @@ def test_in_a_shared_run_trainer_logs_once_and_the_ranks_beside_it(trainer):
     assert run.exit_codes == [0]
 
 
+@pytest.mark.full
 def test_trainers_mlflow_run_is_ours_which_both_ranks_open_in_a_store_that_is_made_now(trainer):
     run = trainer.mlflow_run()
     assert (run.id, run.name, run.status) == ("mlflow", "ours", "FINISHED")
@@ -150,7 +158,7 @@ def test_trainers_mlflow_run_is_ours_which_both_ranks_open_in_a_store_that_is_ma
 
 
 def test_rule_2_a_crash_after_end_training_is_recorded(accelerate):
-    """It calls `finish()` on the run."""
+    """`end_training()` calls `finish()` on the run."""
     run = accelerate.run("ended")
     assert accelerate.done.output.count("raised: made to fail") == 2
     assert (run.name, run.exit_codes, run.state) == ("ours", [1], "failed")
@@ -170,12 +178,14 @@ def test_rule_5_a_run_ends_without_the_process_group(accelerate):
     assert [accelerate.seen(f"ended-{rank}") for rank in (0, 1)] == ["ended", "None"]
 
 
+@pytest.mark.full
 def test_notebook_launcher_starts_a_decorated_function_with_one_run(notebook):
     run = notebook.run("launched")
     assert ([row["_step"] for row in run.rows], run.exit_codes) == ([0, 1, 2], [0])
     assert [notebook.seen(f"launched-{rank}") for rank in (0, 1)] == ["launched", "None"]
 
 
+@pytest.mark.full
 def test_the_forked_workers_of_a_decorated_function_do_not_end_its_run(notebook):
     run = notebook.run("launching")
     assert [{"before", "after"} & row.keys() for row in run.rows] == [{"before"}, {"after"}]
@@ -184,6 +194,7 @@ def test_the_forked_workers_of_a_decorated_function_do_not_end_its_run(notebook)
     assert [run.project for run in notebook.server.runs] == ["launched", "launching"]
 
 
+@pytest.mark.full
 def test_lightnings_run_is_ours_with_our_name_and_all_its_rows(lightning):
     run = lightning.run("wandb")
     assert (run.id, run.name, run.exit_codes, run.config["mine"]) == ("wandb", "ours", [0], 1)
@@ -193,6 +204,7 @@ def test_lightnings_run_is_ours_with_our_name_and_all_its_rows(lightning):
     assert lightning.seen("wandb-1.json") == {"id": None, "same": False}
 
 
+@pytest.mark.full
 def test_in_a_shared_run_lightning_logs_once_and_the_ranks_beside_it(lightning):
     run = lightning.run("shared")
     assert [row["trainer/global_step"] for row in run.rows if "loss" in row] == [0, 1]
@@ -200,15 +212,17 @@ def test_in_a_shared_run_lightning_logs_once_and_the_ranks_beside_it(lightning):
     assert run.exit_codes == [0]
 
 
+@pytest.mark.full
 def test_rule_4_lightnings_mlflow_logger_finds_our_run_in_a_store_that_is_made_now(lightning):
-    """It makes a client on every rank, and each that finds no tables makes them."""
+    """Lightning makes a client on every rank, and each client that finds no tables makes them."""
     run = lightning.mlflow_run()
     assert (run.id, run.name, run.status, len(run.values("loss"))) == ("mlflow", "ours", "FINISHED", 2)
     assert [lightning.seen(f"mlflow-{rank}.json")["id"] for rank in (0, 1)] == ["mlflow", None]
 
 
+@pytest.mark.full
 def test_rule_1_lightnings_own_launcher_has_one_run_with_its_true_end(own_launcher):
-    """When the function starts, the parent is told nothing, and the child no RANK."""
+    """When the function starts, the parent has no launcher's variables, and the child no RANK."""
     run = own_launcher.run("own")
     assert own_launcher.done.returncode == 1
     assert ([row["trainer/global_step"] for row in run.rows], run.exit_codes) == ([0, 1], [1])
@@ -218,6 +232,7 @@ def test_rule_1_lightnings_own_launcher_has_one_run_with_its_true_end(own_launch
     assert child == {"id": None, "environment": {"RANK": None, "LOCAL_RANK": "1", "WORLD_SIZE": "2"}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("framework", "name"), [("trainer", "trainer"), ("lightning", "lightning")])
 def test_the_examples_have_one_run_with_the_frameworks_rows(framework, name, request):
     run = request.getfixturevalue(framework).run("examples")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+import pytest
 from report import in_rank_order
 from support import jobs
 from support.terminal import Terminal
@@ -51,6 +52,7 @@ def test_the_table_of_trackers_says_what_each_refuses_and_why():
         assert all(reason in TRACKERS for reason in lacks.values()), name
 
 
+@pytest.mark.full
 def test_the_demo_shows_the_stored_runs(tmp_path):
     env = {"PYTHONPATH": str(ROOT / "examples"), "WANDB_SILENT": "true"}
     done = jobs.python(tmp_path, ROOT / "examples" / "digits.py", "out", "1", env=env)

@@ -57,13 +57,13 @@ class Backend(Protocol):
     can_degrade: bool
 
     def environment(self) -> dict[str, str]:
-        """The variables that lead a job's client to it."""
+        """Variables that lead a job's client to the service."""
 
     def missing(self, directory: Path) -> dict[str, str]:
-        """Those that lead it to where there is none."""
+        """Variables that lead it to an address without a service."""
 
     def runs(self, project: str) -> list[Kept]:
-        """What it has."""
+        """The runs that the service has."""
 
 
 def points(rows: list[Mapping[str, Any]]) -> Counter[tuple[str, int]]:
@@ -112,7 +112,7 @@ class MlflowBackend:
         return {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{jobs.free_port()}"}
 
     def runs(self, project: str) -> list[Kept]:
-        """Without the runs that stand for groups, which have no id of ours."""
+        """Leaves out the runs that stand for groups, which have none of our ids."""
         return [self._kept(run, run.id) for run in self._server.runs(project) if run.id is not None]
 
     def _kept(self, run: StoredRun, run_id: str) -> Kept:

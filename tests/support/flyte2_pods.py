@@ -20,7 +20,7 @@ POD, LOCAL = jobs.PROGRAMS / "flyte2_pod.py", jobs.PROGRAMS / "flyte2_local.py"
 
 @dataclass(frozen=True)
 class Error:
-    """What a failed task left in `error.pb`."""
+    """The error that a failed task left in `error.pb`."""
 
     code: str
     kind: str

@@ -1,4 +1,4 @@
-"""What recording servers on loopback have in common: how they listen, fail on command, and are waited for."""
+"""The base of the recording servers on loopback: they listen, fail on command, and can be waited for."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class StoredRun:
 
     @property
     def id(self) -> str | None:
-        """As plans have it; None for a run that is none of ours."""
+        """The id of the plan; None for a run that this library has not made."""
         return self.tags.get(ID_TAG)
 
     @property
@@ -49,7 +49,7 @@ class StoredRun:
         return json.loads(self.tags.get(CONFIG_TAG, "{}"))
 
     def values(self, key: str) -> list[float]:
-        """Those of a metric, by their steps."""
+        """The values of a metric, by their steps."""
         return [value for name, value, *_ in sorted(self.rows, key=lambda row: row[2]) if name == key]
 
 
@@ -98,7 +98,7 @@ class MlflowServer:
 
     @contextlib.contextmanager
     def mute(self) -> Iterator[None]:
-        """In the block, it takes connections and answers nothing."""
+        """Have the server take connections and answer nothing, in the block."""
         os.killpg(self._process.pid, signal.SIGSTOP)
         try:
             yield

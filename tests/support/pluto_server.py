@@ -98,7 +98,7 @@ class RecordedRun:
 
     @property
     def rows(self) -> list[Json]:
-        """What is logged, as its charts have it: a key has one value for a step."""
+        """The logged values as charts show them: a key has one value for a step."""
         charted = self.charted
         return [
             {key: value for key, value in line["data"].items() if charted[key][line["step"]].time_ms == line["time"]}

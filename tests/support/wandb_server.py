@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._serve(filestream, body)
 
     def _serve(self, filestream: re.Match[str] | None, body: bytes) -> None:
-        """What this server cannot take is answered with 400, which the client does not try again, and told."""
+        """Answer 400 to a request that this server cannot take, which the client does not repeat, and note it."""
         try:
             posted = self._decoded(body)
             code, answer = self._stream(filestream, posted) if filestream else self._query(posted)

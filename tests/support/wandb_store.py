@@ -1,4 +1,4 @@
-"""What the recording W&B server keeps: its runs and sweeps, each as the service would show it.
+"""The state of the recording W&B server: its runs and sweeps, each as the service would show it.
 
 The rules of the service that are kept here, because a client that breaks them loses data there too:
 
@@ -176,7 +176,7 @@ class RecordedRun:
 
     @property
     def storage_id(self) -> str:
-        """What GraphQL has as the id of the run's bucket."""
+        """The id that GraphQL gives to the run's bucket."""
         return f"run:{self.entity}/{self.project}/{self.id}"
 
     def resume_status(self) -> Json:
@@ -276,7 +276,7 @@ class RecordedSweep:
         return {"type": "run", "run_id": self.run_ids[-1], "args": args, "logs": []}
 
     def parameters(self, number: int) -> dict[str, Any]:
-        """What the trial of this number is given; the first is 0."""
+        """The parameters of the trial of this number; the first is 0."""
         product = itertools.product(*self._values)
         chosen = iter(next(itertools.islice(product, number % math.prod(map(len, self._values)), None)))
         return {
@@ -368,7 +368,7 @@ class Store:
         return agent
 
     def commands(self, agent: str, has_run: bool) -> list[Json]:
-        """What an agent is to do at this heartbeat: nothing while it has a run."""
+        """The command for an agent at this heartbeat: none while it has a run."""
         if agent not in self._agents:
             raise RefusedError(404, "agent not found")
         if has_run:
@@ -542,7 +542,7 @@ class Operations:
         return self._of_project(given, run=run and {"sampledHistory": sampled})
 
     def RunParquetHistory(self, given: Json) -> Json:
-        """That all rows are still to be had from HistoryPage."""
+        """Answer that all rows can be read from HistoryPage."""
         run = self._store.get((given["entity"], given["project"], given["runName"]))
         return self._of_project(given, run=run and {"parquetHistory": {"parquetUrls": [], "liveData": []}})
 
@@ -554,7 +554,7 @@ class Operations:
         return self._of_project(given, run=run and {"history": page})
 
     def _of_project(self, given: Json, **content: Any) -> Json:
-        """What was asked for of a project; null for one that has no run and no sweep."""
+        """The requested fields of a project; null for one that has no run and no sweep."""
         asked, known = (given["entity"], given["project"]), [*self._store.runs, *self._store.sweeps]
         return {"project": content if asked in [(each.entity, each.project) for each in known] else None}
 

@@ -1,4 +1,4 @@
-"""What the decorator makes of a function."""
+"""Decorated functions: their signature, errors, run, and what threads and tasks see of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.requests import RequestRecorder
 
 from flyteplugins_tracking import (
     ConfigError,
@@ -20,6 +21,7 @@ from flyteplugins_tracking import (
     override_distributed_info,
     tracking_init,
 )
+from flyteplugins_tracking.testing import RecordingTracker
 
 
 @tracking_init
@@ -74,8 +76,8 @@ class AsyncCallable:
 
 
 def test_the_run_of_an_async_object_is_open_while_it_runs(recorder):
-    assert asyncio.run(tracking_init(AsyncCallable())()).startswith("random")
-    assert [run.exit_codes for run in recorder.runs] == [[0]]
+    run_id = asyncio.run(tracking_init(AsyncCallable())())
+    assert [(run.id, run.exit_codes) for run in recorder] == [(run_id, (0,))]
 
 
 @pytest.mark.parametrize(
@@ -108,13 +110,23 @@ def test_errors_pass_unchanged_and_are_the_status(recorder):
         with pytest.raises(type(raised)) as caught:
             train(raised)
         assert caught.value is raised
-    assert [run.exit_codes for run in recorder.runs] == [[1], [3], [1], [0], [255], [0], [1], [130], [1]]
+    assert [run.exit_codes for run in recorder] == [(code,) for code in (1, 3, 1, 0, 255, 0, 1, 130, 1)]
 
 
-def test_a_tracker_that_cannot_finish_does_not_fail_the_training(recorder, caplog):
-    @tracking_init
+class FailsToFinish(RecordingTracker):
+    def open(self, request):
+        handle = super().open(request)
+
+        def finish(exit_code):
+            raise OSError("server gone")
+
+        handle.finish = finish
+        return handle
+
+
+def test_a_tracker_that_cannot_finish_does_not_fail_the_training(bare_environment, caplog):
+    @tracking_init(tracker=FailsToFinish())
     def train(fails):
-        get_run().finish_error = OSError("server gone")
         if fails:
             raise ValueError("made to fail")
         return "result"
@@ -133,7 +145,8 @@ def test_get_run_is_the_run_inside_and_none_outside(recorder):
 
     assert get_run() is None
     inside, named, other, in_a_thread = train()
-    assert inside is named is in_a_thread is recorder.runs[0]
+    assert inside is named is in_a_thread
+    assert [inside.id] == [run.id for run in recorder]
     assert other is None
     assert get_run() is None
 
@@ -154,17 +167,18 @@ def test_auto_joins_the_enclosing_run_and_new_opens_its_own(recorder):
     outer_run, joined, opened, after = outer()
     assert joined is outer_run is after
     assert opened is not outer_run
-    assert [run.exit_codes for run in recorder.runs] == [[0], [0]]
+    assert [run.exit_codes for run in recorder] == [(0,), (0,)]
 
 
-def test_an_id_that_is_open_is_not_opened_again(recorder, bare_environment):
+def test_an_id_that_is_open_is_not_opened_again(bare_environment):
+    tracker = RequestRecorder()
     bare_environment.setenv("WANDB_RUN_ID", "mine")
 
-    @tracking_init(run_mode="new")
+    @tracking_init(tracker=tracker, run_mode="new")
     def inner():
         return get_run().id
 
-    @tracking_init
+    @tracking_init(tracker=tracker)
     def outer():
         return get_run().id, inner()
 
@@ -175,7 +189,7 @@ def test_an_id_that_is_open_is_not_opened_again(recorder, bare_environment):
 
 
 def test_trainings_in_several_threads_at_once_are_several_runs(recorder):
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=60)
 
     @tracking_init
     def train():
@@ -191,7 +205,7 @@ def test_trainings_in_several_threads_at_once_are_several_runs(recorder):
 
 
 def test_a_helper_thread_does_not_get_the_run_of_another_training(recorder):
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=60)
 
     @tracking_init
     def train():
@@ -209,8 +223,8 @@ def test_a_helper_thread_does_not_get_the_run_of_another_training(recorder):
 
 
 @pytest.mark.parametrize("secret", [lambda: 7, lambda: {"key": "canary"}, lambda: 1 / 0])
-def test_a_secret_that_is_no_text_is_told_and_not_shown(recorder, secret):
-    @tracking_init(secret=secret)
+def test_a_secret_that_is_no_text_is_told_and_not_shown(bare_environment, secret):
+    @tracking_init(tracker=RequestRecorder(), secret=secret)
     def train():
         with pytest.raises(TrackerUnavailableError, match=r"secret= (gave a|raised Zero)") as caught:
             get_run().request.read_secret()
@@ -221,10 +235,14 @@ def test_a_secret_that_is_no_text_is_told_and_not_shown(recorder, secret):
 
 
 def test_trainings_in_several_tasks_at_once_see_their_own_runs(recorder):
+    entered = []
+
     @tracking_init
     async def train():
         before = get_run()
-        await asyncio.sleep(0.01)
+        entered.append(before)
+        while len(entered) < 2:
+            await asyncio.sleep(0)
         return before, get_run()
 
     async def both():
@@ -263,5 +281,5 @@ def test_the_environment_is_read_at_entry_only(recorder, bare_environment):
         bare_environment.setenv("RANK", "nonsense")  # Lightning deletes WORLD_SIZE
         return get_run()
 
-    assert train() is recorder.runs[0]
-    assert recorder.runs[0].exit_codes == [0]
+    run_id = train().id
+    assert [(run.id, run.exit_codes) for run in recorder] == [(run_id, (0,))]

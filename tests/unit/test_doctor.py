@@ -17,8 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.jobs import PACKAGE
+from support.jobs import PACKAGE, TIME_SCALE
 from support.loopback import Fault
+from support.waiting import wait_until
 from support.wandb_server import WandbServer
 from test_topology import OPENMPI, SLURM, TORCHRUN
 
@@ -113,10 +114,11 @@ def test_variables_that_contradict_each_other_are_a_finding(ask):
     ],
 )
 def test_sizes_that_cannot_be_are_told_at_once(ask, wrong, said):
-    begin = time.monotonic()
+    begin = time.process_time()
     _, out, err = ask("--offline", WANDB_API_KEY=KEY, **{**LAUNCHERS["env"], **wrong})
     assert f"warning: {said}\n" in out
-    assert (err, time.monotonic() - begin < 5) == ("", True)
+    assert err == ""
+    assert time.process_time() - begin < TIME_SCALE  # of CPU; a step for each rank would take hours
 
 
 def test_without_a_launcher_it_says_how_to_start_a_job(ask):
@@ -144,9 +146,9 @@ def test_the_plan_of_each_mode_and_scope_is_told_for_this_world():
 
 
 def test_the_plan_of_a_large_world_is_there_at_once():
-    begin = time.monotonic()
+    begin = time.process_time()
     rows = plan_rows(DistributedInfo(0, 8192, 0, 8, 0, 1024), None)
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < TIME_SCALE  # of CPU
     assert (rows[1].runs, rows[1].writers) == (1024, "ranks 0, 8, 16, ..., 8184")
     assert rows[5].ids == "{base}-worker-{0..1023}-rank-{0..7}"
 
@@ -245,7 +247,7 @@ def test_no_place_for_temporary_files_and_no_working_directory_are_told(ask, mon
 
 
 def test_a_server_is_asked_and_told_from_another(ask, monkeypatch):
-    monkeypatch.setattr(services, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(services, "_ANSWER_S", 5 * TIME_SCALE)
     with WandbServer() as server:
         variables = {**server.environment, "TRACKIO_SERVER_URL": server.url, "TRACKIO_WRITE_TOKEN": "t"}
         status, out, _ = ask("--json", **variables)
@@ -261,14 +263,32 @@ def test_a_server_is_asked_and_told_from_another(ask, monkeypatch):
         assert "it answers HTTP 404, and not as a W&B server does" in ask("--tracker", "wandb")[1].replace(
             "\n     ", ""
         )
+        monkeypatch.setattr(services, "_ANSWER_S", 0.5)
         server.fault = Fault.mute()
-        begin = time.monotonic()
         _, out, _ = ask("--json")
-        assert time.monotonic() - begin < 2  # both at once
         assert findings(out, "error").count("it does not answer") == 2
         server.fault = Fault.refuse()
         assert "Connection refused" in findings(ask("--json")[1], "error")
     assert server.runs == []
+
+
+def test_servers_are_asked_at_the_same_time(ask, monkeypatch):
+    """The server answers no request before it has two. The doctor would give up the first if it asked in turn."""
+    monkeypatch.setattr(services, "_ANSWER_S", 5 * TIME_SCALE)
+    with WandbServer() as server:
+        both_wait = Fault.mute()
+        server.fault = both_wait
+
+        def answer() -> None:
+            server.wait_for(lambda: both_wait.hits == 2, 20 * TIME_SCALE)
+            server.fault = None
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        variables = {**server.environment, "TRACKIO_SERVER_URL": server.url, "TRACKIO_WRITE_TOKEN": "t"}
+        _, out, _ = ask("--json", **variables)
+        answering.join()
+    assert "it does not answer" not in findings(out)
 
 
 def test_mlflow_s_server_is_known_by_its_version(ask, monkeypatch):
@@ -293,7 +313,7 @@ def test_what_mlflow_knows_is_not_complained_of(ask, monkeypatch, uri):
 
 
 def store_keys(home: Path, key: str) -> None:
-    """In each file that a tracker reads a key of."""
+    """Writes a key into each file that a tracker reads one from."""
     host = CLOSED
     (home / ".netrc").write_text(f"machine {host}\n  login user\n  password {key}\n")
     (home / ".netrc").chmod(0o600)
@@ -337,7 +357,7 @@ def test_no_key_is_printed_wherever_it_is(ask, tmp_path, monkeypatch, place, for
 
 @pytest.mark.parametrize("password", ["pa/ss", "pa?ss", "pa#ss", "p@ss", "pa:ss"])
 def test_a_password_may_have_any_character(password):
-    """As in SQLAlchemy's addresses, which are MLflow's."""
+    """SQLAlchemy's addresses may hold one, and MLflow takes such addresses."""
     assert without_credentials(f"postgresql://u:{password}@host:5432/db?sslmode=x") == "postgresql://host:5432/db"
     assert text._redacted(f"x postgresql://u:{password}@host y") == "x postgresql://***@host y"
 
@@ -486,12 +506,13 @@ def told(env):
         other = replace(info, rank=1, local_rank=1)
         thread = threading.Thread(target=lambda: verdicts.append(ranks.tell(torch_store, other, there(report))))
         thread.start()
+        wait_until(lambda: torch_store.add(f"{ranks._prefix(info)}/told", 0))
         newer = {"info": {"rank": 3, "colour": "red"}, "versions": {"flyteplugins-tracking": "9.9"}, "findings": []}
         torch_store.set(f"{ranks._prefix(info)}/3", json.dumps(newer))
         heard = ranks.gather(torch_store, info) or {}
         merged = replace(report, findings=ranks.merged(report, info, heard), ranks_heard=len(heard) + 1)
         ranks.give_verdict(torch_store, info, status)
-        thread.join(10)
+        thread.join(60)
         return text.as_text(merged), verdicts
 
     return exchange

@@ -1,4 +1,4 @@
-"""What the package exports, what importing it costs, and which module may import which."""
+"""The package's public names, and which of its modules may import which."""
 
 from __future__ import annotations
 

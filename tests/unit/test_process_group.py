@@ -38,7 +38,7 @@ def place(bare_environment):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """As if torch saw so many: the machine may have none."""
+    """Have torch see this number of GPUs: the machine may have none."""
 
     def set_count(count: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)

@@ -1,4 +1,4 @@
-"""What each launcher's variables say, and what contradicts itself."""
+"""The topology that each launcher's variables give, and variables that contradict each other."""
 
 from __future__ import annotations
 
@@ -344,8 +344,8 @@ def test_an_override_goes_before_everything():
 
 
 @pytest.mark.parametrize("variable", ["GROUP_RANK", "NODE_RANK"])
-def test_fault_two_nodes_look_like_one(variable):
-    """Without LOCAL_WORLD_SIZE, and with NODE_RANK in the place of GROUP_RANK."""
+def test_an_incomplete_launcher_does_not_make_two_nodes_one(variable):
+    """The launcher sets no LOCAL_WORLD_SIZE, and may set NODE_RANK instead of GROUP_RANK."""
     found = []
     for rank in range(4):
         node, local_rank = divmod(rank, 2)

@@ -52,7 +52,7 @@ class Noting(Tracker):
 
 
 class Eventful(ClientHandle):
-    """What it is told, in order; its end takes until it may."""
+    """A handle that keeps its calls in order. Its `end` waits for `may_end`."""
 
     def __init__(self, request: Any) -> None:
         super().__init__(request, "Noting")
@@ -65,7 +65,7 @@ class Eventful(ClientHandle):
 
     def end(self, exit_code: int) -> None:
         self.ends.set()
-        assert self.may_end.wait(10)
+        assert self.may_end.wait(60)
         self.events.append(exit_code)
 
     def resume(self) -> None:
@@ -205,7 +205,7 @@ def test_a_row_that_waits_for_the_end_of_its_run_does_not_open_it_again(bare_env
         handle.may_end.clear()
 
         def log_at_the_end():
-            assert handle.ends.wait(10)
+            assert handle.ends.wait(60)
             threading.Timer(0.1, handle.may_end.set).start()
             run.log({"late": 1})
 
@@ -213,7 +213,7 @@ def test_a_row_that_waits_for_the_end_of_its_run_does_not_open_it_again(bare_env
         logging_thread.start()
 
     train()
-    logging_thread.join(10)
+    logging_thread.join(60)
     assert tracker.handle.events == [0]
 
 
@@ -226,10 +226,10 @@ def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end
         handle.may_end.clear()
         ending = threading.Thread(target=handle.end_early, args=(143,))
         ending.start()
-        assert handle.ends.wait(10)
+        assert handle.ends.wait(60)
         get_run().log({"late": 1})
         handle.may_end.set()
-        ending.join(10)
+        ending.join(60)
         handle.end_early(143)  # before the launcher kills, where the function does not return
         return list(handle.events)
 
@@ -251,7 +251,7 @@ def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(ba
 
 
 class Deck:
-    """As flytekit's, without flytekit."""
+    """Behaves as flytekit's, without flytekit."""
 
     made: ClassVar[list[Any]] = []
 
@@ -272,7 +272,7 @@ def test_the_deck_shows_the_runs_of_each_tracker(monkeypatch):
 
 
 class Scalar:
-    """As a 0-d array or tensor is."""
+    """Has one element, as a 0-d array or tensor."""
 
     def __init__(self, value: Any, ndim: int = 0) -> None:
         self.value, self.ndim = value, ndim

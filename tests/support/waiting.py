@@ -1,0 +1,35 @@
+"""Wait for what a running job does, instead of sleeping for a guessed time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from support.jobs import TIME_SCALE, Process
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T], job: Process | None = None, timeout_s: float = 12 * TIME_SCALE) -> T:
+    """Ask `condition` again and again, and return its first true value.
+
+    Raises:
+        AssertionError: `job` ended before the condition was true, or `timeout_s` have passed. The job is killed.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        has_ended = job is not None and job.poll() is not None  # before the condition: it may be its last action
+        if value := condition():
+            return value
+        if job is not None and (has_ended or time.monotonic() > deadline):
+            job.kill()
+            raise AssertionError(f"not within {timeout_s:g} s, or before the job ended:\n{job.communicate()[0]}")
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+        time.sleep(0.02)
+
+
+def wait_for_file(path: Path, job: Process | None = None) -> None:
+    """Wait until a job has made the file."""
+    wait_until(path.exists, job)
