@@ -15,13 +15,18 @@ INSTALLED := $(VENV)/.installed
 INSTALL := $(BIN)/pip install -qq --no-compile
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: demo test test-slurm reliability soak bench drawings docs lint wheel clean
+.PHONY: demo test test-all test-slurm reliability soak bench drawings docs lint wheel clean
 
 demo: $(FOR_DEMO)
 	@echo "Running examples/digits.py: about a minute, most of it for 8 processes that import torch and flytekit."
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/digits.py demo-output
 
+# Every subject once, on warm jobs: see CONTRIBUTING.md.
 test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm and not full"
+
+# Everything. TESTS_COLD=1 starts real interpreters in the place of warm jobs.
+test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm"
 
 # A real Slurm on this machine's loopback: apt-get install slurmctld slurmd slurm-client munge

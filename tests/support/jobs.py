@@ -83,14 +83,18 @@ def run(
 def start(
     command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None, cold: bool = COLD
 ) -> Process:
-    """Start `command`, forked from a warm process where it is Python's; in a new interpreter if `cold`."""
+    """Start `command`, forked from a warm process if it is Python's; in a new interpreter if `cold`, or with Pluto.
+
+    Forked with Pluto's client, one row of 2,000 was sent twice in the place of another one, in 3 of 4 jobs.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    words = [str(part) for part in command]
-    warm = None if cold else client.start(words, directory, environment(directory, **(env or {})))
+    words, variables = [str(part) for part in command], environment(directory, **(env or {}))
+    with_pluto = str(Path(sys.prefix) / "pluto") in variables.get("PYTHONPATH", "")
+    warm = None if cold or with_pluto else client.start(words, directory, variables)
     return warm or subprocess.Popen(
         words,
         cwd=directory,
-        env=environment(directory, **(env or {})),
+        env=variables,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -119,17 +119,19 @@ def _server() -> str:
 def _start(path: Path, owner: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "ROOM": "x" * _ROOM}
-    with (path.parent / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("server.py"), path, owner, "x" * _ROOM],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+    # A pipe, as a job's output is one: what has been read of a file's position is kept by sys.stdout.
+    process = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("server.py"), path, owner, "x" * _ROOM],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     until = time.monotonic() + _START_S
     while not path.exists():
         if process.poll() is not None or time.monotonic() > until:
-            raise RuntimeError(f"the server of warm jobs did not start: {(path.parent / 'log').read_text()}")
+            process.kill()
+            raise RuntimeError(f"the server of warm jobs did not start: {process.communicate()[0]}")
         time.sleep(0.02)

@@ -43,6 +43,10 @@ class HiddenModules(MetaPathFinder):
         finally:
             builtins.__import__, importlib.import_module = original, import_module
         self._modules = {name: module for name, module in sys.modules.items() if name not in self._shown}
+        for name in self._modules:
+            parent = name.rpartition(".")[0]
+            if parent in self._modules and not hasattr(self._modules[parent], "__path__"):
+                self._imports[parent].add(name)  # an extension module makes such submodules itself
         self._forget(_CHANGED)
         self.hide()
         sys.meta_path.insert(0, self)

@@ -7,7 +7,6 @@ import concurrent.futures.thread
 import ctypes
 import fcntl
 import gc
-import io
 import itertools
 import logging
 import multiprocessing.process
@@ -143,6 +142,7 @@ class Forker:
         self.hidden.hide(forget_stateful=self._is_job)
         _reset_exit_functions(forget=self._is_job)
         self._is_job = True
+        tempfile.tempdir = None  # TMPDIR may be another
         for directory in self._directories:
             directory.__init__(suffix=Path(directory.name).name)  # type: ignore[misc]
         sys.argv[:] = program.argv
@@ -216,10 +216,6 @@ def _set_fds(fds: Mapping[int, int], kept: Sequence[int]) -> None:
                 fcntl.fcntl(fd, fcntl.F_GETFD)
                 os.dup2(null, fd, inheritable=False)
     os.close(null)
-    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)  # type: ignore[type-var]
-    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), write_through=True)  # type: ignore[type-var]
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
 
 
 def _reset_multiprocessing() -> None:
