@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from flyteplugins_tracking import integrations, propagation
-from flyteplugins_tracking.callables import is_async
 from flyteplugins_tracking.entries import apart
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.lifecycle import exit_code_of
@@ -46,7 +45,7 @@ def sweep_agent(objective: Callable[[], Any], *, count: int | None = None, sweep
         TrackerUnavailableError: There is no key for the service.
         TrackerNotInstalledError: wandb is missing.
     """
-    if is_async(objective):
+    if integrations.is_async(objective):
         raise ConfigError("the agent calls its objective in a thread, and awaits nothing: write `def`, not `async def`")
     info = get_distributed_info()
     if info is None or info.world_size == 1:

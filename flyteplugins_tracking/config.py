@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
+import enum
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal, get_args
 
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES
-from flyteplugins_tracking.values import dataclass, field, replace
+from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES, RankScope, RunMode
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-    from typing import Any
-
-    from flyteplugins_tracking.modes import IfUnavailable, RankScope, RunMode
+IfUnavailable = Literal["raise", "degrade"]
+"""What happens where the service cannot be used when a run is opened."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class TrackingConfig:
     def __post_init__(self) -> None:
         check_choice("run_mode", self.run_mode, RUN_MODES)
         check_choice("rank_scope", self.rank_scope, RANK_SCOPES)
-        check_choice("if_unavailable", self.if_unavailable, ("raise", "degrade"))
+        check_choice("if_unavailable", self.if_unavailable, get_args(IfUnavailable))
         check_seconds("init_timeout_s", self.init_timeout_s)
         check_seconds("finish_timeout_s", self.finish_timeout_s)
         for name in ("rank_prefix", "allow_config", "download_logs"):
@@ -126,7 +126,7 @@ class TrackingConfig:
 
 
 # What `tracking_init` takes by name.
-OWN_ARGUMENTS = frozenset(TrackingConfig.__match_args__) - {"options", "given"}
+OWN_ARGUMENTS = frozenset(one.name for one in fields(TrackingConfig)) - {"options", "given"}
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,10 +176,8 @@ def plain_config(config: object, name: str = "config") -> dict[str, Any]:
     """
     if config is None:
         return {}
-    if hasattr(type(config), "__dataclass_fields__"):  # first: one may be a mapping too, which holds other things
-        import dataclasses
-
-        config = dataclasses.asdict(config)  # type: ignore[call-overload]
+    if is_dataclass(config) and not isinstance(config, type):  # first: it may be a mapping too, of other things
+        config = asdict(config)
     elif not isinstance(config, Mapping) and hasattr(config, "__dict__") and not callable(config):
         config = vars(config)  # argparse.Namespace, types.SimpleNamespace
     if not isinstance(config, Mapping):
@@ -205,22 +203,17 @@ def _plain_key(key: Any, where: str) -> str:
     if isinstance(key, str):
         return key
     if isinstance(key, (int, float, bool)):
-        import json
-
         return json.dumps(key)
     raise ConfigError(f"{where} has the key {key!r} of type {type(key).__name__}: JSON keys are text")
 
 
 def _plain_object(value: Any, where: str, parents: tuple[int, ...]) -> Any:
-    import dataclasses
-    import enum
-
     if isinstance(value, enum.Enum):
         return _plain(value.value, where, parents)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _plain(dataclasses.asdict(value), where, parents)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value), where, parents)
     if callable(getattr(value, "tolist", None)):  # NumPy and torch, scalars and arrays
         return _plain(value.tolist(), where, parents)
     if isinstance(value, (int, float)):  # a subclass
@@ -287,7 +280,5 @@ def _check_secret(secret: object) -> None:
 
 
 def _nearest(value: object, allowed: Collection[str]) -> str:
-    import difflib
-
     close = difflib.get_close_matches(str(value), allowed, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -3,54 +3,47 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking import integrations
-from flyteplugins_tracking.callables import is_async
-from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.config import IfUnavailable, TrackingConfig
+from flyteplugins_tracking.entries import Entry, Task
 from flyteplugins_tracking.lifecycle import hand_out, open_run
-from flyteplugins_tracking.trackers.base import check_config, find_tracker, propagated_to
+from flyteplugins_tracking.policy import RankScope, RunMode
+from flyteplugins_tracking.trackers.base import Tracker, check_config, find_tracker, propagated_to
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-    from typing import Any, TypeVar, overload
+F = TypeVar("F", bound=Callable[..., Any])
 
-    from flyteplugins_tracking.entries import Entry, Task
-    from flyteplugins_tracking.modes import IfUnavailable, RankScope, RunMode
-    from flyteplugins_tracking.trackers.base import Tracker
 
-    F = TypeVar("F", bound=Callable[..., Any])
+@overload
+def tracking_init(function: F, /) -> F: ...
 
-# By themselves: mypy takes overloads in a block only where nothing else is in it.
-if TYPE_CHECKING:
 
-    @overload
-    def tracking_init(function: F, /) -> F: ...
-
-    @overload
-    def tracking_init(
-        *,
-        tracker: str | Tracker = "wandb",
-        run_mode: RunMode = "auto",
-        rank_scope: RankScope = "global",
-        id: str | None = None,
-        project: str | None = None,
-        group: str | None = None,
-        name: str | None = None,
-        tags: Sequence[str] | None = None,
-        notes: str | None = None,
-        config: Any = None,
-        secret: Any = None,
-        if_unavailable: IfUnavailable = "raise",
-        init_timeout_s: float = 30.0,
-        finish_timeout_s: float = 25.0,
-        rank_prefix: bool = False,
-        allow_config: bool = False,
-        step_metric: str = "global_step",
-        download_logs: bool = False,
-        **options: Any,
-    ) -> Callable[[F], F]: ...
+@overload
+def tracking_init(
+    *,
+    tracker: str | Tracker = "wandb",
+    run_mode: RunMode = "auto",
+    rank_scope: RankScope = "global",
+    id: str | None = None,
+    project: str | None = None,
+    group: str | None = None,
+    name: str | None = None,
+    tags: Sequence[str] | None = None,
+    notes: str | None = None,
+    config: Any = None,
+    secret: Any = None,
+    if_unavailable: IfUnavailable = "raise",
+    init_timeout_s: float = 30.0,
+    finish_timeout_s: float = 25.0,
+    rank_prefix: bool = False,
+    allow_config: bool = False,
+    step_metric: str = "global_step",
+    download_logs: bool = False,
+    **options: Any,
+) -> Callable[[F], F]: ...
 
 
 def tracking_init(function: Any = None, /, **options: Any) -> Any:
@@ -117,7 +110,7 @@ def decorator_of(
 
 def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
     """A real function, so that it pickles, binds and shows itself like the one that it wraps."""
-    if is_async(function):
+    if integrations.is_async(function):
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:

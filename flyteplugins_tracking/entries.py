@@ -8,24 +8,39 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
-from flyteplugins_tracking.values import dataclass, field
+from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.policy import RunPlan
+from flyteplugins_tracking.topology import DistributedInfo
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
-    from typing import Any
-
     from flyteplugins_tracking.claims import Claim
-    from flyteplugins_tracking.config import TrackingConfig
     from flyteplugins_tracking.loop_watch import LoopWatch
-    from flyteplugins_tracking.policy import RunPlan
     from flyteplugins_tracking.signals import Watch
-    from flyteplugins_tracking.topology import DistributedInfo
     from flyteplugins_tracking.trackers.base import Handle, Tracker
+
+
+class SigtermWatch(Protocol):
+    """The part of the watch for SIGTERM that a tracker needs. The watch calls `Handle.end_early` on a SIGTERM."""
+
+    @property
+    def terminated(self) -> bool:
+        """Whether the job is being terminated."""
+
+    def renew(self) -> None:
+        """Put the handler back in front, if the function has replaced it. Cheap: called for each row."""
+
+    def await_handler(self, any_thread: bool = False) -> None:
+        """Wait until the signal's handler has run. Called before a run that was ended early is opened again.
+
+        Args:
+            any_thread: Wait in other threads than the main thread too.
+        """
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,7 @@ class RunRequest:
     facts: Mapping[str, Any]
     read_secret: Callable[[], str | None]
     may_prompt: bool
-    watch: Watch | LoopWatch
+    watch: SigtermWatch
     deadline: float
 
     @property

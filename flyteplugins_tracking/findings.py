@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import configparser
 import os
 import re
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Level = Literal["error", "warning", "note"]
 # How much of an answer is read: who it is is told in its first lines.
@@ -52,8 +51,7 @@ class Examination:
     findings: tuple[Finding, ...] = ()
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """What an HTTP server has answered."""
 
     status: int
@@ -87,6 +85,8 @@ def is_small_file(path: str) -> bool:
 
 def settings_of(path: str, section: str) -> dict[str, str]:
     """What a file of settings has in a section: nothing where it cannot be read."""
+    import configparser  # which torch does not load, nor most ranks need
+
     parser = configparser.RawConfigParser()
     try:
         if is_small_file(path):

@@ -6,23 +6,19 @@ Every rank comes here. What only ranks with a run need is in `opening` and `endi
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking import entries
-from flyteplugins_tracking.entries import Entry
+from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.entries import Entry, Surroundings, Task
 from flyteplugins_tracking.entries import RunRequest as RunRequest
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.policy import plan
 from flyteplugins_tracking.topology import detect
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
-    from typing import Any
-
-    from flyteplugins_tracking.config import TrackingConfig
-    from flyteplugins_tracking.entries import Surroundings, Task
     from flyteplugins_tracking.trackers.base import Tracker
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking import ending, entries
@@ -17,7 +18,6 @@ from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavai
 from flyteplugins_tracking.identity import Identity, from_launcher, from_variables, is_elastic
 from flyteplugins_tracking.policy import RunPlan, needs_agreement, plan
 from flyteplugins_tracking.topology import DistributedInfo
-from flyteplugins_tracking.values import replace
 
 if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Tracker

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
 from flyteplugins_tracking.errors import TopologyError
 from flyteplugins_tracking.topology import DistributedInfo
-from flyteplugins_tracking.values import dataclass, replace
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Literal
-
-    from flyteplugins_tracking.modes import RankScope, RunMode
-
-RUN_MODES = ("auto", "shared", "new")
-RANK_SCOPES = ("global", "worker")
+RunMode = Literal["auto", "shared", "new"]
+"""Which ranks of the scope have a run: the first one, all of them one run, or each its own."""
+RankScope = Literal["global", "worker"]
+"""What a run is for: the whole job, or each worker (= node)."""
+RUN_MODES: tuple[RunMode, ...] = get_args(RunMode)
+RANK_SCOPES: tuple[RankScope, ...] = get_args(RankScope)
 
 
 @dataclass(frozen=True)

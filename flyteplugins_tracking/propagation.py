@@ -7,20 +7,18 @@ Text in them stays the text it was: "2024", "null" and "1e5" too.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 from flyteplugins_tracking.config import merged
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.values import dataclass
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Iterator, Mapping
-    from typing import Any
 
 # What `tracking_config` and `tracking_sweep_config` set.
 CONFIG = "FLYTE_TRACKING_CONFIG"
@@ -88,8 +86,6 @@ def parse(text: str | None, where: str) -> dict[str, Any]:
     """
     if not text:
         return {}
-    import json
-
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -108,8 +104,6 @@ def write(value: Mapping[str, Any], what: str) -> str:
     Raises:
         ConfigError: JSON cannot hold it.
     """
-    import json
-
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -131,8 +125,6 @@ if hasattr(os, "register_at_fork"):
 @contextmanager
 def propagate(values: Mapping[str, str]) -> Iterator[None]:
     """Have functions that are called in the block, and processes that are started in it, find `values`."""
-    import weakref
-
     older = weakref.WeakSet(threading.enumerate())
     with _lock:
         around = _current_block()

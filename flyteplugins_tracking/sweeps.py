@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking import integrations, propagation
-from flyteplugins_tracking.callables import is_async
 from flyteplugins_tracking.config import (
     TrackingConfig,
     check_arguments,
@@ -253,7 +252,7 @@ def _place(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _wrap(given: Mapping[str, Any], function: Callable[..., Any], _: Task | None) -> Callable[..., Any]:
     """A real function, as `tracking_init` makes it."""
-    if is_async(function):
+    if integrations.is_async(function):
 
         @functools.wraps(function)
         async def swept_async(*args: Any, **kwargs: Any) -> Any:

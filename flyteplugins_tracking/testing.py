@@ -16,18 +16,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flyteplugins_tracking import integrations
 from flyteplugins_tracking.config import check_flag, check_seconds
 from flyteplugins_tracking.entries import Entry, StandIn, Surroundings, standing_in, standing_in_here
 from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.integrations import flyte, flytekit
 from flyteplugins_tracking.lifecycle import exit_code_of
+from flyteplugins_tracking.policy import Workers
 from flyteplugins_tracking.propagation import set_variables
 from flyteplugins_tracking.topology import DistributedInfo, every_rank, override_distributed_info
 from flyteplugins_tracking.trackers.recording import Call, RecordedRun, RecordedRuns, RecordingTracker, Row, Store
-from flyteplugins_tracking.values import replace
 
 __all__ = [
     "Call",
@@ -159,7 +159,7 @@ def simulate(
         ConfigError: An argument that cannot work, or no rank has called a function under `@tracking_init`.
         TimeoutError: Ranks have not ended in time: they wait for each other, perhaps for one that has raised.
     """
-    callee = integrations.callee_of(function)
+    callee = _callee_of(function)
     check_flag("distributed", distributed)
     if callee.is_task and callee.workers is None and num_workers is None is nproc_per_node:
         distributed = False
@@ -381,14 +381,44 @@ def _torchrun(info: DistributedInfo, max_restarts: int) -> dict[str, str]:
     return dict(zip(names, map(str, (*of_rank, *of_world, *of_job)), strict=True))
 
 
-def _single(num_workers: Any, nproc_per_node: Any, _: integrations.Callee) -> tuple[int, ...]:
+@dataclass(frozen=True)
+class _Callee:
+    """What runs in each process of a job.
+
+    Attributes:
+        function: The function itself.
+        is_task: Whether it is of a task.
+        workers: The workers that the task asks for, as far as its configuration is known; None for none of its own.
+    """
+
+    function: Callable[..., Any]
+    is_task: bool = False
+    workers: Workers | None = None
+
+
+def _callee_of(target: Any) -> _Callee:
+    """What the processes of a job call that runs `target`, a function or a task.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    for sdk in (flyte, flytekit):
+        if sdk.is_entity(target):
+            function, workers = sdk.function_of(target)
+            return _Callee(function, True, workers)
+    if not callable(target) or isinstance(target, type):
+        raise ConfigError(f"{target!r} is no function and no Flyte task")
+    return _Callee(target)
+
+
+def _single(num_workers: Any, nproc_per_node: Any, _: _Callee) -> tuple[int, ...]:
     for name, value in (("num_workers", num_workers), ("nproc_per_node", nproc_per_node)):
         if value not in (None, 1):
             raise ConfigError(f"{name}={value!r} and distributed=False contradict each other: leave one out")
     return (1,)
 
 
-def _sizes(num_workers: Any, nproc_per_node: Any, callee: integrations.Callee) -> tuple[int, ...]:
+def _sizes(num_workers: Any, nproc_per_node: Any, callee: _Callee) -> tuple[int, ...]:
     """The number of ranks of each worker.
 
     Raises:

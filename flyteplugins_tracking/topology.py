@@ -8,19 +8,17 @@ there with bad values is an error, never rank 0: every process being rank 0 is t
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from typing import Any
 
 from flyteplugins_tracking.errors import TopologyError
-from flyteplugins_tracking.values import dataclass
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from typing import Any
-
-    Env = Mapping[str, str]
+Env = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class DistributedInfo:
         return _FIELDS
 
 
-_FIELDS: tuple[str, ...] = DistributedInfo.__match_args__
+_FIELDS = tuple(field.name for field in fields(DistributedInfo))
 # Pairs of fields of which the first must be below the second.
 _ORDERED = (
     ("rank", "world_size"),
@@ -173,8 +171,6 @@ def _true_local_rank(env: Env) -> int | None:
     rank, local_world_size = _integer(env, "RANK"), _integer(env, "LOCAL_WORLD_SIZE")
     if env.get("LOCAL_RANK") != "0" or not rank or not local_world_size:
         return None
-    import re
-
     match = re.search(r"/attempt_\d+/(\d+)/error\.json$", env.get("TORCHELASTIC_ERROR_FILE", ""))
     if match:
         return int(match[1])
@@ -310,8 +306,6 @@ def _slurm_tasks_on_this_node(env: Env) -> int | None:
     text, node = env.get("SLURM_STEP_TASKS_PER_NODE"), _integer(env, "SLURM_NODEID")
     if text is None or node is None:
         return None
-    import re
-
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if not match:

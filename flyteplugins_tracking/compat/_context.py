@@ -9,7 +9,7 @@ from typing import Any
 
 from flyteplugins_tracking import integrations, propagation
 from flyteplugins_tracking.entries import get_run
-from flyteplugins_tracking.modes import RankScope, RunMode
+from flyteplugins_tracking.policy import RankScope, RunMode
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.integrations.flyte import TrackingLink
-from flyteplugins_tracking.modes import RankScope, RunMode
+from flyteplugins_tracking.policy import RankScope, RunMode
 from flyteplugins_tracking.sweeps import SweepLink
 from flyteplugins_tracking.trackers.base import check_config
 

@@ -28,7 +28,7 @@ from flyteplugins_tracking.context import Propagated, tracking_config
 from flyteplugins_tracking.decorator import decorator_of, tracked_function
 from flyteplugins_tracking.ending import in_time
 from flyteplugins_tracking.entries import Task
-from flyteplugins_tracking.modes import RankScope, RunMode
+from flyteplugins_tracking.policy import RankScope, RunMode
 from flyteplugins_tracking.sweeps import get_sweep_id, tracking_sweep, tracking_sweep_config
 
 __all__ = [

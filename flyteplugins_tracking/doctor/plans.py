@@ -6,12 +6,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import cast
 
 from flyteplugins_tracking.doctor.report import PlanRow
 from flyteplugins_tracking.errors import TopologyError
-from flyteplugins_tracking.modes import RankScope, RunMode
-from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES, plan
+from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES, RankScope, RunMode, plan
 from flyteplugins_tracking.topology import DistributedInfo, every_rank
 
 _BASE = "{base}"
@@ -37,7 +35,7 @@ def plan_rows(
     if info is not None and info.world_size > MOST_RANKS:
         return ()
     everyone = list(ranks or _world(info))
-    rows = (_row(everyone, cast(RunMode, m), cast(RankScope, s)) for m in RUN_MODES for s in RANK_SCOPES)
+    rows = (_row(everyone, m, s) for m in RUN_MODES for s in RANK_SCOPES)
     return tuple(
         replace(
             row,

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import FunctionType
+from typing import Any
 
 from flyteplugins_tracking import propagation
-from flyteplugins_tracking.callables import is_generator
-from flyteplugins_tracking.entries import Surroundings
+from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.entries import Surroundings, Task
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.values import dataclass
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from typing import Any
-
-    from flyteplugins_tracking.config import TrackingConfig
-    from flyteplugins_tracking.entries import Task
-    from flyteplugins_tracking.policy import Workers
+from flyteplugins_tracking.policy import Workers
 
 
 @dataclass(frozen=True)
@@ -79,36 +74,9 @@ def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decor
     return flytekit.adapt_function(tracked, decorator.link)
 
 
-@dataclass(frozen=True)
-class Callee:
-    """What runs in each process of a job.
-
-    Attributes:
-        function: The function itself.
-        is_task: Whether it is of a task.
-        workers: The workers that the task asks for, as far as its configuration is known; None for none of its own.
-    """
-
-    function: Callable[..., Any]
-    is_task: bool = False
-    workers: Workers | None = None
-
-
-def callee_of(target: Any) -> Callee:
-    """What the processes of a job call that runs `target`, a function or a task.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    from flyteplugins_tracking.integrations import flyte, flytekit
-
-    for sdk in (flyte, flytekit):
-        if sdk.is_entity(target):
-            function, workers = sdk.function_of(target)
-            return Callee(function, True, workers)
-    if not callable(target) or isinstance(target, type):
-        raise ConfigError(f"{target!r} is no function and no Flyte task")
-    return Callee(target)
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling `function` gives a coroutine; also for an object whose `__call__` is async."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def surroundings() -> Surroundings:
@@ -147,7 +115,7 @@ def _refuse_what_is_no_function(target: Any, name: str) -> None:
         raise ConfigError(f"put @{name} below @{type(target).__name__}, on the function itself")
     if isinstance(target, type) or not callable(target):
         raise ConfigError(f"{name} decorates functions and Flyte tasks, not {target!r}")
-    if is_generator(target):
+    if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
         raise ConfigError(
             f"{getattr(target, '__qualname__', target)} is a generator: its body runs after the call has returned, "
             "outside of the run. Decorate the function that consumes it."

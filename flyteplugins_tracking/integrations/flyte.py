@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flyteplugins_tracking import propagation
@@ -22,7 +23,6 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.integrations.flytekit import workers_of
 from flyteplugins_tracking.policy import Workers, pages
 from flyteplugins_tracking.trackers.base import find_tracker, propagated_to
-from flyteplugins_tracking.values import dataclass, field, replace
 
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"
 _ANY_TASK = "flyte._task.TaskTemplate"

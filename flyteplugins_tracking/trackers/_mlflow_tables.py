@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from typing import Any
+from typing import Any
+from urllib.parse import quote
 
 _SCHEME = "sqlite:///"
 _PAUSE_S = 0.1
@@ -61,8 +59,7 @@ def _path(uri: str) -> str:
 
 
 def _has_runs(path: str) -> bool:
-    import sqlite3
-    from urllib.parse import quote
+    import sqlite3  # which a rank without a run does not need
 
     try:
         with closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True, timeout=_PAUSE_S)) as store:

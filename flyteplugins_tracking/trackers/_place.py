@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from flyteplugins_tracking.entries import RunRequest
-from flyteplugins_tracking.values import dataclass
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+
 from flyteplugins_tracking.errors import ConfigError
 
 # What the status is told by: no key of the user's config.
@@ -28,16 +30,12 @@ def page_address(address: str, project: str | None, run_id: str | None) -> str:
     """https://huggingface.co/docs/trackio: what the dashboard reads of its address."""
     if project is None:
         return address
-    from urllib.parse import quote, urlencode
-
     query = {"project": project, **({} if run_id is None else {"run_ids": run_id})}
     return f"{address}/?{urlencode(query, safe='{}', quote_via=quote)}"
 
 
 def without_token(url: str) -> tuple[str, str | None]:
     """The address that may be shown, and what Trackio puts behind it as its write token."""
-    from urllib.parse import parse_qsl, urlsplit, urlunsplit
-
     parts = urlsplit(url.strip())
     query = dict(parse_qsl(parts.query))
     host = parts.netloc.rpartition("@")[2]
@@ -50,8 +48,6 @@ def check_address(url: object) -> None:
     Raises:
         ConfigError: It cannot be used.
     """
-    from urllib.parse import urlsplit
-
     if not isinstance(url, str) or not url.startswith(("https://", "http://")) or not urlsplit(url).netloc:
         raise ConfigError(
             "server_url= or TRACKIO_SERVER_URL is no address: write it as server_url='https://trackio.example.com'"
@@ -66,8 +62,6 @@ def check_server(url: object) -> None:
     """
     if url is None:
         return
-    from urllib.parse import urlsplit
-
     check_address(url)
     if "write_token" in str(url) or "@" in urlsplit(str(url)).netloc:
         raise ConfigError(

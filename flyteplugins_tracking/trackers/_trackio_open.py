@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flyteplugins_tracking.config import TrackingConfig
@@ -22,7 +23,6 @@ from flyteplugins_tracking.trackers._trackio_names import (
     without_token,
 )
 from flyteplugins_tracking.trackers.client import ClientHandle, new_id, run_config
-from flyteplugins_tracking.values import replace
 
 logger = logging.getLogger(__name__)
 

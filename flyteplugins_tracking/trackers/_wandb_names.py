@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from urllib.parse import quote
 
+from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.errors import ConfigError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from flyteplugins_tracking.config import TrackingConfig
 
 # Ours: wandb.init has a setting for it.
 HOST = "host"
@@ -69,6 +67,4 @@ def without_credentials(address: str) -> str:
 
 def quoted(name: str) -> str:
     """As part of an address; Flyte's templates stay what they are."""
-    from urllib.parse import quote
-
     return quote(name, safe="{}")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from flyteplugins_tracking.entries import RunRequest
@@ -18,7 +19,6 @@ from flyteplugins_tracking.trackers._place import Place
 from flyteplugins_tracking.trackers._wandb_names import HOST, api_of, check_id, imposed_id
 from flyteplugins_tracking.trackers._wandb_run import WandbHandle, directory, global_run, without_reports
 from flyteplugins_tracking.trackers.base import Handle
-from flyteplugins_tracking.values import replace
 
 logger = logging.getLogger(__name__)
 # Runs are opened again at any time, by any thread. Reentrant: by a signal's handler too.

@@ -8,34 +8,22 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Literal, Protocol
 
-from flyteplugins_tracking.config import OWN_ARGUMENTS, check_arguments, check_choice
+from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.values import replace
+from flyteplugins_tracking.findings import Examination
+from flyteplugins_tracking.policy import Page
+from flyteplugins_tracking.topology import DistributedInfo
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-    from typing import Any, Protocol
-
-    from flyteplugins_tracking.config import TrackingConfig
-    from flyteplugins_tracking.entries import RunRequest
-    from flyteplugins_tracking.findings import Examination
-    from flyteplugins_tracking.modes import Feature as Feature
-    from flyteplugins_tracking.policy import Page
-    from flyteplugins_tracking.topology import DistributedInfo
-else:
-    Protocol = object
-
-    def __getattr__(name: str) -> object:
-        """`Feature`, for the annotations of a third party's tracker."""
-        if name != "Feature":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from flyteplugins_tracking.modes import Feature
-
-        return Feature
-
+Feature = Literal[
+    "shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "allow_config", "download_logs"
+]
+"""What a service may be without. See docs/trackers.md."""
 
 ENTRY_POINTS = "flyteplugins_tracking.trackers"
 
@@ -150,8 +138,6 @@ class Tracker(Protocol):
 
     def examine(self) -> Examination:
         """What the doctor shows of the service here: where runs go, where a key is, what is wrong. No effects."""
-        from flyteplugins_tracking.findings import Examination
-
         return Examination()
 
     def open(self, request: RunRequest) -> Handle:
@@ -289,7 +275,7 @@ def _known_to_any(names: Collection[str]) -> set[str]:
 
 @functools.cache
 def _registered() -> dict[str, Any]:
-    from importlib.metadata import entry_points
+    from importlib.metadata import entry_points  # slow, and the built-in trackers do not need it
 
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
 

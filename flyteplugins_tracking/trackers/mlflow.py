@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from flyteplugins_tracking.config import check_flag, check_text
+from flyteplugins_tracking.config import TrackingConfig, check_flag, check_text
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import Tracker
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import Any
-
-    from flyteplugins_tracking.config import TrackingConfig
-    from flyteplugins_tracking.entries import RunRequest
-    from flyteplugins_tracking.findings import Examination
-    from flyteplugins_tracking.policy import Page
-    from flyteplugins_tracking.topology import DistributedInfo
-    from flyteplugins_tracking.trackers.base import Handle
+from flyteplugins_tracking.findings import Examination
+from flyteplugins_tracking.policy import Page
+from flyteplugins_tracking.topology import DistributedInfo
+from flyteplugins_tracking.trackers.base import Handle, Tracker
 
 _TEXTS = ("tracking_uri", "experiment_name", "framework", "link_host")
 _FLAGS = ("autolog", "log_models", "log_datasets", "log_system_metrics")

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote
 
-from flyteplugins_tracking.config import check_text
+from flyteplugins_tracking.config import TrackingConfig, check_text
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.base import Tracker
-from flyteplugins_tracking.values import replace
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from flyteplugins_tracking.config import TrackingConfig
-    from flyteplugins_tracking.entries import RunRequest
-    from flyteplugins_tracking.findings import Examination
-    from flyteplugins_tracking.policy import Page
-    from flyteplugins_tracking.trackers.base import Handle
+from flyteplugins_tracking.findings import Examination
+from flyteplugins_tracking.policy import Page
+from flyteplugins_tracking.trackers.base import Handle, Tracker
 
 # The parameters of pluto.init that the decorator does not take by name, and that choose no run: a test compares.
 INIT_ARGUMENTS = frozenset({"dir", "settings", "fork_run_id", "fork_step", "inherit_config", "inherit_tags"})
@@ -66,8 +61,6 @@ class PlutoTracker(Tracker):
 
         The address of a run has an id that the server makes; the project's has the organization's name.
         """
-        from urllib.parse import quote
-
         host, organization = _app(config), config.options.get(_ORGANIZATION)
         if not organization:
             return host

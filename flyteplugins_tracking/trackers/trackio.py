@@ -10,8 +10,13 @@ import os
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
+from flyteplugins_tracking.config import TrackingConfig
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.findings import Examination
+from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers._trackio_names import (
     EXIT_CODE,
     SPACE,
@@ -21,17 +26,7 @@ from flyteplugins_tracking.trackers._trackio_names import (
     page_address,
     without_token,
 )
-from flyteplugins_tracking.trackers.base import Tracker
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
-    from flyteplugins_tracking.config import TrackingConfig
-    from flyteplugins_tracking.entries import RunRequest
-    from flyteplugins_tracking.findings import Examination
-    from flyteplugins_tracking.policy import Page
-    from flyteplugins_tracking.trackers.base import Feature, Handle
+from flyteplugins_tracking.trackers.base import Feature, Handle, Tracker
 
 # The parameters of trackio.init that the decorator does not take by name. A test compares.
 INIT_ARGUMENTS = frozenset(

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from flyteplugins_tracking.config import check_choice
+from flyteplugins_tracking.config import TrackingConfig, check_choice
+from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.findings import Examination
+from flyteplugins_tracking.policy import Page
 from flyteplugins_tracking.trackers._wandb_names import HOST, app, check_host, check_id, imposed_id, quoted
-from flyteplugins_tracking.trackers.base import Tracker, link_types
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from typing import Any
-
-    from flyteplugins_tracking.config import TrackingConfig
-    from flyteplugins_tracking.entries import RunRequest
-    from flyteplugins_tracking.findings import Examination
-    from flyteplugins_tracking.policy import Page
-    from flyteplugins_tracking.trackers.base import Handle
+from flyteplugins_tracking.trackers.base import Handle, Tracker, link_types
 
 # The parameters of wandb.init that the decorator does not take by name. Importing wandb to ask it would cost every
 # rank half a second; a test compares.

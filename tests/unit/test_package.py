@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import pkgutil
+import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import pytest
 from support.jobs import PACKAGE
 
 import flyteplugins_tracking
-from flyteplugins_tracking import RankScope, RunMode
-from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES
 
 # Each may import itself and what stands before it.
 LAYERS = [
     "errors",
-    "values",
-    "callables",
-    "modes",
     "topology",
     "policy",
     "processes",
@@ -92,9 +93,43 @@ def test_every_module_can_be_loaded():
             importlib.import_module(module.name)
 
 
-def test_the_modes_are_those_that_the_types_say():
-    assert get_args(RunMode) == RUN_MODES
-    assert get_args(RankScope) == RANK_SCOPES
+# The modules whose names users import.
+PUBLIC = ["", ".errors", ".testing", ".compat.wandb", ".trackers.base", ".trackers.client"]
+# Other packages' types: whoever asks for the hints has imported these packages.
+THIRD_PARTY = {"torch": SimpleNamespace(device=object), "Dir": object}
+
+
+def public_names(module: ModuleType) -> list[str]:
+    """The names in its `__all__`; without one, those that are defined in it."""
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
+
+
+def with_hints(value: Any) -> Iterator[Any]:
+    """A function and its overloads; a class, its bases in the package, and the methods and properties of them all."""
+    if inspect.isfunction(value):
+        yield value
+        yield from typing.get_overloads(value) if sys.version_info >= (3, 11) else ()
+    for cls in value.__mro__ if isinstance(value, type) else ():
+        if cls.__module__.startswith("flyteplugins_tracking"):
+            yield cls
+            for member in vars(cls).values():
+                function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+                yield from with_hints(function) if inspect.isfunction(function) else ()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_functions_and_classes_have_type_hints_that_resolve(name):
+    module = importlib.import_module(f"flyteplugins_tracking{name}")
+    found = [one for public in public_names(module) for one in with_hints(getattr(module, public))]
+    assert found
+    for one in found:
+        typing.get_type_hints(one, localns=THIRD_PARTY)
+
+
+def test_what_a_tracker_is_opened_with_has_type_hints_that_resolve():
+    hints = typing.get_type_hints(flyteplugins_tracking.trackers.base.Tracker.open)
+    assert typing.get_type_hints(hints["request"])["plan"] is flyteplugins_tracking.RunPlan
 
 
 def runtime_imports(path: Path) -> set[str]:

@@ -181,7 +181,8 @@ def test_a_block_may_be_left_in_another_context(recorder):
 
 
 def test_a_variable_that_is_set_in_a_block_counts_and_stays(recorder, monkeypatch):
-    monkeypatch.delenv(CONFIG, raising=False)
+    monkeypatch.setenv(CONFIG, "")  # so that it is removed after the test
+    monkeypatch.delenv(CONFIG)
     with tracking_config(group="block"):
         os.environ.update(tracking_config(project="inner", group="inner"))
         assert (train().project, train().group) == ("inner", "block")
