@@ -6,8 +6,10 @@ Importing the package loads what a rank without a run needs. The other public na
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from flyteplugins_tracking._job.plan import RankScope, RunMode, RunPlan, plan
+from flyteplugins_tracking._job.topology import DistributedInfo, get_distributed_info, override_distributed_info
+from flyteplugins_tracking._runs.calls import get_run
 from flyteplugins_tracking.decorator import tracking_init
-from flyteplugins_tracking.entries import get_run
 from flyteplugins_tracking.errors import (
     ConfigError,
     IdentityError,
@@ -16,8 +18,6 @@ from flyteplugins_tracking.errors import (
     TrackerUnavailableError,
     TrackingError,
 )
-from flyteplugins_tracking.policy import RankScope, RunMode, RunPlan, plan
-from flyteplugins_tracking.topology import DistributedInfo, get_distributed_info, override_distributed_info
 
 __all__ = [
     "ConfigError",
@@ -48,24 +48,22 @@ __all__ = [
 
 # Those that are loaded on first use. With them, importing the package would take half as much time again.
 if TYPE_CHECKING:
-    from flyteplugins_tracking._process_group import process_group
-    from flyteplugins_tracking.agents import get_sweep_parameters, sweep_agent
-    from flyteplugins_tracking.context import tracking_config
-    from flyteplugins_tracking.metrics import gather_metrics, prefix_metrics
-    from flyteplugins_tracking.sweeps import get_sweep_id, tracking_sweep, tracking_sweep_config
+    from flyteplugins_tracking._flyte.tracking_config import tracking_config
+    from flyteplugins_tracking._job.metrics import gather_metrics, prefix_metrics
+    from flyteplugins_tracking._job.process_group import process_group
+    from flyteplugins_tracking._sweeps.agent import get_sweep_parameters, sweep_agent
+    from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
 else:  # without the `else`, a type checker would accept every misspelt name
     _MODULES = {
-        "_process_group": ("process_group",),
-        "agents": ("get_sweep_parameters", "sweep_agent"),
-        "context": ("tracking_config",),
-        "metrics": ("gather_metrics", "prefix_metrics"),
-        "sweeps": ("get_sweep_id", "tracking_sweep", "tracking_sweep_config"),
+        "_flyte.tracking_config": ("tracking_config",),
+        "_job.metrics": ("gather_metrics", "prefix_metrics"),
+        "_job.process_group": ("process_group",),
+        "_sweeps.agent": ("get_sweep_parameters", "sweep_agent"),
+        "_sweeps.sweep": ("get_sweep_id", "tracking_sweep", "tracking_sweep_config"),
     }
 
     def __getattr__(name: str) -> object:
         """See https://peps.python.org/pep-0562."""
-        if name in _MODULES:  # to a type checker, they are loaded
-            return import_module(f"{__name__}.{name}")
         for module, names in _MODULES.items():
             if name in names:
                 globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)

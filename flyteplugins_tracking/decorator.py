@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
-from flyteplugins_tracking import integrations
-from flyteplugins_tracking.config import IfUnavailable, TrackingConfig
-from flyteplugins_tracking.entries import Entry, Task
-from flyteplugins_tracking.lifecycle import hand_out, open_run
-from flyteplugins_tracking.policy import RankScope, RunMode
+from flyteplugins_tracking._config.config import IfUnavailable, TrackingConfig
+from flyteplugins_tracking._flyte import context as flyte_context
+from flyteplugins_tracking._job.plan import RankScope, RunMode
+from flyteplugins_tracking._runs.calls import Entry, Task
+from flyteplugins_tracking._runs.lifecycle import hand_out, open_run
 from flyteplugins_tracking.trackers.base import Tracker, check_config, find_tracker, propagated_to
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -102,15 +102,15 @@ def decorator_of(
     check_config(wanted)
 
     def decorate(target: Any) -> Any:
-        of_runs = integrations.Decorator.of_runs("tracking_init", wanted)
-        return integrations.adapt(target, functools.partial(wrap, wanted), of_runs)
+        of_runs = flyte_context.Decorator.of_runs("tracking_init", wanted)
+        return flyte_context.adapt(target, functools.partial(wrap, wanted), of_runs)
 
     return decorate
 
 
 def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
     """A real function, so that it pickles, binds and shows itself like the one that it wraps."""
-    if integrations.is_async(function):
+    if flyte_context.is_async(function):
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
@@ -135,6 +135,6 @@ def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task:
 
 def _run_of(wanted: TrackingConfig, task: Task | None) -> AbstractContextManager[Entry]:
     """The run that one call has: what is propagated to it counts where the decorator says nothing."""
-    around = integrations.surroundings()
+    around = flyte_context.surroundings()
     config = propagated_to(wanted, around.propagated)
     return open_run(config, find_tracker(config.tracker), around, task)

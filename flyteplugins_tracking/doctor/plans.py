@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES, RankScope, RunMode, plan
+from flyteplugins_tracking._job.topology import DistributedInfo, every_rank
 from flyteplugins_tracking.doctor.report import PlanRow
 from flyteplugins_tracking.errors import TopologyError
-from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES, RankScope, RunMode, plan
-from flyteplugins_tracking.topology import DistributedInfo, every_rank
 
 _BASE = "{base}"
 # How many ranks are named.

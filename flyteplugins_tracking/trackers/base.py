@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
-from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
-from flyteplugins_tracking.entries import RunRequest
+from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
+from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking._job.topology import DistributedInfo
+from flyteplugins_tracking._runs.calls import RunRequest
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.findings import Examination
-from flyteplugins_tracking.policy import Page
-from flyteplugins_tracking.topology import DistributedInfo
+from flyteplugins_tracking.trackers.diagnostics import Examination
 
 Feature = Literal[
     "shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "allow_config", "download_logs"

@@ -20,7 +20,7 @@ INSTALLED = [sysconfig.get_path("purelib"), str(Path(sys.prefix) / "pluto")]
 # For what a rank without a run does not do.
 NEVER_LOADED = [
     f"flyteplugins_tracking.{name}"
-    for name in ("opening", "ending", "identity", "claims", "signals", "loop_watch", "sweeps")
+    for name in ("_runs.open", "_runs.close", "_job.identity", "_util.lock", "signals", "loop_watch", "_sweeps.sweep")
 ]
 INERT = """
 import sys

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from flyteplugins_tracking.handover import Guest, HandoverError, Host
+from flyteplugins_tracking.trackers.peers.node import Guest, HandoverError, Host
 
 GUEST = """
     import sys, time
-    from flyteplugins_tracking.handover import Guest
+    from flyteplugins_tracking.trackers.peers.node import Guest
 
     guest = Guest.join({name!r}, int(sys.argv[1]), time.monotonic() + 20, 20)
     guest.listen(offered=lambda value: print("offered", value, flush=True),
@@ -119,7 +119,7 @@ def test_a_pause_holds_until_the_value_is_offered_again(name):
 
 
 def test_an_answer_that_waits_for_a_pause_does_not_hold_it_up(name, monkeypatch):
-    monkeypatch.setattr("flyteplugins_tracking.handover._PAUSE_S", 20.0)
+    monkeypatch.setattr("flyteplugins_tracking.trackers.peers.node._PAUSE_S", 20.0)
     asked, is_paused = threading.Event(), threading.Event()
 
     def answer(_: str) -> None:
@@ -163,7 +163,7 @@ def test_what_a_dead_job_has_left_is_replaced(name, directory):
     left = in_a_process(
         f"""
         import os
-        from flyteplugins_tracking.handover import Host
+        from flyteplugins_tracking.trackers.peers.node import Host
         for name in ({name!r}, "another"):
             Host(name, ask=lambda _: None)
         os._exit(0)
@@ -190,7 +190,7 @@ def test_a_forked_child_keeps_nothing_open(name):
             textwrap.dedent(
                 f"""
                 import multiprocessing, os, signal, time
-                from flyteplugins_tracking.handover import Host
+                from flyteplugins_tracking.trackers.peers.node import Host
                 host = Host({name!r}, ask=lambda _: None)
                 host.offer({{}})
                 worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))

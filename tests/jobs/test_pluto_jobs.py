@@ -260,7 +260,7 @@ def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):
 
 
 def test_the_uploader_finds_the_standard_library_before_the_users_modules(monkeypatch, tmp_path):
-    from flyteplugins_tracking.trackers._pluto_run import Uploader
+    from flyteplugins_tracking.trackers.pluto.run import Uploader
 
     (tmp_path / "logging.py").write_text("raise RuntimeError('the wrong one')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -288,7 +288,7 @@ import os, sys, time
 from dataclasses import replace
 sys.path[:0] = sys.argv[1:]
 import test_pluto
-from flyteplugins_tracking.topology import detect
+from flyteplugins_tracking._job.topology import detect
 from flyteplugins_tracking.trackers.pluto import TRACKER
 first = replace(test_pluto._request("late"), deadline=time.monotonic() + 30)
 info = detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})

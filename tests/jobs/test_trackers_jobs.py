@@ -26,7 +26,7 @@ from flyteplugins_tracking.send import main as send
 from flyteplugins_tracking.trackers import base
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
-from flyteplugins_tracking.trackers.local import open_or_keep
+from flyteplugins_tracking.trackers.journal import open_or_keep
 
 BUILT_IN = sorted(base._BUILT_IN)
 
@@ -273,7 +273,7 @@ def test_what_files_cannot_hold_or_nobody_can_call_takes_nothing_else_with_it(
 
     with pytest.raises(ValueError, match="the first job's"):
         train(ValueError("the first job's"))
-    monkeypatch.setattr("flyteplugins_tracking.trackers.local.time.time", lambda: 4e9)
+    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.time.time", lambda: 4e9)
     train(None)
     (directory,) = (tmp_path / "tracking-offline").iterdir()
     assert send([str(directory)]) == 0

@@ -20,8 +20,8 @@ from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 import flyteplugins_tracking
-from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig
-from flyteplugins_tracking.policy import Workers, pages
+from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig
+from flyteplugins_tracking._job.plan import Workers, pages
 from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')

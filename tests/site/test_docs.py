@@ -32,8 +32,9 @@ from support import jobs
 from wandb_files import read_runs
 
 import flyteplugins_tracking.testing
-from flyteplugins_tracking import DistributedInfo, RunPlan, TrackingError, plan, topology, tracking_init
-from flyteplugins_tracking.identity import from_launcher
+from flyteplugins_tracking import DistributedInfo, RunPlan, TrackingError, plan, tracking_init
+from flyteplugins_tracking._job import topology
+from flyteplugins_tracking._job.identity import from_launcher
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))

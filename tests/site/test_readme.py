@@ -7,7 +7,7 @@ from typing import get_args
 
 from support import jobs
 
-from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES
+from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking.trackers.base import Feature, find_tracker
 
 ROOT = Path(__file__).parents[2]

@@ -26,9 +26,9 @@ from flyteplugins_tracking import DistributedInfo, doctor
 from flyteplugins_tracking.doctor import ranks, services, text
 from flyteplugins_tracking.doctor.plans import named, pattern, plan_rows
 from flyteplugins_tracking.doctor.versions import _fits
-from flyteplugins_tracking.findings import Examination, Finding, without_credentials
 from flyteplugins_tracking.trackers import base
 from flyteplugins_tracking.trackers.base import Tracker
+from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, without_credentials
 
 KEY = "a1b2" * 10
 
@@ -275,7 +275,9 @@ def test_mlflow_s_server_is_known_by_its_version(ask, monkeypatch):
     monkeypatch.setattr(services, "find_spec", lambda name: True)
 
     def says(status: int, said: str) -> str:
-        monkeypatch.setattr("flyteplugins_tracking.findings.ask", lambda *_: SimpleNamespace(status=status, text=said))
+        monkeypatch.setattr(
+            "flyteplugins_tracking.trackers.diagnostics.ask", lambda *_: SimpleNamespace(status=status, text=said)
+        )
         return findings(ask("--json", "--tracker", "mlflow", MLFLOW_TRACKING_URI="http://mlflow:5000")[1], "error")
 
     assert says(200, "3.17.0") == ""
@@ -522,7 +524,7 @@ def test_a_torch_that_cannot_be_imported_is_an_error(ask, monkeypatch):
     def broken(*_: Any) -> None:
         raise OSError("libcudnn.so.9: cannot open shared object file")
 
-    monkeypatch.setattr("flyteplugins_tracking.identity.job_store", broken)
+    monkeypatch.setattr("flyteplugins_tracking._job.identity.job_store", broken)
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
     assert status == 1
     assert "torch cannot be imported: libcudnn.so.9" in findings(out, "error")

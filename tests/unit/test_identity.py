@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from flyteplugins_tracking import DistributedInfo, IdentityError, identity
-from flyteplugins_tracking.identity import Identity, from_launcher, from_variables, readable
+from flyteplugins_tracking import DistributedInfo, IdentityError
+from flyteplugins_tracking._job import identity
+from flyteplugins_tracking._job.identity import Identity, from_launcher, from_variables, readable
 
 TWO_NODES = DistributedInfo(rank=1, world_size=4, local_rank=1, local_world_size=2, launcher="env")
 

@@ -18,42 +18,47 @@ from support.jobs import PACKAGE
 
 import flyteplugins_tracking
 
-# Each may import itself and what stands before it.
-LAYERS = [
-    "errors",
-    "topology",
-    "policy",
-    "processes",
-    "identity",
-    "claims",
-    "handover",
-    "attendance",
-    "config",
-    "metrics",
-    "_process_group",
-    "propagation",
-    "signals",
-    "loop_watch",
-    "report",
-    "entries",
-    "ending",
-    "opening",
-    "lifecycle",
-    "findings",
-    "trackers",
-    "integrations",
-    "context",
-    "decorator",
-    "sweeps",
-    "agents",
-    "__init__",
-    "send",
-    "compat",
-    "doctor",
-    "__main__",
-    "testing",
-    "pytest_plugin",
+# What a room may import: itself, and what stands before it. Those in one line do not import each other.
+ROOMS = [
+    {"errors"},
+    {"_util"},
+    {"_job"},
+    {"_config"},
+    {"trackers"},
+    {"_runs"},
+    {"_flyte"},
+    {"decorator"},
+    {"_sweeps"},
+    {"__init__", "send", "compat", "doctor", "testing"},
+    {"__main__"},
 ]
+# The arrows that still point the other way.
+EXCEPTIONS: dict[str, set[str]] = {
+    "_job/metrics.py": {"_config"},
+    "_job/process_group.py": {"_config"},
+    "_runs/close.py": {"_flyte", "signals", "loop_watch"},
+    "_sweeps/agent.py": {"signals"},
+    "trackers/base.py": {"_runs"},
+    "trackers/client.py": {"_runs", "signals"},
+    "trackers/journal.py": {"_runs", "signals"},
+    "trackers/mlflow/__init__.py": {"_runs"},
+    "trackers/mlflow/fluent.py": {"_runs"},
+    "trackers/mlflow/open.py": {"_runs"},
+    "trackers/mlflow/run.py": {"_runs"},
+    "trackers/peers/role.py": {"_runs"},
+    "trackers/peers/writers.py": {"_runs"},
+    "trackers/pluto/__init__.py": {"_runs"},
+    "trackers/pluto/run.py": {"_runs"},
+    "trackers/trackio/__init__.py": {"_runs"},
+    "trackers/trackio/open.py": {"_runs", "signals"},
+    "trackers/trackio/run.py": {"_runs"},
+    "trackers/wandb/__init__.py": {"_runs"},
+    "trackers/wandb/open.py": {"_runs"},
+    "trackers/wandb/run.py": {"_runs", "signals"},
+    "trackers/wandb/shared.py": {"_runs", "signals"},
+}
+MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name not in ("signals.py", "loop_watch.py")]
+SERVICES = ("wandb", "pluto", "mlflow", "trackio")
 
 
 def test_the_public_names_change_on_purpose_only():
@@ -132,39 +137,41 @@ def test_what_a_tracker_is_opened_with_has_type_hints_that_resolve():
     assert typing.get_type_hints(hints["request"])["plan"] is flyteplugins_tracking.RunPlan
 
 
-def runtime_imports(path: Path) -> set[str]:
-    """The modules of this package that `path` imports, leaving out what is for type checkers only."""
+def imports_of(path: Path) -> set[str]:
+    """The modules of this package that `path` imports, at any depth; leaving out what is for type checkers only."""
     found = set()
     tree = ast.parse(path.read_text())
     typing_only = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-    skipped = {id(n) for block in typing_only for n in ast.walk(block)}
+    skipped = {id(n) for block in typing_only for statement in block.body for n in ast.walk(statement)}
     for node in ast.walk(tree):
-        if id(node) in skipped or not isinstance(node, (ast.Import, ast.ImportFrom)):
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif node.module == "flyteplugins_tracking":
-            names = [f"flyteplugins_tracking.{alias.name}" for alias in node.names]
-        else:
-            names = [node.module or ""]
-        found |= {name.split(".")[1] for name in names if name.startswith("flyteplugins_tracking.")}
-    return found
+        if id(node) not in skipped and isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif id(node) not in skipped and isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("flyteplugins_tracking.") for name in found if name.startswith("flyteplugins_tracking.")}
 
 
-def test_imports_point_down():
-    for path in PACKAGE.rglob("*.py"):
-        layer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        below = LAYERS[: LAYERS.index(layer) + 1]
-        assert runtime_imports(path) <= set(below), path
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def test_trackers_do_not_know_integrations_nor_each_other():
-    for path in (PACKAGE / "trackers").glob("*.py"):
-        text = path.read_text()
-        assert "integrations" not in text
-        common = {"base", "client", "local"}
-        others = {p.stem for p in (PACKAGE / "trackers").glob("[a-z]*.py")} - {path.stem, *common}
-        assert all(f"trackers.{other}" not in text for other in others) or path.stem == "base"
+def allowed_in(room: str) -> set[str]:
+    position = next(number for number, rooms in enumerate(ROOMS) if room in rooms)
+    return {room}.union(*ROOMS[:position])
+
+
+@pytest.mark.parametrize("path", [pytest.param(path, id=str(path)[len(str(PACKAGE)) + 1 :]) for path in MODULES])
+def test_a_room_imports_only_the_rooms_below_it(path):
+    name = path.relative_to(PACKAGE).as_posix()
+    rooms = {module.partition(".")[0] for module in imports_of(path)}
+    assert rooms - allowed_in(room_of(path)) == EXCEPTIONS.get(name, set())
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_tracker_does_not_know_the_others(service):
+    for path in (PACKAGE / "trackers" / service).glob("*.py"):
+        others = tuple(f"trackers.{other}" for other in SERVICES if other != service)
+        assert not [module for module in imports_of(path) if module.startswith(others)], path
 
 
 def test_vendors_are_imported_inside_functions_only():

@@ -1,0 +1,7 @@
+"""Small tools that know nothing of runs, ranks and trackers.
+
+In the room: facts about processes (`proc`) and a lock between the processes of a machine (`lock`).
+May enter: a tool that two rooms need and that another project could use as it is. Must not: names of this package's
+concepts.
+It may import `errors` only.
+"""
