@@ -6,8 +6,9 @@ Importing the package loads what a rank without a run needs. The other public na
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RankScope, RunMode, RunPlan, plan
-from flyteplugins_tracking._job.topology import DistributedInfo, get_distributed_info, override_distributed_info
+from flyteplugins_tracking._job.topology import get_distributed_info, override_distributed_info
 from flyteplugins_tracking._runs.calls import get_run
 from flyteplugins_tracking.decorator import tracking_init
 from flyteplugins_tracking.errors import (

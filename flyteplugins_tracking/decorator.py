@@ -12,7 +12,8 @@ from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._job.plan import RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Entry, Task
 from flyteplugins_tracking._runs.lifecycle import hand_out, open_run
-from flyteplugins_tracking.trackers.base import Tracker, check_config, find_tracker, propagated_to
+from flyteplugins_tracking.trackers.base import Tracker
+from flyteplugins_tracking.trackers.registry import check_config, find_tracker, propagated_to
 
 F = TypeVar("F", bound=Callable[..., Any])
 
