@@ -58,7 +58,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
     Args:
         function: The function or task, where the decorator is used without arguments.
         tracker: The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry
-            point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.base.Tracker`.
+            point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`.
         run_mode: "auto": one run for the scope, on its first rank. "new": a run for every rank. "shared": one run
             for the scope, on all its ranks.
         rank_scope: "global": the scope is the whole job. "worker": it is each worker (= node).

@@ -1,6 +1,6 @@
 """The life of a run around one call: whether this rank opens one, and the status that it ends with.
 
-Every rank comes here. What only ranks with a run need is in `opening` and `ending`, which the others do not load.
+Every rank comes here. What only ranks with a run need is in `open` and `close`, which the others do not load.
 """
 
 from __future__ import annotations

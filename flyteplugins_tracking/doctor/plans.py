@@ -1,4 +1,4 @@
-"""Which runs each mode and scope give in this world: `policy.plan`, asked for every rank."""
+"""Which runs each mode and scope give in this world: `_job.plan.plan`, asked for every rank."""
 
 from __future__ import annotations
 

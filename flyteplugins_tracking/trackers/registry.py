@@ -150,6 +150,6 @@ def _as_tracker(given: Any, what: str) -> Tracker:
     if missing:
         raise ConfigError(
             f"{what} is a {type(tracker).__name__}, and no tracker: it has no {', '.join(missing)}. Let its class "
-            f"inherit from {Tracker.__module__}.Tracker"
+            "inherit from flyteplugins_tracking.trackers.Tracker"
         )
     return tracker
