@@ -1,55 +1,25 @@
 """One decorator gives a training function its experiment-tracking run, on exactly the ranks that should have one.
 
-A name is loaded when it is first asked for: what each rank pays for is the decorator and its way to "no run here".
+Importing the package loads what a rank without a run needs. The other public names are loaded on first use.
 """
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from flyteplugins_tracking._process_group import process_group
-    from flyteplugins_tracking.agents import get_sweep_parameters, sweep_agent
-    from flyteplugins_tracking.context import tracking_config
-    from flyteplugins_tracking.decorator import tracking_init
-    from flyteplugins_tracking.entries import get_run
-    from flyteplugins_tracking.errors import (
-        ConfigError,
-        IdentityError,
-        TopologyError,
-        TrackerNotInstalledError,
-        TrackerUnavailableError,
-        TrackingError,
-    )
-    from flyteplugins_tracking.metrics import gather_metrics, prefix_metrics
-    from flyteplugins_tracking.modes import RankScope, RunMode
-    from flyteplugins_tracking.policy import RunPlan, plan
-    from flyteplugins_tracking.sweeps import get_sweep_id, tracking_sweep, tracking_sweep_config
-    from flyteplugins_tracking.topology import DistributedInfo, get_distributed_info, override_distributed_info
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-_MODULES = {
-    "ConfigError": "errors",
-    "DistributedInfo": "topology",
-    "IdentityError": "errors",
-    "RankScope": "modes",
-    "RunMode": "modes",
-    "RunPlan": "policy",
-    "TopologyError": "errors",
-    "TrackerNotInstalledError": "errors",
-    "TrackerUnavailableError": "errors",
-    "TrackingError": "errors",
-    "gather_metrics": "metrics",
-    "get_distributed_info": "topology",
-    "get_run": "entries",
-    "get_sweep_id": "sweeps",
-    "get_sweep_parameters": "agents",
-    "override_distributed_info": "topology",
-    "plan": "policy",
-    "prefix_metrics": "metrics",
-    "process_group": "_process_group",
-    "sweep_agent": "agents",
-    "tracking_config": "context",
-    "tracking_init": "decorator",
-    "tracking_sweep": "sweeps",
-    "tracking_sweep_config": "sweeps",
-}
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.plan import RankScope, RunMode, RunPlan, plan
+from flyteplugins_tracking._job.topology import get_distributed_info, override_distributed_info
+from flyteplugins_tracking._runs.calls import get_run
+from flyteplugins_tracking._util.moved import refuse_imports_of
+from flyteplugins_tracking.decorator import tracking_init
+from flyteplugins_tracking.errors import (
+    ConfigError,
+    IdentityError,
+    TopologyError,
+    TrackerNotInstalledError,
+    TrackerUnavailableError,
+    TrackingError,
+)
 
 __all__ = [
     "ConfigError",
@@ -78,19 +48,39 @@ __all__ = [
     "tracking_sweep_config",
 ]
 
-
-if not TYPE_CHECKING:  # a checker would take every misspelt name for one that `__getattr__` gives
+# Those that are loaded on first use. With them, importing the package would take half as much time again.
+if TYPE_CHECKING:
+    from flyteplugins_tracking._flyte.tracking_config import tracking_config
+    from flyteplugins_tracking._job.metrics import gather_metrics, prefix_metrics
+    from flyteplugins_tracking._job.process_group import process_group
+    from flyteplugins_tracking._sweeps.agent import get_sweep_parameters, sweep_agent
+    from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
+else:  # without the `else`, a type checker would accept every misspelt name
+    _MODULES = {
+        "_flyte.tracking_config": ("tracking_config",),
+        "_job.metrics": ("gather_metrics", "prefix_metrics"),
+        "_job.process_group": ("process_group",),
+        "_sweeps.agent": ("get_sweep_parameters", "sweep_agent"),
+        "_sweeps.sweep": ("get_sweep_id", "tracking_sweep", "tracking_sweep_config"),
+    }
 
     def __getattr__(name: str) -> object:
         """See https://peps.python.org/pep-0562."""
-        from importlib import import_module
-
-        if name in _MODULES:
-            globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-            return value
-        if name in _MODULES.values():  # to a checker, they are loaded
-            return import_module(f"{__name__}.{name}")
+        for module, names in _MODULES.items():
+            if name in names:
+                globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
+                return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# The modules of 0.1 that a pickled task may name.
+refuse_imports_of(
+    f"{__name__}.{module}"
+    for module in (
+        *("agents", "config", "context", "entries", "ending", "identity", "integrations", "lifecycle", "metrics"),
+        *("opening", "policy", "propagation", "sweeps", "topology", "values", "modes", "callables", "_process_group"),
+    )
+)
 
 
 def __dir__() -> list[str]:

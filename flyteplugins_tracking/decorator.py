@@ -3,54 +3,48 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, overload
 
-from flyteplugins_tracking import integrations
-from flyteplugins_tracking.callables import is_async
-from flyteplugins_tracking.config import TrackingConfig
-from flyteplugins_tracking.lifecycle import hand_out, open_run
-from flyteplugins_tracking.trackers.base import check_config, find_tracker, propagated_to
+from flyteplugins_tracking._config.config import IfUnavailable, TrackingConfig
+from flyteplugins_tracking._flyte import context as flyte_context
+from flyteplugins_tracking._job.plan import RankScope, RunMode
+from flyteplugins_tracking._runs.calls import Entry, Task
+from flyteplugins_tracking._runs.lifecycle import hand_out, open_run
+from flyteplugins_tracking.trackers.base import Tracker
+from flyteplugins_tracking.trackers.registry import check_config, find_tracker, propagated_to
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
-    from typing import Any, TypeVar, overload
+F = TypeVar("F", bound=Callable[..., Any])
 
-    from flyteplugins_tracking.entries import Entry, Task
-    from flyteplugins_tracking.modes import IfUnavailable, RankScope, RunMode
-    from flyteplugins_tracking.trackers.base import Tracker
 
-    F = TypeVar("F", bound=Callable[..., Any])
+@overload
+def tracking_init(function: F, /) -> F: ...
 
-# By themselves: mypy takes overloads in a block only where nothing else is in it.
-if TYPE_CHECKING:
 
-    @overload
-    def tracking_init(function: F, /) -> F: ...
-
-    @overload
-    def tracking_init(
-        *,
-        tracker: str | Tracker = "wandb",
-        run_mode: RunMode = "auto",
-        rank_scope: RankScope = "global",
-        id: str | None = None,
-        project: str | None = None,
-        group: str | None = None,
-        name: str | None = None,
-        tags: Sequence[str] | None = None,
-        notes: str | None = None,
-        config: Any = None,
-        secret: Any = None,
-        if_unavailable: IfUnavailable = "raise",
-        init_timeout_s: float = 30.0,
-        finish_timeout_s: float = 25.0,
-        rank_prefix: bool = False,
-        allow_config: bool = False,
-        step_metric: str = "global_step",
-        download_logs: bool = False,
-        **options: Any,
-    ) -> Callable[[F], F]: ...
+@overload
+def tracking_init(
+    *,
+    tracker: str | Tracker = "wandb",
+    run_mode: RunMode = "auto",
+    rank_scope: RankScope = "global",
+    id: str | None = None,
+    project: str | None = None,
+    group: str | None = None,
+    name: str | None = None,
+    tags: Sequence[str] | None = None,
+    notes: str | None = None,
+    config: Any = None,
+    secret: Any = None,
+    if_unavailable: IfUnavailable = "raise",
+    init_timeout_s: float = 30.0,
+    finish_timeout_s: float = 25.0,
+    rank_prefix: bool = False,
+    allow_config: bool = False,
+    step_metric: str = "global_step",
+    download_logs: bool = False,
+    **options: Any,
+) -> Callable[[F], F]: ...
 
 
 def tracking_init(function: Any = None, /, **options: Any) -> Any:
@@ -64,7 +58,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
     Args:
         function: The function or task, where the decorator is used without arguments.
         tracker: The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry
-            point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.base.Tracker`.
+            point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`.
         run_mode: "auto": one run for the scope, on its first rank. "new": a run for every rank. "shared": one run
             for the scope, on all its ranks.
         rank_scope: "global": the scope is the whole job. "worker": it is each worker (= node).
@@ -109,15 +103,15 @@ def decorator_of(
     check_config(wanted)
 
     def decorate(target: Any) -> Any:
-        of_runs = integrations.Decorator.of_runs("tracking_init", wanted)
-        return integrations.adapt(target, functools.partial(wrap, wanted), of_runs)
+        of_runs = flyte_context.Decorator.of_runs("tracking_init", wanted)
+        return flyte_context.adapt(target, functools.partial(wrap, wanted), of_runs)
 
     return decorate
 
 
 def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
     """A real function, so that it pickles, binds and shows itself like the one that it wraps."""
-    if is_async(function):
+    if flyte_context.is_async(function):
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
@@ -142,6 +136,6 @@ def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task:
 
 def _run_of(wanted: TrackingConfig, task: Task | None) -> AbstractContextManager[Entry]:
     """The run that one call has: what is propagated to it counts where the decorator says nothing."""
-    around = integrations.surroundings()
+    around = flyte_context.surroundings()
     config = propagated_to(wanted, around.propagated)
     return open_run(config, find_tracker(config.tracker), around, task)

@@ -50,7 +50,7 @@ _RENEWAL_S = 0.1
 # for its end in vain.
 _STOP = b"\0"
 # Our own code between the decorator's frame and the user's function, where an exception would leave a run half open.
-_OURS = ("contextlib", "flyteplugins_tracking.lifecycle", "flyteplugins_tracking.signals")
+_OURS = ("contextlib", "flyteplugins_tracking._runs.lifecycle", "flyteplugins_tracking.signals")
 
 
 class SignalMask(threading.local):

@@ -7,9 +7,10 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flyteplugins_tracking import integrations, propagation
-from flyteplugins_tracking.entries import get_run
-from flyteplugins_tracking.modes import RankScope, RunMode
+from flyteplugins_tracking._config import propagation
+from flyteplugins_tracking._flyte import context as flyte_context
+from flyteplugins_tracking._job.plan import RankScope, RunMode
+from flyteplugins_tracking._runs.calls import get_run
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def get_wandb_run() -> Any:
 
 def _arguments(key: str, kind: type) -> dict[str, Any]:
     """What is propagated under `key`, as the arguments of `kind`; empty for nothing."""
-    given = integrations.propagated(key)
+    given = flyte_context.propagated(key)
     names = set(kind.__dataclass_fields__) - {"kwargs"}  # type: ignore[attr-defined]
     more = {name: value for name, value in given.items() if name not in names}
     known = {name: value for name, value in given.items() if name in names}

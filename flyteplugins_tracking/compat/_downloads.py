@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking import integrations, propagation
+from flyteplugins_tracking._config import propagation
+from flyteplugins_tracking._config.config import merged
+from flyteplugins_tracking._flyte import context as flyte_context
+from flyteplugins_tracking._flyte import flyte2
 from flyteplugins_tracking.compat._context import (
     get_wandb_context,
     get_wandb_run,
     get_wandb_sweep_context,
 )
-from flyteplugins_tracking.config import merged
-from flyteplugins_tracking.integrations import flyte
 
 if TYPE_CHECKING:
     from flyte.io import Dir
@@ -177,7 +178,7 @@ def _run_address(run_id: str | None) -> _Address:
     """The run `run_id`: its place is that of an open run of this id, or else what is propagated."""
     opened, of_parent = (
         _opened(),
-        propagation.parse((flyte.carried() or {}).get(propagation.RUNS), propagation.RUNS).get("wandb"),
+        propagation.parse((flyte2.carried() or {}).get(propagation.RUNS), propagation.RUNS).get("wandb"),
     )
     for known in (opened, of_parent or {}):
         if known.get("id") and run_id in (None, known["id"]):
@@ -196,7 +197,7 @@ def _opened() -> dict[str, Any]:
 
 
 def _sweep_address(sweep_id: str | None) -> _Address:
-    opened = integrations.propagated(propagation.SWEEP_ID)
+    opened = flyte_context.propagated(propagation.SWEEP_ID)
     sweep = get_wandb_sweep_context()
     place = {} if sweep is None else {"project": sweep.project, "entity": sweep.entity}
     if opened.get("id") and sweep_id in (None, opened["id"]):

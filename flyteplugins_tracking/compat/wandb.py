@@ -14,7 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
-from flyteplugins_tracking import integrations, propagation, topology
+from flyteplugins_tracking._config import propagation
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._flyte import context as flyte_context
+from flyteplugins_tracking._flyte.tracking_config import Propagated, tracking_config
+from flyteplugins_tracking._job import topology
+from flyteplugins_tracking._job.plan import RankScope, RunMode
+from flyteplugins_tracking._runs.calls import Task
+from flyteplugins_tracking._runs.close import in_time
+from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
+from flyteplugins_tracking._util.checks import check_flag
 from flyteplugins_tracking.compat._context import get_wandb_context, get_wandb_run, get_wandb_sweep_context
 from flyteplugins_tracking.compat._downloads import (
     download_wandb_run_dir,
@@ -23,13 +32,7 @@ from flyteplugins_tracking.compat._downloads import (
     download_wandb_sweep_logs,
 )
 from flyteplugins_tracking.compat._links import Wandb, WandbSweep
-from flyteplugins_tracking.config import TrackingConfig, check_flag
-from flyteplugins_tracking.context import Propagated, tracking_config
 from flyteplugins_tracking.decorator import decorator_of, tracked_function
-from flyteplugins_tracking.ending import in_time
-from flyteplugins_tracking.entries import Task
-from flyteplugins_tracking.modes import RankScope, RunMode
-from flyteplugins_tracking.sweeps import get_sweep_id, tracking_sweep, tracking_sweep_config
 
 __all__ = [
     "RankScope",
@@ -177,8 +180,8 @@ def wandb_sweep(function: Any = None, /, *, download_logs: bool | None = None, *
     sweep, wrap = tracking_sweep(**kwargs), functools.partial(_downloading, download_logs)
 
     def decorate(target: Any) -> Any:
-        no_links = integrations.Decorator("wandb_sweep", lambda *_: (), lambda _: {})
-        return sweep(integrations.adapt(target, wrap, no_links))
+        no_links = flyte_context.Decorator("wandb_sweep", lambda *_: (), lambda _: {})
+        return sweep(flyte_context.adapt(target, wrap, no_links))
 
     return decorate if function is None else decorate(function)
 

@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
 
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor import ranks, text
 from flyteplugins_tracking.doctor.checks import check
 from flyteplugins_tracking.doctor.detection import base_id, detect
@@ -23,7 +24,6 @@ from flyteplugins_tracking.doctor.report import OfRanks, Report
 from flyteplugins_tracking.doctor.services import examine_trackers
 from flyteplugins_tracking.doctor.versions import check_versions, versions
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.topology import DistributedInfo
 
 # Launchers end all ranks as soon as one ends with a status: what rank 0 takes to ask servers and to print.
 _PRINTING_S = 6.0

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from flyteplugins_tracking.doctor.plans import MOST_RANKS
 from flyteplugins_tracking.doctor.report import Detected
-from flyteplugins_tracking.findings import Finding, obstacle
+from flyteplugins_tracking.trackers.diagnostics import Finding, obstacle
 
 Env = Mapping[str, str]
 _START = "torchrun --nproc-per-node=2 train.py, or: srun --ntasks=2 python train.py"
@@ -99,8 +99,8 @@ def _places(_: Detected, __: Env) -> Iterator[Finding]:
 
 
 def _sockets(_: Detected, __: Env) -> Iterator[Finding]:
-    """Where the ranks of a node meet for a shared run of W&B's: see `handover`."""
-    from flyteplugins_tracking.handover import place, problem_of
+    """Where the ranks of a node meet for a shared run of W&B's: see `trackers.peers`."""
+    from flyteplugins_tracking.trackers.peers.node import place, problem_of
 
     try:
         folder = place()

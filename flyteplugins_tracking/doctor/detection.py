@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from flyteplugins_tracking import topology
+from flyteplugins_tracking._job import topology
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor.report import Detected, RunIds
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError
-from flyteplugins_tracking.findings import Finding
-from flyteplugins_tracking.topology import DistributedInfo
+from flyteplugins_tracking.trackers.diagnostics import Finding
 
 Env = Mapping[str, str]
 
@@ -43,7 +43,7 @@ def detect(env: Env) -> Detected:
 
 def base_id(info: DistributedInfo | None, env: Env, trackers: Sequence[str]) -> tuple[RunIds, list[Finding]]:
     """What `{base}` will be with these trackers, as far as can be told without a part in the job's agreement."""
-    from flyteplugins_tracking.identity import from_launcher
+    from flyteplugins_tracking._job.identity import from_launcher
 
     chosen = {name: variable for name in trackers if (variable := _variable(name, env))}
     if chosen:
@@ -71,15 +71,15 @@ def base_id(info: DistributedInfo | None, env: Env, trackers: Sequence[str]) -> 
 
 def _variable(tracker: str, env: Env) -> str | None:
     """The tracker's own variable that chooses a run, if one is set."""
-    from flyteplugins_tracking.trackers.base import find_tracker
+    from flyteplugins_tracking.trackers.registry import find_tracker
 
     return next((name for name in find_tracker(tracker).run_id_variables if env.get(name)), None)
 
 
 def _of_chosen(variable: str, env: Env, tracker: str) -> list[Finding]:
     """An id that is exported once is the run of all that is started afterwards."""
-    from flyteplugins_tracking.config import TrackingConfig
-    from flyteplugins_tracking.trackers.base import find_tracker
+    from flyteplugins_tracking._config.config import TrackingConfig
+    from flyteplugins_tracking.trackers.registry import find_tracker
 
     value = env[variable]
     try:

@@ -1,4 +1,4 @@
-"""Which runs each mode and scope give in this world: `policy.plan`, asked for every rank."""
+"""Which runs each mode and scope give in this world: `_job.plan.plan`, asked for every rank."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import cast
 
+from flyteplugins_tracking._job.info import DistributedInfo, every_rank
+from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES, RankScope, RunMode, plan
 from flyteplugins_tracking.doctor.report import PlanRow
 from flyteplugins_tracking.errors import TopologyError
-from flyteplugins_tracking.modes import RankScope, RunMode
-from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES, plan
-from flyteplugins_tracking.topology import DistributedInfo, every_rank
 
 _BASE = "{base}"
 # How many ranks are named.
@@ -37,7 +35,7 @@ def plan_rows(
     if info is not None and info.world_size > MOST_RANKS:
         return ()
     everyone = list(ranks or _world(info))
-    rows = (_row(everyone, cast(RunMode, m), cast(RankScope, s)) for m in RUN_MODES for s in RANK_SCOPES)
+    rows = (_row(everyone, m, s) for m in RUN_MODES for s in RANK_SCOPES)
     return tuple(
         replace(
             row,

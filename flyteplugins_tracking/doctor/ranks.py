@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor.report import OfRanks, Report
 from flyteplugins_tracking.doctor.versions import OWN
 from flyteplugins_tracking.errors import TrackingError
-from flyteplugins_tracking.findings import Finding
-from flyteplugins_tracking.topology import DistributedInfo
+from flyteplugins_tracking.trackers.diagnostics import Finding
 
 # How long rank 0 waits for the others to tell; and how long they wait for it to print, before they end: as soon as one
 # ends with a status, torchrun ends them all.
@@ -41,7 +41,7 @@ Told = Mapping[int, There]
 
 def store_of(info: DistributedInfo) -> tuple[Any, list[OfRanks]]:
     """The store that all ranks share, if there is one, and what is wrong where there should be."""
-    from flyteplugins_tracking.identity import job_store
+    from flyteplugins_tracking._job.store import job_store
 
     store = None
     try:

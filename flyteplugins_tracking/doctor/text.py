@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor.plans import named
 from flyteplugins_tracking.doctor.report import OfRanks, PlanRow, Report, TrackerState
-from flyteplugins_tracking.topology import DistributedInfo
 
 # In a log, which has no width of its own.
 _WIDTH = 120

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 
-from flyteplugins_tracking.findings import Finding
+from flyteplugins_tracking.trackers.diagnostics import Finding
 
 OWN = "flyteplugins-tracking"
 _SHOWN = re.compile(r"flytekit|flyte|torch|(flyteplugins|flytekitplugins)-.+|transformers|accelerate|lightning")

@@ -29,7 +29,7 @@ needs_flyte = pytest.mark.skipif(
 )
 
 needs_sweeps = pytest.mark.skipif(
-    importlib.util.find_spec("flyteplugins_tracking.sweeps") is None, reason="there is no tracking_sweep yet"
+    importlib.util.find_spec("flyteplugins_tracking._sweeps.sweep") is None, reason="there is no tracking_sweep yet"
 )
 
 FLYTEKIT = jobs.PROGRAMS / "compat_flytekit.py"

@@ -15,7 +15,7 @@ pytest.importorskip("flyteplugins.pytorch", reason="flyteplugins-pytorch is not 
 from support import flyte2_pods
 
 from flyteplugins_tracking import ConfigError, tracking_config, tracking_init
-from flyteplugins_tracking.propagation import CONFIG, RUNS
+from flyteplugins_tracking._config.propagation import CONFIG, RUNS
 
 MODULE, WORKERS = "flyte2_tracked", "flyte2_workers"
 TASKS = jobs.PROGRAMS / f"{MODULE}.py"
@@ -368,7 +368,7 @@ def test_the_execution_that_a_run_names_is_the_consoles(monkeypatch, endpoint, i
     from flyte.models import ActionID
     from flyte.remote._client.controlplane import Console
 
-    from flyteplugins_tracking.integrations.flyte import _url
+    from flyteplugins_tracking._flyte.flyte2 import _url
 
     monkeypatch.setenv("_U_EP_OVERRIDE", endpoint)
     monkeypatch.setenv("_U_INSECURE", insecure)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from support import jobs
 
-from flyteplugins_tracking.handover import Guest, HandoverError, Host
+from flyteplugins_tracking.trackers.peers.node import Guest, HandoverError, Host
 
 PROGRAM = jobs.PROGRAMS / "handover_nodes.py"
 PATIENCE_S = 120  # no test waits so long unless something hangs
@@ -115,7 +115,7 @@ def test_a_pause_holds_until_the_value_is_offered_again(name):
 
 
 def test_an_answer_that_waits_for_a_pause_does_not_hold_it_up(name, monkeypatch):
-    monkeypatch.setattr("flyteplugins_tracking.handover._PAUSE_S", 240.0)
+    monkeypatch.setattr("flyteplugins_tracking.trackers.peers.node._PAUSE_S", 240.0)
     asked, is_paused, answered = threading.Event(), threading.Event(), threading.Event()
 
     def answer(_: str) -> None:

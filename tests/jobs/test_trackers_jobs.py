@@ -23,12 +23,12 @@ from flyteplugins_tracking import (
     tracking_init,
 )
 from flyteplugins_tracking.send import main as send
-from flyteplugins_tracking.trackers import base
+from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
-from flyteplugins_tracking.trackers.local import open_or_keep
+from flyteplugins_tracking.trackers.journal import open_or_keep
 
-BUILT_IN = sorted(base._BUILT_IN)
+BUILT_IN = sorted(registry._BUILT_IN)
 
 
 class Noted(Handle):
@@ -59,10 +59,10 @@ def registered(installed, monkeypatch):
     """Have this process find the installed example."""
     monkeypatch.syspath_prepend(installed.environment()["PYTHONPATH"].partition(":")[0])
     monkeypatch.setenv("JSONL_DIR", installed.environment()["JSONL_DIR"])
-    base._registered.cache_clear()
+    registry._registered.cache_clear()
     yield installed
     monkeypatch.delitem(sys.modules, "jsonl_tracker", raising=False)
-    base._registered.cache_clear()
+    registry._registered.cache_clear()
 
 
 def test_a_name_that_nobody_has_is_refused_with_those_that_there_are(registered):
@@ -93,7 +93,7 @@ def test_what_is_propagated_to_a_registered_tracker_reaches_no_other(bare_enviro
 
     entries = {"broken": broken, "noting": lambda: Noting, "other": lambda: Other}
     registered = {name: SimpleNamespace(load=load) for name, load in entries.items()}
-    monkeypatch.setattr(base, "_registered", lambda: registered)
+    monkeypatch.setattr(registry, "_registered", lambda: registered)
 
     @tracking_init(tracker="noting", id="i")
     @tracking_init(tracker="other", id="i")
@@ -275,7 +275,7 @@ def test_what_files_cannot_hold_or_nobody_can_call_takes_nothing_else_with_it(
 
     with pytest.raises(ValueError, match="the first job's"):
         train(ValueError("the first job's"))
-    monkeypatch.setattr("flyteplugins_tracking.trackers.local.time.time", lambda: 4e9)
+    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.time.time", lambda: 4e9)
     train(None)
     (directory,) = (tmp_path / "tracking-offline").iterdir()
     assert send([str(directory)]) == 0

@@ -52,7 +52,7 @@ def as_pytest(file: Path) -> None:
     import pytest
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    options = ["-q", "-p", "no:cacheprovider", "-p", "flyteplugins_tracking.pytest_plugin"]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "flyteplugins_tracking.testing.pytest_plugin"]
     options += ["-c", os.devnull, f"--confcutdir={file.parent}"]  # and not all that is beside its directory
     options += ["-p", "no:unraisableexception"]  # which collects garbage five times
     if pytest.main([*options, str(file)]):

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 
-from flyteplugins_tracking.handover import Guest, Host
+from flyteplugins_tracking.trackers.peers.node import Guest, Host
 
 PATIENCE_S = 120
 ENDLESS_S = 600  # longer than any test waits

@@ -93,11 +93,11 @@ def in_a_child() -> None:
 def as_a_called_task() -> None:
     """Open the caller's run as a called Flyte 2 task does in its own pod, from what is passed on to it."""
     from flyteplugins_tracking import get_run
-    from flyteplugins_tracking.config import TrackingConfig
-    from flyteplugins_tracking.lifecycle import RunRequest
-    from flyteplugins_tracking.policy import plan
+    from flyteplugins_tracking._config.config import TrackingConfig
+    from flyteplugins_tracking._job.plan import plan
     from flyteplugins_tracking.signals import Watch
-    from flyteplugins_tracking.trackers.base import find_tracker
+    from flyteplugins_tracking.trackers.base import RunRequest
+    from flyteplugins_tracking.trackers.registry import find_tracker
 
     tracker = find_tracker("mlflow")
     passed_on = json.loads(json.dumps(tracker.pass_on(get_run())))

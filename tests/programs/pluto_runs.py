@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, tracking_init
-from flyteplugins_tracking.config import TrackingConfig
-from flyteplugins_tracking.lifecycle import RunRequest
-from flyteplugins_tracking.policy import RunPlan
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.plan import RunPlan
+from flyteplugins_tracking._job.topology import detect
 from flyteplugins_tracking.signals import Watch
-from flyteplugins_tracking.topology import detect
+from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.pluto import TRACKER
 
 DIRECTORY = Path(os.environ["TRAIN_DIR"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.testing import RecordingTracker
-from flyteplugins_tracking.trackers.base import Handle, find_tracker
+from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.registry import find_tracker
 
 
 class RequestRecorder(RecordingTracker):

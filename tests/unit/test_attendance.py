@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flyteplugins_tracking.attendance import Attendance
+from flyteplugins_tracking.trackers.peers.attendance import Attendance
 
 torch = pytest.importorskip("torch")
 

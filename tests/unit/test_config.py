@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flyteplugins_tracking import ConfigError, tracking_init
-from flyteplugins_tracking.config import TrackingConfig, plain_config
+from flyteplugins_tracking._config.config import TrackingConfig, plain_config
 
 
 class Optimizer(enum.Enum):

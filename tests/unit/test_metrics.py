@@ -116,7 +116,7 @@ def test_tensors_are_fetched_in_one_copy_for_each_type(monkeypatch):
 
 @given(st.lists(NUMBERS, min_size=1, max_size=8))
 def test_statistics_are_those_of_the_standard_library_or_nan(values):
-    from flyteplugins_tracking.metrics import _merge
+    from flyteplugins_tracking._job.metrics import _merge
 
     names = ("mean", "min", "max", "sum", "std")
     merged = _merge([{"x": value} for value in values], names)

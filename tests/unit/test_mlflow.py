@@ -13,10 +13,10 @@ import pytest
 from support.jobs import TIME_SCALE
 
 from flyteplugins_tracking import ConfigError, get_run, tracking_config, tracking_init
-from flyteplugins_tracking.config import TrackingConfig
-from flyteplugins_tracking.policy import Page
-from flyteplugins_tracking.trackers._mlflow_tables import alone_with, await_first_run
-from flyteplugins_tracking.trackers.base import find_tracker
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking.trackers.mlflow.tables import alone_with, await_first_run
+from flyteplugins_tracking.trackers.registry import find_tracker
 
 ADDRESS = "https://mlflow.example.com"
 
@@ -152,7 +152,7 @@ def test_flytekits_links_lead_to_the_experiment_where_its_id_is_known(bare_envir
 
 @pytest.mark.parametrize(("status", "body"), [(404, "default backend"), (200, "<html>log in</html>")])
 def test_what_a_proxy_answers_is_an_outage_where_mlflow_has_answered_before(status, body):
-    from flyteplugins_tracking.trackers._mlflow_service import RefusedError, Service, UnavailableError
+    from flyteplugins_tracking.trackers.mlflow.service import RefusedError, Service, UnavailableError
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flyteplugins_tracking import ConfigError, DistributedInfo, TopologyError, process_group
-from flyteplugins_tracking._process_group import _meet
+from flyteplugins_tracking._job.process_group import _meet
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,7 @@ def test_after_a_restart_of_one_node_the_addresses_before_it_are_out_of_the_way(
     monkeypatch.setenv("MASTER_PORT", "29500")
 
     def met(restart_count):
-        monkeypatch.setattr("flyteplugins_tracking._process_group._stores", {})  # a process of its own
+        monkeypatch.setattr("flyteplugins_tracking._job.process_group._stores", {})  # a process of its own
         info = DistributedInfo(rank=0, world_size=2, num_workers=num_workers, restart_count=restart_count)
         return _meet(dist, info, None)
 

@@ -27,15 +27,15 @@ from flyteplugins_tracking import (
     get_run,
     override_distributed_info,
     plan,
-    pytest_plugin,
     tracking_config,
     tracking_init,
 )
-from flyteplugins_tracking.claims import Claim
-from flyteplugins_tracking.entries import _running, _stand_ins
-from flyteplugins_tracking.policy import RANK_SCOPES, RUN_MODES
-from flyteplugins_tracking.testing import _VARIABLES, RecordingTracker, recording, simulate
-from flyteplugins_tracking.topology import detect
+from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES
+from flyteplugins_tracking._job.topology import detect
+from flyteplugins_tracking._runs.calls import _running, _stand_ins
+from flyteplugins_tracking._util.lock import Claim
+from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recording, simulate
+from flyteplugins_tracking.testing.simulation import _VARIABLES
 
 pytest_plugins = "pytester"
 

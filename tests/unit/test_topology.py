@@ -14,7 +14,7 @@ from flyteplugins_tracking import (
     override_distributed_info,
     plan,
 )
-from flyteplugins_tracking.topology import detect
+from flyteplugins_tracking._job.topology import detect
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job",

@@ -14,24 +14,19 @@ from typing import Any, ClassVar
 import pytest
 from support.backends import EXAMPLES
 
-from flyteplugins_tracking import (
-    ConfigError,
-    TrackerNotInstalledError,
-    entries,
-    get_run,
-    propagation,
-    tracking_config,
-    tracking_init,
-)
-from flyteplugins_tracking.config import TrackingConfig
-from flyteplugins_tracking.integrations import flytekit
-from flyteplugins_tracking.integrations.flyte import TrackingLink
-from flyteplugins_tracking.trackers import base
-from flyteplugins_tracking.trackers._values import Values
-from flyteplugins_tracking.trackers.base import Handle, Tracker, find_tracker
+from flyteplugins_tracking import ConfigError, TrackerNotInstalledError, get_run, tracking_config, tracking_init
+from flyteplugins_tracking._config import propagation
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._flyte import flyte1
+from flyteplugins_tracking._flyte.flyte2 import TrackingLink
+from flyteplugins_tracking._runs import calls
+from flyteplugins_tracking.trackers import registry
+from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
+from flyteplugins_tracking.trackers.registry import find_tracker
+from flyteplugins_tracking.trackers.rows import Values
 
-BUILT_IN = sorted(base._BUILT_IN)
+BUILT_IN = sorted(registry._BUILT_IN)
 
 
 class Noted(Handle):
@@ -168,7 +163,7 @@ def test_propagated_arguments_of_another_tracker_are_left_out(bare_environment):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_no_tracker_refuses_what_is_propagated_to_all(bare_environment, monkeypatch, name):
     monkeypatch.setattr(type(find_tracker(name)), "open", lambda _, request: Noted(request))
-    monkeypatch.setattr("flyteplugins_tracking.opening.require", lambda _: None)
+    monkeypatch.setattr("flyteplugins_tracking._runs.open.require", lambda _: None)
 
     @tracking_init(tracker=name, id="i")
     def train():
@@ -187,7 +182,7 @@ def test_what_cannot_be_made_a_tracker_is_refused_with_the_reason(monkeypatch):
     def broken():
         raise ImportError("made to fail")
 
-    monkeypatch.setattr(base, "_registered", lambda: {"broken": SimpleNamespace(load=broken)})
+    monkeypatch.setattr(registry, "_registered", lambda: {"broken": SimpleNamespace(load=broken)})
     with pytest.raises(ConfigError, match=r"entry point 'broken' .* cannot be loaded: ImportError: made to fail"):
         tracking_init(tracker="broken")
     with pytest.raises(ConfigError, match=r"Wanting\(\) makes no tracker: .*'key'"):
@@ -241,7 +236,7 @@ def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(ba
 
     @tracking_init(tracker=tracker, id="i")
     def train():
-        entry = entries.current.get()
+        entry = calls.current.get()
         shown = dataclasses.replace(entry.around, show=lambda *_: None)
         entry.around, entry.has_report, tracker.handle.summary = shown, True, lambda: 1 / 0
         return entry
@@ -266,8 +261,8 @@ class Deck:
 def test_the_deck_shows_the_runs_of_each_tracker(monkeypatch):
     context = SimpleNamespace(decks=Deck.made)
     monkeypatch.setitem(sys.modules, "flytekit", SimpleNamespace(Deck=Deck, current_context=lambda: context))
-    flytekit._show("Tracking", "one")
-    flytekit._show("Tracking", "other")
+    flyte1._show("Tracking", "one")
+    flyte1._show("Tracking", "other")
     assert {deck.name: deck.html for deck in Deck.made} == {"Tracking": "oneother"}  # as flytekit reads them
 
 

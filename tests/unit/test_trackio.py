@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from flyteplugins_tracking import ConfigError, tracking_init
-from flyteplugins_tracking.config import OWN_ARGUMENTS, TrackingConfig
-from flyteplugins_tracking.policy import Page
-from flyteplugins_tracking.trackers._trackio_open import TrackioHandle
+from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig
+from flyteplugins_tracking._job.plan import Page
 from flyteplugins_tracking.trackers.trackio import INIT_ARGUMENTS, TRACKER
+from flyteplugins_tracking.trackers.trackio.open import TrackioHandle
 
 pytest.importorskip("trackio", reason='trackio is not installed: pip install "flyteplugins-tracking[trackio]"')
 

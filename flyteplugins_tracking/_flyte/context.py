@@ -1,0 +1,122 @@
+"""Adapt what the decorator is put on: a function, or a task object of Flyte."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from flyteplugins_tracking._config import propagation
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.plan import Workers
+from flyteplugins_tracking._runs.calls import Surroundings, Task
+from flyteplugins_tracking.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Decorator:
+    """What is put on a function or task.
+
+    Attributes:
+        name: What messages call it.
+        links: Gives the links that a Flyte 2 task gains: by its workers, None for one without, and by itself.
+        link: Gives what flytekit's task template gains: by the task, None for a function that is still to become one.
+    """
+
+    name: str
+    links: Callable[[Workers | None, Any], Iterable[Any]]
+    link: Callable[[Any], Mapping[str, str]]
+
+    @classmethod
+    def of_runs(cls, name: str, config: TrackingConfig) -> Decorator:
+        """One whose links lead to the runs that `config` asks for."""
+
+        def links(workers: Workers | None, task: Any) -> Iterable[Any]:
+            from flyteplugins_tracking._flyte import flyte2
+
+            return flyte2.run_links(config, workers, task)
+
+        def link(task: Any) -> Mapping[str, str]:
+            from flyteplugins_tracking._flyte import flyte1
+
+            return flyte1.run_link(config, task)
+
+        return cls(name, links, link)
+
+
+def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decorator) -> Any:
+    """Put `wrap` around the function in `target`. A task object is changed in place and stays the same object.
+
+    Args:
+        target: A function, or a task.
+        wrap: Gives the tracked function for a function. Its other argument is the task that it is of.
+        decorator: What `wrap` belongs to.
+
+    Raises:
+        ConfigError: `target` cannot be tracked.
+    """
+    if type(target) is not FunctionType:
+        from flyteplugins_tracking._flyte import flyte1, flyte2
+
+        if flyte2.is_entity(target):
+            return flyte2.adapt_task(target, wrap, decorator.name, decorator.links)
+        if flyte1.is_entity(target):
+            return flyte1.adapt_task(target, wrap, decorator.name, decorator.link)
+    _refuse_what_is_no_function(target, decorator.name)
+    tracked = wrap(target, None)
+    if "flytekit" not in sys.modules:
+        return tracked
+    from flyteplugins_tracking._flyte import flyte1
+
+    return flyte1.adapt_function(tracked, decorator.link)
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling `function` gives a coroutine; also for an object whose `__call__` is async."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def surroundings() -> Surroundings:
+    """What the system that called the function knows, read when it is called.
+
+    Raises:
+        ConfigError: What is propagated to the function is malformed.
+    """
+    found = None
+    if "flyte" in sys.modules:
+        from flyteplugins_tracking._flyte import flyte2
+
+        found = flyte2.surroundings()
+    if found is None and "flytekit" in sys.modules:
+        from flyteplugins_tracking._flyte import flyte1
+
+        found = flyte1.surroundings()
+    return found or Surroundings(propagated=propagation.read(propagation.CONFIG, None))
+
+
+def propagated(key: str) -> dict[str, Any]:
+    """What is propagated under `key` to the function that runs here.
+
+    Raises:
+        ConfigError: It is malformed.
+    """
+    from flyteplugins_tracking._flyte import flyte2
+
+    return propagation.read(key, flyte2.carried())
+
+
+def _refuse_what_is_no_function(target: Any, name: str) -> None:
+    if isinstance(target, str):
+        raise ConfigError(f"{name} takes the function, not {target!r}: write @{name}(project={target!r})")
+    if isinstance(target, (staticmethod, classmethod, property)):
+        raise ConfigError(f"put @{name} below @{type(target).__name__}, on the function itself")
+    if isinstance(target, type) or not callable(target):
+        raise ConfigError(f"{name} decorates functions and Flyte tasks, not {target!r}")
+    if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
+        raise ConfigError(
+            f"{getattr(target, '__qualname__', target)} is a generator: its body runs after the call has returned, "
+            "outside of the run. Decorate the function that consumes it."
+        )

@@ -1,0 +1,307 @@
+"""Flyte 1. flytekit is never imported here: what needs it runs only where the user's code has loaded it.
+
+Task objects are told by the names of their classes. A task is changed in place: another object in its place would
+run in the agent instead of the workers, and could not be serialized.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+import os
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flyteplugins_tracking._config import propagation
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.plan import Page, Workers, pages
+from flyteplugins_tracking._runs.calls import EndedRun, Surroundings, Task
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.trackers.registry import find_tracker
+
+logger = logging.getLogger(__name__)
+
+_TASK = "flytekit.core.python_function_task.PythonFunctionTask"
+_ELASTIC_TASK = "flytekitplugins.kfpytorch.task.PytorchElasticFunctionTask"
+_OTHER_ENTITIES = {
+    "flytekit.core.base_task.Task": "task without a Python function",
+    "flytekit.core.workflow.WorkflowBase": "workflow",
+    "flytekit.core.launch_plan.LaunchPlan": "launch plan",
+}
+_LINK_TYPE = "link_type"
+
+
+class TaskFunction:
+    """A tracked function, as flytekit wants one that brings links: see `flytekit.core.utils.ClassDecorator`.
+
+    Its `task_function` is the user's own function: by it flytekit finds a task's module in a `__main__` script.
+    """
+
+    def __init__(self, tracked: Callable[..., Any], link: Mapping[str, str]) -> None:
+        functools.update_wrapper(self, tracked, updated=())
+        self._tracked = tracked
+        self._link = dict(link)
+        self.task_function = _users_own(tracked)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the tracked function."""
+        return self._tracked(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind like a function does."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        """The attributes that make a function one for `inspect`, which flytekit asks whether this is async."""
+        if name in ("__code__", "__defaults__", "__kwdefaults__"):
+            return getattr(self._tracked, name)
+        raise AttributeError(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """By name like a function, where the name leads here; else by value, as Elastic's spawn does."""
+        if _lookup(self.__module__, self.__qualname__) is self:
+            return self.__qualname__
+        return self.by_value()
+
+    def by_value(self) -> tuple[Any, ...]:
+        """How `pickle` makes this again where no name leads to it."""
+        return TaskFunction, (self._tracked, self._link)
+
+    def get_extra_config(self) -> dict[str, str]:
+        """The links of this decorator and of those inside it."""
+        inner: dict[str, str] = getattr(getattr(self._tracked, "__wrapped__", None), "get_extra_config", dict)()
+        types = [kind for links in (inner, self._link) for kind in links.get(_LINK_TYPE, "").split(",") if kind]
+        return {**inner, **self._link, **({_LINK_TYPE: ",".join(dict.fromkeys(types))} if types else {})}
+
+
+def is_entity(target: Any) -> bool:
+    """Whether `target` is something of flytekit's that is no function."""
+    return not _class_names(target).isdisjoint({_TASK, *_OTHER_ENTITIES})
+
+
+def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], name: str, link: Callable[[Any], Mapping[str, str]]) -> Any:
+    """Put `wrap` around the function of `task`, and return the same task.
+
+    Raises:
+        ConfigError: It is no Python function task, or an async one with Elastic workers.
+    """
+    names = _class_names(task)
+    if _TASK not in names:
+        kind = next(kind for entity, kind in _OTHER_ENTITIES.items() if entity in names)
+        raise ConfigError(f"{task.name!r} is a {kind}: put {name} on the Python task that trains")
+    if _ELASTIC_TASK in names and inspect.iscoroutinefunction(task.task_function):
+        raise ConfigError(
+            f"{task.name!r} is async and has Elastic workers, which run plain functions only: write `def`, "
+            "not `async def`"
+        )
+    known = Task(None, bool(getattr(task, "enable_deck", False)))
+    task._task_function = _adapted(wrap(task.task_function, known), link(task))
+    return task
+
+
+def function_of(task: Any) -> tuple[Callable[..., Any], Workers | None]:
+    """The function of `task`, and its Elastic workers.
+
+    Raises:
+        ConfigError: It is no Python function task.
+    """
+    if _TASK not in _class_names(task):
+        raise ConfigError(f"{task.name!r} is a {type(task).__name__}, and no Python task with a function to call")
+    return task.task_function, workers_of(task.task_config) if _ELASTIC_TASK in _class_names(task) else None
+
+
+def adapt_function(tracked: Any, link: Callable[[Any], Mapping[str, str]]) -> Any:
+    """Where flytekit is loaded, `tracked` may be about to become a task's function: let it bring its link."""
+    return tracked if "flytekit.core.utils" not in sys.modules else _adapted(tracked, link(None))
+
+
+def run_link(config: TrackingConfig, task: Any) -> Mapping[str, str]:
+    """What a task's template gains by the runs that `config` asks for; `task` is None for one that is still to be."""
+    return find_tracker(config.tracker).link(config, _pages(task, config))
+
+
+def _adapted(tracked: Any, link: Mapping[str, str]) -> Any:
+    sys.modules["flytekit.core.utils"].ClassDecorator.register(TaskFunction)
+    _pickle_like_a_function_for_cloudpickle()
+    return TaskFunction(tracked, link)
+
+
+def _pages(task: Any, config: TrackingConfig) -> Sequence[Page] | None:
+    """What the task's links lead to; None where its workers are not known, and several runs may be.
+
+    Args:
+        task: None for a function that is still to become one.
+        config: What the user asked for.
+    """
+    if task is not None and (task.task_config is None or _ELASTIC_TASK in _class_names(task)):
+        workers = None if task.task_config is None else workers_of(task.task_config)
+        return pages(workers, config.run_mode, config.rank_scope, "")
+    one_run = config.run_mode != "new" and config.rank_scope == "global"
+    return pages(None, config.run_mode, config.rank_scope, "") if one_run else None
+
+
+def workers_of(elastic: Any) -> Workers:
+    """The workers of an `Elastic` configuration, of either SDK."""
+    fewest, _, most = str(elastic.nnodes).partition(":")
+    processes = str(elastic.nproc_per_node)
+    return Workers(int(fewest), int(most or fewest), int(processes) if processes.isdecimal() else 1)
+
+
+def surroundings() -> Surroundings | None:
+    """What flytekit knows of this execution; None where it is not loaded."""
+    flytekit = sys.modules.get("flytekit")
+    if flytekit is None:
+        return None
+    # Not is_local_execution(): in a local spawn worker it says False. This variable every pod has, and nothing else.
+    execution = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID")
+    runs_a_task = _runs_a_task(flytekit)
+    is_task = execution is not None and runs_a_task
+    prefix = flytekit.current_context().raw_output_prefix if is_task else ""
+    base_id, group = _identity(str(execution), prefix) if is_task else (None, None)
+    return Surroundings(
+        base_id=base_id,
+        group=group,
+        propagated=propagation.read(propagation.CONFIG, None),
+        facts={} if execution is None else _facts(execution),
+        on_cluster=execution is not None,
+        keep=_keep if is_task else None,
+        show=_show_run,
+        has_report=bool(getattr(flytekit.current_context(), "enable_deck", False)),
+        hand_out=_hand_out if runs_a_task else None,
+        read_secret=functools.partial(_read_secret, on_cluster=execution is not None),
+        successes=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
+    )
+
+
+def _show_run(run: EndedRun) -> None:
+    from flyteplugins_tracking._flyte import report
+
+    report.show_run(_show, run)
+
+
+def _show(title: str, html: str) -> None:
+    """Add to the deck, of which flytekit shows the last that has its name. Those of rank 0 become the task's."""
+    flytekit = sys.modules["flytekit"]
+    for deck in flytekit.current_context().decks:
+        if deck.name == title:
+            deck.append(html)
+            return
+    flytekit.Deck(title, html)
+
+
+def _keep(directory: str) -> str:
+    """Copy a local directory below the raw output prefix, and return where it is."""
+    access = sys.modules["flytekit"].FlyteContextManager.current_context().file_access
+    address: str = access.put_raw_data(directory, upload_prefix="tracking")
+    return address
+
+
+def _hand_out(files: str, run_id: str, is_async: bool) -> None:  # noqa: ARG001 as Flyte 2's
+    """Copy the run's files below the raw output prefix. A task's outputs are what its function returns."""
+    address = _keep(files)
+    logger.warning("the files of run %s are in FlyteDirectory(%r)", run_id, address)
+
+
+def _runs_a_task(flytekit: Any) -> bool:
+    """Whether flytekit runs this process: a script that a task starts inherits the variables, and nothing else.
+
+    Pods of Flyte 2 have the same variables and these two.
+    """
+    state = flytekit.FlyteContextManager.current_context().execution_state
+    return state is not None and state.mode is not None and not {"RUN_NAME", "ACTION_NAME"} <= os.environ.keys()
+
+
+def _identity(execution: str, raw_output_prefix: str) -> tuple[str, str | None]:
+    """`{execution}-{node}`: the raw output prefix ends in the task execution's name, `{execution}-{node}-{attempt}`.
+
+    HOSTNAME differs per node, and no variable holds the node. Where that name is too long for the backend, it is an
+    8-character hash, with the attempt in it: then a retry is a new run, in the group of the execution.
+    https://github.com/flyteorg/flyte/blob/v1.16.0/flytepropeller/pkg/utils/encoder.go
+
+    Returns:
+        The base id, and a group for runs that the plan gives none.
+    """
+    name = os.path.basename(raw_output_prefix.rstrip("/"))
+    index = _map_index()
+    if re.fullmatch(r"f[a-z1-6]{7}", name):
+        return name + index, execution
+    name = name.removesuffix(f"-{os.environ.get('FLYTE_ATTEMPT_NUMBER', '0')}")
+    if name != execution and not name.startswith(f"{execution}-"):
+        name = f"{execution}-{name}"
+    return name + index, None
+
+
+def _map_index() -> str:
+    """Which element of a map task this is, as `flytekit.bin.entrypoint` reads it; empty outside of one."""
+    variable = os.environ.get("BATCH_JOB_ARRAY_INDEX_VAR_NAME")
+    if not variable or variable not in os.environ:
+        return ""
+    return f"-{int(os.environ.get('BATCH_JOB_ARRAY_INDEX_OFFSET') or 0) + int(os.environ[variable])}"
+
+
+def _facts(execution: str) -> dict[str, Any]:
+    env = os.environ
+    found = {
+        "execution": execution,
+        "project": env.get("FLYTE_INTERNAL_EXECUTION_PROJECT"),
+        "domain": env.get("FLYTE_INTERNAL_EXECUTION_DOMAIN"),
+        "task": env.get("FLYTE_INTERNAL_TASK_NAME"),
+        "attempt": int(env.get("FLYTE_ATTEMPT_NUMBER", "0")),
+        "url": env.get("FLYTE_EXECUTION_URL"),
+    }
+    known = {name: value for name, value in found.items() if value is not None}
+    return {"flyte": known, "attempt_number": known["attempt"]}
+
+
+def _read_secret(secret: Any, on_cluster: bool) -> str | None:
+    """The value of a flytekit `Secret`. At home, where it may not be set, the tracker's own credentials will do."""
+    secrets = sys.modules["flytekit"].current_context().secrets
+    try:
+        value: str = secrets.get(secret.group, secret.key, getattr(secret, "group_version", None))
+        return value
+    except Exception as error:
+        if not on_cluster:
+            return None
+        named = f"Secret(group={secret.group!r}, key={secret.key!r})"
+        raise TrackerUnavailableError(
+            f"the secret {named} is not there: add secret_requests=[{named}] to the task"
+        ) from error
+
+
+def _class_names(target: Any) -> set[str]:
+    return {f"{t.__module__}.{t.__qualname__}" for t in type(target).__mro__}
+
+
+def _users_own(function: Any) -> Any:
+    """The innermost function, through wrappers and other class decorators."""
+    while True:
+        inner = getattr(function, "__wrapped__", None) or getattr(function, "task_function", None)
+        if inner is None:
+            return function
+        function = inner
+
+
+def _lookup(module: str, qualname: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _pickle_like_a_function_for_cloudpickle() -> None:
+    """To cloudpickle, what is in `__main__` or in a module registered for it is no name that another process knows."""
+    cloudpickle = sys.modules["cloudpickle"]
+
+    def reduce(function: TaskFunction) -> Any:
+        by_value = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+        packages = itertools.accumulate(function.__module__.split("."), "{}.{}".format)
+        if by_value.isdisjoint(packages):
+            return function.__reduce_ex__(2)
+        return function.by_value()
+
+    cloudpickle.CloudPickler.dispatch_table[TaskFunction] = reduce

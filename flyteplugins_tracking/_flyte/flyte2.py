@@ -1,0 +1,327 @@
+"""Flyte 2. flyte is never imported here: what needs it runs only where the user's code has loaded it.
+
+A task is changed in place, its function and its links. A copy, as `override` makes one, would not be in its
+environment, and a patched `execute` would not be in its copies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flyteplugins_tracking._config import propagation
+from flyteplugins_tracking._config.config import TrackingConfig, merged
+from flyteplugins_tracking._flyte.flyte1 import workers_of
+from flyteplugins_tracking._job.plan import Workers, pages
+from flyteplugins_tracking._runs.calls import EndedRun, Surroundings, Task
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.trackers.registry import find_tracker, propagated_to
+
+_TASK = "flyte._task.AsyncFunctionTaskTemplate"
+_ANY_TASK = "flyte._task.TaskTemplate"
+_ENVIRONMENT = "flyte._environment.Environment"
+# Where the functions that an attempt of a task has entered are counted: `TaskContext.data` is one attempt's.
+_ENTERED = "flyteplugins_tracking_entered"
+
+
+@dataclass(frozen=True)
+class TrackingLink:
+    """A link of a task to one of its pages: a `flyte.Link`.
+
+    Attributes:
+        name: What the console shows.
+        config: What the user asked for, without secrets: it is pickled with the task.
+        workers: The workers that the task asks for.
+        index: Which of the pages it leads to.
+        variables: What the task's environment sets of the variables that count.
+        icon_uri: The address of an icon.
+    """
+
+    name: str
+    config: TrackingConfig
+    workers: Workers | None = None
+    index: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
+    icon_uri: str = ""
+
+    def get_link(
+        self,
+        run_name: str,
+        project: str,  # noqa: ARG002 flyte calls this with all of them
+        domain: str,  # noqa: ARG002
+        context: Mapping[str, str],
+        parent_action_name: str,  # noqa: ARG002
+        action_name: str,
+        pod_name: str,  # noqa: ARG002
+        **kwargs: Any,  # noqa: ARG002
+    ) -> str:
+        """The page's address. `action_name` may be a template of the backend's. Nothing is raised."""
+        try:
+            return self._address(f"{run_name}-{action_name}", action_name, context or {})
+        except ConfigError:  # which the task itself will say
+            return find_tracker(self.config.tracker).page(self.config, None) or ""
+
+    def _address(self, own_id: str, action_name: str, carried: Mapping[str, str]) -> str:
+        config = propagated_to(self.config, _propagated(self.variables, carried, action_name))
+        tracker = find_tracker(config.tracker)
+        parent = _runs(carried).get(tracker.name) if self.workers is None and config.run_mode != "new" else None
+        if parent is not None:
+            config = config.joining(parent)
+        elif config.run_mode == "shared" and self.workers is None:
+            return tracker.page(config, None) or ""
+        chosen = next((self.variables[name] for name in tracker.run_id_variables if self.variables.get(name)), None)
+        base_id = config.id or chosen or own_id
+        to = pages(self.workers, config.run_mode, config.rank_scope, base_id, parent and parent["id"])
+        return tracker.page(config, to[min(self.index, len(to) - 1)]) or ""
+
+
+def is_entity(target: Any) -> bool:
+    """Whether `target` is something of Flyte 2's that is no function."""
+    return not _class_names(target).isdisjoint({_ANY_TASK, _ENVIRONMENT})
+
+
+def adapt_task(
+    task: Any, wrap: Callable[[Any, Task], Any], name: str, links: Callable[[Workers | None, Any], Iterable[Any]]
+) -> Any:
+    """Put `wrap` around the function of `task`, add its links, and return the same task.
+
+    Raises:
+        ConfigError: It is no Python function task, or an async one with Elastic workers.
+    """
+    if _TASK not in _class_names(task):
+        raise ConfigError(f"{task.name!r} is a {type(task).__name__}: put {name} on the Python task that trains")
+    workers = _workers(task)
+    if workers is not None and inspect.iscoroutinefunction(task.func):
+        raise ConfigError(
+            f"{task.name!r} is async and has workers of its own, which run plain functions only: write `def`, "
+            "not `async def`"
+        )
+    task.func = wrap(task.func, Task(has_workers=workers is not None, has_report=task.report))
+    task.links = (*task.links, *links(workers, task))
+    return task
+
+
+def function_of(task: Any) -> tuple[Callable[..., Any], Workers | None]:
+    """The function of `task`, and the workers that it asks for.
+
+    Raises:
+        ConfigError: It is no Python function task.
+    """
+    if _TASK not in _class_names(task):
+        raise ConfigError(f"{task.name!r} is a {type(task).__name__}, and no Python task with a function to call")
+    return task.func, _workers(task)
+
+
+def surroundings() -> Surroundings | None:
+    """What Flyte 2 knows of the task that runs here; None outside of one."""
+    context = task_context()
+    if context is None:
+        return None
+    action = getattr(context, "task_action", None) or context.action
+    carried = context.custom_context or {}
+    on_cluster = context.mode == "remote"
+    return Surroundings(
+        base_id=f"{action.run_name}-{action.name}",
+        label=action.name,
+        propagated=_propagated(None, carried, action.name),
+        parents=_runs(carried),
+        # In local mode they run in this process, and find the run as functions do.
+        has_children=context.mode != "local",
+        entered=context.data.setdefault(_ENTERED, Counter()),
+        passing_on=_passing_on,
+        keep=_keep if on_cluster else None,
+        hand_out=_hand_out,
+        show=_show_run,
+        facts=_facts(context, action),
+        on_cluster=on_cluster,
+        read_secret=lambda secret: _read_secret(secret, on_cluster),
+    )
+
+
+def task_context() -> Any:
+    """The `flyte.TaskContext` of this thread or coroutine; None outside of a task."""
+    flyte = sys.modules.get("flyte")
+    read = getattr(flyte, "ctx", None)
+    return (read() or None) if read is not None else None
+
+
+def carried() -> Mapping[str, str] | None:
+    """What Flyte 2 has handed to the task that runs here; None outside of one."""
+    context = task_context()
+    return None if context is None else context.custom_context or {}
+
+
+@contextmanager
+def carrying(values: Mapping[str, str]) -> Iterator[None]:
+    """Have the tasks that are called in the block carry `values`, and what is started in it find them.
+
+    Outside of a task only the latter.
+    """
+    around = carried()
+    reaching = values if around is None else {**around, **values}
+    with propagation.propagate({key: reaching[key] for key in propagation.EXPORTED if key in reaching}):
+        if around is None:
+            yield
+            return
+        with sys.modules["flyte"].custom_context(**values):
+            yield
+
+
+def _show_run(run: EndedRun) -> None:
+    from flyteplugins_tracking._flyte import report
+
+    report.show_run(_show, run)
+
+
+def _show(title: str, html: str) -> None:
+    """Add a tab to the report. The report that is stored is the one of the process that stores it last: of rank 0."""
+    report = importlib.import_module("flyte.report")
+    report.get_tab(title).log(html)
+    # Nobody else stores a worker's, nor that of a task that fails. In local mode flyte's own loop may wait for us.
+    if task_context().mode == "remote":
+        report.flush()
+
+
+def _keep(directory: str) -> str:
+    """Copy a local directory to the run's raw data, and return where it is."""
+    storage = sys.modules["flyte"].storage
+    address: str = task_context().raw_data_path.get_random_remote_path(os.path.basename(directory))
+    storage.get_underlying_filesystem(path=address).put(directory, address, recursive=True)
+    return address
+
+
+def _hand_out(files: str, run_id: str, is_async: bool) -> Any:
+    """Have the run's files as an output of a trace of the task; something to await if `is_async`.
+
+    Raises:
+        RuntimeError: There is nobody to record a trace with.
+    """
+    controllers = sys.modules.get("flyte._internal.controllers")
+    if getattr(getattr(controllers, "_ControllerState", None), "controller", None) is None:
+        raise RuntimeError("this process of the task has no controller, which records its traces")
+    io, trace = importlib.import_module("flyte.io"), sys.modules["flyte"].trace
+
+    # Of a retry it is another call: else it would be the first attempt's answer.
+    def run_files(run_id: str, attempt: int) -> Any:  # noqa: ARG001
+        return io.Dir.from_local_sync(files)
+
+    async def run_files_async(run_id: str, attempt: int) -> Any:  # noqa: ARG001
+        return await io.Dir.from_local(files)
+
+    function: Any = run_files_async if is_async else run_files
+    function.__name__ = "tracking_run_files"
+    function.__annotations__ = {"run_id": str, "attempt": int, "return": io.Dir}
+    return trace(function)(run_id, task_context().attempt_number)
+
+
+def _passing_on(tracker: str, passed_on: Mapping[str, Any]) -> Any:
+    runs = {**_runs(carried() or {}), tracker: passed_on}
+    return carrying({propagation.RUNS: propagation.write(runs, "the open run")})
+
+
+def _propagated(variables: Mapping[str, str] | None, carried: Mapping[str, str], action_name: str) -> dict[str, Any]:
+    """The arguments that reach a task. An id is the run's of the first task; below it, each task's run has its own.
+
+    Args:
+        variables: Those of the task's environment; None where the task runs, with them and with its own.
+        carried: What its caller hands to it.
+        action_name: Its own.
+    """
+    if variables is None:
+        found = propagation.read(propagation.CONFIG, carried)
+    else:
+        layers = [variables.get(propagation.CONFIG), carried.get(propagation.CONFIG)]
+        found = merged(*(propagation.parse(layer, propagation.CONFIG) for layer in layers))
+    if found.get("id") and _runs(carried):
+        found["id"] = f"{found['id']}-{action_name}"
+    return found
+
+
+def _runs(carried: Mapping[str, str]) -> dict[str, Any]:
+    runs = propagation.parse(carried.get(propagation.RUNS), propagation.RUNS)
+    if not all(isinstance(run, Mapping) and isinstance(run.get("id"), str) for run in runs.values()):
+        raise ConfigError(f"{propagation.RUNS} in the custom context of the Flyte run is not what a tracked task sets")
+    return runs
+
+
+def run_links(config: TrackingConfig, workers: Workers | None, task: Any) -> Iterator[TrackingLink]:
+    """The links to the runs of `task`, which has these workers."""
+    tracker = find_tracker(config.tracker)
+    if tracker.page(config, None) is None:
+        return
+    counting = (propagation.CONFIG, *tracker.run_id_variables)
+    variables = {name: value for name, value in (task.env_vars or {}).items() if name in counting}
+    title, config = tracker.title, replace(config, secret=None, given=config.given - {"secret"})
+    for index, page in enumerate(pages(workers, config.run_mode, config.rank_scope, "")):
+        name = title if page.worker_index is None else f"{title} worker {page.worker_index}"
+        yield TrackingLink(name, config, workers, index, variables)
+
+
+def _workers(task: Any) -> Workers | None:
+    """The workers that the task asks for; None for a task that runs in one process."""
+    config = task.plugin_config
+    if config is None:
+        return None
+    if hasattr(config, "nnodes") and hasattr(config, "nproc_per_node"):  # flyteplugins.pytorch's Elastic
+        return workers_of(config)
+    settings = getattr(config, "settings", config)
+    if hasattr(settings, "replicas") and hasattr(settings, "nproc_per_node"):  # flyte.clustered
+        return Workers(settings.replicas, settings.replicas, settings.nproc_per_node)
+    return None
+
+
+def _facts(context: Any, action: Any) -> dict[str, Any]:
+    found = {
+        "run": action.run_name,
+        "action": action.name,
+        "project": action.project,
+        "domain": action.domain,
+        "task": os.environ.get("FLYTE_INTERNAL_TASK_NAME"),
+        "attempt": context.attempt_number,
+        "url": os.environ.get("FLYTE_EXECUTION_URL") or _url(action),
+    }
+    known = {name: value for name, value in found.items() if value is not None}
+    return {"flyte": known, "attempt_number": context.attempt_number}
+
+
+def _url(action: Any) -> str | None:
+    """The action's page in the console, by the endpoint that the pod is given; as `Console` of the SDK makes it.
+
+    https://github.com/flyteorg/flyte-sdk/blob/v2.12.1/src/flyte/remote/_client/controlplane.py
+    """
+    endpoint = os.environ.get("_U_EP_OVERRIDE")
+    if not endpoint or not action.project or not action.domain:
+        return None
+    scheme = "http" if os.environ.get("_U_INSECURE", "").lower() in ("true", "t", "1") else "https"
+    host = endpoint.rpartition("//")[2].strip("/")
+    host = "localhost:8080" if host == "localhost:8090" else host
+    runs = f"{scheme}://{host}/v2/domain/{action.domain}/project/{action.project}/runs"
+    return f"{runs}/{action.run_name}?i={action.name}"
+
+
+def _read_secret(secret: Any, on_cluster: bool) -> str | None:
+    """The value of a `flyte.Secret`. At home, where it may not be set, the tracker's own credentials will do."""
+    variable, mount = getattr(secret, "as_env_var", None), getattr(secret, "mount", None)
+    if variable and os.environ.get(variable):
+        return os.environ[variable]
+    path = os.path.join(mount, *filter(None, [secret.group, secret.key])) if mount else ""
+    if os.path.isfile(path):
+        with open(path) as file:
+            return file.read()
+    if not on_cluster:
+        return None
+    raise TrackerUnavailableError(
+        f"the secret with the key {secret.key!r} is not there: add "
+        f"secrets=flyte.Secret(key={secret.key!r}, as_env_var=...) to the TaskEnvironment, and pass the same as secret="
+    )
+
+
+def _class_names(target: Any) -> set[str]:
+    return {f"{t.__module__}.{t.__qualname__}" for t in type(target).__mro__}

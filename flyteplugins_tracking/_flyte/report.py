@@ -1,0 +1,126 @@
+"""What a Flyte task shows of its runs: a table, as HTML, and how rank 0 learns what the other ranks' runs came to."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.store import job_store
+from flyteplugins_tracking._runs.calls import EndedRun
+
+TITLE = "Tracking"
+# How long rank 0 waits for the others' runs to end, and how many values of a summary are shown.
+_WAIT_S = 5.0
+_POLL_S = 0.05
+_MOST_VALUES = 12
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        run_id: Its id.
+        rank: The rank whose end was its end.
+        exit_code: Its status.
+        url: Its page; None where there is none.
+        summary: Its last values, as text.
+    """
+
+    run_id: str
+    rank: int = 0
+    exit_code: int = 0
+    url: str | None = None
+    summary: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run_id: str, url: str | None, rank: int, exit_code: int, summary: Mapping[str, Any]) -> Outcome:
+        """From what the tracker knows; media and the like have no text."""
+        plain = {key: value for key, value in summary.items() if isinstance(value, (bool, int, float, str))}
+        shown = {key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in plain.items()}
+        return cls(run_id, rank, exit_code, url, dict(list(shown.items())[:_MOST_VALUES]))
+
+
+def show_run(show: Callable[[str, str], None], run: EndedRun) -> None:
+    """On rank 0, show the runs of all ranks; on the others, send this rank's run to rank 0.
+
+    Args:
+        show: Shows HTML in a tab of the task's report or deck, by its title.
+        run: This rank's run.
+    """
+    info = run.info
+    outcome = Outcome.of(run.id, run.url, 0 if info is None else info.rank, run.exit_code, run.summary)
+    store = job_store(info, os.environ) if info is not None and run.other_runs else None
+    base = f"flyteplugins_tracking/report/{run.tracker}/{info.restart_count if info else 0}"
+    if info is not None and info.rank != 0:
+        tell(store, base, outcome)
+        return
+    told = gather(store, base, run.other_runs) if store is not None else []
+    show(TITLE, page(run.tracker, info, run.attempt, [outcome, *told], run.other_runs - len(told)))
+
+
+def tell(store: Any, base: str, outcome: Outcome) -> None:
+    """Tell rank 0, through a `torch.distributed.Store`. `base` is the same on all ranks of one attempt."""
+    with suppress(RuntimeError):
+        number = store.add(f"{base}/told", 1)
+        store.set(f"{base}/{number}", json.dumps(asdict(outcome)))
+
+
+def gather(store: Any, base: str, count: int) -> list[Outcome]:
+    """What `count` others have told, or as many as have within 5 s."""
+    until = time.monotonic() + _WAIT_S
+    with suppress(RuntimeError):
+        while (told := store.add(f"{base}/told", 0)) < count and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        keys = [f"{base}/{number + 1}" for number in range(told)]
+        return [Outcome(**json.loads(store.get(key))) for key in keys if store.check([key])]
+    return []
+
+
+def page(tracker: str, info: DistributedInfo | None, attempt: int, outcomes: Sequence[Outcome], missing: int) -> str:
+    """The task's world and its runs, as HTML.
+
+    Args:
+        tracker: The tracker's title.
+        info: Rank 0; None outside a distributed job.
+        attempt: Which attempt of the task this is, from 0.
+        outcomes: Its runs.
+        missing: How many runs there are whose end is not known here.
+    """
+    rows = [_row(outcome) for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+    parts = [
+        f"<h3>{html.escape(tracker)}</h3>",
+        _table(("launcher", "workers", "ranks", "restarts", "attempt"), [_world(info, attempt)]),
+        _table(("rank", "run", "state", "last values"), rows),
+    ]
+    if missing:
+        parts.append(f"<p>{missing} more runs had not ended {_WAIT_S:g} s after this one.</p>")
+    return "".join(parts)
+
+
+def _world(info: DistributedInfo | None, attempt: int) -> tuple[str, ...]:
+    if info is None:
+        return "none", "1", "1", "0", str(attempt)
+    workers = "unknown" if info.num_workers is None else str(info.num_workers)
+    return info.launcher, workers, str(info.world_size), str(info.restart_count), str(attempt)
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    run_id = html.escape(outcome.run_id)
+    run = run_id if outcome.url is None else f'<a href="{html.escape(outcome.url)}">{run_id}</a>'
+    state = "finished" if outcome.exit_code == 0 else f"failed ({outcome.exit_code})"
+    values = "<br>".join(html.escape(f"{key}: {value}") for key, value in outcome.summary.items())
+    return str(outcome.rank), run, state, values
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [("th", head), *(("td", row) for row in rows)]
+    cells = ("".join(f"<{tag}>{cell}</{tag}>" for cell in line) for tag, line in lines)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"

@@ -1,0 +1,190 @@
+"""Who gets which run: `plan()`, a pure function, and the only source of run ids and groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking.errors import TopologyError
+
+RunMode = Literal["auto", "shared", "new"]
+"""Which ranks of the scope have a run: the first one, all of them one run, or each its own."""
+RankScope = Literal["global", "worker"]
+"""What a run is for: the whole job, or each worker (= node)."""
+RUN_MODES: tuple[RunMode, ...] = get_args(RunMode)
+RANK_SCOPES: tuple[RankScope, ...] = get_args(RankScope)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What one rank does about runs.
+
+    Attributes:
+        opens: Whether this rank gets a run.
+        run_id: The run's id. None where this rank gets no run, and where the tracker shall make a random one.
+        group: The group that the run belongs to, if any.
+        primary: Whether this rank's end is the run's end. One rank of each run is primary.
+        label: This rank's name among the writers of its run, for instance "worker-0". None outside a distributed job.
+        writers: How many ranks write to the run; 0 where this rank gets none. None where the launcher does not tell.
+    """
+
+    opens: bool
+    run_id: str | None = None
+    group: str | None = None
+    primary: bool = False
+    label: str | None = None
+    writers: int | None = 0
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers that a task asks for, before there are any.
+
+    Attributes:
+        fewest: How many nodes there are at least.
+        most: How many there are at most: another number for an elastic job.
+        processes: How many processes each has.
+    """
+
+    fewest: int
+    most: int
+    processes: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of the tracker's that shows what a job logs.
+
+    Attributes:
+        kind: Whether it is the page of a run or of a group.
+        id: The run's id, or the group's.
+        worker_index: The one worker that it belongs to; None for one of the whole job.
+    """
+
+    kind: Literal["run", "group"]
+    id: str
+    worker_index: int | None = None
+
+
+def plan(
+    info: DistributedInfo | None,
+    run_mode: RunMode,
+    rank_scope: RankScope,
+    base_id: str | None,
+    parent_id: str | None = None,
+) -> RunPlan:
+    """Decide what the rank `info` does, without looking at anything else.
+
+    The suffix of an id follows the scope that was asked for, never the world's size today: an elastic job that
+    shrinks to one node keeps its ids.
+
+    Args:
+        info: The rank; None outside a distributed job.
+        run_mode: "auto": the scope's first rank has the run. "shared": all ranks of the scope have the same run.
+            "new": every rank has its own.
+        rank_scope: "global": the scope is the job. "worker": it is a worker (= node).
+        base_id: The id that all ranks of the job agree on. None for a random one of the tracker's.
+        parent_id: The run of the task that has called this one, if it has one: a task without workers of its own goes
+            on in it, unless `run_mode` is "new". It is that task's to end.
+
+    Raises:
+        TopologyError: `rank_scope` is "worker" and the launcher does not tell which worker this is.
+    """
+    if info is None and parent_id is not None and run_mode != "new":
+        return RunPlan(opens=True, run_id=parent_id, writers=None)
+    if info is None:
+        return RunPlan(opens=True, run_id=base_id, primary=True, writers=1)
+    _require_worker(info, rank_scope)
+    if run_mode == "auto" and not _is_first(info, rank_scope):
+        return RunPlan(opens=False)
+    suffix, group_suffix = _suffixes(info, run_mode, rank_scope)
+    return RunPlan(
+        opens=True,
+        run_id=_joined(base_id, suffix),
+        group=None if group_suffix is None else _joined(base_id, group_suffix),
+        primary=run_mode == "new" or _is_first(info, rank_scope),
+        label=f"rank-{info.rank}" if info.worker_index is None else f"worker-{info.worker_index}",
+        writers=_writers(info, run_mode, rank_scope),
+    )
+
+
+def pages(
+    workers: Workers | None,
+    run_mode: RunMode,
+    rank_scope: RankScope,
+    base_id: str,
+    parent_id: str | None = None,
+) -> tuple[Page, ...]:
+    """The pages that a link to a job leads to: of runs and groups that `plan` gives, whatever size it comes up with.
+
+    Args:
+        workers: None for a task without workers of its own.
+        run_mode: See `plan`.
+        rank_scope: See `plan`.
+        base_id: See `plan`.
+        parent_id: See `plan`.
+    """
+    if workers is None:
+        return (Page("run", plan(None, run_mode, rank_scope, base_id, parent_id).run_id or ""),)
+    if rank_scope == "global":
+        return (_page(workers, 0, run_mode, rank_scope, base_id),)
+    if workers.fewest != workers.most and run_mode != "new":
+        group = _first(workers, 0, run_mode, rank_scope, base_id).group
+        return (Page("group", group or ""),)  # of all workers that there will be
+    of_workers = [_page(workers, index, run_mode, rank_scope, base_id) for index in range(workers.fewest)]
+    return tuple(replace(page, worker_index=index) for index, page in enumerate(of_workers))
+
+
+def _page(workers: Workers, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> Page:
+    planned = _first(workers, index, run_mode, rank_scope, base_id)
+    return Page("group", planned.group or "") if run_mode == "new" else Page("run", planned.run_id or "")
+
+
+def _first(workers: Workers, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> RunPlan:
+    """The plan of this worker's first rank."""
+    info = DistributedInfo(
+        rank=index * workers.processes,
+        world_size=workers.most * workers.processes,
+        local_rank=0,
+        local_world_size=workers.processes,
+        worker_index=index,
+        num_workers=workers.most,
+    )
+    return plan(info, run_mode, rank_scope, base_id)
+
+
+def needs_agreement(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
+    """Whether several ranks must know the same base id: not where one rank alone has a run."""
+    return info is not None and (run_mode, rank_scope) != ("auto", "global")
+
+
+def _is_first(info: DistributedInfo, rank_scope: RankScope) -> bool:
+    return (info.rank if rank_scope == "global" else info.local_rank) == 0
+
+
+def _require_worker(info: DistributedInfo, rank_scope: RankScope) -> None:
+    if rank_scope == "worker" and (info.worker_index is None or info.local_rank is None):
+        raise TopologyError(
+            f"rank_scope='worker', but {info.launcher} does not tell which worker (node) and which local rank rank "
+            f"{info.rank} is: worker_index={info.worker_index}, local_rank={info.local_rank}. Use rank_scope='global', "
+            "start with torchrun or srun, or set NODE_RANK, LOCAL_RANK, RANK and WORLD_SIZE in each process."
+        )
+
+
+def _suffixes(info: DistributedInfo, run_mode: RunMode, rank_scope: RankScope) -> tuple[str, str | None]:
+    """What is put behind the base id for the run's id and for its group (None: no group)."""
+    worker = f"-worker-{info.worker_index}"
+    if run_mode == "new":
+        return (f"{worker}-rank-{info.local_rank}", worker) if rank_scope == "worker" else (f"-rank-{info.rank}", "")
+    return (worker, "") if rank_scope == "worker" else ("", None)
+
+
+def _joined(base_id: str | None, suffix: str) -> str | None:
+    return None if base_id is None else base_id + suffix
+
+
+def _writers(info: DistributedInfo, run_mode: RunMode, rank_scope: RankScope) -> int | None:
+    if run_mode != "shared":
+        return 1
+    return info.world_size if rank_scope == "global" else info.local_world_size

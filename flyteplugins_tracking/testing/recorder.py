@@ -1,0 +1,494 @@
+"""A tracker that keeps its runs in memory, to be looked at by tests: see `flyteplugins_tracking.testing`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
+
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers.client import new_id, prefix_of, refuse_to_pickle, run_config
+from flyteplugins_tracking.trackers.rows import Rows
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["running", "finished", "failed", "killed"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one call of `log` has logged.
+
+    Attributes:
+        values: The values by their keys.
+        step: The `step=` of the call.
+        rank: Who has logged it; 0 outside a distributed job.
+        attempt: The restarts before it.
+    """
+
+    values: Mapping[str, Any]
+    step: Any = None
+    rank: int = 0
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of one of the run's methods that the recording has no use for, such as `log_artifact`.
+
+    Attributes:
+        name: The method's name.
+        args: What it was called with.
+        kwargs: What it was called with by name.
+        rank: Who has called it.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What the tracker would have of one run.
+
+    Attributes:
+        id: The run's id.
+        tracker: The name of its tracker.
+        ranks: The ranks that opened it, in their order; rank 0 outside a distributed job.
+        primary: The rank whose end is the run's; None where that rank has not opened it.
+        rows: What was logged, in the order of the calls.
+        config: The run's config, with what the library adds to it.
+        summary: The last values, and what was set in `summary`.
+        name: The run's name.
+        project: The run's project.
+        group: The run's group.
+        tags: The run's tags.
+        notes: The run's notes.
+        attempts: How often it was opened: 1, and 1 for each restart and each later call with the same id.
+        exit_codes: The status of each end.
+        calls: The calls of other methods.
+    """
+
+    id: str
+    tracker: str = "wandb"
+    ranks: tuple[int, ...] = ()
+    primary: int | None = None
+    rows: tuple[Row, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    name: str | None = None
+    project: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str | None = None
+    attempts: int = 1
+    exit_codes: tuple[int, ...] = ()
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def exit_code(self) -> int | None:
+        """The status of its last end; None while it is open."""
+        return self.exit_codes[-1] if len(self.exit_codes) >= self.attempts else None
+
+    @property
+    def status(self) -> Status:
+        """How it has ended: "finished" with 0, "killed" with 130 (Ctrl-C) or 143 (SIGTERM), "failed" with others."""
+        names: dict[int | None, Status] = {None: "running", 0: "finished", 130: "killed", 143: "killed"}
+        return names.get(self.exit_code, "failed")
+
+    def logged(self, key: str, rank: int | None = None) -> tuple[Any, ...]:
+        """The values that were logged under `key`, in their order.
+
+        Args:
+            key: The key, with its prefix if it has one.
+            rank: Whose; None for all ranks'.
+        """
+        return tuple(row.values[key] for row in self.rows if key in row.values and rank in (None, row.rank))
+
+
+class RecordedRuns(Sequence[RecordedRun]):
+    """The runs, rank 0's first and each rank's in its order: `runs[0]`, `runs["their-id"]`, `(run,) = runs`."""
+
+    def __init__(self, read: Callable[[], Sequence[RecordedRun]]) -> None:
+        """`read` gives the runs as they are now."""
+        self._read = read
+
+    @overload
+    def __getitem__(self, which: int | str) -> RecordedRun: ...
+    @overload
+    def __getitem__(self, which: slice) -> Sequence[RecordedRun]: ...
+    def __getitem__(self, which: int | str | slice) -> RecordedRun | Sequence[RecordedRun]:
+        """By the position or the id.
+
+        Raises:
+            KeyError: No run has that id, or several have.
+        """
+        runs = self._read()
+        if not isinstance(which, str):
+            return runs[which]
+        found = [run for run in runs if run.id == which]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise KeyError(f"{len(found)} runs have the id {which!r}: use of(tracker), or the position")
+        raise KeyError(f"no run has the id {which!r}; there are {', '.join(self.ids[:20]) or 'none'}")
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __iter__(self) -> Iterator[RecordedRun]:
+        return iter(self._read())
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids of the runs."""
+        return tuple(run.id for run in self)
+
+    def of(self, tracker: str) -> RecordedRuns:
+        """Those of one tracker, where several are stacked."""
+        return RecordedRuns(lambda: [run for run in self if run.tracker == tracker])
+
+
+class RecordingTracker(Tracker):
+    """Keeps its runs in memory. It makes no request and no file.
+
+    Example:
+        ```python
+        recorder = RecordingTracker()
+
+
+        @tracking_init(tracker=recorder)
+        def train(): ...
+
+
+        train()
+        assert recorder.runs[0].status == "finished"
+        ```
+    """
+
+    name = "recording"
+    title = "the recording"
+
+    def __init__(self, instead_of: Tracker | None = None, store: Store | None = None) -> None:
+        """Called without arguments by users.
+
+        Args:
+            instead_of: The tracker that this one stands in for, by its name.
+            store: Where the runs are kept, beside those of other trackers.
+        """
+        self._store = store or Store()
+        if instead_of is not None:
+            self.name, self.title = instead_of.name, instead_of.title
+            self.run_id_variables, self.arguments = instead_of.run_id_variables, instead_of.arguments
+            self.lacks = instead_of.lacks
+
+    @property
+    def runs(self) -> RecordedRuns:
+        """The runs so far."""
+        return RecordedRuns(self._store.read)
+
+    def check(self, config: TrackingConfig) -> None:
+        """Everything can be recorded."""
+
+    def open(self, request: RunRequest) -> Handle:
+        """See `Tracker.open`."""
+        return _Handle(self, request, self._store.open(self.name, request))
+
+
+class Store:
+    """Where runs are kept, by their trackers and ids."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[str, str], _State] = {}
+        self._lock = threading.Lock()
+
+    def open(self, tracker: str, request: RunRequest) -> _State:
+        """The run that is asked for; it goes on where it is there already."""
+        run_id = request.plan.run_id or new_id()
+        with self._lock:
+            state = self._runs.setdefault((tracker, run_id), _State(run_id, tracker))
+            state.opened[_rank(request)] += 1
+        return state
+
+    def read(self) -> list[RecordedRun]:
+        """The runs as they are now, by the lowest rank that opened them: ranks in threads open theirs in any order."""
+        with self._lock:
+            states = list(self._runs.values())
+        return sorted((state.frozen() for state in states), key=lambda run: run.ranks[0])
+
+
+class Dictionary(dict[str, Any]):
+    """A config or a summary: keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def update(self, values: Any = None, allow_val_change: bool | None = None, **more: Any) -> None:  # type: ignore[override] # noqa: ARG002 as W&B's
+        """Set several."""
+        if hasattr(values, "__dict__") and not isinstance(values, Mapping):  # what argparse has parsed, for one
+            values = vars(values)
+        for key, value in {**dict(values or {}), **more}.items():
+            self[key] = value
+
+    def setdefaults(self, values: Mapping[str, Any]) -> None:
+        """Set those that are not set."""
+        for key, value in values.items():
+            self.setdefault(key, value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """A copy."""
+        return dict(self)
+
+
+class _ReadOnly(Mapping[str, Any]):
+    """A shared run's config, on a rank that may only read it: also what the primary sets later."""
+
+    def __init__(self, config: Dictionary) -> None:
+        object.__setattr__(self, "_config", config)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._config[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config)
+
+    def __len__(self) -> int:
+        return len(self._config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy that is being made has no `_config` yet
+            raise AttributeError(name)
+        return Dictionary.__getattr__(self._config, name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """A copy."""
+        return dict(self)
+
+    def _refuse(self, *_: Any, **__: Any) -> None:
+        raise ConfigError(
+            "this rank cannot change the config of its shared run, which is the primary's: change it on rank 0 "
+            "(local rank 0 with rank_scope='worker'), pass config= to tracking_init, or allow_config=True"
+        )
+
+    __setitem__ = __setattr__ = update = setdefaults = setdefault = _refuse
+
+
+@dataclass(eq=False)
+class _State:
+    """A run, while it is recorded."""
+
+    id: str
+    tracker: str
+    opened: Counter[int] = field(default_factory=Counter)
+    primary: Run | None = None
+    rows: list[Row] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    config: Dictionary = field(default_factory=Dictionary)
+    summary: Dictionary = field(default_factory=Dictionary)
+    exit_codes: list[int] = field(default_factory=list)
+
+    def frozen(self) -> RecordedRun:
+        head = self.primary
+        return RecordedRun(
+            id=self.id,
+            tracker=self.tracker,
+            ranks=tuple(sorted(self.opened)),
+            primary=None if head is None else head.rank,
+            rows=tuple(self.rows),
+            config=dict(self.config),
+            summary=dict(self.summary),
+            name=None if head is None else head.name,
+            project=None if head is None else head.project,
+            group=None if head is None else head.group,
+            tags=() if head is None else tuple(head.tags),
+            notes=None if head is None else head.notes,
+            attempts=max(self.opened.values()),
+            exit_codes=tuple(self.exit_codes),
+            calls=tuple(self.calls),
+        )
+
+
+class Run:
+    """What `get_run` gives: what users call on the runs of trackers. Other methods are recorded as `calls`."""
+
+    def __init__(self, request: RunRequest, state: _State, log: Callable[..., None]) -> None:
+        config = request.config
+        self.id = self.run_id = state.id
+        self.rank = _rank(request)
+        self.resumed = state.opened[self.rank] > 1
+        self.url = None
+        self.project = config.project
+        self.group = config.group or request.plan.group
+        self.name = config.name
+        self.tags = tuple(config.tags or ())
+        self.notes = config.notes
+        self.summary = state.summary
+        self.config: Any = state.config
+        self._calls = state.calls
+        self._log = log
+
+    def log(self, data: Mapping[str, Any], step: Any = None, commit: bool | None = None, **_: Any) -> None:
+        """Log a row: values by their keys."""
+        self._log(data, step, commit)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: Any = None, **_: Any) -> None:
+        """MLflow's name for it."""
+        self._log(metrics, step, None)
+
+    def log_metric(self, key: str, value: Any, step: Any = None, **_: Any) -> None:
+        """Log a row of one value."""
+        self._log({key: value}, step, None)
+
+    def log_params(self, params: Mapping[str, Any], **_: Any) -> None:
+        """MLflow's name for a part of the config."""
+        self.config.update(params)
+
+    def log_param(self, key: str, value: Any, **_: Any) -> None:
+        """Set one value of the config."""
+        self.config[key] = value
+
+    def finish(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the run ends when the decorated function does."""
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing, as `finish`."""
+
+    def __reduce__(self) -> Any:
+        refuse_to_pickle()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _Unknown(self._calls, name, self.rank)
+
+
+class _Unknown:
+    """Something of a run that is only called, perhaps on what another call has returned."""
+
+    def __init__(self, calls: list[Call], name: str, rank: int) -> None:
+        self._calls = calls
+        self._name = name
+        self._rank = rank
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Unknown:
+        self._calls.append(Call(self._name, args, kwargs, self._rank))
+        return _Unknown(self._calls, f"{self._name}()", self._rank)
+
+    def __getattr__(self, name: str) -> _Unknown:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return _Unknown(self._calls, f"{self._name}.{name}", self._rank)
+
+    def __enter__(self) -> _Unknown:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+    def __repr__(self) -> str:
+        return f"<{self._name} of a recorded run>"
+
+
+class _Handle(Handle):
+    """One rank's part in a run."""
+
+    def __init__(self, tracker: Tracker, request: RunRequest, state: _State) -> None:
+        self.id = state.id
+        self.run: Any = Run(request, state, self._log)
+        self._state = state
+        self._is_primary = request.plan.primary
+        self._attempt = request.info.restart_count if request.info is not None else 0
+        self._prefix = prefix_of(request)
+        self._waiting: dict[str, Any] = {}
+        self._finished = False
+        is_shared = request.config.run_mode == "shared" and request.info is not None
+        # W&B's shared runs have steps of their own.
+        self._step_metric = request.config.step_metric if is_shared and tracker.name == "wandb" else None
+        self._rows = Rows(request.config.step_metric, self._prefix, lambda: None)
+        config = copy.deepcopy(run_config(request))  # each rank's process would have its own
+        if self._is_primary:
+            self._describe(config)
+            return
+        state.config.setdefaults(config)  # of a shared run whose primary is still to come: it is the same
+        if is_shared and "allow_config" not in tracker.lacks and not request.config.allow_config:
+            self.run.config = _ReadOnly(state.config)
+
+    def _describe(self, config: Mapping[str, Any]) -> None:
+        """What the primary alone passes. An attempt that goes on with the run keeps what was set in it."""
+        before, self._state.primary = self._state.primary, self.run
+        if before is not None:
+            self.run.name = self.run.name or before.name
+            self.run.tags, self.run.notes = self.run.tags or before.tags, self.run.notes or before.notes
+        self._state.config.update(config)
+
+    def _log(self, data: Mapping[str, Any], step: Any, commit: bool | None) -> None:
+        """Keep a row.
+
+        Raises:
+            TypeError: `data` is no mapping of text to values.
+        """
+        if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+            raise TypeError(f"log() takes a mapping of text to values, not {data!r:.100}")
+        data = _as_it_is_now(data)
+        if self._finished:
+            logger.warning("run %s is not open here, and what is logged is lost: its function has ended", self.id)
+        elif self._step_metric is not None:
+            self._rows.log(lambda row: self._add(row, row.get(self._step_metric)), data, step, commit)
+        else:
+            self._waiting.update({self._prefix + key: value for key, value in data.items()})
+            if commit is not False:
+                waiting, self._waiting = self._waiting, {}
+                self._add(waiting, step)
+
+    def _add(self, values: Mapping[str, Any], step: Any) -> None:
+        self._state.rows.append(Row(values, step, self.run.rank, self._attempt))
+        self._state.summary.update(values)
+
+    def finish(self, exit_code: int) -> None:
+        """See `Handle.finish`. The primary's end is the run's."""
+        self._rows.commit(lambda row: self._add(row, row.get(self._step_metric)))
+        if self._waiting:
+            self._add(self._waiting, None)
+        self._finished = True
+        if self._is_primary:
+            self._state.exit_codes.append(exit_code)
+
+    def end_early(self, exit_code: int) -> None:
+        """See `Handle.end_early`. Functions that have joined the run go on with it, and `finish` is still to come."""
+
+
+def _as_it_is_now(value: Any) -> Any:
+    """What a service would read: the number in a tensor or array of one, which the training may change in place."""
+    if isinstance(value, Mapping):
+        return {key: _as_it_is_now(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_it_is_now(each) for each in value]
+    if callable(getattr(value, "item", None)):  # raises where there is more than one element
+        with contextlib.suppress(ValueError, RuntimeError, TypeError):
+            return value.item()
+    return value
+
+
+def _rank(request: RunRequest) -> int:
+    return 0 if request.info is None else request.info.rank

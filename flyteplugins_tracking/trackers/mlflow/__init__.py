@@ -1,0 +1,202 @@
+"""MLflow. The vendor's package is imported when a run is opened, and only then."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking._util.checks import check_flag, check_text
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers.diagnostics import Examination
+
+_TEXTS = ("tracking_uri", "experiment_name", "framework", "link_host")
+_FLAGS = ("autolog", "log_models", "log_datasets", "log_system_metrics")
+_OF_AUTOLOG = ("framework", "log_models", "log_datasets", "autolog_kwargs")
+# They would end the text in a condition of MLflow's search.
+_NOT_IN_AN_ID = "'\"`\\%"
+
+
+class MlflowTracker(Tracker):
+    """Opens MLflow runs."""
+
+    name = "mlflow"
+    title = "MLflow"
+    package = "mlflow"
+    distribution = '"flyteplugins-tracking[mlflow]"'
+    run_id_variables = ("MLFLOW_RUN_ID",)
+    arguments = frozenset({*_TEXTS, *_FLAGS, "experiment_id", "autolog_kwargs"})
+    lacks = {  # noqa: RUF012 as the protocol has it
+        "media": "its metrics are numbers; files and figures are artifacts: log_figure, log_image, log_artifact",
+        "sweeps": "it has none; nested runs of mlflow.start_run(nested=True) are children of the function's run",
+        "config file": "its params are values: pass a mapping, or the file by log_artifact",
+        "allow_config": "it keeps the first value of a param, so that no rank can change one",
+        "download_logs": "its runs have no local files; artifacts are on the server",
+    }
+
+    def check(self, config: TrackingConfig) -> None:
+        """See `Tracker.check`."""
+        options = config.options
+        for name in _TEXTS:
+            check_text(name, options.get(name))
+        for name in _FLAGS:
+            if options.get(name) is not None:
+                check_flag(name, options[name])
+        _check_addresses(options)
+        _check_experiment(options)
+        _check_autolog(options)
+        _check_id(config.id)
+        _check_id(config.group)
+
+    def page(self, config: TrackingConfig, page: Page | None) -> str | None:
+        """See `Tracker.page`."""
+        from flyteplugins_tracking.trackers.mlflow import links
+
+        return links.page(config, page)
+
+    def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
+        """See `Tracker.link`."""
+        from flyteplugins_tracking.trackers.mlflow import links
+
+        return links.link(config, pages)
+
+    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
+        """See `Tracker.pass_on`."""
+        from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
+
+        handle = run._handle
+        return {"id": handle.id, **handle.place} if isinstance(handle, MlflowHandle) else None
+
+    def stand_aside(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
+        """See `Tracker.stand_aside`."""
+        from flyteplugins_tracking.trackers.mlflow.tables import await_first_run
+
+        # Elsewhere the file may be another one, to which nobody writes.
+        if config.rank_scope == "worker" or (info is not None and info.worker_index == 0):
+            await_first_run(config.options, config.init_timeout_s)
+        if "mlflow" not in sys.modules:
+            return None
+        from flyteplugins_tracking.trackers.mlflow.fluent import without_autologging
+
+        return without_autologging()
+
+    def examine(self) -> Examination:
+        """See `Tracker.examine`."""
+        from flyteplugins_tracking.trackers.mlflow.diagnose import examine
+
+        return examine()
+
+    def open(self, request: RunRequest) -> Handle:
+        """See `Tracker.open`."""
+        # Loaded by ranks that open a run, and not by all that are decorated.
+        from flyteplugins_tracking.trackers.journal import LocalHandle, open_or_keep
+        from flyteplugins_tracking.trackers.mlflow import fluent
+        from flyteplugins_tracking.trackers.mlflow.run import to_be_sent
+
+        _check_id(request.plan.run_id)
+        uri, place = _place(request.config.options.get("tracking_uri"))
+        undo = fluent.use_credentials(request.read_secret())
+        try:
+            handle = open_or_keep(to_be_sent(request, place), self, lambda: self._open(request, uri, undo))
+        except BaseException:
+            undo()
+            raise
+        if isinstance(handle, LocalHandle):
+            undo()
+        return handle
+
+    def _open(self, request: RunRequest, uri: str, undo: Callable[[], object]) -> Any:
+        from flyteplugins_tracking.trackers.client import new_id
+        from flyteplugins_tracking.trackers.mlflow.open import open_run
+        from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
+        from flyteplugins_tracking.trackers.mlflow.service import DeniedError, RefusedError, Service, UnavailableError
+
+        run_id = request.plan.run_id or new_id()
+        try:
+            opened = open_run(request, Service(uri, request.deadline), run_id)
+        except DeniedError as error:
+            raise TrackerUnavailableError(
+                f"MLflow cannot be used: {error}. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
+                "MLFLOW_TRACKING_TOKEN; or pass secret= to tracking_init."
+            ) from None
+        except UnavailableError as error:
+            raise TrackerUnavailableError(
+                f"MLflow cannot be used: {error}. Check tracking_uri= or MLFLOW_TRACKING_URI, and the network; or log "
+                "to files with if_unavailable='degrade'."
+            ) from None
+        except RefusedError as error:
+            raise TrackerUnavailableError(
+                f"MLflow does not open the run: {error}. Check tracking_uri=, experiment_id= and the MLFLOW_* "
+                "variables."
+            ) from None
+        return MlflowHandle(request, self, uri, opened, run_id, undo)
+
+
+def _place(given: str | None) -> tuple[str, dict[str, str]]:
+    """The tracking URI; and as an argument, where the program has set it, and neither an argument nor a variable."""
+    import mlflow
+    from mlflow.tracking._tracking_service import utils
+
+    from flyteplugins_tracking.trackers.mlflow.service import has_password
+
+    uri = str(mlflow.get_tracking_uri())
+    is_set = given is None and utils._tracking_uri is not None and not has_password(uri)
+    return given or uri, {"tracking_uri": uri} if is_set else {}
+
+
+def _check_addresses(options: Mapping[str, Any]) -> None:
+    host = options.get("link_host")
+    if host is not None and not host.startswith(("https://", "http://")):
+        raise ConfigError(f"link_host={host!r} is no address: write it as link_host='https://mlflow.example.com'")
+    for name in ("tracking_uri", "link_host"):
+        if options.get(name) and _has_password(options[name]):
+            raise ConfigError(
+                f"{name}= holds a password, which would be pickled with the task: pass secret=..., or set "
+                "MLFLOW_TRACKING_URI where it runs"
+            )
+
+
+def _has_password(address: str) -> bool:
+    from flyteplugins_tracking.trackers.mlflow.service import has_password
+
+    return has_password(address)
+
+
+def _check_experiment(options: Mapping[str, Any]) -> None:
+    experiment_id = options.get("experiment_id")
+    if experiment_id is not None and (isinstance(experiment_id, bool) or not isinstance(experiment_id, (str, int))):
+        raise ConfigError(f"experiment_id={experiment_id!r} is no id of an experiment")
+    if experiment_id is not None and options.get("experiment_name") is not None:
+        raise ConfigError("experiment_id= and experiment_name= name the experiment twice: pass one of them")
+
+
+def _check_autolog(options: Mapping[str, Any]) -> None:
+    given = [name for name in _OF_AUTOLOG if options.get(name) is not None]
+    if given and not options.get("autolog"):
+        raise ConfigError(f"{given[0]}= is an option of autologging: pass autolog=True too")
+    kwargs, framework = options.get("autolog_kwargs"), options.get("framework")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ConfigError(f"autolog_kwargs={kwargs!r} is no mapping of arguments to values")
+    if framework is None:
+        return
+    from importlib.util import find_spec
+
+    installed = find_spec("mlflow")
+    if installed is None:
+        return
+    places = installed.submodule_search_locations or ()
+    if not any(os.path.exists(os.path.join(place, framework + end)) for place in places for end in ("", ".py")):
+        raise ConfigError(f"framework={framework!r}: there is no mlflow.{framework}, which could have autologging")
+
+
+def _check_id(run_id: str | None) -> None:
+    if run_id is not None and any(character in run_id for character in _NOT_IN_AN_ID):
+        raise ConfigError(f"{run_id!r} as the tag of an MLflow run may not contain any of {_NOT_IN_AN_ID}")
+
+
+TRACKER = MlflowTracker()

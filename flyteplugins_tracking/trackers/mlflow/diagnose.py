@@ -1,0 +1,83 @@
+"""What the doctor is told of MLflow, without importing it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+from flyteplugins_tracking.trackers import diagnostics
+from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, NotReachedError
+
+# https://mlflow.org/docs/latest/ml/tracking/backend-stores; since 3.0 it is no directory any more.
+_DEFAULT = "sqlite:///mlflow.db"
+# https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/store/db_types/__init__.py
+_DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
+_DATABRICKS = ("databricks", "databricks-uc")
+_CREDENTIALS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+
+
+def examine() -> Examination:
+    """See `Tracker.examine`."""
+    given = os.environ.get("MLFLOW_TRACKING_URI")
+    uri = given or _DEFAULT
+    is_server = uri.lower().startswith(("https://", "http://"))
+    place, credentials = diagnostics.without_credentials(uri), _credentials(uri)
+    return Examination(
+        place=place,
+        credentials=credentials,
+        is_chosen=bool(given or credentials),
+        reach=functools.partial(_reach, place, credentials is not None) if is_server else None,
+        findings=() if is_server else tuple(_of_files(uri, place, is_given=given is not None)),
+    )
+
+
+def _credentials(uri: str) -> str | None:
+    for name in _CREDENTIALS:
+        if os.environ.get(name):
+            return diagnostics.found_key(name, os.environ[name])
+    if diagnostics.without_credentials(uri) != uri.rstrip("/") and "@" in uri:
+        return "MLFLOW_TRACKING_URI"
+    path = os.path.expanduser("~/.mlflow/credentials")
+    password = diagnostics.settings_of(path, "mlflow").get("mlflow_tracking_password")
+    return diagnostics.found_key(path, password) if password else None
+
+
+def _of_files(uri: str, place: str, *, is_given: bool) -> Iterator[Finding]:
+    scheme = urlsplit(uri).scheme
+    serve = "mlflow server --host 0.0.0.0, then export MLFLOW_TRACKING_URI=http://HOST:5000"
+    what = f"MLFLOW_TRACKING_URI={place}" if is_given else f"MLFLOW_TRACKING_URI is not set, and runs go to {place}"
+    if scheme.partition("+")[0] in _DATABASES and find_spec("sqlalchemy") is None:
+        yield Finding(
+            "error", f"MLflow: {what}, which mlflow-skinny alone cannot open", f"pip install mlflow; or {serve}"
+        )
+    elif (scheme or uri) in _DATABRICKS:
+        return
+    elif scheme in ("", "file"):
+        yield Finding(
+            "warning", f"MLflow: {what}: runs in files are in maintenance mode, and new versions refuse", serve
+        )
+    elif scheme == "sqlite":
+        folder = os.path.dirname(place.removeprefix("sqlite:///")) or os.curdir
+        why = diagnostics.obstacle(folder)
+        if why is not None:
+            yield Finding("error", f"MLflow: {what}: {why}", serve)
+    elif scheme.partition("+")[0] not in _DATABASES:
+        text = f"MLflow: {what}: MLflow itself knows no addresses that begin with {scheme}:"
+        yield Finding("warning", text, "export MLFLOW_TRACKING_URI=http://HOST:PORT, unless a plugin of MLflow's does")
+
+
+def _reach(address: str, has_credentials: bool, timeout_s: float) -> None:
+    """https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/server/__init__.py, `/version`."""
+    answer = diagnostics.ask(f"{address}/version", timeout_s)
+    if answer.status in (401, 403):
+        if not has_credentials:
+            raise NotReachedError(
+                f"it wants credentials (HTTP {answer.status}): set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+            )
+    elif answer.status != 200 or not re.fullmatch(r"\d+\.\d+\S*", answer.text.strip()):
+        raise NotReachedError(f"it answers HTTP {answer.status}, and not as an MLflow server does")

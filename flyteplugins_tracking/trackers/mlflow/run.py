@@ -1,0 +1,357 @@
+"""An MLflow run while it is open: what is logged goes out in the background, and the lifecycle alone ends it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from flyteplugins_tracking.trackers.base import RunRequest, Tracker
+from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of, refuse_to_pickle
+from flyteplugins_tracking.trackers.journal import Journal, how_to_send
+from flyteplugins_tracking.trackers.mlflow import fluent
+from flyteplugins_tracking.trackers.mlflow.links import run_page
+from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params, next_step
+from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender, flush_vendors, now_ms
+from flyteplugins_tracking.trackers.mlflow.service import RefusedError, Service, UnavailableError, has_password, shown
+from flyteplugins_tracking.trackers.rows import Values
+
+logger = logging.getLogger(__name__)
+
+# What of a run's end is kept for telling the server of it, in seconds and at most as a part of it all.
+_TELLING_S, _TELLING_PART = 3.0, 0.25
+# The server's steps have 64 bits, and one more is to come.
+_LARGEST_STEP = 2**63 - 1
+# The options that ask for something on the rank itself: nothing for the process that sends kept rows later.
+_LOCAL_OPTIONS = ("autolog", "framework", "log_models", "log_datasets", "autolog_kwargs", "log_system_metrics")
+
+
+class MlflowHandle(ClientHandle):
+    """An open MLflow run, which `mlflow.active_run()` returns while the function runs."""
+
+    def __init__(
+        self,
+        request: RunRequest,
+        tracker: Tracker,
+        uri: str,
+        opened: Opened,
+        run_id: str,
+        at_end: Callable[[], object],
+    ) -> None:
+        """Of a run that has been `opened` behind `uri`, as `run_id` of ours. `at_end` is called at its very end."""
+        values = Values(
+            tracker.title, prefix_of(request), "no point of a chart: MLflow keeps NaN, and an infinity as 1.8e308"
+        )
+        super().__init__(request, tracker.title, values)
+        self.id, self.uri, self.opened = run_id, uri, opened
+        # Another rank may find a run that was there before, or one that the primary has just made.
+        is_retry = self._writers is not None and self._writers.is_retry and not request.plan.primary
+        self.is_resumed = opened.is_resumed or is_retry
+        self.run = run_class()(opened.run, self)
+        self._tracker = tracker
+        self._next_step = next_step(opened.run) if self.is_resumed else 0
+        self._names: dict[str, str] = {}  # the names of metrics, as MLflow takes them
+        self._last: dict[str, Any] = {}
+        self._sender = Sender(Service(uri, is_known=True), opened.run.info.run_id, self.id)
+        self._journal: Journal | None = None
+        self._leave: list[Callable[[], object]] = [at_end]
+        try:
+            self._enter()
+        except BaseException:
+            self._let_go()
+            self._tell_end(1, time.monotonic() + _TELLING_S)
+            raise
+
+    @property
+    def url(self) -> str | None:
+        """See `Handle.url`."""
+        found: str | None = self.run.url
+        return found
+
+    @property
+    def place(self) -> dict[str, str]:
+        """The arguments that lead to where the run is."""
+        found = {"experiment_id": self.opened.run.info.experiment_id}
+        return found if has_password(self.uri) else {**found, "tracking_uri": self.uri}
+
+    def summary(self) -> Mapping[str, Any]:
+        """See `Handle.summary`."""
+        return dict(self._last)
+
+    def unsent(self) -> Sequence[str]:
+        """See `Handle.unsent`."""
+        return [] if self._journal is None else [self._journal.directory]
+
+    def how_to_send(self, directory: str) -> str:
+        """See `Handle.how_to_send`."""
+        return how_to_send(directory)
+
+    def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
+        """See `ClientHandle.write`."""
+        self._write_at(row, step, now_ms())
+
+    def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:
+        """See `ClientHandle.replay`."""
+        with self._lock:
+            if not self._sender.has_room:
+                left = self._sender.flush(time.monotonic() + self.request.config.finish_timeout_s)
+                if left:
+                    self._keep(left, None)
+            self._write_at(row, step, round(time_s * 1000))
+
+    def put(self, kind: Literal["params", "tags"], data: Mapping[str, Any]) -> None:
+        """Have params or tags sent, in the order of what is logged."""
+        if self._finished or os.getpid() != self._pid:
+            self._warn("is not open here, and what is logged is lost: its function has ended, or is another process's")
+            return
+        self.request.watch.renew()
+        self._put(Item(kind, dict(data), 0, now_ms()))
+
+    def end(self, exit_code: int) -> None:
+        """See `ClientHandle.end`."""
+        timeout_s = self.request.config.finish_timeout_s
+        until = time.monotonic() + timeout_s
+        self._stop_monitor()
+        telling_s = min(_TELLING_S, timeout_s * _TELLING_PART)
+        if not flush_vendors(Service(self.uri), until - telling_s - time.monotonic()):
+            self._warn("has rows of MLflow's own asynchronous logging that were not sent in time")
+        left = self._sender.flush(until - telling_s)
+        is_told = self._tell_end(exit_code, until)
+        if left or not is_told or self._journal is not None:
+            self._keep(left, exit_code)
+
+    def finish(self, exit_code: int) -> None:
+        """See `Handle.finish`."""
+        try:
+            super().finish(exit_code)
+            left = self._sender.flush(time.monotonic() + _TELLING_S)  # params that came after an early end
+            if left:
+                self._keep(left, exit_code)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        for leave in reversed(self._leave):
+            leave()
+        self._leave.clear()
+
+    def _enter(self) -> None:
+        """Make it MLflow's active run, with what was asked for on this rank."""
+        request, info = self.request, self.opened.run.info
+        self._leave.append(fluent.activate(self.run, self.uri, info.experiment_id))
+        if request.plan.primary:
+            self._leave += fluent.autolog(request.config.options)
+            params = new_params(request, self.opened)
+            if params:
+                self.put("params", params)
+        self._monitor = fluent.system_metrics(request, info.run_id, self._put_system_metrics)
+        if self._monitor is not None:
+            self._monitor._logging_step = next_step(self.opened.run, "system/")
+
+    def _stop_monitor(self) -> None:
+        if self._monitor is not None:
+            fluent.stop(self._monitor)
+            self._monitor = None
+
+    def _put_system_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
+        self._put(Item("row", dict(metrics), step, now_ms()))
+
+    def _write_at(self, row: Mapping[str, Any], step: Any, time_ms: int) -> None:
+        at = self._step(step)
+        self._next_step = max(self._next_step, at + 1)
+        points = {self._name(key): float(value) for key, value in row.items() if self._is_number(key, value)}
+        if points:
+            self._last.update(points)
+            self._put(Item("row", points, at, time_ms))
+
+    def _step(self, step: Any) -> int:
+        if step is None:
+            return self._next_step
+        try:
+            whole = int(step)
+        except (TypeError, ValueError, OverflowError):
+            whole = _LARGEST_STEP
+        if abs(whole) < _LARGEST_STEP:
+            return whole
+        self._values.tell(f"step={step!r}", "it is no step of MLflow's: the next one is taken")
+        return self._next_step
+
+    def _put(self, item: Item) -> None:
+        if not self._sender.put(item):
+            self._keep([item], None)
+
+    def _is_number(self, key: str, value: Any) -> bool:
+        if type(value) is float:
+            return True
+        try:
+            float(value)
+        except (TypeError, ValueError, OverflowError):
+            self._values.tell(
+                key,
+                f"a {type(value).__name__} is no metric: it is left out. There are log_params, set_tags, log_figure",
+            )
+            return False
+        return not isinstance(value, str)
+
+    def _name(self, key: str) -> str:
+        name = self._names.get(key)
+        if name is None:
+            name = self._names[key] = fluent.metric_name(key)
+            if name != key:
+                self._values.tell(key, f"MLflow takes no such name of a metric: it is logged as {name!r}")
+        return name
+
+    def _tell_end(self, exit_code: int, until: float) -> bool:
+        if not self.request.plan.primary:
+            return True
+        try:
+            end_run(Service(self.uri, until, is_known=True), self.opened, exit_code)
+        except RefusedError:
+            self._warn("could not be told how it has ended")
+        except UnavailableError:
+            return False
+        return True
+
+    def _keep(self, left: Sequence[Item], exit_code: int | None) -> None:
+        """Keep in files what was not sent: by the end, or as too much waits. It is told once."""
+        is_first = self._journal is None
+        journal = self._journal = self._journal or Journal(to_be_sent(self.request, self.place), self._tracker, self.id)
+        for item in left:
+            if item.kind == "row":
+                journal.row(item.data, item.step, item.time_ms / 1000)
+            else:
+                texts = {str(key): str(value) for key, value in item.data.items()}  # as the server would have them
+                journal.call("log_params" if item.kind == "params" else "set_tags", [texts], {})
+        if exit_code is not None:
+            journal.end(exit_code)
+        if is_first:
+            logger.warning(
+                "MLflow: run %s: %s did not take all that was logged. The rest is in files. Send it when MLflow is "
+                "there: %s",
+                self.id,
+                shown(self.uri),
+                how_to_send(journal.directory),
+            )
+
+
+def to_be_sent(request: RunRequest, place: Mapping[str, Any]) -> RunRequest:
+    """The same request, for what is kept in files: it is sent later, to that `place`, by another process."""
+    config, left_out = request.config, {*_LOCAL_OPTIONS, *(("experiment_name",) if "experiment_id" in place else ())}
+    options = {name: value for name, value in config.options.items() if name not in left_out}
+    return replace(request, config=replace(config, options={**options, **place}))
+
+
+class Logging:
+    """What `get_run` gives beside what MLflow's active run has: it logs in the background, and ends nothing."""
+
+    is_tracked = True
+    info: Any
+
+    def __init__(self, run: Any, handle: MlflowHandle) -> None:
+        super().__init__(run)  # type: ignore[call-arg]
+        self._handle = handle
+
+    @property
+    def id(self) -> str:
+        """The id that the ranks have agreed on: the tag `flyteplugins_tracking.run_id`."""
+        return self._handle.id
+
+    @property
+    def run_id(self) -> str:
+        """The server's id."""
+        server_id: str = self.info.run_id
+        return server_id
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run was there before this attempt of the job."""
+        return self._handle.is_resumed
+
+    @property
+    def url(self) -> str | None:
+        """The run's page; None where the runs are in a database of this machine."""
+        return run_page(self._handle.request.config, self._handle.uri, self.info.experiment_id, self.run_id)
+
+    @property
+    def client(self) -> Any:
+        """An `MlflowClient` of the run's server."""
+        from mlflow import MlflowClient
+
+        return MlflowClient(self._handle.uri)
+
+    def log(self, data: Mapping[str, Any], step: int | None = None) -> None:
+        """Log a row of metrics; without a step, at the next one of this process."""
+        self._handle.log(data, step)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
+        """See `log`."""
+        self.log(metrics, step)
+
+    def log_metric(self, key: str, value: Any, step: int | None = None, **_: Any) -> None:
+        """See `log`."""
+        self.log({key: value}, step)
+
+    def log_params(self, params: Mapping[str, Any], **_: Any) -> None:
+        """Log params in the background. One that has another value already keeps it, with a warning."""
+        self._handle.put("params", params)
+
+    def log_param(self, key: str, value: Any, **_: Any) -> None:
+        """See `log_params`."""
+        self.log_params({key: value})
+
+    def set_tags(self, tags: Mapping[str, Any], **_: Any) -> None:
+        """Set tags in the background."""
+        self._handle.put("tags", tags)
+
+    def set_tag(self, key: str, value: Any, **_: Any) -> None:
+        """See `set_tags`."""
+        self.set_tags({key: value})
+
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Upload a file, and wait for that."""
+        self.client.log_artifact(self.run_id, local_path, artifact_path)
+
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Upload a directory, and wait for that."""
+        self.client.log_artifacts(self.run_id, local_dir, artifact_path)
+
+    def log_dict(self, dictionary: Any, artifact_file: str) -> None:
+        """Upload a mapping as JSON or YAML, and wait for that."""
+        self.client.log_dict(self.run_id, dictionary, artifact_file)
+
+    def log_text(self, text: str, artifact_file: str) -> None:
+        """Upload a text, and wait for that."""
+        self.client.log_text(self.run_id, text, artifact_file)
+
+    def log_figure(self, figure: Any, artifact_file: str, **kwargs: Any) -> None:
+        """Upload a figure of Matplotlib or Plotly, and wait for that."""
+        self.client.log_figure(self.run_id, figure, artifact_file, **kwargs)
+
+    def log_image(self, image: Any, artifact_file: str | None = None, **kwargs: Any) -> None:
+        """Upload an image, and wait for that."""
+        self.client.log_image(self.run_id, image, artifact_file, **kwargs)
+
+    def log_table(self, data: Any, artifact_file: str) -> None:
+        """Upload a table, and wait for that."""
+        self.client.log_table(self.run_id, data, artifact_file)
+
+    def finish(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the run ends when the decorated function does."""
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing, as `finish`."""
+
+    def __reduce__(self) -> Any:
+        refuse_to_pickle()
+
+
+@functools.lru_cache(maxsize=1)
+def run_class() -> Any:
+    """The class of the runs that `get_run` gives: made on use, since it is one of MLflow's."""
+    import mlflow
+
+    return type("MlflowRun", (Logging, mlflow.ActiveRun), {})

@@ -1,0 +1,139 @@
+"""Pluto (`pluto-ml`). The vendor's package is imported when a run is opened, and only then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote
+
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking._util.checks import check_text
+from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers.diagnostics import Examination
+
+# The parameters of pluto.init that the decorator does not take by name, and that choose no run: a test compares.
+INIT_ARGUMENTS = frozenset({"dir", "settings", "fork_run_id", "fork_step", "inherit_config", "inherit_tags"})
+# Ours, for links: only the server knows which organization a key is of.
+_ORGANIZATION = "organization"
+_APP = "https://pluto.trainy.ai"
+# Where the client finds its servers.
+_URLS = ("url_app", "url_api", "url_ingest", "url_py")
+
+
+class PlutoTracker(Tracker):
+    """Opens Pluto runs."""
+
+    name = "pluto"
+    title = "Pluto"
+    package = "pluto"
+    distribution = '"flyteplugins-tracking[pluto]"'
+    run_id_variables = ("PLUTO_RUN_ID", "MLOP_RUN_ID")
+    arguments = INIT_ARGUMENTS | {_ORGANIZATION}
+    lacks = {  # noqa: RUF012 as the protocol has it
+        "sweeps": "pluto.sweep and pluto.agent run trials by themselves, in one process",
+        "config file": "it reads none. Pass config= as a mapping",
+        "allow_config": "it merges changes of the config by reading and writing it, so that one of two ranks' is lost",
+        "download_logs": "its files are for its uploader, and are removed when they have been sent",
+    }
+
+    def check(self, config: TrackingConfig) -> None:
+        """See `Tracker.check`."""
+        _check_id(config.id, "id")
+        check_text(_ORGANIZATION, config.options.get(_ORGANIZATION))
+        if (config.options.get("fork_run_id") is None) != (config.options.get("fork_step") is None):
+            raise ConfigError("fork_run_id= and fork_step= go together")
+        settings = config.options.get("settings")
+        if settings is None:
+            return
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"settings= takes a mapping, not {type(settings).__name__}, which cannot be pickled")
+        if settings.get("_auth"):
+            raise ConfigError("settings= holds an API key, which would be pickled with the task: pass secret=...")
+        for name in ("host", *_URLS):
+            check_text(f"settings[{name!r}]", settings.get(name))
+
+    def page(self, config: TrackingConfig, page: Page | None) -> str:  # noqa: ARG002 none has an address with our ids
+        """See `Tracker.page`.
+
+        The address of a run has an id that the server makes; the project's has the organization's name.
+        """
+        host, organization = _app(config), config.options.get(_ORGANIZATION)
+        if not organization:
+            return host
+        address = f"{host}/o/{quote(organization, safe='{}')}"
+        return f"{address}/projects/{quote(config.project, safe='{}')}" if config.project else address
+
+    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
+        """See `Tracker.pass_on`."""
+        from flyteplugins_tracking.trackers.client import Run
+
+        if isinstance(run, Run) or run.id is None:
+            return None  # it is in local files, or nowhere
+        return {"id": run.run_id, "project": run.settings.project}
+
+    def examine(self) -> Examination:
+        """See `Tracker.examine`."""
+        from flyteplugins_tracking.trackers.pluto.diagnose import examine
+
+        return examine()
+
+    def open(self, request: RunRequest) -> Handle:
+        """See `Tracker.open`."""
+        # Loaded by those that have a run, and not by all that are decorated.
+        from flyteplugins_tracking.trackers.journal import open_or_keep
+        from flyteplugins_tracking.trackers.pluto import run as pluto_run
+
+        request = _with_usable_id(request)
+        return open_or_keep(request, self, lambda: pluto_run.open_run(request, self))
+
+
+def _app(config: TrackingConfig) -> str:
+    """The address that people open."""
+    settings = config.options.get("settings") or {}
+    if settings.get("host"):
+        return f"http://{settings['host']}:3000"
+    variable = os.environ.get("PLUTO_URL_APP") or os.environ.get("MLOP_URL_APP")
+    return str(settings.get("url_app") or variable or _APP).rstrip("/")
+
+
+def _check_id(run_id: str | None, what: str) -> None:
+    if run_id is None:
+        return
+    if _is_of_the_server(run_id):
+        raise ConfigError(
+            f"{what}={run_id!r} looks like an id of Pluto's own, of a run that is there already: it takes digits and "
+            "texts like 'ABC-1' for such. Put a word before it, as in 'run-...'"
+        )
+    if "/" in run_id or "\0" in run_id:
+        raise ConfigError(f"{what}={run_id!r} has a character that cannot stand in the name of a directory")
+
+
+def _is_of_the_server(run_id: str) -> bool:
+    """Whether pluto.init takes it for an id of the server's making: it looks for that run, and does not create one."""
+    word, dash, number = run_id.rpartition("-")
+    is_key = len(word) <= 4 and word.isascii() and word.isalnum() and word == word.upper()
+    return number.isdecimal() and (not dash or is_key)
+
+
+def _with_usable_id(request: RunRequest) -> RunRequest:
+    """The request with an id that Pluto takes for ours: what the launchers give may be, say, a number.
+
+    Raises:
+        ConfigError: The one that the user has chosen by a variable is not.
+    """
+    from flyteplugins_tracking.trackers.client import new_id
+
+    run_id = request.plan.run_id or new_id()
+    if request.config.id is None and (request.plan.primary or request.info is not None):
+        variable = next((name for name in PlutoTracker.run_id_variables if os.environ.get(name)), None)
+        if variable is not None:
+            _check_id(os.environ[variable], variable)
+    usable = f"run-{run_id}" if _is_of_the_server(run_id) else run_id
+    return replace(request, plan=replace(request.plan, run_id=usable))
+
+
+TRACKER = PlutoTracker()

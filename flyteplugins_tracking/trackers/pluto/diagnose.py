@@ -1,0 +1,79 @@
+"""What the doctor is told of Pluto, without importing it."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+from flyteplugins_tracking.trackers import diagnostics
+from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, NotReachedError
+
+# https://github.com/Trainy-ai/pluto, _DEFAULT_URL_API of version 0.0.29.
+_SERVER = "https://pluto-api.trainy.ai"
+_SERVERS = ("APP", "API", "INGEST", "PY")
+
+
+def examine() -> Examination:
+    """See `Tracker.examine`."""
+    given = {name: _variable(f"URL_{name}") for name in _SERVERS}
+    address = diagnostics.without_credentials(given["API"] or _SERVER)
+    where, key = _key()
+    return Examination(
+        place=address,
+        credentials=diagnostics.found_key(where, key) if key else None,
+        is_chosen=bool(key) or any(given.values()),
+        reach=functools.partial(_reach, address),
+        findings=(*_of_key(key), *_of_servers(given), *_of_files()),
+    )
+
+
+def _variable(name: str) -> str | None:
+    return os.environ.get(f"PLUTO_{name}") or os.environ.get(f"MLOP_{name}")
+
+
+def _key() -> tuple[str, str]:
+    """Where a key is, and the key: by a variable, or what `pluto login` has stored on Linux."""
+    for name in ("PLUTO_API_KEY", "MLOP_API_TOKEN"):
+        if os.environ.get(name):
+            return name, os.environ[name]
+    base = os.environ.get("XDG_DATA_HOME") or os.path.join(os.path.expanduser("~"), ".local", "share")
+    path = os.path.join(base, "python_keyring", "keyring_pass.cfg")
+    with suppress(LookupError, ValueError):
+        return path, base64.decodebytes(diagnostics.settings_of(path, "pluto")["pluto"].encode()).decode()
+    return "", ""
+
+
+def _of_key(key: str) -> Iterator[Finding]:
+    if not key:
+        yield Finding(
+            "error",
+            "Pluto: there is no API key: PLUTO_API_KEY is not set, and `pluto login` has stored none in a file",
+            "pluto login, or export PLUTO_API_KEY=..., or secret= of tracking_init",
+        )
+
+
+def _of_servers(given: dict[str, str | None]) -> Iterator[Finding]:
+    missing = [f"PLUTO_URL_{name}" for name, value in given.items() if not value]
+    if missing and len(missing) < len(given):
+        yield Finding(
+            "error",
+            f"Pluto: {', '.join(missing)} not set, though others are: a part of each run goes to Pluto's own servers",
+            f"export {' '.join(f'{name}=...' for name in missing)}",
+        )
+
+
+def _of_files() -> Iterator[Finding]:
+    folder = _variable("DIR") or os.curdir
+    why = diagnostics.obstacle(folder)
+    if why is not None:
+        yield Finding("error", f"Pluto keeps its files in {folder}: {why}", "export PLUTO_DIR=/a/directory")
+
+
+def _reach(address: str, timeout_s: float) -> None:
+    """Ask whose key this is, without one, as the client does first of all."""
+    answer = diagnostics.ask(f"{address}/api/slug", timeout_s, b"")
+    if answer.status not in (200, 400, 401, 403):
+        raise NotReachedError(f"it answers HTTP {answer.status}, and not as a Pluto server does")

@@ -1,0 +1,141 @@
+"""Weights & Biases. The vendor's package is imported when a run is opened, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._util.checks import check_choice
+from flyteplugins_tracking.trackers.base import RunRequest
+from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.trackers.diagnostics import Examination
+from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking.trackers.wandb.options import HOST, app, check_host, check_id, imposed_id, quoted
+from flyteplugins_tracking.trackers.base import Handle, Tracker, link_types
+
+# The parameters of wandb.init that the decorator does not take by name. Importing wandb to ask it would cost every
+# rank half a second; a test compares.
+INIT_ARGUMENTS = frozenset(
+    {
+        "allow_val_change",
+        "anonymous",
+        "config_exclude_keys",
+        "config_include_keys",
+        "dir",
+        "entity",
+        "force",
+        "fork_from",
+        "job_type",
+        "mode",
+        "monitor_gym",
+        "reinit",
+        "resume",
+        "resume_from",
+        "save_code",
+        "settings",
+        "sync_tensorboard",
+        "tensorboard",
+    }
+)
+# The texts that these arguments take.
+_CHOICES = {
+    "mode": {"online", "offline", "disabled", "dryrun"},
+    "resume": {"allow", "never", "must", "auto"},
+    "reinit": {"default", "return_previous", "finish_previous", "create_new"},
+}
+
+
+class WandbTracker(Tracker):
+    """Opens W&B runs."""
+
+    name = "wandb"
+    title = "Weights & Biases"
+    package = "wandb"
+    distribution = '"flyteplugins-tracking[wandb]"'
+    run_id_variables = ("WANDB_RUN_ID",)
+    arguments = INIT_ARGUMENTS | {HOST}
+
+    def imposed_id(self) -> str | None:
+        """See `Tracker.imposed_id`."""
+        return imposed_id()
+
+    def check(self, config: TrackingConfig) -> None:
+        """See `Tracker.check`."""
+        options = config.options
+        check_host(options.get(HOST))
+        check_id(config.id)
+        if options.get("mode") == "shared":
+            raise ConfigError("mode='shared' is W&B's: pass run_mode='shared'")
+        for name, allowed in _CHOICES.items():
+            if isinstance(options.get(name), str):
+                check_choice(name, options[name], allowed)
+        settings = options.get("settings")
+        if settings is not None and not isinstance(settings, Mapping) and not hasattr(settings, "model_fields_set"):
+            raise ConfigError(f"settings= takes a mapping or wandb.Settings, not {type(settings).__name__}")
+        if _has_api_key(settings):
+            raise ConfigError("settings= holds an API key, which would be pickled with the task: pass secret=...")
+
+    def page(self, config: TrackingConfig, page: Page | None) -> str:
+        """See `Tracker.page`."""
+        host, entity, project = app(config), config.options.get("entity"), config.project
+        if not entity or not project:
+            return host
+        address = f"{host}/{quoted(entity)}/{quoted(project)}"
+        if page is None:
+            return address
+        of_group = page.kind == "group"
+        return f"{address}/{page.kind}s/{quoted((config.group if of_group else None) or page.id)}"
+
+    def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
+        """See `Tracker.link`."""
+        types = list(dict.fromkeys(_link_types(config, pages)))
+        of_known_group = any(kind.startswith("tracking-wandb-group-id") for kind in types)
+        values = {
+            "entity": config.options.get("entity"),
+            "project": config.project,
+            "id": config.id,
+            "group": config.group or config.id if of_known_group else None,
+        }
+        return {
+            "link_type": ",".join(types),
+            "wandb_host": app(config),
+            **{f"wandb_{name}": str(value) for name, value in values.items() if value is not None},
+        }
+
+    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
+        """See `Tracker.pass_on`."""
+        from flyteplugins_tracking.trackers.wandb.run import passed_on
+
+        return passed_on(run)
+
+    def examine(self) -> Examination:
+        """See `Tracker.examine`."""
+        from flyteplugins_tracking.trackers.wandb.diagnose import examine
+
+        return examine()
+
+    def open(self, request: RunRequest) -> Handle:
+        """See `Tracker.open`."""
+        from flyteplugins_tracking.trackers.wandb.open import open_run
+
+        return open_run(request)
+
+
+def _link_types(config: TrackingConfig, pages: Sequence[Page] | None) -> Iterator[str]:
+    """The names of the backend's templates: for the run's page, the group's, the project's or the host's."""
+    if not config.project or not config.options.get("entity"):
+        yield "tracking-wandb-host"
+    elif pages is None:
+        yield "tracking-wandb-project"
+    else:
+        yield from link_types("wandb", config, pages)
+
+
+def _has_api_key(settings: Any) -> bool:
+    if isinstance(settings, Mapping):
+        return bool(settings.get("api_key"))
+    return bool(getattr(settings, "api_key", None))
+
+
+TRACKER = WandbTracker()

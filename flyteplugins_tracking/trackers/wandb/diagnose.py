@@ -1,0 +1,157 @@
+"""What the doctor is told of W&B, read as its client reads it, but without importing it: that has effects."""
+
+from __future__ import annotations
+
+import functools
+import json
+import netrc
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.util import find_spec
+from urllib.parse import urlsplit
+
+from flyteplugins_tracking.trackers import diagnostics
+from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, NotReachedError
+
+_SERVER = "https://api.wandb.ai"
+# W&B's own service has two names: a key in netrc under the first one is good for the other.
+_OTHER_NAMES = {"api.forge.coreweave.com": "api.wandb.ai"}
+_NOT_ONLINE = ("offline", "disabled", "dryrun")
+_MODES = (*_NOT_ONLINE, "online", "shared", "run")
+# https://github.com/wandb/wandb/blob/v0.31.0/wandb/sdk/lib/wbauth/validation.py
+_SHORTEST_KEY = 40
+
+
+def examine() -> Examination:
+    """See `Tracker.examine`."""
+    stored = _stored_settings()
+    mode = os.environ.get("WANDB_MODE") or stored.get("mode") or "online"
+    given = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or default_server()
+    address = diagnostics.without_credentials(given)
+    where, key = _key(address, stored)
+    is_online = mode not in _NOT_ONLINE
+    return Examination(
+        place=address if is_online else f"{'nowhere' if mode == 'disabled' else _directory()} ({mode})",
+        credentials=diagnostics.found_key(where, key) if key else where or None,
+        is_chosen=bool(where) or any(name.startswith("WANDB_") for name in os.environ),
+        reach=functools.partial(_reach, address) if is_online else None,
+        findings=(*_of_key(where, key, is_online), *_of_mode(mode), *_of_address(given), *_of_surroundings(mode)),
+    )
+
+
+def default_server() -> str:
+    """Where the installed client sends runs unless it is told otherwise: that has changed. Read, and not imported."""
+    spec = find_spec("wandb")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        with suppress(OSError), open(os.path.join(folder, "sdk", "lib", "urls.py")) as file:
+            match = re.search(r'^DEFAULT_BASE_URL = "(.+)"$', file.read(), re.MULTILINE)
+            if match:
+                return match[1]
+    return _SERVER
+
+
+def _stored_settings() -> Mapping[str, str]:
+    """What `wandb init`, `wandb login --host` and `wandb offline` have stored; the directory's own goes before."""
+    folder = os.environ.get("WANDB_CONFIG_DIR") or os.path.join("~", ".config", "wandb")
+    stored: dict[str, str] = {}
+    for path in (os.path.join(os.path.expanduser(folder), "settings"), os.path.join(_directory(), "settings")):
+        stored |= diagnostics.settings_of(path, "default")
+    return stored
+
+
+def _directory() -> str:
+    base = os.path.expanduser(os.environ.get("WANDB_DIR") or os.curdir)
+    hidden = os.path.join(base, ".wandb")
+    return hidden if os.path.isdir(hidden) else os.path.join(base, "wandb")
+
+
+def _key(address: str, stored: Mapping[str, str]) -> tuple[str, str]:
+    """Where a key is, and the key; without it where there is a token of another kind."""
+    if os.environ.get("WANDB_API_KEY"):
+        return "WANDB_API_KEY", os.environ["WANDB_API_KEY"]
+    if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return "WANDB_IDENTITY_TOKEN_FILE", ""
+    if stored.get("api_key"):
+        return "W&B's settings file", stored["api_key"]
+    path = os.path.expanduser(os.environ.get("NETRC") or os.path.join("~", ".netrc"))
+    if not diagnostics.is_small_file(path):
+        return "", ""
+    with suppress(OSError, netrc.NetrcParseError, ValueError):
+        host, known = urlsplit(address).netloc, netrc.netrc(path)
+        entry = known.authenticators(host) or known.authenticators(_OTHER_NAMES.get(host, host))
+        return (path, entry[2] or "") if entry and entry[2] else ("", "")
+    return "", ""
+
+
+def _of_key(where: str, key: str, is_online: bool) -> Iterator[Finding]:
+    if not where and is_online:
+        yield Finding(
+            "error",
+            "W&B: there is no API key: WANDB_API_KEY is not set, and no netrc file has one for its server",
+            "wandb login, or export WANDB_API_KEY=..., or secret= of tracking_init; or WANDB_MODE=offline",
+        )
+    secret = key.strip().partition("-")[2] or key.strip()
+    if key and len(secret) < _SHORTEST_KEY and secret.count(".") != 2:
+        yield Finding(
+            "error",
+            f"W&B: the API key of {where} has {len(key.strip())} characters, and W&B takes none below {_SHORTEST_KEY}",
+            "copy it again from https://wandb.ai/authorize, then wandb login --relogin",
+        )
+    elif key != key.strip():
+        yield Finding(
+            "warning",
+            f"W&B: the API key of {where} has blanks or a line end around it, which W&B refuses",
+            f'export WANDB_API_KEY="$(echo ${where})"' if where == "WANDB_API_KEY" else "wandb login --relogin",
+        )
+
+
+def _of_address(given: str) -> Iterator[Finding]:
+    if given != given.strip():
+        yield Finding(
+            "error",
+            "W&B: WANDB_BASE_URL has blanks or a line end around it, which W&B refuses",
+            'export WANDB_BASE_URL="$(echo $WANDB_BASE_URL)"',
+        )
+
+
+def _of_mode(mode: str) -> Iterator[Finding]:
+    if mode not in _MODES:
+        yield Finding(
+            "error", f"W&B: WANDB_MODE={mode} is none of its modes: {', '.join(sorted(_MODES))}", "unset WANDB_MODE"
+        )
+    elif mode == "disabled":
+        yield Finding("warning", "W&B: WANDB_MODE=disabled: nothing is logged", "unset WANDB_MODE, or wandb online")
+    elif mode in _NOT_ONLINE:
+        yield Finding(
+            "warning",
+            f"W&B: WANDB_MODE={mode}: runs stay in {_directory()} and nothing is sent",
+            f"unset WANDB_MODE, or wandb online; afterwards: wandb sync {_directory()}/offline-run-*",
+        )
+
+
+def _of_surroundings(mode: str) -> Iterator[Finding]:
+    if os.environ.get("WANDB_SERVICE"):
+        yield Finding(
+            "warning",
+            "W&B: WANDB_SERVICE is set: a process above this one has W&B open. A run of this library's does without; "
+            "one that wandb.init opens outside of it ends with that process",
+            "unset WANDB_SERVICE",
+        )
+    why = diagnostics.obstacle(_directory())
+    if why == diagnostics.NO_WORKING_DIRECTORY and mode != "disabled":
+        yield Finding("error", f"W&B keeps its files in {_directory()}: {why}", "export WANDB_DIR=/a/directory")
+    elif why is not None and mode != "disabled":
+        text = f"W&B keeps its files where temporary ones are, and not in {_directory()}: {why}"
+        yield Finding("warning", text, "export WANDB_DIR=/a/directory")
+
+
+def _reach(address: str, timeout_s: float) -> None:
+    """Ask whose key this is, without one: the one question that every W&B server answers."""
+    answer = diagnostics.ask(f"{address}/graphql", timeout_s, b'{"query": "query Viewer { viewer { id } }"}')
+    with suppress(ValueError):
+        told = json.loads(answer.text)
+        if isinstance(told, dict) and {"data", "errors"} & told.keys():
+            return
+    raise NotReachedError(f"it answers HTTP {answer.status}, and not as a W&B server does")

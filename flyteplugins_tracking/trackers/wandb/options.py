@@ -1,0 +1,70 @@
+"""W&B's ids and addresses: what may be in them, and which there are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from urllib.parse import quote
+
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking.errors import ConfigError
+
+# Ours: wandb.init has a setting for it.
+HOST = "host"
+# https://docs.wandb.ai/models/ref/python/functions/init: these may not stand in a run id.
+_NOT_IN_AN_ID = "/\\#?%:"
+_APP = "https://wandb.ai"
+# The pages of W&B's own services, by the servers that their clients talk to.
+_APPS = {"https://api.wandb.ai": _APP, "https://api.forge.coreweave.com": "https://forge.coreweave.com/wandb"}
+
+
+def imposed_id() -> str | None:
+    """The id that every run has which is opened in a trial of a sweep, whatever is asked for."""
+    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+
+
+def check_id(run_id: str | None) -> None:
+    """Refuse an id with a character that W&B does not take.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
+    bad = sorted(set(run_id or "") & set(_NOT_IN_AN_ID))
+    if bad:
+        raise ConfigError(f"run id {run_id!r} has {' '.join(bad)}, which W&B does not take in an id")
+
+
+def check_host(host: object) -> None:
+    """Refuse a `host=` that is no address.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
+    if host is not None and not (isinstance(host, str) and host.startswith(("https://", "http://"))):
+        raise ConfigError(f"host={host!r} is no address: write it as host='https://wandb.example.com'")
+
+
+def app(config: TrackingConfig) -> str:
+    """The address that people open: `host=`, or that of the server that the client talks to."""
+    settings = config.options.get("settings")
+    base_url = settings.get("base_url") if isinstance(settings, Mapping) else getattr(settings, "base_url", None)
+    server = os.environ.get("WANDB_APP_URL") or os.environ.get("WANDB_BASE_URL") or base_url or _APP
+    address = str(config.options.get(HOST) or server).rstrip("/")
+    return without_credentials(_APPS.get(address, address))
+
+
+def api_of(host: str) -> str | None:
+    """The address that the client talks to, of the one that people open; None for W&B's own, which it knows."""
+    return None if host.rstrip("/") in _APPS.values() else host
+
+
+def without_credentials(address: str) -> str:
+    """An address that is shown and stored has no password in it."""
+    scheme, separator, rest = address.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
+
+
+def quoted(name: str) -> str:
+    """As part of an address; Flyte's templates stay what they are."""
+    return quote(name, safe="{}")
