@@ -7,16 +7,15 @@ import functools
 from flyteplugins_tracking import integrations
 from flyteplugins_tracking.callables import is_async
 from flyteplugins_tracking.config import TrackingConfig
-from flyteplugins_tracking.lifecycle import hand_out, open_run
+from flyteplugins_tracking.lifecycle import RunScope, hand_out
 from flyteplugins_tracking.trackers.base import check_config, find_tracker, propagated_to
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
     from typing import Any, TypeVar, overload
 
-    from flyteplugins_tracking.entries import Entry, Task
+    from flyteplugins_tracking.entries import Task
     from flyteplugins_tracking.modes import IfUnavailable, RankScope, RunMode
     from flyteplugins_tracking.trackers.base import Tracker
 
@@ -140,8 +139,8 @@ def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task:
     return tracked
 
 
-def _run_of(wanted: TrackingConfig, task: Task | None) -> AbstractContextManager[Entry]:
+def _run_of(wanted: TrackingConfig, task: Task | None) -> RunScope:
     """The run that one call has: what is propagated to it counts where the decorator says nothing."""
     around = integrations.surroundings()
     config = propagated_to(wanted, around.propagated)
-    return open_run(config, find_tracker(config.tracker), around, task)
+    return RunScope(config, find_tracker(config.tracker), around, task)

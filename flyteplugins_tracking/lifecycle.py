@@ -9,6 +9,7 @@ import os
 from contextlib import contextmanager, nullcontext
 
 from flyteplugins_tracking import entries
+from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking.entries import Entry
 from flyteplugins_tracking.entries import RunRequest as RunRequest
 from flyteplugins_tracking.errors import ConfigError
@@ -19,28 +20,53 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
+    from types import TracebackType
     from typing import Any
 
     from flyteplugins_tracking.config import TrackingConfig
     from flyteplugins_tracking.entries import Surroundings, Task
     from flyteplugins_tracking.trackers.base import Tracker
 
+# How long a signal waits for a run that is being opened or closed: it exists at the server, and would stay "running".
+_PATIENCE_S = 5.0
 
-@contextmanager
-def open_run(
-    config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None = None
-) -> Iterator[Entry]:
-    """Run a block with its tracking run open, where this rank has one, and end the run with the block's status.
+
+class RunScope:
+    """Runs a block with its tracking run open, if this rank has one, and ends the run with the block's status.
 
     The status is 0 for a return, 1 for an exception, the code of a SystemExit, 130 for a KeyboardInterrupt, and 143
     after a SIGTERM, however the block ends.
 
-    Args:
-        config: What the user asked for.
-        tracker: The service.
-        around: What the system that called the function knows.
-        task: The task that the block is, if it was decorated as one.
+    A class, so that its two methods are critical sections: in those of `contextmanager` an exception out of a signal
+    handler could leave the run open.
     """
+
+    def __init__(
+        self, config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None = None
+    ) -> None:
+        """Nothing happens yet.
+
+        Args:
+            config: What the user asked for.
+            tracker: The service.
+            around: What the system that called the function knows.
+            task: The task that the block is, if it was decorated as one.
+        """
+        self._block = _open_run(config, tracker, around, task)
+
+    @critical_section(_PATIENCE_S)
+    def __enter__(self) -> Entry:
+        return self._block.__enter__()
+
+    @critical_section(_PATIENCE_S)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._block.__exit__(kind, error, traceback)
+
+
+@contextmanager
+def _open_run(config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None) -> Iterator[Entry]:
     stand_in = entries.stand_in()
     if stand_in is not None:
         tracker, around = stand_in.tracker(tracker), stand_in.around(around)

@@ -23,6 +23,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from flyteplugins_tracking._util import critical
+
 SIGNAL = signal.SIGTERM
 # What a shell reports of a process that SIGTERM or SIGINT has ended.
 TERMINATED = 128 + SIGNAL
@@ -30,10 +32,8 @@ INTERRUPTED = 128 + signal.SIGINT
 
 # A main thread that runs Python answers a signal within milliseconds; between the C calls of a training step, in this.
 _ANSWER_S = 1.0
-# How long a signal waits for the vendor's code to be left, where an exception would leave its locks and tasks askew.
+# How long a signal waits for the vendor's code to be left: an exception there would leave its locks and tasks askew.
 _VENDOR_S = 1.0
-# How long it waits for a run that is being opened: it exists at the server already, and would stay "running".
-_OPENING_S = 5.0
 # How long `finally` blocks have the run, and somebody's handler waits for its end, at most: torchelastic's agent kills
 # 30 s after its SIGTERM, and a handler may have a checkpoint to save.
 _UNWINDING_S = 6.0
@@ -49,8 +49,9 @@ _RENEWAL_S = 0.1
 # Stops the thread: no signal has the number 0. A forked child may hold the pipe's other end open, so that it would wait
 # for its end in vain.
 _STOP = b"\0"
-# Our own code between the decorator's frame and the user's function, where an exception would leave a run half open.
-_OURS = ("contextlib", "flyteplugins_tracking.lifecycle", "flyteplugins_tracking.signals")
+# Where torchelastic's agent has its handler. The one name of a module that a signal asks for: the handler is a private
+# function there, and nothing else tells it from a handler of the user's.
+_ELASTIC = "torch.distributed.elastic."
 
 
 class SignalMask(threading.local):
@@ -86,7 +87,7 @@ class _Layer:
         A worker that Elastic forks inherits its agent's handler, which raises.
         """
         module = getattr(self.previous, "__module__", None) or ""
-        return self.previous is signal.SIG_DFL or module.startswith("torch.distributed.elastic.")
+        return self.previous is signal.SIG_DFL or module.startswith(_ELASTIC)
 
 
 class Watch:
@@ -104,10 +105,11 @@ class Watch:
         self._reset()
 
     def _reset(self) -> None:
-        self._packages: set[str] = set()
+        self._packages: tuple[str, ...] = ()
         self._timeout_s = 0.0
         self._signalled_at: float | None = None
-        self._deferral_s = 0.0
+        self._due_at = 0.0  # since when the signal could have taken effect
+        self._closing_s = 0.0
         self._renewed_at = 0.0
         self._answered = False
         self._handler_due = False
@@ -126,7 +128,11 @@ class Watch:
     def enter(self, package: str | None, timeout_s: float) -> bool:
         """Begin to watch, for a run of the vendor's `package` that may take `timeout_s` seconds to end.
 
-        The run is opened next, and the signal is put off until then: see `settle`.
+        The caller is a critical section (see `critical`): a signal waits until it has been left, or calls `settle`.
+
+        Args:
+            package: What the tracker imports, as `Tracker.package`.
+            timeout_s: Seconds.
 
         Returns:
             False where SIGTERM cannot be watched: off the main thread, where it is ignored, or where a handler is
@@ -134,12 +140,16 @@ class Watch:
         """
         if threading.current_thread() is not threading.main_thread():
             return False
-        if self._depth == 0 and not self._install():
-            return False
+        if self._depth == 0:
+            if signal.getsignal(SIGNAL) in (None, signal.SIG_IGN):
+                return False
+            self._start_thread()
         self._depth += 1
-        self._deferral_s = _OPENING_S
-        self._packages |= {package} if package else set()
+        if package is not None and package not in self._packages:
+            self._packages += (package,)
         self._timeout_s = max(self._timeout_s, timeout_s)
+        if self._depth == 1:
+            self._put_in_front()
         return True
 
     def leave(self) -> None:
@@ -149,25 +159,30 @@ class Watch:
             return
         if self.terminated:
             end_in_time(self._end_runs, self._timeout_s)  # those of other threads
-        self._depth = 0
-        is_due = self._signalled_at is not None and not self._acted
-        if is_due and self._layer() is not None:
-            self._forward(bytes([SIGNAL]))
         layer = self._uninstall()
-        if layer is not None and self._signalled_at is not None and not self._acted:
+        self._depth = 0
+        if layer is not None and self._is_due:
             self._act(layer, SIGNAL, None)
+
+    @property
+    def _is_due(self) -> bool:
+        return self._signalled_at is not None and not self._acted
 
     def settle(self) -> None:
         """The run is open: let a signal take effect that was put off till then."""
-        self._deferral_s = 0.0
-        layer = self._layer()
-        if layer is not None and self.terminated and self._answered and not self._acted:
+        layer = self._waiting_layer()
+        if layer is not None:
             self._take(layer, SIGNAL, None)
+
+    def _waiting_layer(self) -> _Layer | None:
+        """Our handler, if a signal has come that it could not act upon yet."""
+        is_waiting = self.terminated and self._answered and not self._acted
+        return self._layer() if is_waiting else None
 
     @contextmanager
     def ending(self) -> Iterator[None]:
         """Put SIGTERM off while the function's own end is recorded, and the first SIGINT too."""
-        self._deferral_s = self._timeout_s + _ANSWER_S
+        self._closing_s = self._timeout_s + _ANSWER_S
         interrupts: list[tuple[int, FrameType | None]] = []
         handler = signal.getsignal(signal.SIGINT)
 
@@ -181,17 +196,25 @@ class Watch:
         try:
             yield
         finally:
-            self._deferral_s = 0.0
+            self._closing_s = 0.0
             if signal.getsignal(signal.SIGINT) is put_off:
                 signal.signal(signal.SIGINT, handler)
         if interrupts and callable(handler):
             handler(*interrupts[0])
 
     def renew(self) -> None:
-        """Stay in front of a handler, and of an asyncio loop, that the function has installed. Called often."""
-        if time.monotonic() < self._renewed_at + _RENEWAL_S or self._depth == 0 or self._signalled_at is not None:
+        """Stay in front of a handler, and of an asyncio loop, that the function has installed. Called for each row.
+
+        A signal takes effect here that has found the main thread in a critical section before: a loop that does nothing
+        but log is in one nearly always.
+        """
+        if self._depth == 0 or threading.current_thread() is not threading.main_thread():
             return
-        if threading.current_thread() is threading.main_thread():
+        if self._signalled_at is not None:
+            layer, frame = self._waiting_layer(), sys._getframe(1)
+            if layer is not None and not self._must_wait(frame):
+                self._take(layer, SIGNAL, frame)
+        elif time.monotonic() >= self._renewed_at + _RENEWAL_S:
             self._renewed_at = time.monotonic()
             self._put_in_front()
 
@@ -220,16 +243,12 @@ class Watch:
             self._close()
         self.after_fork_in_parent()
 
-    def _install(self) -> bool:
-        if signal.getsignal(SIGNAL) in (None, signal.SIG_IGN):
-            return False
+    def _start_thread(self) -> None:
         self._reset()
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._put_in_front()
         self._thread = threading.Thread(target=self._watch, name="flyteplugins_tracking.signals", daemon=True)
         self._thread.start()
-        return True
 
     def _put_in_front(self) -> None:
         current = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -259,6 +278,8 @@ class Watch:
         self._thread.join()
         if self._terminator is not None:
             self._terminator.join()
+        if layer is not None and self._is_due:
+            self._forward(bytes([SIGNAL]))
         self._close()
         return layer
 
@@ -291,7 +312,7 @@ class Watch:
             self._act(layer, signum, frame)
             return
         if self._signalled_at is None:
-            self._signalled_at = time.monotonic()
+            self._signalled_at = self._due_at = time.monotonic()
             with suppress(OSError):  # the wakeup fd may be another's by now
                 os.write(self._writer, bytes([SIGNAL]))
         self._answered = True
@@ -309,23 +330,21 @@ class Watch:
             self._act(layer, signum, frame)
 
     def _must_wait(self, frame: FrameType | None) -> bool:
-        since = time.monotonic() - (self._signalled_at or 0.0)
-        if since < self._deferral_s:
-            return True
-        place = self._place(frame)
-        return (place == "vendor" and since < _VENDOR_S) or (place == "ours" and since < _OPENING_S)
+        waited_s = time.monotonic() - self._due_at
+        return waited_s < self._closing_s or waited_s < self._patience_s(frame)
 
-    def _place(self, frame: FrameType | None) -> str:
-        """Whose code the innermost frames are, down to the decorator's: the user's, a vendor's, or our own."""
-        module = ""
+    def _patience_s(self, frame: FrameType | None) -> float:
+        """How long the signal waits for what `frame` and its callers are in the middle of: code of ours or a vendor's.
+
+        A vendor's is known by the name that its tracker imports it by.
+        """
+        longest_s = 0.0
         while frame is not None:
-            called, module = module, str(frame.f_globals.get("__name__", ""))
-            if module == "flyteplugins_tracking.decorator":
-                return "ours" if called in ("", *_OURS) else "user"
-            if module.partition(".")[0] in self._packages:
-                return "vendor"
+            module = f"{frame.f_globals.get('__name__')}."
+            is_vendors = any(module.startswith(f"{package}.") for package in self._packages)
+            longest_s = max(longest_s, critical.patience_s(frame.f_code), _VENDOR_S if is_vendors else 0.0)
             frame = frame.f_back
-        return "user"
+        return longest_s
 
     def _act(self, layer: _Layer, signum: int, frame: FrameType | None) -> None:
         """What the signal would have done."""
@@ -379,15 +398,16 @@ class Watch:
 
     def _terminate(self) -> None:
         if self._signalled_at is None:
-            self._signalled_at = time.monotonic()
+            self._signalled_at = self._due_at = time.monotonic()
         layer = self._layer()
         ends = layer is not None and layer.ends_process
         self._handler_due = layer is not None and not ends
         if ends and self._wait(_ANSWER_S, lambda: self._answered):
-            self._wait(max(_UNWINDING_S, self._deferral_s))
+            self._wait(max(_UNWINDING_S, self._closing_s))
         if self._left.is_set():
             return
         end_in_time(self._end_runs, self._timeout_s + _ANSWER_S if ends else min(_HANDLER_S, self._timeout_s))
+        self._due_at = self._due_at if ends else time.monotonic()
         self._runs_ended = True
         if ends and not self._wait(_ANSWER_S, lambda: self._answered):
             os._exit(TERMINATED)

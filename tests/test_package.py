@@ -19,6 +19,7 @@ PACKAGE = Path(flyteplugins_tracking.__file__).parent
 # Each may import itself and what stands before it.
 LAYERS = [
     "errors",
+    "_util",
     "values",
     "callables",
     "modes",

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.trackers._wandb_names import HOST, without_credentials
@@ -27,6 +28,8 @@ _ENDINGS = ("finish", "_finish")
 _CHANGING = ("config", "name", "notes", "step", "summary", "tags")
 _CALLBACKS = ("_summary_update_callback", "_config_callback")
 HANDLE = "_flyteplugins_tracking_handle"
+# How long a signal waits for a call of the run to return: an exception out of it would leave the run half written.
+_PATIENCE_S = 1.0
 # How long the JSON of a config may be that is handed to each task that a task calls.
 _MOST_CONFIG = 16_384
 
@@ -107,6 +110,12 @@ class WandbHandle(Handle):
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods, and open the run again for it where it has ended early."""
         self._request.watch.renew()
+        is_done, result = self._call_open(method, args, kwargs)
+        return result if is_done else self._call_late(method, args, kwargs)
+
+    @critical_section(_PATIENCE_S)
+    def _call_open(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Call the method if the run is open. Returns whether it was, and what the method returned."""
         thread, opening = threading.get_ident(), self._openings
         is_outermost = thread not in self._callers
         self._callers.add(thread)
@@ -115,7 +124,7 @@ class WandbHandle(Handle):
                 if method.__name__ == "define_metric":
                     self._definitions.append(lambda: method(self.run, *args, **kwargs))
                 with _TornDownIsTold(self.run):
-                    return method(self.run, *args, **kwargs)
+                    return True, method(self.run, *args, **kwargs)
         except service_gone() as error:
             if self._ender == thread or not is_outermost:
                 raise
@@ -123,7 +132,7 @@ class WandbHandle(Handle):
         finally:
             if is_outermost:
                 self._callers.discard(thread)
-        return self._call_late(method, args, kwargs)
+        return False, None
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Use a property or callback that can change the run, and open the run again where it has ended early."""
@@ -244,6 +253,7 @@ class WandbHandle(Handle):
             self._ender = 0
             self._ended.set()
 
+    @critical_section(_PATIENCE_S)
     def _reopen(self) -> None:
         """Go on with the run, in the object that the function holds."""
         if self._lost or not self._ended.is_set():

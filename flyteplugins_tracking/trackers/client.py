@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.trackers._values import Values
@@ -21,6 +22,9 @@ from flyteplugins_tracking.trackers._writers import Writers
 from flyteplugins_tracking.trackers.base import Handle
 
 logger = logging.getLogger(__name__)
+
+# How long a signal waits for a row to be written: an exception in the middle would leave half of it.
+_PATIENCE_S = 1.0
 
 _NOT_OPEN = "is not open here, and what is logged is lost: its function has ended, or is another process's"
 
@@ -109,6 +113,11 @@ class ClientHandle(Handle):
                 return
         if self._ended:
             self.request.watch.await_handler()
+        self._log_open(row, step, more)
+
+    @critical_section(_PATIENCE_S)
+    def _log_open(self, row: dict[str, Any], step: Any, more: dict[str, Any]) -> None:
+        """Log a row, and open the run again for it if it has ended early."""
         with self._lock:
             if self._finished:  # while the lock was waited for
                 self._warn(_NOT_OPEN)

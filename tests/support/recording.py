@@ -17,6 +17,7 @@ class RecordedRun(Handle):
     id: str
     request: RunRequest
     exit_codes: list[int] = field(default_factory=list)
+    finished: int = 0  # how often `finish` was called
     finish_error: Exception | None = None
 
     @property
@@ -24,6 +25,7 @@ class RecordedRun(Handle):
         return self
 
     def finish(self, exit_code: int) -> None:
+        self.finished += 1
         self.exit_codes.append(exit_code)
         if self.finish_error is not None:
             raise self.finish_error
