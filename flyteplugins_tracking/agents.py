@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from flyteplugins_tracking import integrations, propagation
+from flyteplugins_tracking._runs.sigterm.main import TERMINATED
 from flyteplugins_tracking.callables import is_async
 from flyteplugins_tracking.entries import apart
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.lifecycle import exit_code_of
 from flyteplugins_tracking.opening import may_prompt
-from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.sweeps import log_in, session_kept
 from flyteplugins_tracking.topology import get_distributed_info
 

@@ -11,10 +11,10 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking import entries
+from flyteplugins_tracking._runs.sigterm.loop import LoopWatch
+from flyteplugins_tracking._runs.sigterm.main import TERMINATED, Watch
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.entries import Entry, Surroundings
-from flyteplugins_tracking.loop_watch import LoopWatch
-from flyteplugins_tracking.signals import TERMINATED, Watch
 from flyteplugins_tracking.topology import DistributedInfo
 
 if TYPE_CHECKING:

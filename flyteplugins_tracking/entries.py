@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Any
 
+    from flyteplugins_tracking._runs.sigterm.loop import LoopWatch
+    from flyteplugins_tracking._runs.sigterm.main import Watch
     from flyteplugins_tracking.claims import Claim
     from flyteplugins_tracking.config import TrackingConfig
-    from flyteplugins_tracking.loop_watch import LoopWatch
     from flyteplugins_tracking.policy import RunPlan
-    from flyteplugins_tracking.signals import Watch
     from flyteplugins_tracking.topology import DistributedInfo
     from flyteplugins_tracking.trackers.base import Handle, Tracker
 

@@ -17,7 +17,7 @@ from support.recording import recorded
 
 import flyteplugins_tracking
 from flyteplugins_tracking import entries, tracking_init
-from flyteplugins_tracking.signals import Watch, is_watched
+from flyteplugins_tracking._runs.sigterm.main import Watch, is_watched
 
 WATCHED_FILES = (str(Path(flyteplugins_tracking.__file__).parent), contextlib.__file__, __file__)
 

@@ -37,7 +37,10 @@ NEVER_LOADED = (
     "typing",
     "urllib",
     "uuid",
-    *(f"flyteplugins_tracking.{name}" for name in ("opening", "ending", "identity", "claims", "signals", "sweeps")),
+    *(
+        f"flyteplugins_tracking.{name}"
+        for name in ("opening", "ending", "identity", "claims", "_runs.sigterm", "sweeps")
+    ),
 )
 INERT = """
 import sys

@@ -286,9 +286,9 @@ def test_an_id_that_the_library_has_made_gets_a_word_before_it(bare_environment)
 
 
 def _request(run_id: str) -> Any:
+    from flyteplugins_tracking._runs.sigterm.main import Watch
     from flyteplugins_tracking.lifecycle import RunRequest
     from flyteplugins_tracking.policy import RunPlan
-    from flyteplugins_tracking.signals import Watch
 
     return RunRequest(
         plan=RunPlan(opens=True, run_id=run_id, primary=True, writers=1),

@@ -16,7 +16,7 @@ from support.recording import recorded
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
-from flyteplugins_tracking.signals import Watch
+from flyteplugins_tracking._runs.sigterm.main import Watch
 
 
 def lines_of(job) -> list[str]:

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from flyteplugins_tracking._runs.sigterm.main import TERMINATED
 from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking.entries import RunRequest
-from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.trackers._wandb_names import HOST, without_credentials
 from flyteplugins_tracking.trackers.base import Handle
 

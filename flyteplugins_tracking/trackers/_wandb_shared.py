@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
+from flyteplugins_tracking._runs.sigterm.main import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.handover import Guest, HandoverError, Host, HostExistsError
-from flyteplugins_tracking.signals import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.trackers._place import Place
 from flyteplugins_tracking.trackers._rows import Rows
 from flyteplugins_tracking.trackers._wandb_run import (

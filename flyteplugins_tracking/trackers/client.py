@@ -14,9 +14,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from flyteplugins_tracking._runs.sigterm.main import TERMINATED
 from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking.entries import RunRequest
-from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.trackers._values import Values
 from flyteplugins_tracking.trackers._writers import Writers
 from flyteplugins_tracking.trackers.base import Handle

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._runs.sigterm.main import Watch
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.policy import RunPlan
-from flyteplugins_tracking.signals import Watch
 from flyteplugins_tracking.trackers.base import Tracker, find_tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run
 

@@ -92,10 +92,10 @@ def in_a_child() -> None:
 def as_a_called_task() -> None:
     """What a task of Flyte 2 that this one calls does in its own pod, by what is passed on to it."""
     from flyteplugins_tracking import get_run
+    from flyteplugins_tracking._runs.sigterm.main import Watch
     from flyteplugins_tracking.config import TrackingConfig
     from flyteplugins_tracking.lifecycle import RunRequest
     from flyteplugins_tracking.policy import plan
-    from flyteplugins_tracking.signals import Watch
     from flyteplugins_tracking.trackers.base import find_tracker
 
     tracker = find_tracker("mlflow")

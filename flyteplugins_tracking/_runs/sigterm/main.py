@@ -247,7 +247,7 @@ class Watch:
         self._reset()
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._thread = threading.Thread(target=self._watch, name="flyteplugins_tracking.signals", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="flyteplugins_tracking.sigterm", daemon=True)
         self._thread.start()
 
     def _put_in_front(self) -> None:

@@ -16,13 +16,13 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from flyteplugins_tracking.signals import SIGNAL, TERMINATED, SignalMask, end_in_time, is_watched
+from flyteplugins_tracking._runs.sigterm.main import SIGNAL, TERMINATED, SignalMask, end_in_time, is_watched
 
 # A loop that is not blocked runs a callback, and the main thread a handler, within milliseconds.
 _ANSWER_S = 1.0
 # How long a signal waits for a run that is being opened: it exists at the server already, and would stay "running".
 _OPENING_S = 5.0
-# How long somebody's handler waits for the runs' end, and then the threads that log for it, at most: see `signals`.
+# How long somebody's handler waits for the runs' end, and then the threads that log for it, at most: see `main`.
 _HANDLER_S = 5.0
 # What a handler has set off, such as the end of the loop, has so long before a function that logs goes on.
 _AFTERMATH_S = 0.2
