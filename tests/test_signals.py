@@ -403,6 +403,27 @@ def test_a_loop_that_is_closed_inside_leaves_nothing_of_it_behind(tmp_path):
     assert {path.read_bytes() for path in tmp_path.glob("file-*")} == {b""}
 
 
+def test_a_process_with_thousands_of_open_files_is_watched(tmp_path):
+    """Its main thread is in a C call, so that only the thread can end the run."""
+    script = """
+        import hashlib, os, resource, signal, threading
+        from flyteplugins_tracking import tracking_init
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+
+        @tracking_init(project="tests")
+        def train():
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+
+        train()
+    """
+    done = jobs.python(tmp_path, "-c", textwrap.dedent(script))
+    assert (done.returncode, [run.exit_code for run in done.runs]) == (143, [143]), done.output
+
+
 @pytest.mark.parametrize("is_renewed", [True, False])
 def test_a_handler_that_calls_ours_says_itself_how_the_function_ends(is_renewed, monkeypatch):
     """Lightning's does: its loop then ends all ranks behind the same batch, with a checkpoint."""

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from flyteplugins_tracking._runs.sigterm.main import SIGNAL, TERMINATED, SignalMask, end_in_time, is_watched
+from flyteplugins_tracking._runs.sigterm.wakeup import WakeupFd
 
 # A loop that is not blocked runs a callback, and the main thread a handler, within milliseconds.
 _ANSWER_S = 1.0
@@ -38,9 +39,7 @@ class _Layer:
         self.previous: Any = None
         self.is_installed = False
         self.tried = threading.Event()
-        self._pipe = (-1, -1)
-        # The wakeup fd of somebody else: its number, to be put back, and a duplicate, to be written to.
-        self._others = (-1, -1)
+        self._wakeup: WakeupFd | None = None
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         self.watch.handle(self, signum, frame)
@@ -62,14 +61,16 @@ class _Layer:
 
     def uninstall(self) -> None:
         """On the loop: put back what was there, unless somebody has put something else there."""
-        if self._pipe[0] != -1:
-            self.loop.remove_reader(self._pipe[0])
+        if self._wakeup is not None:
+            self.loop.remove_reader(self._wakeup.reader)
         self.restore()
 
     def restore(self) -> None:
         """Put it back without the loop: a forked child shares the selector with its parent."""
-        if self._pipe[1] != -1:
-            self._give_back()
+        if self._wakeup is not None:
+            wakeup, self._wakeup = self._wakeup, None
+            wakeup.give_back()
+            wakeup.close()
         current: Any = signal.getsignal(SIGNAL)
         if current is self:
             signal.signal(SIGNAL, self.previous)
@@ -80,47 +81,25 @@ class _Layer:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             os._exit(TERMINATED)  # as process 1 of a container, to which the kernel does nothing by default
-        self._forward(bytes([signum]))
+        if self._wakeup is not None:
+            self._wakeup.forward(bytes([signum]))
         if callable(self.previous):
             self.previous(signum, frame)
 
     def _divert(self) -> None:
         """Come before a handler of the loop's own, which the loop calls as soon as it reads its wakeup fd."""
-        reader, writer = self._pipe = os.pipe()
-        for end in self._pipe:
-            os.set_blocking(end, False)
-        others = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        with suppress(OSError):  # closed already
-            self._others = (others, os.dup(others)) if others != -1 else (-1, -1)
-        if self._others[1] == -1:
-            self._give_back()
+        wakeup = WakeupFd()
+        wakeup.divert()
+        if wakeup.has_replaced:
+            self._wakeup = wakeup
+            self.loop.add_reader(wakeup.reader, self._relay, wakeup)
         else:
-            self.loop.add_reader(reader, self._relay)
+            wakeup.give_back()
+            wakeup.close()
 
-    def _relay(self) -> None:
+    def _relay(self, wakeup: WakeupFd) -> None:
         """Other signals go on at once, SIGTERM when it acts."""
-        with suppress(BlockingIOError):
-            self._forward(bytes(number for number in os.read(self._pipe[0], 512) if number != SIGNAL))
-
-    def _forward(self, signals: bytes) -> None:
-        if signals and self._others[1] != -1:
-            with suppress(OSError):
-                os.write(self._others[1], signals)
-
-    def _give_back(self) -> None:
-        """Put back the wakeup fd, unless another has been set or its number is another file's by now."""
-        current = signal.set_wakeup_fd(-1)
-        number, duplicate = self._others
-        if current != self._pipe[1]:
-            signal.set_wakeup_fd(current, warn_on_full_buffer=False)
-        elif number != -1:
-            with suppress(OSError, ValueError):
-                if os.path.sameopenfile(number, duplicate):
-                    signal.set_wakeup_fd(number, warn_on_full_buffer=False)
-        for end in (*self._pipe, duplicate):
-            if end != -1:
-                os.close(end)
-        self._pipe = self._others = (-1, -1)
+        wakeup.forward(bytes(number for number in wakeup.received() if number != SIGNAL))
 
 
 class LoopWatch:

@@ -13,7 +13,6 @@ A Python signal handler does not run while the main thread sits in a C call such
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -23,6 +22,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from flyteplugins_tracking._runs.sigterm.wakeup import WakeupFd
 from flyteplugins_tracking._util import critical
 
 SIGNAL = signal.SIGTERM
@@ -48,7 +48,7 @@ _POLL_S = 0.005
 _RENEWAL_S = 0.1
 # Stops the thread: no signal has the number 0. A forked child may hold the pipe's other end open, so that it would wait
 # for its end in vain.
-_STOP = b"\0"
+_STOP = 0
 # Where torchelastic's agent has its handler. The one name of a module that a signal asks for: the handler is a private
 # function there, and nothing else tells it from a handler of the user's.
 _ELASTIC = "torch.distributed.elastic."
@@ -97,10 +97,7 @@ class Watch:
         """`end_runs` ends this process's open runs with a status, from another thread than theirs."""
         self._end_runs = end_runs
         self._depth = 0
-        self._reader = self._writer = -1
-        # The wakeup fd of somebody else: its number, to be put back, and a duplicate, to be written to. A number can
-        # be another file's by then.
-        self._others = (-1, -1)
+        self._wakeup: WakeupFd | None = None
         self._mask = SignalMask()
         self._reset()
 
@@ -159,7 +156,7 @@ class Watch:
             return
         if self.terminated:
             end_in_time(self._end_runs, self._timeout_s)  # those of other threads
-        layer = self._uninstall()
+        layer = None if self._wakeup is None else self._uninstall(self._wakeup)
         self._depth = 0
         if layer is not None and self._is_due:
             self._act(layer, SIGNAL, None)
@@ -228,7 +225,7 @@ class Watch:
 
     def before_fork(self) -> None:
         """Hold SIGTERM back: until the child has put back what was there, its own would reach the parent's thread."""
-        if self._writer != -1:
+        if self._wakeup is not None:
             self._mask.hold()
 
     def after_fork_in_parent(self) -> None:
@@ -237,23 +234,23 @@ class Watch:
 
     def after_fork_in_child(self) -> None:
         """See `before_fork`."""
-        if self._writer != -1:
+        if self._wakeup is not None:
             self._depth = 0
-            self._restore()
-            self._close()
+            self._restore(self._wakeup)
+            self._close(self._wakeup)
         self.after_fork_in_parent()
 
     def _start_thread(self) -> None:
         self._reset()
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._thread = threading.Thread(target=self._watch, name="flyteplugins_tracking.sigterm", daemon=True)
+        self._wakeup = WakeupFd()
+        self._thread = threading.Thread(
+            target=self._watch, args=(self._wakeup,), name="flyteplugins_tracking.sigterm", daemon=True
+        )
         self._thread.start()
 
     def _put_in_front(self) -> None:
-        current = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        if current != self._writer:
-            self._remember(current)
+        if self._wakeup is not None:
+            self._wakeup.divert()
         previous = signal.getsignal(SIGNAL)
         if self._layer() is None and previous not in (None, signal.SIG_IGN):
             signal.signal(SIGNAL, _Layer(self, previous))
@@ -263,42 +260,26 @@ class Watch:
         current = signal.getsignal(SIGNAL)
         return current if isinstance(current, _Layer) else None
 
-    def _remember(self, fd: int) -> None:
-        if self._others[1] != -1:
-            os.close(self._others[1])
-        self._others = (-1, -1)
-        with suppress(OSError):  # closed already
-            self._others = (fd, os.dup(fd)) if fd != -1 else (-1, -1)
-
-    def _uninstall(self) -> _Layer | None:
+    def _uninstall(self, wakeup: WakeupFd) -> _Layer | None:
         with self._installed:
             self._left.set()
-            layer = self._restore()
-        os.write(self._writer, _STOP)
+            layer = self._restore(wakeup)
+        wakeup.add(_STOP)
         self._thread.join()
         if self._terminator is not None:
             self._terminator.join()
         if layer is not None and self._is_due:
-            self._forward(bytes([SIGNAL]))
-        self._close()
+            wakeup.forward(bytes([SIGNAL]))
+        self._close(wakeup)
         return layer
 
-    def _close(self) -> None:
-        reader, writer, self._reader, self._writer = self._reader, self._writer, -1, -1
-        os.close(reader)
-        os.close(writer)
-        self._remember(-1)
+    def _close(self, wakeup: WakeupFd) -> None:
+        self._wakeup = None
+        wakeup.close()
 
-    def _restore(self) -> _Layer | None:
+    def _restore(self, wakeup: WakeupFd) -> _Layer | None:
         """Put back what was there before, unless the function has put something there. Returns our handler if not."""
-        current = signal.set_wakeup_fd(-1)
-        number, duplicate = self._others
-        if current != self._writer:
-            signal.set_wakeup_fd(current, warn_on_full_buffer=False)
-        elif number != -1:
-            with suppress(OSError, ValueError):  # closed since
-                if os.path.sameopenfile(number, duplicate):
-                    signal.set_wakeup_fd(number, warn_on_full_buffer=False)
+        wakeup.give_back()
         layer = self._layer()
         if layer is not None:
             signal.signal(SIGNAL, layer.previous)
@@ -313,8 +294,9 @@ class Watch:
             return
         if self._signalled_at is None:
             self._signalled_at = self._due_at = time.monotonic()
-            with suppress(OSError):  # the wakeup fd may be another's by now
-                os.write(self._writer, bytes([SIGNAL]))
+            if self._wakeup is not None:
+                with suppress(BlockingIOError):
+                    self._wakeup.add(SIGNAL)  # the function may have set another wakeup fd
         self._answered = True
         if self._layer() is not layer:
             # Called by a handler in its place, as Lightning's does, which lets all ranks end the batch together: what
@@ -349,7 +331,8 @@ class Watch:
     def _act(self, layer: _Layer, signum: int, frame: FrameType | None) -> None:
         """What the signal would have done."""
         first, self._acted, self._handler_due = not self._acted, True, False
-        self._forward(bytes([signum]))
+        if self._wakeup is not None:
+            self._wakeup.forward(bytes([signum]))
         if callable(layer.previous):
             layer.previous(signum, frame)
         elif self._depth == 0 and self._signalled_at is None:
@@ -370,31 +353,24 @@ class Watch:
 
     # In the thread
 
-    def _watch(self) -> None:
+    def _watch(self, wakeup: WakeupFd) -> None:
         interrupted_at: object = None
         while True:
-            ready, _, _ = select.select([self._reader], [], [], _INTERRUPT_S if interrupted_at else None)
-            if not ready:
+            signals = wakeup.receive(_INTERRUPT_S if interrupted_at else None)
+            if not signals:
                 if interrupted_at == _main_thread_at():
                     self._end_runs(INTERRUPTED)
                 interrupted_at = None
                 continue
-            signals = os.read(self._reader, 512)
             if _STOP in signals:
                 return
-            self._forward(bytes(number for number in signals if number != SIGNAL))
+            wakeup.forward(bytes(number for number in signals if number != SIGNAL))
             if SIGNAL in signals and self._terminator is None:
                 # In a thread of its own: other signals are forwarded meanwhile.
                 self._terminator = threading.Thread(target=self._terminate, daemon=True)
                 self._terminator.start()
             if signal.SIGINT in signals and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 interrupted_at = interrupted_at or _main_thread_at()
-
-    def _forward(self, signals: bytes) -> None:
-        """Tell whoever had the wakeup fd before, such as an asyncio loop."""
-        if signals and self._others[1] != -1:
-            with suppress(OSError):
-                os.write(self._others[1], signals)
 
     def _terminate(self) -> None:
         if self._signalled_at is None:
