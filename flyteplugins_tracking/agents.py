@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flyteplugins_tracking import integrations, propagation
-from flyteplugins_tracking._runs.sigterm.main import TERMINATED
+from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.callables import is_async
 from flyteplugins_tracking.entries import apart
 from flyteplugins_tracking.errors import ConfigError

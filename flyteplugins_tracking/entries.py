@@ -19,13 +19,25 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from typing import Any
 
-    from flyteplugins_tracking._runs.sigterm.loop import LoopWatch
-    from flyteplugins_tracking._runs.sigterm.main import Watch
+    from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
+    from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
     from flyteplugins_tracking.claims import Claim
     from flyteplugins_tracking.config import TrackingConfig
     from flyteplugins_tracking.policy import RunPlan
     from flyteplugins_tracking.topology import DistributedInfo
     from flyteplugins_tracking.trackers.base import Handle, Tracker
+
+
+class Unwatched:
+    """The `watch` of a run that is opened outside of a decorated function: nothing is watched for."""
+
+    terminated = False
+
+    def reinstall(self) -> None:
+        """Do nothing."""
+
+    def wait_for_user_handler(self, any_thread: bool = False) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +55,9 @@ class RunRequest:
         facts: What the run's config gains: the job's shape, its restarts, the Flyte execution.
         read_secret: Gives the API key, or None where the user named no secret. For the tracker to call once, if at all.
         may_prompt: Whether somebody sits at this process's terminal, alone, and can be asked for a key.
-        watch: To be renewed whenever something is logged; and to be waited for before a run that was ended early is
-            opened again, since a handler that is still to run may end the process.
+        watch: Watches for SIGTERM. A tracker calls its `reinstall` for each row, before anything else, and its
+            `wait_for_user_handler` before it opens a run again that a signal has ended: that handler may end the
+            process.
         deadline: When the run must be open, in seconds of `time.monotonic`.
     """
 
@@ -56,7 +69,7 @@ class RunRequest:
     facts: Mapping[str, Any]
     read_secret: Callable[[], str | None]
     may_prompt: bool
-    watch: Watch | LoopWatch
+    watch: SigtermWatcher | AsyncioSigtermWatcher | Unwatched
     deadline: float
 
     @property
@@ -157,7 +170,7 @@ class Entry:
     plan: RunPlan | None = None
     has_report: bool = False
     files: tuple[str, str] | None = None  # what is to become an output, and of which run
-    watch: Watch | LoopWatch | None = None
+    watch: SigtermWatcher | AsyncioSigtermWatcher | None = None
     # The entry that has opened the run: this one, or one that this one has joined. A run whose opener is left first is
     # ended then, and let go by the last that has joined.
     owner: Entry | None = None

@@ -78,7 +78,7 @@ def _open_run(config: TrackingConfig, tracker: Tracker, around: Surroundings, ta
         _enter(entry, config, tracker, around, task)
         token = entries.current.set(entry)
         if entry.watch is not None:
-            entry.watch.settle()
+            entry.watch.run_opened()
         with _passing_on(entry, tracker, around):
             yield entry
             if around.at_end is not None:
@@ -88,7 +88,7 @@ def _open_run(config: TrackingConfig, tracker: Tracker, around: Surroundings, ta
         raise
     finally:
         try:
-            _leave(entry, exit_code)
+            _close(entry, exit_code)
         finally:
             if token is not None:
                 entries.current.reset(token)
@@ -135,7 +135,7 @@ def _watch_for_the_owner(entry: Entry, tracker: Tracker, around: Surroundings) -
     if entry.owner is not None and entry.owner.config is not None:
         from flyteplugins_tracking import ending
 
-        entry.watch = ending.entered_watch(tracker, entry.owner.config, around)
+        entry.watch = ending.started_watch(tracker, entry.owner.config, around)
 
 
 def _passing_on(entry: Entry, tracker: Tracker, around: Surroundings) -> AbstractContextManager[None]:
@@ -177,7 +177,7 @@ def _parent(
     return None if has_workers or config.run_mode == "new" else around.parents.get(tracker.name)
 
 
-def _leave(entry: Entry, exit_code: int) -> None:
+def _close(entry: Entry, exit_code: int) -> None:
     if entry.pid != os.getpid():
         return
     if entry.config is None and entry.owner is None:  # it has no run
@@ -189,4 +189,4 @@ def _leave(entry: Entry, exit_code: int) -> None:
         return
     from flyteplugins_tracking import ending
 
-    ending.leave(entry, exit_code)
+    ending.close(entry, exit_code)

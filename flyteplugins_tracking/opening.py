@@ -37,7 +37,7 @@ def open_for(entry: Entry, tracker: Tracker) -> None:
     config, info, around, run_plan = entry.config, entry.info, entry.around, entry.plan
     assert config is not None
     assert run_plan is not None
-    entry.watch = ending.entered_watch(tracker, config, around)
+    entry.watch = ending.started_watch(tracker, config, around)
     with _opening:
         if not run_plan.primary and info is None and entries.join_here(entry, str(run_plan.run_id)):
             return

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking import integrations, propagation
+from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.callables import is_async
 from flyteplugins_tracking.config import (
     TrackingConfig,
@@ -23,7 +24,6 @@ from flyteplugins_tracking.config import (
     plain_config,
 )
 from flyteplugins_tracking.context import Propagated
-from flyteplugins_tracking.ending import in_time
 from flyteplugins_tracking.entries import Task
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.integrations import flyte
@@ -377,7 +377,7 @@ def _in_time(make: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, 
         except Exception as error:
             errors.append(error)
 
-    in_time(timeout_s, run)
+    run_with_timeout(timeout_s, run)
     if results:
         return results[0]
     cause = (str(errors[0]).strip().splitlines() or [repr(errors[0])])[0] if errors else f"no answer in {timeout_s:g} s"

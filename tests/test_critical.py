@@ -17,7 +17,7 @@ from support.recording import recorded
 
 import flyteplugins_tracking
 from flyteplugins_tracking import entries, tracking_init
-from flyteplugins_tracking._runs.sigterm.main import Watch, is_watched
+from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher, is_watched
 
 WATCHED_FILES = (str(Path(flyteplugins_tracking.__file__).parent), contextlib.__file__, __file__)
 
@@ -74,7 +74,7 @@ def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before
     monkeypatch, handler, status, is_moved
 ):
     """In a run's opening and closing, between these and the function, in the function, and in one that it calls."""
-    monkeypatch.setattr(Watch, "_end_process_at_last", lambda _: None)
+    monkeypatch.setattr(SigtermWatcher, "_exit_in_the_end", lambda _: None)
     runs, own = recorded(monkeypatch), signal.getsignal(signal.SIGTERM)
 
     @tracking_init(project="tests", id="inner", run_mode="new")

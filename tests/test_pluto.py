@@ -286,8 +286,7 @@ def test_an_id_that_the_library_has_made_gets_a_word_before_it(bare_environment)
 
 
 def _request(run_id: str) -> Any:
-    from flyteplugins_tracking._runs.sigterm.main import Watch
-    from flyteplugins_tracking.lifecycle import RunRequest
+    from flyteplugins_tracking.entries import RunRequest, Unwatched
     from flyteplugins_tracking.policy import RunPlan
 
     return RunRequest(
@@ -299,7 +298,7 @@ def _request(run_id: str) -> Any:
         facts={},
         read_secret=lambda: None,
         may_prompt=False,
-        watch=Watch(lambda _: None),
+        watch=Unwatched(),
         deadline=time.monotonic() + 1,
     )
 
@@ -398,7 +397,7 @@ info = detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_S
 second = replace(first, plan=replace(first.plan, primary=False), info=info)
 handles = [TRACKER.open(first), TRACKER.open(second)]
 for handle in handles:
-    handle.end_early(143)
+    handle.finish_on_signal(143)
 handles[1].log({"late": 1})
 for handle in handles:
     handle.finish(143)

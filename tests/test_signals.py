@@ -16,7 +16,7 @@ from support.recording import recorded
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
-from flyteplugins_tracking._runs.sigterm.main import Watch
+from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 
 
 def lines_of(job) -> list[str]:
@@ -427,17 +427,17 @@ def test_a_process_with_thousands_of_open_files_is_watched(tmp_path):
 @pytest.mark.parametrize("is_renewed", [True, False])
 def test_a_handler_that_calls_ours_says_itself_how_the_function_ends(is_renewed, monkeypatch):
     """Lightning's does: its loop then ends all ranks behind the same batch, with a checkpoint."""
-    monkeypatch.setattr(Watch, "_end_process_at_last", lambda _: None)
+    monkeypatch.setattr(SigtermWatcher, "_exit_in_the_end", lambda _: None)
     told: list[int] = []
     ended: list[int] = []
-    watch, before = Watch(ended.append), signal.getsignal(signal.SIGTERM)
+    watch, before = SigtermWatcher(ended.append), signal.getsignal(signal.SIGTERM)
     try:
         assert watch.enter(None, timeout_s=1)
-        watch.settle()
+        watch.run_opened()
         chained = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda *received: (told.append(received[0]), chained(*received)))
         if is_renewed:
-            watch.renew()
+            watch.reinstall()
         signal.raise_signal(signal.SIGTERM)  # unwinds nothing
         until = time.monotonic() + 5
         while not (told and ended) and time.monotonic() < until:

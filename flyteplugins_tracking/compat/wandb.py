@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking import integrations, propagation, topology
+from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.compat._context import get_wandb_context, get_wandb_run, get_wandb_sweep_context
 from flyteplugins_tracking.compat._downloads import (
     download_wandb_run_dir,
@@ -26,7 +27,6 @@ from flyteplugins_tracking.compat._links import Wandb, WandbSweep
 from flyteplugins_tracking.config import TrackingConfig, check_flag
 from flyteplugins_tracking.context import Propagated, tracking_config
 from flyteplugins_tracking.decorator import decorator_of, tracked_function
-from flyteplugins_tracking.ending import in_time
 from flyteplugins_tracking.entries import Task
 from flyteplugins_tracking.modes import RankScope, RunMode
 from flyteplugins_tracking.sweeps import get_sweep_id, tracking_sweep, tracking_sweep_config
@@ -262,7 +262,7 @@ def _downloading(download_logs: bool | None, function: Callable[..., Any], _: Ta
             import asyncio
 
             # In a thread: a notebook's has a loop that runs.
-            in_time(None, asyncio.run, _download_sweep(download_logs))
+            run_with_timeout(None, asyncio.run, _download_sweep(download_logs))
         return result
 
     return then_download

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flyteplugins_tracking.ending import in_time
+from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers._pluto_uploader import POST, unsent
@@ -153,7 +153,7 @@ class PlutoHandle(ClientHandle):
     def end(self, exit_code: int) -> None:
         """See `ClientHandle.end`."""
         ending = _Ending(self.run, self._uploader, _CODES.get(exit_code, 1) if self.ends_run else None, self.request)
-        in_time(self.request.config.finish_timeout_s, ending.run)
+        run_with_timeout(self.request.config.finish_timeout_s, ending.run)
         if self._uploader is None or not ending.give_up():
             return
         left = self._uploader.stop(0)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking._runs.sigterm.main import TERMINATED
+from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.config import TrackingConfig
 from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking._runs.sigterm.main import TERMINATED
 from flyteplugins_tracking._util.critical import critical_section
+from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.trackers._wandb_names import HOST, without_credentials
 from flyteplugins_tracking.trackers.base import Handle
@@ -87,18 +87,18 @@ class WandbHandle(Handle):
                 self._replay()
             try:
                 if self._is_ours and not self._ended.is_set():
-                    self._end_alive(exit_code)
+                    self._finish_alive(exit_code)
             finally:
                 self._let_go()
 
-    def end_early(self, exit_code: int) -> None:
-        """See `Handle.end_early`."""
+    def finish_on_signal(self, exit_code: int) -> None:
+        """See `Handle.finish_on_signal`."""
         with self._lock:
             if self._ended.is_set() or not self._is_ours:
                 return
             self._closing = True
             self._await_callers()
-            self._end_alive(exit_code, stays_global=True)
+            self._finish_alive(exit_code, stays_global=True)
 
     def may_end(self) -> bool:
         """Whether the run's own `finish` ends it. What the frameworks call while the function runs does nothing.
@@ -109,7 +109,7 @@ class WandbHandle(Handle):
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods, and open the run again for it where it has ended early."""
-        self._request.watch.renew()
+        self._request.watch.reinstall()
         is_done, result = self._call_open(method, args, kwargs)
         return result if is_done else self._call_late(method, args, kwargs)
 
@@ -148,7 +148,7 @@ class WandbHandle(Handle):
         return self._call_late(accessor, args, kwargs)
 
     def _call_late(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._request.watch.await_handler()
+        self._request.watch.wait_for_user_handler()
         if method.__name__ == "log" and self._hold(method, args, kwargs):
             return None
         with self._lock:
@@ -218,10 +218,10 @@ class WandbHandle(Handle):
         while self._callers - {threading.get_ident()} and time.monotonic() < until:
             time.sleep(0.001)
 
-    def _end_alive(self, exit_code: int, stays_global: bool = False) -> None:
+    def _finish_alive(self, exit_code: int, stays_global: bool = False) -> None:
         """End the run; where `wandb.teardown` has ended it with a status of its own, in another wandb-core."""
         try:
-            self._end(exit_code, stays_global)
+            self._finish_run(exit_code, stays_global)
         except service_gone() as error:
             if not _was_torn_down(error):
                 raise
@@ -230,9 +230,9 @@ class WandbHandle(Handle):
             self._reopen()
             if not self._lost:
                 self._closing = True
-                self._end(exit_code, stays_global)
+                self._finish_run(exit_code, stays_global)
 
-    def _end(self, exit_code: int, stays_global: bool = False) -> None:
+    def _finish_run(self, exit_code: int, stays_global: bool = False) -> None:
         self._ender = threading.get_ident()
         try:
             with _TornDownIsTold(self.run):

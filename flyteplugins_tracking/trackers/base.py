@@ -76,7 +76,7 @@ class Handle(Protocol):
     def finish(self, exit_code: int) -> None:
         """End the run, which the function's end is: 0 is success, anything else is failure. Called once, and last."""
 
-    def end_early(self, exit_code: int) -> None:
+    def finish_on_signal(self, exit_code: int) -> None:
         """End the run while the function may go on: the job is being terminated. Called from another thread.
 
         What the function logs from then on must not raise; it opens the run again where that can be done. Where the run

@@ -14,8 +14,8 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from flyteplugins_tracking._runs.sigterm.main import TERMINATED
 from flyteplugins_tracking._util.critical import critical_section
+from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.entries import RunRequest
 from flyteplugins_tracking.trackers._values import Values
 from flyteplugins_tracking.trackers._writers import Writers
@@ -105,14 +105,14 @@ class ClientHandle(Handle):
         if self._finished or os.getpid() != self._pid:  # a forked child may have our locks for good
             self._warn(_NOT_OPEN)
             return
-        self.request.watch.renew()
+        self.request.watch.reinstall()
         row = self._values.of(data)
         with self._holding:
             if self._ending:
                 self._held.append((row, step, more))
                 return
         if self._ended:
-            self.request.watch.await_handler()
+            self.request.watch.wait_for_user_handler()
         self._log_open(row, step, more)
 
     @critical_section(_PATIENCE_S)
@@ -141,14 +141,14 @@ class ClientHandle(Handle):
                 if self._held:
                     self._go_on()
                 if not self._ended:
-                    self._end(exit_code)
+                    self._finish(exit_code)
             finally:
                 self._finished = True
                 if self._writers is not None:
                     self._writers.leave()
 
-    def end_early(self, exit_code: int) -> None:
-        """See `Handle.end_early`."""
+    def finish_on_signal(self, exit_code: int) -> None:
+        """See `Handle.finish_on_signal`."""
         with self._lock:
             if self._held:  # while an earlier signal ended it, and nothing was logged since
                 self._go_on()
@@ -156,7 +156,7 @@ class ClientHandle(Handle):
                 return
             with self._holding:
                 self._ending = True
-            self._end(exit_code)
+            self._finish(exit_code)
 
     def _go_on(self) -> None:
         if self._ended:
@@ -176,7 +176,7 @@ class ClientHandle(Handle):
         except Exception:
             self._warn("cannot be logged to; that row is lost")
 
-    def _end(self, exit_code: int) -> None:
+    def _finish(self, exit_code: int) -> None:
         try:
             self.end(exit_code)
         finally:

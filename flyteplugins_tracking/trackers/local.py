@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._runs.sigterm.main import Watch
 from flyteplugins_tracking.config import TrackingConfig
-from flyteplugins_tracking.entries import RunRequest
+from flyteplugins_tracking.entries import RunRequest, Unwatched
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.policy import RunPlan
 from flyteplugins_tracking.trackers.base import Tracker, find_tracker
@@ -256,7 +255,7 @@ def _open(header: Mapping[str, Any]) -> ClientHandle:
             facts=header["facts"],
             read_secret=lambda: None,
             may_prompt=sys.stdin is not None and sys.stdin.isatty(),
-            watch=Watch(lambda _: None),
+            watch=Unwatched(),
             deadline=time.monotonic() + config.init_timeout_s,
         )
     )

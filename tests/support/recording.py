@@ -30,7 +30,7 @@ class RecordedRun(Handle):
         if self.finish_error is not None:
             raise self.finish_error
 
-    def end_early(self, exit_code: int) -> None:
+    def finish_on_signal(self, exit_code: int) -> None:
         self.exit_codes.append(exit_code)
 
 

@@ -1,13 +1,10 @@
-"""SIGTERM: the open runs are ended in time, and then the signal does what it would have done.
+"""SIGTERM for a decorated function in the main thread: see the room's page for the sequence.
 
-A Python signal handler does not run while the main thread sits in a C call such as a collective. So a thread reads
-`signal.set_wakeup_fd`, to which the interpreter's C handler writes wherever the main thread is:
-
-- The signal would end the process: where the main thread runs Python it unwinds by SystemExit(143), its `finally`
-  blocks run with the run still open, and the decorator ends the run. Where it does not, the thread ends the run and
-  the process.
-- Somebody has installed a handler: it may do anything, so the thread ends the run first and has the handler called
-  then. What is logged afterwards opens the run again.
+- Nobody else has a handler: where the main thread runs Python it unwinds by SystemExit(143), its `finally` blocks run
+  with the run still open, and the decorator closes the run. Where it does not, the thread finishes the run and ends the
+  process.
+- Somebody has a handler: it may do anything, so the thread finishes the run first and has the handler called then. What
+  is logged afterwards opens the run again.
 """
 
 from __future__ import annotations
@@ -24,79 +21,75 @@ from typing import Any
 
 from flyteplugins_tracking._runs.sigterm.wakeup import WakeupFd
 from flyteplugins_tracking._util import critical
+from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.timeout import run_with_timeout
 
 SIGNAL = signal.SIGTERM
-# What a shell reports of a process that SIGTERM or SIGINT has ended.
-TERMINATED = 128 + SIGNAL
-INTERRUPTED = 128 + signal.SIGINT
 
 # A main thread that runs Python answers a signal within milliseconds; between the C calls of a training step, in this.
 _ANSWER_S = 1.0
-# How long a signal waits for the vendor's code to be left: an exception there would leave its locks and tasks askew.
+# How long a signal waits for the main thread to leave the vendor's code: an exception there would break its locks.
 _VENDOR_S = 1.0
-# How long `finally` blocks have the run, and somebody's handler waits for its end, at most: torchelastic's agent kills
-# 30 s after its SIGTERM, and a handler may have a checkpoint to save.
+# How long the run stays open for `finally` blocks. torchelastic's agent sends SIGKILL 30 s after its SIGTERM.
 _UNWINDING_S = 6.0
+# How long the user's handler waits for the end of the runs. It may have a checkpoint to save.
 _HANDLER_S = 5.0
-# A process that the signal would have ended at once is ended at last: so long after the function was left, where
-# threads and children that nobody stops would keep it, and after its runs' time, where it has not been left.
+# A process that the signal would have ended at once exits in the end, whatever threads and children nobody stops: this
+# long after the function was left; or this long after the runs' timeout, if it has not been left.
 _AFTERWARDS_S = 10.0
 _OVERTIME_S = 2.0
-# Ctrl-C is left to Python. A main thread that has not moved for so long sits in a C call, until the agent's SIGKILL.
+# Ctrl-C is left to Python. A main thread that has not moved for this long is in a C call, until the agent's SIGKILL.
 _INTERRUPT_S = 10.0
 _POLL_S = 0.005
-_RENEWAL_S = 0.1
-# Stops the thread: no signal has the number 0. A forked child may hold the pipe's other end open, so that it would wait
-# for its end in vain.
+_REINSTALL_S = 0.1
+# Stops the thread: no signal has the number 0. The thread cannot wait for the pipe to be closed, since a forked child
+# may hold it open.
 _STOP = 0
-# Where torchelastic's agent has its handler. The one name of a module that a signal asks for: the handler is a private
-# function there, and nothing else tells it from a handler of the user's.
+# The package of torchelastic's agent, whose handler its workers may inherit. This is the only name of a module that a
+# signal asks for: that handler is a private function, and nothing else tells it from a handler of the user's.
 _ELASTIC = "torch.distributed.elastic."
 
 
 class SignalMask(threading.local):
-    """Holds SIGTERM back in a thread, and in the child that it forks."""
+    """Blocks SIGTERM in a thread, and in the child that it forks."""
 
     _old: set[Any] | None = None
 
-    def hold(self) -> None:
+    def block(self) -> None:
         """Block it."""
         self._old = signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
 
-    def release(self) -> None:
-        """Put back what was there when it was blocked, if it was."""
+    def restore(self) -> None:
+        """Put back the mask from before `block`."""
         old, self._old = self._old, None
         if old is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
-class _Layer:
-    """Our handler, over what was installed when it was put there."""
+class _ChainedHandler:
+    """Our handler, and the one that it replaces."""
 
-    def __init__(self, watch: Watch, previous: Any) -> None:
-        self.watch = watch
+    def __init__(self, watcher: SigtermWatcher, previous: Any) -> None:
+        self.watcher = watcher
         self.previous = previous
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        self.watch.handle(self, signum, frame)
+        self.watcher.handle(self, signum, frame)
 
     @property
     def ends_process(self) -> bool:
-        """Whether nothing was meant to happen but the process's end.
-
-        A worker that Elastic forks inherits its agent's handler, which raises.
-        """
+        """Whether the signal would only have ended the process: no handler, or the one of torchelastic's agent."""
         module = getattr(self.previous, "__module__", None) or ""
         return self.previous is signal.SIG_DFL or module.startswith(_ELASTIC)
 
 
-class Watch:
-    """Watches for SIGTERM while the main thread is in a decorated function that has a run. Entered once for each."""
+class SigtermWatcher:
+    """Watches for SIGTERM while the main thread is in decorated functions that have a run."""
 
-    def __init__(self, end_runs: Callable[[int], None]) -> None:
-        """`end_runs` ends this process's open runs with a status, from another thread than theirs."""
-        self._end_runs = end_runs
-        self._depth = 0
+    def __init__(self, finish_on_signal: Callable[[int], None]) -> None:
+        """`finish_on_signal` finishes all open runs of this process with an exit code. Called from another thread."""
+        self._finish_on_signal = finish_on_signal
+        self._depth = 0  # how many decorated functions the main thread is in
         self._wakeup: WakeupFd | None = None
         self._mask = SignalMask()
         self._reset()
@@ -106,15 +99,15 @@ class Watch:
         self._timeout_s = 0.0
         self._signalled_at: float | None = None
         self._due_at = 0.0  # since when the signal could have taken effect
-        self._closing_s = 0.0
-        self._renewed_at = 0.0
-        self._answered = False
-        self._handler_due = False
-        self._acted = False
-        self._runs_ended = False
+        self._closing_s = 0.0  # how long it waits for a run that is being closed
+        self._reinstalled_at = 0.0
+        self._answered = False  # our handler has run
+        self._handler_due = False  # the user's handler is still to run
+        self._acted = False  # the signal has taken effect
+        self._runs_finished = False
         self._terminator: threading.Thread | None = None
-        self._left = threading.Event()
-        # Held to signal the main thread, so that it is not signalled once the handler is gone.
+        self._left = threading.Event()  # the outermost function has ended
+        # Held to signal the main thread, so that it is not signalled once our handler is gone.
         self._installed = threading.Lock()
 
     @property
@@ -122,18 +115,22 @@ class Watch:
         """Whether SIGTERM has come since the outermost function was entered."""
         return self._depth > 0 and self._signalled_at is not None
 
-    def enter(self, package: str | None, timeout_s: float) -> bool:
-        """Begin to watch, for a run of the vendor's `package` that may take `timeout_s` seconds to end.
+    @property
+    def _is_due(self) -> bool:
+        return self._signalled_at is not None and not self._acted
 
-        The caller is a critical section (see `critical`): a signal waits until it has been left, or calls `settle`.
+    # Called by the decorated function's lifecycle
+
+    def start(self, package: str | None, timeout_s: float) -> bool:
+        """Watch for one more function's run. Called in a critical section, before the run is opened.
 
         Args:
-            package: What the tracker imports, as `Tracker.package`.
-            timeout_s: Seconds.
+            package: The vendor's package, as the tracker imports it.
+            timeout_s: Seconds that finishing the run may take.
 
         Returns:
-            False where SIGTERM cannot be watched: off the main thread, where it is ignored, or where a handler is
-            installed that Python does not know.
+            False if SIGTERM cannot be watched: off the main thread, if it is ignored, and if Python does not know the
+            handler that is installed.
         """
         if threading.current_thread() is not threading.main_thread():
             return False
@@ -149,36 +146,15 @@ class Watch:
             self._put_in_front()
         return True
 
-    def leave(self) -> None:
-        """Cease to watch. A signal that was put off takes effect now."""
-        if self._depth > 1:
-            self._depth -= 1
-            return
-        if self.terminated:
-            end_in_time(self._end_runs, self._timeout_s)  # those of other threads
-        layer = None if self._wakeup is None else self._uninstall(self._wakeup)
-        self._depth = 0
-        if layer is not None and self._is_due:
-            self._act(layer, SIGNAL, None)
-
-    @property
-    def _is_due(self) -> bool:
-        return self._signalled_at is not None and not self._acted
-
-    def settle(self) -> None:
-        """The run is open: let a signal take effect that was put off till then."""
-        layer = self._waiting_layer()
-        if layer is not None:
-            self._take(layer, SIGNAL, None)
-
-    def _waiting_layer(self) -> _Layer | None:
-        """Our handler, if a signal has come that it could not act upon yet."""
-        is_waiting = self.terminated and self._answered and not self._acted
-        return self._layer() if is_waiting else None
+    def run_opened(self) -> None:
+        """Let a signal take effect that has come while the run was opened."""
+        handler = self._waiting_handler()
+        if handler is not None:
+            self._act_if_ready(handler, SIGNAL, None)
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Put SIGTERM off while the function's own end is recorded, and the first SIGINT too."""
+    def closing(self) -> Iterator[None]:
+        """Put SIGTERM off while the run is closed, and the first SIGINT too."""
         self._closing_s = self._timeout_s + _ANSWER_S
         interrupts: list[tuple[int, FrameType | None]] = []
         handler = signal.getsignal(signal.SIGINT)
@@ -199,46 +175,69 @@ class Watch:
         if interrupts and callable(handler):
             handler(*interrupts[0])
 
-    def renew(self) -> None:
-        """Stay in front of a handler, and of an asyncio loop, that the function has installed. Called for each row.
+    def stop(self) -> None:
+        """Watch for one function less. After the last one, a signal takes effect that was put off."""
+        if self._depth > 1:
+            self._depth -= 1
+            return
+        if self.terminated:  # other threads may have runs too
+            run_with_timeout(self._timeout_s, self._finish_on_signal, TERMINATED)
+        handler = None if self._wakeup is None else self._uninstall(self._wakeup)
+        self._depth = 0
+        if handler is not None and self._is_due:
+            self._act(handler, SIGNAL, None)
 
-        A signal takes effect here that has found the main thread in a critical section before: a loop that does nothing
-        but log is in one nearly always.
+    # Called by trackers
+
+    def reinstall(self) -> None:
+        """Put our handler in front of one, and of an asyncio loop, that the function has installed since.
+
+        Trackers call this for each row, before anything of it is done. So a signal takes effect here that has found the
+        main thread in a critical section so far: a loop that does nothing but log is nearly always in one.
         """
+        if self._signalled_at is None and time.monotonic() < self._reinstalled_at + _REINSTALL_S:
+            return
         if self._depth == 0 or threading.current_thread() is not threading.main_thread():
             return
-        if self._signalled_at is not None:
-            layer, frame = self._waiting_layer(), sys._getframe(1)
-            if layer is not None and not self._must_wait(frame):
-                self._take(layer, SIGNAL, frame)
-        elif time.monotonic() >= self._renewed_at + _RENEWAL_S:
-            self._renewed_at = time.monotonic()
+        if self._signalled_at is None:
+            self._reinstalled_at = time.monotonic()
             self._put_in_front()
+            return
+        handler, frame = self._waiting_handler(), sys._getframe(1)
+        if handler is not None and not self._must_wait(frame):
+            self._act_if_ready(handler, SIGNAL, frame)
 
-    def await_handler(self, any_thread: bool = False) -> None:
-        """Return when somebody's handler has run in this thread, or in any, if it is still to run."""
+    def wait_for_user_handler(self, any_thread: bool = False) -> None:
+        """Return when the user's handler has run, if it is still to run: it may end the process.
+
+        Called before a run is opened again. Threads other than the main one do not wait, but for `any_thread`.
+        """
         until = time.monotonic() + _HANDLER_S
         while self._handler_due and (any_thread or threading.current_thread() is threading.main_thread()):
             if time.monotonic() > until:
                 self._handler_due = False
             time.sleep(_POLL_S)
 
+    # Called by os.fork
+
     def before_fork(self) -> None:
-        """Hold SIGTERM back: until the child has put back what was there, its own would reach the parent's thread."""
+        """Block SIGTERM: until the child has put back what was there, a signal to it would reach our thread here."""
         if self._wakeup is not None:
-            self._mask.hold()
+            self._mask.block()
 
     def after_fork_in_parent(self) -> None:
-        """See `before_fork`."""
-        self._mask.release()
+        """Unblock it."""
+        self._mask.restore()
 
     def after_fork_in_child(self) -> None:
-        """See `before_fork`."""
+        """Put back what was there: the runs are the parent's."""
         if self._wakeup is not None:
             self._depth = 0
             self._restore(self._wakeup)
             self._close(self._wakeup)
-        self.after_fork_in_parent()
+        self._mask.restore()
+
+    # Installation
 
     def _start_thread(self) -> None:
         self._reset()
@@ -252,45 +251,45 @@ class Watch:
         if self._wakeup is not None:
             self._wakeup.divert()
         previous = signal.getsignal(SIGNAL)
-        if self._layer() is None and previous not in (None, signal.SIG_IGN):
-            signal.signal(SIGNAL, _Layer(self, previous))
+        if self._current_handler() is None and previous not in (None, signal.SIG_IGN):
+            signal.signal(SIGNAL, _ChainedHandler(self, previous))
 
-    def _layer(self) -> _Layer | None:
-        """Our handler, where it is the one that is installed."""
+    def _current_handler(self) -> _ChainedHandler | None:
+        """The installed handler, if it is ours."""
         current = signal.getsignal(SIGNAL)
-        return current if isinstance(current, _Layer) else None
+        return current if isinstance(current, _ChainedHandler) else None
 
-    def _uninstall(self, wakeup: WakeupFd) -> _Layer | None:
+    def _uninstall(self, wakeup: WakeupFd) -> _ChainedHandler | None:
         with self._installed:
             self._left.set()
-            layer = self._restore(wakeup)
+            handler = self._restore(wakeup)
         wakeup.add(_STOP)
         self._thread.join()
         if self._terminator is not None:
             self._terminator.join()
-        if layer is not None and self._is_due:
+        if handler is not None and self._is_due:
             wakeup.forward(bytes([SIGNAL]))
         self._close(wakeup)
-        return layer
+        return handler
 
     def _close(self, wakeup: WakeupFd) -> None:
         self._wakeup = None
         wakeup.close()
 
-    def _restore(self, wakeup: WakeupFd) -> _Layer | None:
-        """Put back what was there before, unless the function has put something there. Returns our handler if not."""
+    def _restore(self, wakeup: WakeupFd) -> _ChainedHandler | None:
+        """Put back what was there before. Returns our handler; None if the function has installed another one."""
         wakeup.give_back()
-        layer = self._layer()
-        if layer is not None:
-            signal.signal(SIGNAL, layer.previous)
-        return layer
+        handler = self._current_handler()
+        if handler is not None:
+            signal.signal(SIGNAL, handler.previous)
+        return handler
 
-    # In the main thread
+    # In the main thread, when the signal has come
 
-    def handle(self, layer: _Layer, signum: int, frame: FrameType | None) -> None:
-        """The handler."""
-        if self._depth == 0:  # kept by somebody who had chained to it
-            self._act(layer, signum, frame)
+    def handle(self, handler: _ChainedHandler, signum: int, frame: FrameType | None) -> None:
+        """What our handler does."""
+        if self._depth == 0:  # somebody who chained to our handler has kept it
+            self._act(handler, signum, frame)
             return
         if self._signalled_at is None:
             self._signalled_at = self._due_at = time.monotonic()
@@ -298,27 +297,32 @@ class Watch:
                 with suppress(BlockingIOError):
                     self._wakeup.add(SIGNAL)  # the function may have set another wakeup fd
         self._answered = True
-        if self._layer() is not layer:
-            # Called by a handler in its place, as Lightning's does, which lets all ranks end the batch together: what
-            # becomes of the function is that one's to say.
+        if self._current_handler() is not handler:
+            # Called by the handler that has replaced it, as Lightning's does to have all ranks end the same batch. That
+            # handler decides how the function ends.
             self._acted = True
-            if callable(layer.previous):
-                layer.previous(signum, frame)
-        elif not self._must_wait(frame):  # else the thread sends the signal again
-            self._take(layer, signum, frame)
+            if callable(handler.previous):
+                handler.previous(signum, frame)
+        elif not self._must_wait(frame):  # if it must, the thread sends the signal again
+            self._act_if_ready(handler, signum, frame)
 
-    def _take(self, layer: _Layer, signum: int, frame: FrameType | None) -> None:
-        if layer.ends_process or self._runs_ended:
-            self._act(layer, signum, frame)
+    def _waiting_handler(self) -> _ChainedHandler | None:
+        """Our handler, if it has run and the signal had to wait."""
+        return self._current_handler() if self._depth > 0 and self._answered and not self._acted else None
+
+    def _act_if_ready(self, handler: _ChainedHandler, signum: int, frame: FrameType | None) -> None:
+        """Before a handler of the user's, the runs are finished."""
+        if handler.ends_process or self._runs_finished:
+            self._act(handler, signum, frame)
 
     def _must_wait(self, frame: FrameType | None) -> bool:
         waited_s = time.monotonic() - self._due_at
         return waited_s < self._closing_s or waited_s < self._patience_s(frame)
 
     def _patience_s(self, frame: FrameType | None) -> float:
-        """How long the signal waits for what `frame` and its callers are in the middle of: code of ours or a vendor's.
+        """How long the signal waits for `frame` and its callers: critical sections of ours, and vendors' code.
 
-        A vendor's is known by the name that its tracker imports it by.
+        Vendors' code is known by the name that the tracker imports it by.
         """
         longest_s = 0.0
         while frame is not None:
@@ -328,30 +332,30 @@ class Watch:
             frame = frame.f_back
         return longest_s
 
-    def _act(self, layer: _Layer, signum: int, frame: FrameType | None) -> None:
-        """What the signal would have done."""
-        first, self._acted, self._handler_due = not self._acted, True, False
+    def _act(self, handler: _ChainedHandler, signum: int, frame: FrameType | None) -> None:
+        """Do what the signal would have done without us."""
+        is_first, self._acted, self._handler_due = not self._acted, True, False
         if self._wakeup is not None:
             self._wakeup.forward(bytes([signum]))
-        if callable(layer.previous):
-            layer.previous(signum, frame)
+        if callable(handler.previous):
+            handler.previous(signum, frame)
         elif self._depth == 0 and self._signalled_at is None:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        elif first or self._runs_ended:
-            threading.Thread(target=self._end_process_at_last, daemon=True).start()
+        elif is_first or self._runs_finished:
+            threading.Thread(target=self._exit_in_the_end, daemon=True).start()
             raise SystemExit(TERMINATED)
 
-    def _end_process_at_last(self) -> None:
+    def _exit_in_the_end(self) -> None:
         left = None
-        while left is not self._left:  # else another function has been entered since
+        while left is not self._left:  # another function may have been entered since
             left = self._left
             if left.wait(self._timeout_s):
                 time.sleep(_AFTERWARDS_S)
-        end_in_time(self._end_runs, _OVERTIME_S)  # what a `finally` block has opened
+        run_with_timeout(_OVERTIME_S, self._finish_on_signal, TERMINATED)  # a `finally` block may have opened a run
         os._exit(TERMINATED)
 
-    # In the thread
+    # In the thread that reads the wakeup fd
 
     def _watch(self, wakeup: WakeupFd) -> None:
         interrupted_at: object = None
@@ -359,7 +363,7 @@ class Watch:
             signals = wakeup.receive(_INTERRUPT_S if interrupted_at else None)
             if not signals:
                 if interrupted_at == _main_thread_at():
-                    self._end_runs(INTERRUPTED)
+                    self._finish_on_signal(INTERRUPTED)
                 interrupted_at = None
                 continue
             if _STOP in signals:
@@ -375,51 +379,60 @@ class Watch:
     def _terminate(self) -> None:
         if self._signalled_at is None:
             self._signalled_at = self._due_at = time.monotonic()
-        layer = self._layer()
-        ends = layer is not None and layer.ends_process
-        self._handler_due = layer is not None and not ends
-        if ends and self._wait(_ANSWER_S, lambda: self._answered):
+        handler = self._current_handler()
+        if handler is not None and handler.ends_process:
+            self._terminate_process()
+        else:
+            self._call_user_handler(handler)
+        # What is logged from here on has opened a run again: it is finished too, before the launcher kills.
+        self._wait(self._timeout_s - (time.monotonic() - self._signalled_at))
+        if not self._left.is_set():
+            self._finish_on_signal(TERMINATED)
+
+    def _terminate_process(self) -> None:
+        """Finish the runs and exit, unless the main thread unwinds and closes them itself."""
+        if self._wait(_ANSWER_S, lambda: self._answered):
             self._wait(max(_UNWINDING_S, self._closing_s))
         if self._left.is_set():
             return
-        end_in_time(self._end_runs, self._timeout_s + _ANSWER_S if ends else min(_HANDLER_S, self._timeout_s))
-        self._due_at = self._due_at if ends else time.monotonic()
-        self._runs_ended = True
-        if ends and not self._wait(_ANSWER_S, lambda: self._answered):
+        run_with_timeout(self._timeout_s + _ANSWER_S, self._finish_on_signal, TERMINATED)
+        self._runs_finished = True
+        if not self._wait(_ANSWER_S, lambda: self._answered):
             os._exit(TERMINATED)
-        self._wait(float("inf"), lambda: not self._handler_due)
-        # What is logged from here on has opened a run again: it ends too, before the launcher kills.
-        self._wait(self._timeout_s - (time.monotonic() - self._signalled_at))
-        if not self._left.is_set():
-            self._end_runs(TERMINATED)
 
-    def _wait(self, timeout_s: float, done: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for the function to be left or something to be `done`; signal again what could not be acted upon."""
+    def _call_user_handler(self, handler: _ChainedHandler | None) -> None:
+        """Finish the runs, and then have the main thread call the user's handler."""
+        self._handler_due = handler is not None
+        if self._left.is_set():
+            return
+        run_with_timeout(min(_HANDLER_S, self._timeout_s), self._finish_on_signal, TERMINATED)
+        self._due_at = time.monotonic()
+        self._runs_finished = True
+        self._wait(float("inf"), lambda: not self._handler_due)
+
+    def _wait(self, timeout_s: float, is_done: Callable[[], bool] = lambda: False) -> bool:
+        """Wait for `is_done` or the function's end. Returns False after the timeout.
+
+        Meanwhile the signal is sent again, if our handler had to put it off.
+        """
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
-            if done() or self._left.wait(_POLL_S):
+            if is_done() or self._left.wait(_POLL_S):
                 return True
             if self._answered and not self._acted:
                 self._signal_again()
-        return done()
+        return is_done()
 
     def _signal_again(self) -> None:
-        """Have the main thread run its handler, out of a sleep too."""
+        """Have the main thread run our handler, also out of a sleep."""
         with self._installed:
-            if not self._left.is_set() and self._layer() is not None:
+            if not self._left.is_set() and self._current_handler() is not None:
                 signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
 
 def is_watched() -> bool:
-    """Whether the installed handler is a `Watch`'s."""
-    return isinstance(signal.getsignal(SIGNAL), _Layer)
-
-
-def end_in_time(end_runs: Callable[[int], None], timeout_s: float) -> None:
-    """End the open runs with 143, in a thread that is not waited for any longer than `timeout_s`."""
-    ending = threading.Thread(target=end_runs, args=(TERMINATED,), name="flyteplugins_tracking.ending", daemon=True)
-    ending.start()
-    ending.join(timeout_s)
+    """Whether a `SigtermWatcher` has its handler installed."""
+    return isinstance(signal.getsignal(SIGNAL), _ChainedHandler)
 
 
 def _main_thread_at() -> tuple[int, int]:

@@ -92,9 +92,8 @@ def in_a_child() -> None:
 def as_a_called_task() -> None:
     """What a task of Flyte 2 that this one calls does in its own pod, by what is passed on to it."""
     from flyteplugins_tracking import get_run
-    from flyteplugins_tracking._runs.sigterm.main import Watch
     from flyteplugins_tracking.config import TrackingConfig
-    from flyteplugins_tracking.lifecycle import RunRequest
+    from flyteplugins_tracking.entries import RunRequest, Unwatched
     from flyteplugins_tracking.policy import plan
     from flyteplugins_tracking.trackers.base import find_tracker
 
@@ -109,7 +108,7 @@ def as_a_called_task() -> None:
         facts={},
         read_secret=lambda: None,
         may_prompt=False,
-        watch=Watch(lambda _: None),
+        watch=Unwatched(),
         deadline=time.monotonic() + 20,
     )
     handle = tracker.open(request)
