@@ -304,7 +304,7 @@ def _made(given: Mapping[str, Any]) -> dict[str, Any]:
     host = wanted.get("host")
     log_in(None if host is None or os.environ.get("WANDB_BASE_URL") else host, may_prompt(info, around))
     timeout_s = TrackingConfig.of({}).over(around.propagated).init_timeout_s
-    return _in_time(functools.partial(_make, wanted), timeout_s)
+    return _make_with_timeout(functools.partial(_make, wanted), timeout_s)
 
 
 def _wanted(given: Mapping[str, Any], tracking: Mapping[str, Any]) -> dict[str, Any]:
@@ -366,7 +366,7 @@ def log_in(host: str | None, may_ask: bool) -> None:
     wandb.login()
 
 
-def _in_time(make: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+def _make_with_timeout(make: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, Any]:
     """W&B's client itself asks a mute server for minutes."""
     results: list[dict[str, Any]] = []
     errors: list[Exception] = []

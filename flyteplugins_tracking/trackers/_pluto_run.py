@@ -86,7 +86,7 @@ def _open(request: RunRequest) -> tuple[Any, Uploader | None]:
         _authenticate(settings, request)
         _await_service(settings, request)
         os.makedirs(settings.dir, exist_ok=True)
-        op = _in_time(request, settings)
+        op = _init_with_timeout(request, settings)
         try:
             return op, _complete(op, request)
         except BaseException:
@@ -527,7 +527,7 @@ def _await_service(settings: Any, request: RunRequest) -> None:
     )
 
 
-def _in_time(request: RunRequest, settings: Any) -> Any:
+def _init_with_timeout(request: RunRequest, settings: Any) -> Any:
     """What `_init` gives, before the deadline. What comes later is closed.
 
     Raises:
@@ -548,9 +548,7 @@ def _in_time(request: RunRequest, settings: Any) -> Any:
             type(op).finish(op, 1) if is_failure else type(op).close(op)
             _remove(settings.dir)
 
-    thread = threading.Thread(target=init, daemon=True)
-    thread.start()
-    thread.join(max(0.0, request.deadline - time.monotonic()))
+    run_with_timeout(max(0.0, request.deadline - time.monotonic()), init)
     if "error" in outcome:
         raise _named(outcome["error"])
     if "op" not in outcome and given_up.acquire(blocking=False):
@@ -558,7 +556,6 @@ def _in_time(request: RunRequest, settings: Any) -> Any:
             f"Pluto cannot be used: {settings.url_api} has not answered within "
             f"init_timeout_s={request.config.init_timeout_s:g}. {_CHECK}"
         )
-    thread.join()
     return outcome["op"]
 
 

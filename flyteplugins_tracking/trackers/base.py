@@ -77,10 +77,10 @@ class Handle(Protocol):
         """End the run, which the function's end is: 0 is success, anything else is failure. Called once, and last."""
 
     def finish_on_signal(self, exit_code: int) -> None:
-        """End the run while the function may go on: the job is being terminated. Called from another thread.
+        """End the run while the function may go on, since the job gets a SIGTERM. Called from another thread.
 
-        What the function logs from then on must not raise; it opens the run again where that can be done. Where the run
-        has ended already, this does nothing.
+        What the function logs afterwards must not raise. It opens the run again if the service can do that. Does
+        nothing if the run has ended already.
         """
 
 
