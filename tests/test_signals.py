@@ -424,25 +424,25 @@ def test_a_process_with_thousands_of_open_files_is_watched(tmp_path):
     assert (done.returncode, [run.exit_code for run in done.runs]) == (143, [143]), done.output
 
 
-@pytest.mark.parametrize("is_renewed", [True, False])
-def test_a_handler_that_calls_ours_says_itself_how_the_function_ends(is_renewed, monkeypatch):
+@pytest.mark.parametrize("is_reinstalled", [True, False])
+def test_a_handler_that_calls_ours_says_itself_how_the_function_ends(is_reinstalled, monkeypatch):
     """Lightning's does: its loop then ends all ranks behind the same batch, with a checkpoint."""
     monkeypatch.setattr(SigtermWatcher, "_exit_in_the_end", lambda _: None)
     told: list[int] = []
     ended: list[int] = []
     watch, before = SigtermWatcher(ended.append), signal.getsignal(signal.SIGTERM)
     try:
-        assert watch.enter(None, timeout_s=1)
+        assert watch.start(None, timeout_s=1)
         watch.run_opened()
         chained = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda *received: (told.append(received[0]), chained(*received)))
-        if is_renewed:
+        if is_reinstalled:
             watch.reinstall()
         signal.raise_signal(signal.SIGTERM)  # unwinds nothing
         until = time.monotonic() + 5
         while not (told and ended) and time.monotonic() < until:
             time.sleep(0.01)
         assert (told, ended[0], watch.terminated) == ([signal.SIGTERM], 143, True)
-        watch.leave()  # nor does this
+        watch.stop()  # nor does this
     finally:
         signal.signal(signal.SIGTERM, before)
