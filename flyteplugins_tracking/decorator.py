@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking._config.config import IfUnavailable, TrackingConfig
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._job.plan import RankScope, RunMode
-from flyteplugins_tracking._runs.calls import Entry, Task
-from flyteplugins_tracking._runs.lifecycle import hand_out, open_run
+from flyteplugins_tracking._runs.calls import Task
+from flyteplugins_tracking._runs.lifecycle import RunScope, hand_out
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker, propagated_to
 
@@ -134,8 +133,8 @@ def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task:
     return tracked
 
 
-def _run_of(wanted: TrackingConfig, task: Task | None) -> AbstractContextManager[Entry]:
+def _run_of(wanted: TrackingConfig, task: Task | None) -> RunScope:
     """The run that one call has: what is propagated to it counts where the decorator says nothing."""
     around = flyte_context.surroundings()
     config = propagated_to(wanted, around.propagated)
-    return open_run(config, find_tracker(config.tracker), around, task)
+    return RunScope(config, find_tracker(config.tracker), around, task)

@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.topology import get_distributed_info
 from flyteplugins_tracking._util.checks import check_seconds
+from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:
@@ -269,10 +269,7 @@ def _abandon(dist: Any, group: Any, error: BaseException) -> None:
         type(error).__name__,
     )
     place = getattr(group, "bound_device_id", None)
-    leaving = threading.Thread(target=_leave, args=(dist, place), name="leave-process-group", daemon=True)
-    leaving.start()
-    leaving.join(_ABANDON_S)
-    if leaving.is_alive():
+    if not run_with_timeout(_ABANDON_S, _leave, dist, place, name="leave-process-group"):
         logger.warning("the process group is not given back after %g s: it ends with the process", _ABANDON_S)
 
 

@@ -19,9 +19,9 @@ from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RunPlan
 
 if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
+    from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
     from flyteplugins_tracking._util.lock import Claim
-    from flyteplugins_tracking.loop_watch import LoopWatch
-    from flyteplugins_tracking.signals import Watch
     from flyteplugins_tracking.trackers.base import Handle, Tracker
 
 
@@ -141,7 +141,7 @@ class Entry:
     plan: RunPlan | None = None
     has_report: bool = False
     files: tuple[str, str] | None = None  # what is to become an output, and of which run
-    watch: Watch | LoopWatch | None = None
+    watch: SigtermWatcher | AsyncioSigtermWatcher | None = None
     # The entry that has opened the run: this one, or one that this one has joined. A run whose opener is left first is
     # ended then, and let go by the last that has joined.
     owner: Entry | None = None

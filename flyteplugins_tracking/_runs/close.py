@@ -7,15 +7,16 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import EndedRun, Entry, Surroundings
-from flyteplugins_tracking.loop_watch import LoopWatch
-from flyteplugins_tracking.signals import TERMINATED, Watch
+from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
+from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
+from flyteplugins_tracking._util.exit_codes import TERMINATED
+from flyteplugins_tracking._util.timeout import run_with_timeout
 
 if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Handle, Tracker
@@ -42,35 +43,37 @@ async def _handed_out(tracker: str, handed_out: Any) -> None:
         logger.warning("%s: download_logs=True: the files are no output of the task", tracker, exc_info=True)
 
 
-def entered_watch(tracker: Tracker, config: TrackingConfig, around: Surroundings) -> Watch | LoopWatch | None:
-    """The one that can watch for this thread's run, if any can."""
+def started_watch(
+    tracker: Tracker, config: TrackingConfig, around: Surroundings
+) -> SigtermWatcher | AsyncioSigtermWatcher | None:
+    """The watcher that can watch for this thread's run, if one can."""
     if around.is_simulated:
         return None
-    watches = (WATCH, _LOOP_WATCH)
-    return next((watch for watch in watches if watch.enter(tracker.package, config.finish_timeout_s)), None)
+    watches = (WATCH, _ASYNCIO_WATCH)
+    return next((watch for watch in watches if watch.start(tracker.package, config.finish_timeout_s)), None)
 
 
-def leave(entry: Entry, exit_code: int) -> None:
-    """End the run of a function that has ended with `exit_code`, unless others go on in it."""
+def close(entry: Entry, exit_code: int) -> None:
+    """Close the run of a function that has ended with `exit_code`: finish it, unless other functions go on in it."""
     try:
-        with nullcontext() if entry.watch is None else entry.watch.ending():
-            _end(entry, TERMINATED if WATCH.terminated or _LOOP_WATCH.terminated else exit_code)
+        with nullcontext() if entry.watch is None else entry.watch.closing():
+            _close(entry, TERMINATED if WATCH.terminated or _ASYNCIO_WATCH.terminated else exit_code)
     finally:
         if entry.watch is not None:
-            entry.watch.leave()
+            entry.watch.stop()
         if entry.aside is not None:
             entry.aside()
 
 
-def _end(entry: Entry, exit_code: int) -> None:
-    is_last = calls.end(entry, exit_code)  # from here on a signal does not end the run, but waits for this end
+def _close(entry: Entry, exit_code: int) -> None:
+    is_last = calls.end(entry, exit_code)  # from here on a signal does not finish the run, but waits for this call
     owner = entry.owner
     if is_last:
         # A run that was opened again since its opener left is ended with that one's status, unless a signal ends it.
         opener_code = None if owner is None else owner.left_with
         _finish(owner or entry, exit_code if opener_code is None or exit_code == TERMINATED else opener_code)
     elif owner is entry and entry.handle is not None and entry.plan is not None and entry.plan.primary:
-        _end_early(entry.tracker, entry.handle, exit_code)  # what the others log opens it again
+        _finish_on_signal(entry.tracker, entry.handle, exit_code)  # what the others log opens it again
 
 
 def _finish(entry: Entry, exit_code: int) -> None:
@@ -87,9 +90,9 @@ def _finish(entry: Entry, exit_code: int) -> None:
     if entry.handle is None or entry.config is None:
         return
     if entry.around.keep is not None:
-        in_time(entry.config.finish_timeout_s, _keep, entry.tracker, entry.handle, entry.around.keep)
+        run_with_timeout(entry.config.finish_timeout_s, _keep, entry.tracker, entry.handle, entry.around.keep)
     if summary is not None:
-        in_time(entry.config.finish_timeout_s, _show, entry, exit_code, summary)
+        run_with_timeout(entry.config.finish_timeout_s, _show, entry, exit_code, summary)
 
 
 def _summary(entry: Entry, exit_code: int) -> Mapping[str, Any] | None:
@@ -146,36 +149,29 @@ def _keep(tracker: str, handle: Handle, keep: Callable[[str], str]) -> None:
             )
 
 
-def in_time(timeout_s: float | None, function: Callable[..., Any], *args: Any) -> None:
-    """Call `function` in a thread of this context, and wait for it, at most so long if it may not end."""
-    thread = threading.Thread(target=copy_context().run, args=(function, *args), daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-
-
-def _end_runs(exit_code: int) -> None:
-    """End every run that is open here, whichever thread's, while the functions may go on."""
+def finish_on_signal(exit_code: int) -> None:
+    """Finish all runs that are open in this process, also those of other threads, while the functions may go on."""
     owners = calls.owners()
     opened = [(owner.tracker, owner.handle) for owner in owners if owner.handle is not None]
-    threads = [threading.Thread(target=_end_early, args=(*one, exit_code), daemon=True) for one in opened]
+    threads = [threading.Thread(target=_finish_on_signal, args=(*one, exit_code), daemon=True) for one in opened]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _end_early(tracker: str, handle: Handle, exit_code: int) -> None:
+def _finish_on_signal(tracker: str, handle: Handle, exit_code: int) -> None:
     try:
-        handle.end_early(exit_code)
+        handle.finish_on_signal(exit_code)
     except Exception:
         logger.warning("%s: the run could not be ended with status %d", tracker, exit_code, exc_info=True)
 
 
-WATCH = Watch(_end_runs)
-_LOOP_WATCH = LoopWatch(_end_runs)
+WATCH = SigtermWatcher(finish_on_signal)
+_ASYNCIO_WATCH = AsyncioSigtermWatcher(finish_on_signal)
 
 if hasattr(os, "register_at_fork"):
-    for each in (WATCH, _LOOP_WATCH):
+    for each in (WATCH, _ASYNCIO_WATCH):
         os.register_at_fork(
             before=each.before_fork,
             after_in_parent=each.after_fork_in_parent,

@@ -15,28 +15,55 @@ from flyteplugins_tracking._job.plan import plan
 from flyteplugins_tracking._job.topology import detect
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import Entry, Surroundings, Task
+from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from flyteplugins_tracking.trackers.base import Tracker
 
+# How long a signal waits for a run that is being opened or closed: it exists at the server, and would stay "running".
+_PATIENCE_S = 5.0
 
-@contextmanager
-def open_run(
-    config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None = None
-) -> Iterator[Entry]:
-    """Run a block with its tracking run open, where this rank has one, and end the run with the block's status.
+
+class RunScope:
+    """Runs a block with its tracking run open, if this rank has one, and ends the run with the block's status.
 
     The status is 0 for a return, 1 for an exception, the code of a SystemExit, 130 for a KeyboardInterrupt, and 143
     after a SIGTERM, however the block ends.
 
-    Args:
-        config: What the user asked for.
-        tracker: The service.
-        around: What the system that called the function knows.
-        task: The task that the block is, if it was decorated as one.
+    A class, so that its two methods are critical sections: in those of `contextmanager` an exception out of a signal
+    handler could leave the run open.
     """
+
+    def __init__(
+        self, config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None = None
+    ) -> None:
+        """Nothing happens yet.
+
+        Args:
+            config: What the user asked for.
+            tracker: The service.
+            around: What the system that called the function knows.
+            task: The task that the block is, if it was decorated as one.
+        """
+        self._block = _open_run(config, tracker, around, task)
+
+    @critical_section(_PATIENCE_S)
+    def __enter__(self) -> Entry:
+        return self._block.__enter__()
+
+    @critical_section(_PATIENCE_S)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._block.__exit__(kind, error, traceback)
+
+
+@contextmanager
+def _open_run(config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None) -> Iterator[Entry]:
     stand_in = calls.stand_in()
     if stand_in is not None:
         tracker, around = stand_in.tracker(tracker), stand_in.around(around)
@@ -48,7 +75,7 @@ def open_run(
         _enter(entry, config, tracker, around, task)
         token = calls.current.set(entry)
         if entry.watch is not None:
-            entry.watch.settle()
+            entry.watch.run_opened()
         with _passing_on(entry, tracker, around):
             yield entry
             if around.at_end is not None:
@@ -58,7 +85,7 @@ def open_run(
         raise
     finally:
         try:
-            _leave(entry, exit_code)
+            _close(entry, exit_code)
         finally:
             if token is not None:
                 calls.current.reset(token)
@@ -105,7 +132,7 @@ def _watch_for_the_owner(entry: Entry, tracker: Tracker, around: Surroundings) -
     if entry.owner is not None and entry.owner.config is not None:
         from flyteplugins_tracking._runs import close as closing
 
-        entry.watch = closing.entered_watch(tracker, entry.owner.config, around)
+        entry.watch = closing.started_watch(tracker, entry.owner.config, around)
 
 
 def _passing_on(entry: Entry, tracker: Tracker, around: Surroundings) -> AbstractContextManager[None]:
@@ -147,7 +174,7 @@ def _parent(
     return None if has_workers or config.run_mode == "new" else around.parents.get(tracker.name)
 
 
-def _leave(entry: Entry, exit_code: int) -> None:
+def _close(entry: Entry, exit_code: int) -> None:
     if entry.pid != os.getpid():
         return
     if entry.config is None and entry.owner is None:  # it has no run
@@ -159,4 +186,4 @@ def _leave(entry: Entry, exit_code: int) -> None:
         return
     from flyteplugins_tracking._runs import close as closing
 
-    closing.leave(entry, exit_code)
+    closing.close(entry, exit_code)

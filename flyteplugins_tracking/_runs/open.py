@@ -39,7 +39,7 @@ def open_for(entry: Entry, tracker: Tracker) -> None:
     config, info, around, run_plan = entry.config, entry.info, entry.around, entry.plan
     assert config is not None
     assert run_plan is not None
-    entry.watch = closing.entered_watch(tracker, config, around)
+    entry.watch = closing.started_watch(tracker, config, around)
     with _opening:
         if not run_plan.primary and info is None and calls.join_here(entry, str(run_plan.run_id)):
             return

@@ -16,8 +16,8 @@ from flyteplugins_tracking._runs.calls import apart
 from flyteplugins_tracking._runs.lifecycle import exit_code_of
 from flyteplugins_tracking._runs.open import may_prompt
 from flyteplugins_tracking._sweeps.sweep import log_in, session_kept
+from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.signals import TERMINATED
 
 logger = logging.getLogger(__name__)
 

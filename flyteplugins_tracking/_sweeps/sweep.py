@@ -19,9 +19,9 @@ from flyteplugins_tracking._flyte.tracking_config import Propagated
 from flyteplugins_tracking._job.plan import Workers
 from flyteplugins_tracking._job.topology import get_distributed_info
 from flyteplugins_tracking._runs.calls import Task
-from flyteplugins_tracking._runs.close import in_time
 from flyteplugins_tracking._runs.open import may_prompt, require
 from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_text, check_texts
+from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker
 
@@ -297,7 +297,7 @@ def _made(given: Mapping[str, Any]) -> dict[str, Any]:
     host = wanted.get("host")
     log_in(None if host is None or os.environ.get("WANDB_BASE_URL") else host, may_prompt(info, around))
     timeout_s = TrackingConfig.of({}).over(around.propagated).init_timeout_s
-    return _in_time(functools.partial(_make, wanted), timeout_s)
+    return _make_with_timeout(functools.partial(_make, wanted), timeout_s)
 
 
 def _wanted(given: Mapping[str, Any], tracking: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,7 +359,7 @@ def log_in(host: str | None, may_ask: bool) -> None:
     wandb.login()
 
 
-def _in_time(make: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+def _make_with_timeout(make: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, Any]:
     """W&B's client itself asks a mute server for minutes."""
     results: list[dict[str, Any]] = []
     errors: list[Exception] = []
@@ -370,7 +370,7 @@ def _in_time(make: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, 
         except Exception as error:
             errors.append(error)
 
-    in_time(timeout_s, run)
+    run_with_timeout(timeout_s, run)
     if results:
         return results[0]
     cause = (str(errors[0]).strip().splitlines() or [repr(errors[0])])[0] if errors else f"no answer in {timeout_s:g} s"

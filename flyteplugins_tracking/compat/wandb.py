@@ -21,9 +21,9 @@ from flyteplugins_tracking._flyte.tracking_config import Propagated, tracking_co
 from flyteplugins_tracking._job import topology
 from flyteplugins_tracking._job.plan import RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Task
-from flyteplugins_tracking._runs.close import in_time
 from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
 from flyteplugins_tracking._util.checks import check_flag
+from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.compat._context import get_wandb_context, get_wandb_run, get_wandb_sweep_context
 from flyteplugins_tracking.compat._downloads import (
     download_wandb_run_dir,
@@ -265,7 +265,7 @@ def _downloading(download_logs: bool | None, function: Callable[..., Any], _: Ta
             import asyncio
 
             # In a thread: a notebook's has a loop that runs.
-            in_time(None, asyncio.run, _download_sweep(download_logs))
+            run_with_timeout(None, asyncio.run, _download_sweep(download_logs))
         return result
 
     return then_download

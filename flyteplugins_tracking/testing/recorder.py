@@ -474,8 +474,8 @@ class _Handle(Handle):
         if self._is_primary:
             self._state.exit_codes.append(exit_code)
 
-    def end_early(self, exit_code: int) -> None:
-        """See `Handle.end_early`. Functions that have joined the run go on with it, and `finish` is still to come."""
+    def finish_on_signal(self, exit_code: int) -> None:
+        """Leave it open: functions that have joined the run may go on with it, and `finish` is still to come."""
 
 
 def _as_it_is_now(value: Any) -> Any:

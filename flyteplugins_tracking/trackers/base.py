@@ -22,17 +22,19 @@ Feature = Literal[
 
 
 class SigtermWatch(Protocol):
-    """The part of the watch for SIGTERM that a tracker needs. The watch calls `Handle.end_early` on a SIGTERM."""
+    """The part of the watch for SIGTERM that a tracker needs. It calls `Handle.finish_on_signal` on a SIGTERM."""
 
     @property
     def terminated(self) -> bool:
         """Whether the job is being terminated."""
 
-    def renew(self) -> None:
-        """Put the handler back in front, if the function has replaced it. Cheap: called for each row."""
+    def reinstall(self) -> None:
+        """Install our handler again, if the function has replaced it. Cheap: a tracker calls it for each row, first."""
 
-    def await_handler(self, any_thread: bool = False) -> None:
-        """Wait until the signal's handler has run. Called before a run that was ended early is opened again.
+    def wait_for_user_handler(self, any_thread: bool = False) -> None:
+        """Wait until the user's handler has run, which may end the process.
+
+        A tracker calls it before it opens a run again that a signal has ended.
 
         Args:
             any_thread: Wait in other threads than the main thread too.
@@ -44,10 +46,10 @@ class Unwatched:
 
     terminated = False
 
-    def renew(self) -> None:
+    def reinstall(self) -> None:
         """Do nothing."""
 
-    def await_handler(self, any_thread: bool = False) -> None:
+    def wait_for_user_handler(self, any_thread: bool = False) -> None:
         """Do nothing."""
 
 
@@ -66,8 +68,7 @@ class RunRequest:
         facts: What the run's config gains: the job's shape, its restarts, the Flyte execution.
         read_secret: Gives the API key, or None where the user named no secret. For the tracker to call once, if at all.
         may_prompt: Whether somebody sits at this process's terminal, alone, and can be asked for a key.
-        watch: To be renewed whenever something is logged; and to be waited for before a run that was ended early is
-            opened again, since a handler that is still to run may end the process.
+        watch: Watches for SIGTERM. See `SigtermWatch` for what a tracker calls, and when.
         deadline: When the run must be open, in seconds of `time.monotonic`.
     """
 
@@ -125,11 +126,11 @@ class Handle(Protocol):
     def finish(self, exit_code: int) -> None:
         """End the run, which the function's end is: 0 is success, anything else is failure. Called once, and last."""
 
-    def end_early(self, exit_code: int) -> None:
-        """End the run while the function may go on: the job is being terminated. Called from another thread.
+    def finish_on_signal(self, exit_code: int) -> None:
+        """End the run while the function may go on, since the job gets a SIGTERM. Called from another thread.
 
-        What the function logs from then on must not raise; it opens the run again where that can be done. Where the run
-        has ended already, this does nothing.
+        What the function logs afterwards must not raise. It opens the run again if the service can do that. Does
+        nothing if the run has ended already.
         """
 
 

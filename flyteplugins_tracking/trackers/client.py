@@ -14,12 +14,16 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from flyteplugins_tracking.signals import TERMINATED
+from flyteplugins_tracking._util.critical import critical_section
+from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.peers.writers import Writers
 from flyteplugins_tracking.trackers.rows import Values
 
 logger = logging.getLogger(__name__)
+
+# How long a signal waits for a row to be written: an exception in the middle would leave half of it.
+_PATIENCE_S = 1.0
 
 _NOT_OPEN = "is not open here, and what is logged is lost: its function has ended, or is another process's"
 
@@ -100,14 +104,19 @@ class ClientHandle(Handle):
         if self._finished or os.getpid() != self._pid:  # a forked child may have our locks for good
             self._warn(_NOT_OPEN)
             return
-        self.request.watch.renew()
+        self.request.watch.reinstall()
         row = self._values.of(data)
         with self._holding:
             if self._ending:
                 self._held.append((row, step, more))
                 return
         if self._ended:
-            self.request.watch.await_handler()
+            self.request.watch.wait_for_user_handler()
+        self._log_open(row, step, more)
+
+    @critical_section(_PATIENCE_S)
+    def _log_open(self, row: dict[str, Any], step: Any, more: dict[str, Any]) -> None:
+        """Log a row, and open the run again for it if it has ended early."""
         with self._lock:
             if self._finished:  # while the lock was waited for
                 self._warn(_NOT_OPEN)
@@ -131,14 +140,14 @@ class ClientHandle(Handle):
                 if self._held:
                     self._go_on()
                 if not self._ended:
-                    self._end(exit_code)
+                    self._finish(exit_code)
             finally:
                 self._finished = True
                 if self._writers is not None:
                     self._writers.leave()
 
-    def end_early(self, exit_code: int) -> None:
-        """See `Handle.end_early`."""
+    def finish_on_signal(self, exit_code: int) -> None:
+        """See `Handle.finish_on_signal`."""
         with self._lock:
             if self._held:  # while an earlier signal ended it, and nothing was logged since
                 self._go_on()
@@ -146,7 +155,7 @@ class ClientHandle(Handle):
                 return
             with self._holding:
                 self._ending = True
-            self._end(exit_code)
+            self._finish(exit_code)
 
     def _go_on(self) -> None:
         if self._ended:
@@ -166,7 +175,7 @@ class ClientHandle(Handle):
         except Exception:
             self._warn("cannot be logged to; that row is lost")
 
-    def _end(self, exit_code: int) -> None:
+    def _finish(self, exit_code: int) -> None:
         try:
             self.end(exit_code)
         finally:

@@ -15,7 +15,7 @@ from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
-from flyteplugins_tracking.signals import Watch
+from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 from flyteplugins_tracking.testing import RecordingTracker
 
 
@@ -216,25 +216,31 @@ def test_a_loop_that_is_closed_inside_leaves_nothing_of_it_behind(tmp_path):
     assert {path.read_bytes() for path in tmp_path.glob("file-*")} == {b""}
 
 
-@pytest.mark.parametrize("is_renewed", [True, False])
-def test_a_handler_that_calls_ours_says_itself_how_the_function_ends(is_renewed, monkeypatch):
+def test_a_process_with_thousands_of_open_files_is_watched(tmp_path):
+    """Its main thread is in a C call, so that only the thread can end the run."""
+    done = trained(tmp_path, "many_files")
+    assert (done.returncode, [run.exit_code for run in done.runs]) == (143, [143]), done.output
+
+
+@pytest.mark.parametrize("is_reinstalled", [True, False])
+def test_a_handler_that_calls_ours_says_itself_how_the_function_ends(is_reinstalled, monkeypatch):
     """Lightning's does: its loop then ends all ranks behind the same batch, with a checkpoint."""
-    monkeypatch.setattr(Watch, "_end_process_at_last", lambda _: None)
+    monkeypatch.setattr(SigtermWatcher, "_exit_in_the_end", lambda _: None)
     told: list[int] = []
     ended: list[int] = []
-    watch, before = Watch(ended.append), signal.getsignal(signal.SIGTERM)
+    watch, before = SigtermWatcher(ended.append), signal.getsignal(signal.SIGTERM)
     try:
-        assert watch.enter(None, timeout_s=1)
-        watch.settle()
+        assert watch.start(None, timeout_s=1)
+        watch.run_opened()
         chained = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda *received: (told.append(received[0]), chained(*received)))
-        if is_renewed:
-            watch.renew()
+        if is_reinstalled:
+            watch.reinstall()
         signal.raise_signal(signal.SIGTERM)  # unwinds nothing
         until = time.monotonic() + 60
         while not (told and ended) and time.monotonic() < until:
             time.sleep(0.01)
         assert (told, ended[0], watch.terminated) == ([signal.SIGTERM], 143, True)
-        watch.leave()  # nor does this
+        watch.stop()  # nor does this
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -95,8 +95,7 @@ def as_a_called_task() -> None:
     from flyteplugins_tracking import get_run
     from flyteplugins_tracking._config.config import TrackingConfig
     from flyteplugins_tracking._job.plan import plan
-    from flyteplugins_tracking.signals import Watch
-    from flyteplugins_tracking.trackers.base import RunRequest
+    from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
     from flyteplugins_tracking.trackers.registry import find_tracker
 
     tracker = find_tracker("mlflow")
@@ -110,7 +109,7 @@ def as_a_called_task() -> None:
         facts={},
         read_secret=lambda: None,
         may_prompt=False,
-        watch=Watch(lambda _: None),
+        watch=Unwatched(),
         deadline=time.monotonic() + 20,
     )
     handle = tracker.open(request)

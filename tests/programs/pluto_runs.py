@@ -16,8 +16,7 @@ from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import RunPlan
 from flyteplugins_tracking._job.topology import detect
-from flyteplugins_tracking.signals import Watch
-from flyteplugins_tracking.trackers.base import RunRequest
+from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.pluto import TRACKER
 
 DIRECTORY = Path(os.environ["TRAIN_DIR"])
@@ -204,14 +203,14 @@ def late() -> None:
         facts={},
         read_secret=lambda: None,
         may_prompt=False,
-        watch=Watch(lambda _: None),
+        watch=Unwatched(),
         deadline=time.monotonic() + 60,
     )
     info = detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     second = replace(first, plan=replace(first.plan, primary=False), info=info)
     handles = [TRACKER.open(first), TRACKER.open(second)]
     for handle in handles:
-        handle.end_early(143)
+        handle.finish_on_signal(143)
     handles[1].log({"late": 1})
     for handle in handles:
         handle.finish(143)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -238,6 +240,21 @@ def closed_loop() -> None:
     train()
     assert signal.set_wakeup_fd(-1) == -1
     train()
+
+
+def many_files() -> None:
+    """The signal comes in a C call, and the wakeup fd has a number that `select` does not take."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+
+    train()
+    assert files
 
 
 if __name__ == "__main__":

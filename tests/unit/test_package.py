@@ -34,19 +34,7 @@ ROOMS = [
     {"__init__", "send", "compat", "doctor", "testing"},
     {"__main__"},
 ]
-# The arrows that still point the other way.
-EXCEPTIONS: dict[str, set[str]] = {
-    # SIGTERM has its own room soon, with the exit codes and the timeout in `_util`.
-    "_runs/close.py": {"signals", "loop_watch"},
-    "_sweeps/agent.py": {"signals"},
-    "trackers/client.py": {"signals"},
-    "trackers/pluto/run.py": {"_runs"},
-    "trackers/trackio/open.py": {"signals"},
-    "trackers/trackio/run.py": {"_runs"},
-    "trackers/wandb/run.py": {"signals"},
-    "trackers/wandb/shared.py": {"signals"},
-}
-MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name not in ("signals.py", "loop_watch.py")]
+MODULES = sorted(PACKAGE.rglob("*.py"))
 SERVICES = ("wandb", "pluto", "mlflow", "trackio")
 
 
@@ -158,9 +146,8 @@ def allowed_in(room: str) -> set[str]:
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=str(path)[len(str(PACKAGE)) + 1 :]) for path in MODULES])
 def test_a_room_imports_only_the_rooms_below_it(path):
-    name = path.relative_to(PACKAGE).as_posix()
     rooms = {module.partition(".")[0] for module in imports_of(path)}
-    assert rooms - allowed_in(room_of(path)) == EXCEPTIONS.get(name, set())
+    assert rooms <= allowed_in(room_of(path))
 
 
 @pytest.mark.parametrize("service", SERVICES)

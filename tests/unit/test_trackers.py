@@ -219,13 +219,13 @@ def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end
     def train():
         handle = tracker.handle
         handle.may_end.clear()
-        ending = threading.Thread(target=handle.end_early, args=(143,))
+        ending = threading.Thread(target=handle.finish_on_signal, args=(143,))
         ending.start()
         assert handle.ends.wait(60)
         get_run().log({"late": 1})
         handle.may_end.set()
         ending.join(60)
-        handle.end_early(143)  # before the launcher kills, where the function does not return
+        handle.finish_on_signal(143)  # before the launcher kills, where the function does not return
         return list(handle.events)
 
     assert train() == [143, "resume", {"late": 1}, 143]

@@ -108,7 +108,7 @@ class MlflowHandle(ClientHandle):
         if self._finished or os.getpid() != self._pid:
             self._warn("is not open here, and what is logged is lost: its function has ended, or is another process's")
             return
-        self.request.watch.renew()
+        self.request.watch.reinstall()
         self._put(Item(kind, dict(data), 0, now_ms()))
 
     def end(self, exit_code: int) -> None:

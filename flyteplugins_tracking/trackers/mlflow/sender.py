@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.trackers.mlflow.service import RefusedError, Service, UnavailableError, entities
 
 logger = logging.getLogger(__name__)
@@ -223,10 +224,7 @@ def flush_vendors(service: Service, timeout_s: float) -> bool:
         with contextlib.suppress(Exception):
             service.vendors_store.flush_async_logging()
 
-    thread = threading.Thread(target=flush, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return not thread.is_alive()
+    return run_with_timeout(timeout_s, flush)
 
 
 def now_ms() -> int:

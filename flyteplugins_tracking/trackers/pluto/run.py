@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flyteplugins_tracking._runs.close import in_time
+from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of, run_config
@@ -85,7 +85,7 @@ def _open(request: RunRequest) -> tuple[Any, Uploader | None]:
         _authenticate(settings, request)
         _await_service(settings, request)
         os.makedirs(settings.dir, exist_ok=True)
-        op = _in_time(request, settings)
+        op = _init_with_timeout(request, settings)
         try:
             return op, _complete(op, request)
         except BaseException:
@@ -152,7 +152,7 @@ class PlutoHandle(ClientHandle):
     def end(self, exit_code: int) -> None:
         """See `ClientHandle.end`."""
         ending = _Ending(self.run, self._uploader, _CODES.get(exit_code, 1) if self.ends_run else None, self.request)
-        in_time(self.request.config.finish_timeout_s, ending.run)
+        run_with_timeout(self.request.config.finish_timeout_s, ending.run)
         if self._uploader is None or not ending.give_up():
             return
         left = self._uploader.stop(0)
@@ -526,7 +526,7 @@ def _await_service(settings: Any, request: RunRequest) -> None:
     )
 
 
-def _in_time(request: RunRequest, settings: Any) -> Any:
+def _init_with_timeout(request: RunRequest, settings: Any) -> Any:
     """What `_init` gives, before the deadline. What comes later is closed.
 
     Raises:
@@ -547,9 +547,7 @@ def _in_time(request: RunRequest, settings: Any) -> Any:
             type(op).finish(op, 1) if is_failure else type(op).close(op)
             _remove(settings.dir)
 
-    thread = threading.Thread(target=init, daemon=True)
-    thread.start()
-    thread.join(max(0.0, request.deadline - time.monotonic()))
+    run_with_timeout(max(0.0, request.deadline - time.monotonic()), init)
     if "error" in outcome:
         raise _named(outcome["error"])
     if "op" not in outcome and given_up.acquire(blocking=False):
@@ -557,7 +555,6 @@ def _in_time(request: RunRequest, settings: Any) -> Any:
             f"Pluto cannot be used: {settings.url_api} has not answered within "
             f"init_timeout_s={request.config.init_timeout_s:g}. {_CHECK}"
         )
-    thread.join()
     return outcome["op"]
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from flyteplugins_tracking._runs.close import in_time
+from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.trackers.client import refuse_to_pickle
 
 # How long a row waits for others to be written with it: what SIGKILL takes, at most.
@@ -121,7 +121,7 @@ class _OwnWay:
             if monitor is not None:
                 monitor.stop()
         self._stop_flag.set()
-        in_time(max(_RETRY_S, deadline - time.monotonic()), self._flush_until, deadline)
+        run_with_timeout(max(_RETRY_S, deadline - time.monotonic()), self._flush_until, deadline)
 
     def go_on(self) -> None:
         """After `stop`: what is logged from now on is written in the background again."""
@@ -156,7 +156,7 @@ class _OwnWay:
 
     def _get_username(self) -> Any:
         found: list[Any] = []
-        in_time(_USERNAME_S, lambda: found.append(super(_OwnWay, self)._get_username()))  # type: ignore[misc]
+        run_with_timeout(_USERNAME_S, lambda: found.append(super(_OwnWay, self)._get_username()))  # type: ignore[misc]
         return found[0] if found else None
 
     def _flush_queues_inline(self) -> None:

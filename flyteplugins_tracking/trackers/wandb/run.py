@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.signals import TERMINATED
+from flyteplugins_tracking._util.critical import critical_section
+from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.trackers.wandb.options import HOST, without_credentials
 from flyteplugins_tracking.trackers.base import Handle
 
@@ -27,6 +28,8 @@ _ENDINGS = ("finish", "_finish")
 _CHANGING = ("config", "name", "notes", "step", "summary", "tags")
 _CALLBACKS = ("_summary_update_callback", "_config_callback")
 HANDLE = "_flyteplugins_tracking_handle"
+# How long a signal waits for a call of the run to return: an exception out of it would leave the run half written.
+_PATIENCE_S = 1.0
 # How long the JSON of a config may be that is handed to each task that a task calls.
 _MOST_CONFIG = 16_384
 
@@ -84,18 +87,18 @@ class WandbHandle(Handle):
                 self._replay()
             try:
                 if self._is_ours and not self._ended.is_set():
-                    self._end_alive(exit_code)
+                    self._finish_alive(exit_code)
             finally:
                 self._let_go()
 
-    def end_early(self, exit_code: int) -> None:
-        """See `Handle.end_early`."""
+    def finish_on_signal(self, exit_code: int) -> None:
+        """See `Handle.finish_on_signal`."""
         with self._lock:
             if self._ended.is_set() or not self._is_ours:
                 return
             self._closing = True
             self._await_callers()
-            self._end_alive(exit_code, stays_global=True)
+            self._finish_alive(exit_code, stays_global=True)
 
     def may_end(self) -> bool:
         """Whether the run's own `finish` ends it. What the frameworks call while the function runs does nothing.
@@ -106,7 +109,13 @@ class WandbHandle(Handle):
 
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods, and open the run again for it where it has ended early."""
-        self._request.watch.renew()
+        self._request.watch.reinstall()
+        is_done, result = self._call_open(method, args, kwargs)
+        return result if is_done else self._call_late(method, args, kwargs)
+
+    @critical_section(_PATIENCE_S)
+    def _call_open(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Call the method if the run is open. Returns whether it was, and what the method returned."""
         thread, opening = threading.get_ident(), self._openings
         is_outermost = thread not in self._callers
         self._callers.add(thread)
@@ -115,7 +124,7 @@ class WandbHandle(Handle):
                 if method.__name__ == "define_metric":
                     self._definitions.append(lambda: method(self.run, *args, **kwargs))
                 with _TornDownIsTold(self.run):
-                    return method(self.run, *args, **kwargs)
+                    return True, method(self.run, *args, **kwargs)
         except service_gone() as error:
             if self._ender == thread or not is_outermost:
                 raise
@@ -123,7 +132,7 @@ class WandbHandle(Handle):
         finally:
             if is_outermost:
                 self._callers.discard(thread)
-        return self._call_late(method, args, kwargs)
+        return False, None
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Use a property or callback that can change the run, and open the run again where it has ended early."""
@@ -139,7 +148,7 @@ class WandbHandle(Handle):
         return self._call_late(accessor, args, kwargs)
 
     def _call_late(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._request.watch.await_handler()
+        self._request.watch.wait_for_user_handler()
         if method.__name__ == "log" and self._hold(method, args, kwargs):
             return None
         with self._lock:
@@ -209,10 +218,10 @@ class WandbHandle(Handle):
         while self._callers - {threading.get_ident()} and time.monotonic() < until:
             time.sleep(0.001)
 
-    def _end_alive(self, exit_code: int, stays_global: bool = False) -> None:
+    def _finish_alive(self, exit_code: int, stays_global: bool = False) -> None:
         """End the run; where `wandb.teardown` has ended it with a status of its own, in another wandb-core."""
         try:
-            self._end(exit_code, stays_global)
+            self._finish_run(exit_code, stays_global)
         except service_gone() as error:
             if not _was_torn_down(error):
                 raise
@@ -221,9 +230,9 @@ class WandbHandle(Handle):
             self._reopen()
             if not self._lost:
                 self._closing = True
-                self._end(exit_code, stays_global)
+                self._finish_run(exit_code, stays_global)
 
-    def _end(self, exit_code: int, stays_global: bool = False) -> None:
+    def _finish_run(self, exit_code: int, stays_global: bool = False) -> None:
         self._ender = threading.get_ident()
         try:
             with _TornDownIsTold(self.run):
@@ -244,6 +253,7 @@ class WandbHandle(Handle):
             self._ender = 0
             self._ended.set()
 
+    @critical_section(_PATIENCE_S)
     def _reopen(self) -> None:
         """Go on with the run, in the object that the function holds."""
         if self._lost or not self._ended.is_set():

@@ -25,7 +25,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.peers.node import Guest, HandoverError, Host, HostExistsError
-from flyteplugins_tracking.signals import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.trackers.peers.role import Place
 from flyteplugins_tracking.trackers.rows import Rows
 from flyteplugins_tracking.trackers.wandb.run import (
@@ -272,10 +272,10 @@ class SharedHandle(WandbHandle):
                 host.missing,
             )
 
-    def _end(self, exit_code: int, stays_global: bool = False) -> None:
+    def _finish_run(self, exit_code: int, stays_global: bool = False) -> None:
         if self._host is not None:
             self._host.pause()
-        super()._end(exit_code, stays_global)
+        super()._finish_run(exit_code, stays_global)
 
     def _adopt(self, reopened: Any) -> None:
         super()._adopt(reopened)
@@ -284,7 +284,7 @@ class SharedHandle(WandbHandle):
 
     def _asked(self, unreachable: str) -> None:
         """A neighbour logs to the run that was ended early, or cannot reach the wandb-core that was `unreachable`."""
-        self._request.watch.await_handler(any_thread=True)
+        self._request.watch.wait_for_user_handler(any_thread=True)
         try:
             with self._lock:
                 if self._has_left:
@@ -364,8 +364,8 @@ class GuestHandle(Handle):
         self._guest.leave()
         self._undress()
 
-    def end_early(self, exit_code: int) -> None:  # noqa: ARG002 the host's decides
-        """See `Handle.end_early`. What this rank has logged is to reach it."""
+    def finish_on_signal(self, exit_code: int) -> None:  # noqa: ARG002 the host's decides
+        """See `Handle.finish_on_signal`. What this rank has logged is to reach it."""
         self._flush(_FLUSH_S)
 
     def may_end(self) -> bool:
@@ -377,7 +377,7 @@ class GuestHandle(Handle):
         if os.getpid() != self._pid:  # a forked child, which attaches by itself
             with _told(self._service):
                 return method(self.run, *args, **kwargs)
-        self._request.watch.renew()
+        self._request.watch.reinstall()
         if method.__name__ == "log":
             return self._rows.log(self._row, *args, **kwargs)
         if method.__name__ == "define_metric":
@@ -414,7 +414,7 @@ class GuestHandle(Handle):
                 # The writer has been told to end, so that this process will be: a row that is held may be lost with it.
                 self._ask()
                 self._changed.wait_for(lambda: self._state != "paused", _ANSWER_S)
-            self._request.watch.await_handler()
+            self._request.watch.wait_for_user_handler()
 
     def _use(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for _ in range(2):

@@ -1,0 +1,87 @@
+"""The wakeup fd: the file to which the interpreter writes the number of each signal, wherever the main thread is."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from contextlib import suppress
+
+
+class WakeupFd:
+    """A pipe of ours that takes the place of the process's wakeup fd, such as an asyncio loop's.
+
+    Attributes:
+        reader: The end that can be read when a signal has come.
+    """
+
+    def __init__(self) -> None:
+        """Make the pipe. It receives nothing until `divert`, which the main thread must call, as `give_back`."""
+        self.reader, self._writer = os.pipe()
+        for end in (self.reader, self._writer):
+            os.set_blocking(end, False)
+        # The wakeup fd of somebody else: its number, to be given back, and a duplicate, to be written to. The number
+        # may be another file's by then.
+        self._number = self._duplicate = -1
+
+    @property
+    def has_replaced(self) -> bool:
+        """Whether somebody else had a wakeup fd, to which signals are to be forwarded."""
+        return self._duplicate != -1
+
+    def divert(self) -> None:
+        """Receive the signals from now on; called again, also if somebody has set another wakeup fd since."""
+        current = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if current != self._writer:
+            self._remember(current)
+
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """Wait for signals. Returns their numbers, and nothing if none has come after `timeout_s` seconds."""
+        poll = select.poll()  # `select` takes no file of a number above 1023
+        poll.register(self.reader, select.POLLIN)
+        poll.poll(None if timeout_s is None else timeout_s * 1000)
+        return self.received()
+
+    def received(self) -> bytes:
+        """The numbers of the signals that have come since the last call."""
+        with suppress(BlockingIOError):
+            return os.read(self.reader, 512)
+        return b""
+
+    def add(self, number: int) -> None:
+        """Have this number received, as if the signal had come.
+
+        Raises:
+            BlockingIOError: The pipe is full.
+        """
+        os.write(self._writer, bytes([number]))
+
+    def forward(self, signals: bytes) -> None:
+        """Pass these numbers on to the wakeup fd that was replaced."""
+        if signals and self.has_replaced:
+            with suppress(OSError):
+                os.write(self._duplicate, signals)
+
+    def give_back(self) -> None:
+        """Put the replaced wakeup fd back, unless somebody has set another one or its number is another file's."""
+        current = signal.set_wakeup_fd(-1)
+        if current != self._writer:
+            signal.set_wakeup_fd(current, warn_on_full_buffer=False)
+        elif self.has_replaced:
+            with suppress(OSError, ValueError):  # closed since
+                if os.path.sameopenfile(self._number, self._duplicate):
+                    signal.set_wakeup_fd(self._number, warn_on_full_buffer=False)
+
+    def close(self) -> None:
+        """Close the pipe. A forked child closes its own copy after `give_back`."""
+        for end in (self.reader, self._writer):
+            os.close(end)
+        self._remember(-1)
+
+    def _remember(self, number: int) -> None:
+        if self.has_replaced:
+            os.close(self._duplicate)
+        self._number = self._duplicate = -1
+        if number != -1:
+            with suppress(OSError):  # closed already
+                self._number, self._duplicate = number, os.dup(number)

@@ -1,0 +1,139 @@
+"""SIGTERM at each point of a run's life: wherever it finds the main thread, no run stays open."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import flyteplugins_tracking
+from flyteplugins_tracking import tracking_init
+from flyteplugins_tracking._runs import calls
+from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher, is_watched
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+
+WATCHED_FILES = (str(Path(flyteplugins_tracking.__file__).parent), contextlib.__file__, __file__)
+
+
+class EndedRun(Handle):
+    """Knows how often it was finished, and with what."""
+
+    def __init__(self, run_id: str) -> None:
+        self.id, self.run = run_id, self
+        self.exit_codes: list[int] = []
+        self.finished = 0  # how often `finish` was called
+
+    def finish(self, exit_code: int) -> None:
+        self.finished += 1
+        self.exit_codes.append(exit_code)
+
+    def finish_on_signal(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
+
+
+class EndsRecorder(Tracker):
+    """Claims and signals stay the real ones, as they would not with the test kit's fixture."""
+
+    name = title = "ends"
+
+    def __init__(self) -> None:
+        self.runs: list[EndedRun] = []
+
+    def open(self, request: RunRequest) -> EndedRun:
+        run = EndedRun(str(request.plan.run_id))
+        self.runs.append(run)
+        return run
+
+
+def signalled_at(point: int, function: Callable[[], Any]) -> tuple[bool, BaseException | None]:
+    """Call `function`, and send it a SIGTERM at this point. Returns whether it has that point, and what it raised.
+
+    The points are the begins and ends of functions in the package, in contextlib and here, while SIGTERM is watched.
+    CPython runs signal handlers when a function begins, behind a call of a C function, and at a loop's next round.
+    """
+    points, has_point, raised = itertools.count(), False, None
+
+    def at_event(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal has_point
+        is_point = event != "c_call" and frame.f_code.co_filename.startswith(WATCHED_FILES) and is_watched()
+        if not has_point and is_point and next(points) == point:
+            has_point = True
+            signal.raise_signal(signal.SIGTERM)
+
+    sys.setprofile(at_event)
+    try:
+        function()
+    except BaseException as error:
+        raised = error
+    finally:
+        sys.setprofile(None)
+    return has_point, raised
+
+
+def state() -> tuple[Any, ...]:
+    """What a function leaves as it was."""
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    return signal.getsignal(signal.SIGTERM), wakeup, threading.active_count(), calls.owners(), calls.current.get()
+
+
+def exit_with_5(*_: Any) -> None:
+    raise SystemExit(5)
+
+
+def give_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the frames of the package show names of modules that it does not have, as after a move."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "flyteplugins_tracking":
+            monkeypatch.setitem(vars(module), "__name__", f"moved_{abs(hash(name))}")
+
+
+@pytest.mark.parametrize(
+    ("handler", "status", "is_moved"),
+    [(signal.SIG_DFL, 143, False), (signal.SIG_DFL, 143, True), (exit_with_5, 5, False)],
+    ids=["no handler", "no handler, modules moved", "a handler that raises"],
+)
+def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before(
+    monkeypatch, handler, status, is_moved
+):
+    """In a run's opening and closing, between these and the function, in the function, and in one that it calls."""
+    monkeypatch.setattr(SigtermWatcher, "_exit_in_the_end", lambda _: None)
+    tracker, own = EndsRecorder(), signal.getsignal(signal.SIGTERM)
+
+    @tracking_init(tracker=tracker, project="tests", id="inner", run_mode="new")
+    def inner() -> None:
+        pass
+
+    @tracking_init(tracker=tracker, project="tests", id="outer")
+    def outer() -> None:
+        inner()
+
+    try:
+        signal.signal(signal.SIGTERM, handler)
+        outer()  # loads what is loaded on first use
+        if is_moved:
+            give_other_names(monkeypatch)
+        before, statuses = state(), set()
+        for point in itertools.count():
+            tracker.runs.clear()
+            has_point, raised = signalled_at(point, outer)
+            assert (None if raised is None else type(raised), has_point) in [(SystemExit, True), (None, False)], raised
+            assert state() == before, point
+            assert tracker.runs, point
+            assert all(run.finished == 1 for run in tracker.runs), point
+            statuses |= {run.exit_codes[-1] for run in tracker.runs}
+            if not has_point:
+                break
+            assert raised.code == status, point
+    finally:
+        signal.signal(signal.SIGTERM, own)
+    assert point > 200
+    assert statuses == {0, 143}
