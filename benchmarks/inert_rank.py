@@ -5,13 +5,14 @@ make bench ROWS=inert_rank
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import peers
 from child import measured, rank_of_eight
-from paired import Figures, Found, Goal, Quantity, Result, difference, in_turn, publish, table
+from paired import Figures, Found, Goal, Quantity, Result, difference, in_turn, median, publish, table
 
-PAIRS = 11
+PAIRS = 7
 OURS, UNDECORATED, PEER = KINDS = ("ours", "undecorated", "flyteplugins-wandb")
 DECORATOR = {
     OURS: 'from flyteplugins_tracking import tracking_init; decorator = tracking_init(project="bench")',
@@ -19,6 +20,13 @@ DECORATOR = {
     PEER: 'from flyteplugins.wandb import wandb_init; decorator = wandb_init(project="bench")',
 }
 # Texts and no modules of the benchmarks: a child imports what its script does, and nothing else.
+TORCH = "import torch, torch.distributed\n"
+FLYTE = """\
+import flyte
+from flyte._context import internal_ctx
+from flyte.models import ActionID, RawDataPath, TaskContext
+from flyte.report import Report
+"""
 FUNCTION = """\
 {decorator}
 @decorator
@@ -28,10 +36,6 @@ train()
 """
 # As a worker of Elastic calls a task's function: see `launcher_entrypoint` of flyteplugins-pytorch.
 TASK = """\
-import flyte
-from flyte._context import internal_ctx
-from flyte.models import ActionID, RawDataPath, TaskContext
-from flyte.report import Report
 {decorator}
 class Elastic:
     nnodes, nproc_per_node = 1, 8
@@ -47,79 +51,109 @@ context = TaskContext(
 with internal_ctx().replace_task_context(context):
     train.func()
 """
-# Its own high-water mark: what the system tells the parent of a child begins with the parent's own memory.
-PEAK = """
-mark = open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]
-open("figures.json", "w").write('{"peak_mib": %f}' % (int(mark) / 1024))
+# The costs of what stands between the two, in this process and in the helpers that it has waited for.
+BEFORE = """\
+import os, time
+def costs():
+    times = os.times()
+    resident = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return time.process_time() + times.children_user + times.children_system, resident
+cpu_s, resident = costs()
+"""
+AFTER = """\
+now_s, now_resident = costs()
+figures = '{"cpu_ms": %f, "rss_mib": %f}' % ((now_s - cpu_s) * 1e3, (now_resident - resident) / 2**20)
+open("figures.json", "w").write(figures)
 """
 COUNTED = """\
-import sys, threading
-events, started, start = [], [], threading.Thread.start
-sys.addaudithook(lambda event, _: events.append(event))
+import os, sys, threading
+events, written, started, start, loaded = [], [], [], threading.Thread.start, set(sys.modules)
+def see(event, arguments):
+    events.append(event)
+    if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+        written.append(arguments[0])
+sys.addaudithook(see)
 threading.Thread.start = lambda thread: started.append(thread) or start(thread)
 """
 COUNTS = """
 processes = sum(event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.system") for event in events)
-open("figures.json", "w").write('{"processes": %d, "threads": %d}' % (processes, len(started)))
+packages = {name.partition(".")[0] for name in set(sys.modules) - loaded} - {"flyteplugins_tracking"}
+foreign = len(packages - sys.stdlib_module_names)
+figures = (processes, len(started), len(written), foreign)
+open("figures.json", "w").write('{"processes": %d, "threads": %d, "files": %d, "foreign": %d}' % figures)
 """
+COUNTED_KEYS = ("processes", "threads", "files", "foreign")
 QUANTITIES = (
-    Quantity("wall_ms", "process start to end, ms"),
-    Quantity("cpu_ms", "CPU with its children's, ms"),
-    Quantity("peak_mib", "its own memory at most (RSS), MiB"),
+    Quantity("cpu_ms", "CPU, ms"),
+    Quantity("rss_mib", "memory (RSS), MiB"),
     Quantity("processes", "processes that it starts", "{:.0f}"),
     Quantity("threads", "threads that it starts", "{:.0f}"),
+    Quantity("files", "files that it opens to write", "{:.0f}"),
+    Quantity("foreign", "packages that it loads: not its own, not the standard library's", "{:.0f}"),
 )
 
 
-def measure(python: Path, text: str, kind: str) -> Figures:
-    script = text.format(decorator=DECORATOR[kind])
-    found = measured(python, "-c", script + PEAK, variables=rank_of_eight(1))
-    return {"wall_ms": found["wall_s"] * 1e3, "cpu_ms": found["cpu_s"] * 1e3, "peak_mib": found["peak_mib"]}
+@dataclass(frozen=True)
+class Case:
+    """A process that calls a function: what it has imported before, how it calls it, and what that may cost."""
+
+    title: str
+    before: str
+    script: str
+    limit_ms: float
+    limit_mib: float | None = None
 
 
-def counts(python: Path, text: str, kind: str) -> Figures:
-    """In a run of its own, which the watching would make slower, and which warms the file cache."""
-    script = COUNTED + text.format(decorator=DECORATOR[kind]) + COUNTS
-    found = measured(python, "-c", script, variables=rank_of_eight(1))
-    return {"processes": found["processes"], "threads": found["threads"]}
+CASES = (
+    Case("a plain function, torch imported", TORCH, FUNCTION, 15, 1),
+    Case("in a worker of a Flyte 2 task, torch imported", TORCH + FLYTE, TASK, 15, 1),
+    Case("a plain function, bare interpreter", "", FUNCTION, 40),
+)
 
 
-def compared(python: Path, text: str) -> dict[str, list[Figures]]:
-    counted = {kind: counts(python, text, kind) for kind in KINDS}
-    return in_turn(KINDS, lambda kind: {**measure(python, text, kind), **counted[kind]}, PAIRS)
+def measure(python: Path, case: Case, kind: str, before: str = BEFORE, after: str = AFTER) -> Figures:
+    script = case.before + before + case.script.format(decorator=DECORATOR[kind]) + after
+    return {**measured(python, "-c", script, variables=rank_of_eight(1))}
 
 
-def goals(where: str, found: Found) -> list[Goal]:
-    wall, mib = (difference(found, key, OURS, UNDECORATED) for key in ("wall_ms", "peak_mib"))
-    peer_wall, peer_mib = (difference(found, key, PEER, UNDECORATED) for key in ("wall_ms", "peak_mib"))
-    # What cannot be told from nothing counts as a little, not as a negative or endless ratio.
-    times, mib_times = peer_wall / max(wall, 0.5), peer_mib / max(mib, 0.1)
+def compared(python: Path, case: Case) -> dict[str, list[Figures]]:
+    # Counted in a run of its own, which the watching would make slower, and which warms the file cache.
+    counts = {kind: measure(python, case, kind, COUNTED, COUNTS) for kind in KINDS}
+    counted = {kind: {key: counts[kind][key] for key in COUNTED_KEYS} for kind in KINDS}
+    return in_turn(KINDS, lambda kind: {**measure(python, case, kind), **counted[kind]}, PAIRS)
+
+
+def goals(case: Case, found: Found) -> list[Goal]:
+    ms, mib = (difference(found, key, OURS, UNDECORATED) for key in ("cpu_ms", "rss_mib"))
+    peer_ms = difference(found, "cpu_ms", PEER, UNDECORATED)
+    started = sum(median(found, OURS, key) for key in COUNTED_KEYS)
+    memory = "" if case.limit_mib is None else f", {case.limit_mib:.0f} MiB"
     return [
         Goal(
-            f"a rank that logs nothing, {where}, over undecorated",
-            "15 ms, 3 MiB",
-            f"{wall:.1f} ms, {mib:.1f} MiB",
-            wall <= 15 and mib <= 3,
+            f"a rank that logs nothing, {case.title}, over undecorated",
+            f"{case.limit_ms:.0f} ms of CPU{memory}; no process, thread, file or vendor",
+            f"{ms:.1f} ms{f', {mib:.1f} MiB' if memory else ''}; {started:.0f} of these",
+            ms <= case.limit_ms and (case.limit_mib is None or mib <= case.limit_mib) and not started,
         ),
         Goal(
-            f"a rank that logs nothing, {where}, against {PEER}",
-            "20x less time and memory",
-            f"{times:.0f}x less time, {mib_times:.0f}x less memory",
-            times >= 20 and mib_times >= 20,
+            f"a rank that logs nothing, {case.title}, against {PEER}",
+            "20x less CPU",
+            f"{peer_ms / max(ms, 0.5):.0f}x less CPU",  # what cannot be told from nothing counts as a little
+            peer_ms / max(ms, 0.5) >= 20,
         ),
     ]
 
 
 def main() -> None:
     python = peers.python(PEER)
-    plain, task = compared(python, FUNCTION), compared(python, TASK)
+    found = {case: compared(python, case) for case in CASES}
+    tables = "\n\n".join(table(case.title, QUANTITIES, figures) for case, figures in found.items())
     publish(
         "inert_rank",
         Result(
-            f"{PAIRS} pairs.\n\n{table('a plain function', QUANTITIES, plain)}\n\n"
-            f"{table('in a worker of a Flyte 2 task', QUANTITIES, task)}",
-            [*goals("a plain function", plain), *goals("a worker of a Flyte 2 task", task)],
-            {**{f"function, {kind}": plain[kind] for kind in KINDS}, **{f"task, {kind}": task[kind] for kind in KINDS}},
+            f"{PAIRS} pairs.\n\n{tables}",
+            [goal for case, figures in found.items() for goal in goals(case, figures)],
+            {f"{case.title}, {kind}": figures[kind] for case, figures in found.items() for kind in KINDS},
         ),
     )
 

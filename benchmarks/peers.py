@@ -14,7 +14,7 @@ ENVIRONMENTS = Path(os.environ.get("BENCH_ENVIRONMENTS", ROOT / ".bench"))
 # torch goes first and alone, at the pinned version: what depends on it would take the newest one.
 PEERS: dict[str, list[list[str]]] = {
     "wandb": [["wandb"]],
-    "flyteplugins-wandb": [["flyteplugins-wandb~=2.12.0"]],
+    "flyteplugins-wandb": [["torch", "numpy"], ["flyteplugins-wandb~=2.12.0"]],
     "flytekitplugins-wandb": [
         ["torch", "numpy"],
         ["flytekitplugins-wandb~=1.16.0", "flytekit", "flytekitplugins-kfpytorch", "psutil"],
