@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.peers.writers import Writers
-from flyteplugins_tracking.trackers.rows import Values
+from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ClientHandle(Handle):
             others are sent later and alone, to a service for which whoever attaches begins the run again.
     """
 
-    def __init__(self, request: RunRequest, title: str, values: Values | None = None) -> None:
+    def __init__(self, request: RunRequest, title: str, values: MetricSanitizer | None = None) -> None:
         """Called when the run is open.
 
         Args:
@@ -71,7 +71,7 @@ class ClientHandle(Handle):
         self.ends_run = request.plan.primary
         self._title = title
         prefix = prefix_of(request)
-        self._values = values or Values(title, prefix)
+        self._values = values or MetricSanitizer(title, prefix)
         self._writers = Writers.of_ranks(request, title)
         self._lock = threading.RLock()  # held while the run is written to, ended or resumed
         self._holding = threading.RLock()  # held to look at the state and at what is held at once
@@ -101,7 +101,7 @@ class ClientHandle(Handle):
             self._warn(_NOT_OPEN)
             return
         self.request.watch.renew()
-        row = self._values.of(data)
+        row = self._values.clean(data)
         with self._holding:
             if self._ending:
                 self._held.append((row, step, more))

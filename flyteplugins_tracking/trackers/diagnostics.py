@@ -17,22 +17,22 @@ NO_WORKING_DIRECTORY = "the working directory has been removed"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnostic:
     """Something that is wrong, or worth knowing.
 
     Attributes:
         level: "error": what is asked for cannot work. "warning": it may not be what is meant. "note": good to know.
         text: What is wrong, with the value.
-        mend: What to do, as a command where there is one.
+        fix: What to do, as a command where there is one.
     """
 
     level: Level
     text: str
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)
-class Examination:
+class Diagnosis:
     """What a tracker finds in its environment, without an effect on anything.
 
     Attributes:
@@ -41,14 +41,14 @@ class Examination:
         is_chosen: Whether somebody has set this tracker up here: by a key, a server or another variable.
         reach: Asks the server, within so many seconds and without a key, and raises what says why it cannot be used.
             None where there is nothing to ask.
-        findings: What is wrong.
+        diagnostics: What is wrong.
     """
 
     place: str | None = None
     credentials: str | None = None
     is_chosen: bool = False
     reach: Callable[[float], object] | None = None
-    findings: tuple[Finding, ...] = ()
+    diagnostics: tuple[Diagnostic, ...] = ()
 
 
 class Answer(NamedTuple):
@@ -120,7 +120,7 @@ def ask(url: str, timeout_s: float, data: bytes | None = None) -> Answer:
         raise NotReachedError(f"it does not answer: {getattr(error, 'reason', None) or error}") from None
 
 
-def obstacle(directory: str) -> str | None:
+def why_unwritable(directory: str) -> str | None:
     """Why files cannot be written below `directory`, which need not be there yet; None where they can."""
     try:
         place = os.path.abspath(os.path.expanduser(directory))

@@ -134,7 +134,7 @@ class LocalHandle(ClientHandle):
         try:
             json.dumps(value)
         except (TypeError, ValueError):
-            self._values.tell(key, f"a {type(value).__name__} is left out: the run is logged to files, as JSON")
+            self._values.warn_once(key, f"a {type(value).__name__} is left out: the run is logged to files, as JSON")
             return False
         return True
 

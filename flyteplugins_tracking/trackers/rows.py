@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 Log = Callable[[Any], Any]
 
 
-class Rows:
+class RowBuffer:
     """One rank's rows.
 
     A run has one step counter, and a service drops what is below it: another rank may be ahead. So `step=` becomes a
@@ -88,7 +88,7 @@ class Rows:
             define()
 
 
-class Values:
+class MetricSanitizer:
     """One rank's rows, on their way to a service that takes numbers."""
 
     def __init__(self, title: str, prefix: str = "", odd_floats: str | None = None) -> None:
@@ -104,7 +104,7 @@ class Values:
         self._odd_floats = odd_floats
         self._told: set[str] = set()
 
-    def of(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """The row of `data`: numbers, of NumPy and torch too, as Python's; and what else the service may take.
 
         Raises:
@@ -119,7 +119,7 @@ class Values:
                 row[self._prefix + key] = plain
         return row
 
-    def tell(self, key: str, what: str) -> None:
+    def warn_once(self, key: str, what: str) -> None:
         """Warn about the values of `key`, once."""
         if key not in self._told:
             self._told.add(key)
@@ -131,16 +131,16 @@ class Values:
         else:
             plain = self._unusual(key, value)
         if isinstance(plain, float) and self._odd_floats is not None and not math.isfinite(plain):
-            self.tell(key, f"{plain} is {self._odd_floats}")
+            self.warn_once(key, f"{plain} is {self._odd_floats}")
         return plain
 
     def _unusual(self, key: str, value: Any) -> Any:
         if value is None:
-            self.tell(key, "None is no value: it is left out")
+            self.warn_once(key, "None is no value: it is left out")
             return None
         if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # of NumPy and torch
             value = value.item()
         if isinstance(value, bool):
-            self.tell(key, "a truth value is no number: it is logged as 1 or 0")
+            self.warn_once(key, "a truth value is no number: it is logged as 1 or 0")
             return int(value)
         return value

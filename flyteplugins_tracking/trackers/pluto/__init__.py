@@ -13,7 +13,7 @@ from flyteplugins_tracking._job.plan import Page
 from flyteplugins_tracking._util.checks import check_text
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
-from flyteplugins_tracking.trackers.diagnostics import Examination
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
 # The parameters of pluto.init that the decorator does not take by name, and that choose no run: a test compares.
 INIT_ARGUMENTS = frozenset({"dir", "settings", "fork_run_id", "fork_step", "inherit_config", "inherit_tags"})
@@ -33,7 +33,7 @@ class PlutoTracker(Tracker):
     distribution = '"flyteplugins-tracking[pluto]"'
     run_id_variables = ("PLUTO_RUN_ID", "MLOP_RUN_ID")
     arguments = INIT_ARGUMENTS | {_ORGANIZATION}
-    lacks = {  # noqa: RUF012 as the protocol has it
+    unsupported = {  # noqa: RUF012 as the protocol has it
         "sweeps": "pluto.sweep and pluto.agent run trials by themselves, in one process",
         "config file": "it reads none. Pass config= as a mapping",
         "allow_config": "it merges changes of the config by reading and writing it, so that one of two ranks' is lost",
@@ -67,19 +67,19 @@ class PlutoTracker(Tracker):
         address = f"{host}/o/{quote(organization, safe='{}')}"
         return f"{address}/projects/{quote(config.project, safe='{}')}" if config.project else address
 
-    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
-        """See `Tracker.pass_on`."""
+    def export_run(self, run: Any) -> Mapping[str, Any] | None:
+        """See `Tracker.export_run`."""
         from flyteplugins_tracking.trackers.client import Run
 
         if isinstance(run, Run) or run.id is None:
             return None  # it is in local files, or nowhere
         return {"id": run.run_id, "project": run.settings.project}
 
-    def examine(self) -> Examination:
-        """See `Tracker.examine`."""
-        from flyteplugins_tracking.trackers.pluto.diagnose import examine
+    def diagnose(self) -> Diagnosis:
+        """See `Tracker.diagnose`."""
+        from flyteplugins_tracking.trackers.pluto.diagnose import diagnose
 
-        return examine()
+        return diagnose()
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""

@@ -9,24 +9,24 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from flyteplugins_tracking.trackers import diagnostics
-from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, NotReachedError
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
 
 # https://github.com/Trainy-ai/pluto, _DEFAULT_URL_API of version 0.0.29.
 _SERVER = "https://pluto-api.trainy.ai"
 _SERVERS = ("APP", "API", "INGEST", "PY")
 
 
-def examine() -> Examination:
-    """See `Tracker.examine`."""
+def diagnose() -> Diagnosis:
+    """See `Tracker.diagnose`."""
     given = {name: _variable(f"URL_{name}") for name in _SERVERS}
     address = diagnostics.without_credentials(given["API"] or _SERVER)
     where, key = _key()
-    return Examination(
+    return Diagnosis(
         place=address,
         credentials=diagnostics.found_key(where, key) if key else None,
         is_chosen=bool(key) or any(given.values()),
         reach=functools.partial(_reach, address),
-        findings=(*_of_key(key), *_of_servers(given), *_of_files()),
+        diagnostics=(*_of_key(key), *_of_servers(given), *_of_files()),
     )
 
 
@@ -46,30 +46,30 @@ def _key() -> tuple[str, str]:
     return "", ""
 
 
-def _of_key(key: str) -> Iterator[Finding]:
+def _of_key(key: str) -> Iterator[Diagnostic]:
     if not key:
-        yield Finding(
+        yield Diagnostic(
             "error",
             "Pluto: there is no API key: PLUTO_API_KEY is not set, and `pluto login` has stored none in a file",
             "pluto login, or export PLUTO_API_KEY=..., or secret= of tracking_init",
         )
 
 
-def _of_servers(given: dict[str, str | None]) -> Iterator[Finding]:
+def _of_servers(given: dict[str, str | None]) -> Iterator[Diagnostic]:
     missing = [f"PLUTO_URL_{name}" for name, value in given.items() if not value]
     if missing and len(missing) < len(given):
-        yield Finding(
+        yield Diagnostic(
             "error",
             f"Pluto: {', '.join(missing)} not set, though others are: a part of each run goes to Pluto's own servers",
             f"export {' '.join(f'{name}=...' for name in missing)}",
         )
 
 
-def _of_files() -> Iterator[Finding]:
+def _of_files() -> Iterator[Diagnostic]:
     folder = _variable("DIR") or os.curdir
-    why = diagnostics.obstacle(folder)
+    why = diagnostics.why_unwritable(folder)
     if why is not None:
-        yield Finding("error", f"Pluto keeps its files in {folder}: {why}", "export PLUTO_DIR=/a/directory")
+        yield Diagnostic("error", f"Pluto keeps its files in {folder}: {why}", "export PLUTO_DIR=/a/directory")
 
 
 def _reach(address: str, timeout_s: float) -> None:

@@ -29,7 +29,7 @@ from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of, run_config
 from flyteplugins_tracking.trackers.journal import Journal, how_to_send
 from flyteplugins_tracking.trackers.pluto.uploader import POST, unsent
-from flyteplugins_tracking.trackers.rows import Values
+from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class PlutoHandle(ClientHandle):
     """An open run of this process."""
 
     def __init__(self, request: RunRequest, tracker: Tracker, op: Any, uploader: Uploader | None) -> None:
-        super().__init__(request, _TITLE, PlutoValues(_TITLE, prefix_of(request)))
+        super().__init__(request, _TITLE, PlutoSanitizer(_TITLE, prefix_of(request)))
         self.run = op
         self._tracker = tracker
         self._uploader = uploader
@@ -202,7 +202,7 @@ class PlutoHandle(ClientHandle):
     def _leave_to_primary(self, name: str, *_: Any, **__: Any) -> None:
         if self.request.info is not None:
             raise ConfigError(f"{name}() is for the run's primary rank: the service would lose what another rank says")
-        self._values.tell(f"{name}()", "the run is the calling task's: what this task says is not sent")
+        self._values.warn_once(f"{name}()", "the run is the calling task's: what this task says is not sent")
 
     def _keep(self, exit_code: int) -> None:
         """Write what is left in the queue to files that can be sent from any place."""
@@ -221,20 +221,20 @@ class PlutoHandle(ClientHandle):
         self._kept = journal.directory
 
 
-class PlutoValues(Values):
+class PlutoSanitizer(MetricSanitizer):
     """A rank's rows: what Pluto's client drops without a word is said."""
 
     def __init__(self, title: str, prefix: str) -> None:
         super().__init__(title, prefix, odd_floats="stored, and left out of Pluto's charts and statistics")
 
-    def of(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Values.of`."""
-        row = super().of(data)
+    def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """See `MetricSanitizer.clean`."""
+        row = super().clean(data)
         return {key: plain for key, value in row.items() if (plain := self._taken(key, value)) is not None}
 
     def _taken(self, key: str, value: Any) -> Any:
         if not (key.isascii() and key.isprintable()):
-            self.tell(key, "Pluto has '-' for each character of a key that is not printable ASCII")
+            self.warn_once(key, "Pluto has '-' for each character of a key that is not printable ASCII")
         if isinstance(value, int) and abs(value) >= _LARGEST_INT:
             return float(value)
         if isinstance(value, (int, float)):
@@ -243,10 +243,10 @@ class PlutoValues(Values):
 
         items = value if isinstance(value, list) else [value]
         if isinstance(value, list) and any(isinstance(item, (int, float)) for item in items):
-            self.tell(key, "of a list, Pluto keeps the last number only")
+            self.warn_once(key, "of a list, Pluto keeps the last number only")
         if items and all(isinstance(item, (int, float, str, File, Data)) for item in items):
             return value
-        self.tell(key, f"a {type(value).__name__} is no number, text or media of Pluto's: it is left out")
+        self.warn_once(key, f"a {type(value).__name__} is no number, text or media of Pluto's: it is left out")
         return None
 
 
@@ -265,13 +265,13 @@ class _Steps:
         place = (info.local_rank if config.rank_scope == "worker" else info.rank) if info is not None else 0
         self._place = (place or 0) % self._stride
 
-    def of(self, step: Any, values: Values) -> int:
+    def of(self, step: Any, values: MetricSanitizer) -> int:
         if step is not None:
             given = _whole(step)
             if given is not None:
                 _last_steps[self._run_id] = max(given, _last_steps.get(self._run_id, 0))
                 return given
-            values.tell(f"step={step!r}", "Pluto's steps are whole numbers from 0 on: the next one is taken")
+            values.warn_once(f"step={step!r}", "Pluto's steps are whole numbers from 0 on: the next one is taken")
         last = _last_steps.get(self._run_id, 0)
         following = (last // self._stride + 1) * self._stride + self._place
         _last_steps[self._run_id] = following

@@ -133,7 +133,7 @@ class _Careful:
         refused = self._refused(list(records))
         if len(refused) == len(records):
             self._failed("it refuses all rows")
-            raise _RefusedError
+            raise _RejectedError
         if refused:
             steps = ", ".join(str(record.step) for record in refused[:10])
             _log.error("Pluto: %d rows are refused by the service, and lost: of steps %s", len(refused), steps)
@@ -147,7 +147,7 @@ class _Careful:
             try:
                 super().upload_metrics_batch(part)  # type: ignore[misc]
                 taken += len(part)
-            except _RefusedError:
+            except _RejectedError:
                 if len(part) == 1:
                     refused += part
                 elif not taken and len(refused) > _MOST_REFUSED:
@@ -186,7 +186,7 @@ class _Careful:
     def _not_taken(self, url: str, code: int, why: str) -> None:
         is_refusal = code in _REFUSALS
         if is_refusal and url == self.settings["url_num"]:
-            raise _RefusedError
+            raise _RejectedError
         if is_refusal and not url.startswith(self.settings["url_num"].rpartition("/")[0]):
             _log.error("Pluto: %s is refused: HTTP %d: %s", url, code, why)  # tags, the config: they will not change
             return
@@ -199,7 +199,7 @@ class _Careful:
             _log.warning("Pluto: the service does not take what is logged: %s. It is kept, and sent later", why)
 
 
-class _RefusedError(Exception):
+class _RejectedError(Exception):
     """The service cannot read it, or says so."""
 
 

@@ -16,7 +16,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import Page
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
-from flyteplugins_tracking.trackers.diagnostics import Examination
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 from flyteplugins_tracking.trackers.trackio.options import (
     EXIT_CODE,
     SPACE,
@@ -69,7 +69,7 @@ class TrackioTracker(Tracker):
     package = "trackio"
     distribution = '"flyteplugins-tracking[trackio]"'
     arguments = INIT_ARGUMENTS - {_UNUSED}
-    lacks: Mapping[Feature, str] = MappingProxyType(
+    unsupported: Mapping[Feature, str] = MappingProxyType(
         {
             "sweeps": "it has none",
             "config file": "trackio.init reads none",
@@ -107,17 +107,17 @@ class TrackioTracker(Tracker):
             return None
         return page_address(without_token(url)[0], config.project, page.id if page and page.kind == "run" else None)
 
-    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
-        """See `Tracker.pass_on`. A task in another pod has other files."""
+    def export_run(self, run: Any) -> Mapping[str, Any] | None:
+        """See `Tracker.export_run`. A task in another pod has other files."""
         if not isinstance(getattr(run, "url", None), str):
             return None
         return {"id": run.id, "name": run.name, "project": run.project, "server_url": run.url}
 
-    def examine(self) -> Examination:
-        """See `Tracker.examine`."""
-        from flyteplugins_tracking.trackers.trackio.diagnose import examine
+    def diagnose(self) -> Diagnosis:
+        """See `Tracker.diagnose`."""
+        from flyteplugins_tracking.trackers.trackio.diagnose import diagnose
 
-        return examine()
+        return diagnose()
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""
