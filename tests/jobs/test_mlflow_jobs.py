@@ -87,7 +87,7 @@ def test_what_mlflow_cannot_hold_is_said_once_a_key(fluent):
     assert math.isnan(run.values("nan")[0])
     assert run.values("odd_key") == [1.0]
     assert {"none", "text", "odd#key"}.isdisjoint(key for key, *_ in run.rows)
-    for said in ("'truth': a truth value", "'none': None", "'nan': nan", "'inf': inf", "'text': a str", "'odd#key'"):
+    for said in ("'truth': a bool", "'none': None", "'nan': nan", "'inf': inf", "'text': a str", "'odd#key'"):
         assert done.output.count(f"MLflow: {said}") == 1, said
     assert done.output.count("the param 'lr' is not taken") == 1
 

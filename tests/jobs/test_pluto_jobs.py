@@ -175,7 +175,7 @@ def test_ids_of_the_variables(singles):
 def test_a_key_that_is_wrong_or_missing_is_named(singles):
     _, done, told = singles
     assert (told["wrong key"]["error"], told["no key"]["error"]) == ("TrackerUnavailableError",) * 2
-    assert "the API key is refused" in told["wrong key"]["text"]
+    assert "the service refuses the API key" in told["wrong key"]["text"]
     assert "PLUTO_API_KEY" in told["no key"]["text"]
     assert "plt_s_wrong" not in done.output + told["wrong key"]["text"]
 
@@ -260,7 +260,7 @@ def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):
 
 
 def test_the_uploader_finds_the_standard_library_before_the_users_modules(monkeypatch, tmp_path):
-    from flyteplugins_tracking.trackers.pluto.run import Uploader
+    from flyteplugins_tracking.trackers.pluto.process import UploaderProcess
 
     (tmp_path / "logging.py").write_text("raise RuntimeError('the wrong one')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -275,8 +275,8 @@ def test_the_uploader_finds_the_standard_library_before_the_users_modules(monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", Popen)
-        patch.setattr(Uploader, "_tell", lambda *_: None)
-        Uploader("database", {}, 2)
+        patch.setattr(UploaderProcess, "_write_line", lambda *_: None)
+        UploaderProcess("database", {}, 2)
     code = "import logging; print(logging.__file__)"
     done = subprocess.run([sys.executable, "-c", code], env=started["env"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -23,12 +23,13 @@ from support.wandb_server import WandbServer
 from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import DistributedInfo, doctor
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.doctor import ranks, services, text
 from flyteplugins_tracking.doctor.plans import named, pattern, plan_rows
 from flyteplugins_tracking.doctor.versions import _fits
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Tracker
-from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, without_credentials
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
 
 KEY = "a1b2" * 10
 
@@ -191,10 +192,10 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "a line end": ({"WANDB_API_KEY": KEY + "\n"}, "warning", "blanks or a line end around it"),
     "an id": ({"WANDB_API_KEY": KEY, "WANDB_RUN_ID": "a/b"}, "error", "WANDB_RUN_ID=a/b: run id 'a/b' has /"),
     "a service": ({"WANDB_SERVICE": "3-x"}, "warning", "-> unset WANDB_SERVICE"),
-    "files": ({"WANDB_DIR": "/dev/null"}, "warning", "/dev/null is no directory -> export WANDB_DIR="),
+    "files": ({"WANDB_DIR": "/dev/null"}, "warning", "/dev/null is not a directory -> export WANDB_DIR="),
     "no mode": ({"WANDB_API_KEY": KEY, "WANDB_MODE": "Offline"}, "error", "WANDB_MODE=Offline is none of its modes"),
     "an address": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://h\n"}, "error", "around it, which W&B refuses"),
-    "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is no directory -> export HOME="),
+    "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is not a directory -> export HOME="),
     "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "takes itself for the only one -> srun python train.py"),
     "a pod": ({"RANK": "0", "WORLD_SIZE": "2"}, "warning", "is taken for one process per node -> torchrun train.py"),
     "no agreement": (LAUNCHERS["env"], "warning", "no run id that all nodes agree on: env offers none"),
@@ -205,7 +206,7 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
         "PLUTO_URL_APP, PLUTO_URL_INGEST, PLUTO_URL_PY not set",
     ),
     "MLflow's files": ({"MLFLOW_TRACKING_URI": "./mlruns"}, "warning", "runs in files are in maintenance mode"),
-    "MLflow's database": ({"MLFLOW_TRACKING_URI": "sqlite:////dev/null/a.db"}, "error", "/dev/null is no directory"),
+    "MLflow's database": ({"MLFLOW_TRACKING_URI": "sqlite:////dev/null/a.db"}, "error", "/dev/null is not a directory"),
     "MLflow's address": ({"MLFLOW_TRACKING_URI": "localhost:5000"}, "warning", "that begin with localhost: -> export"),
     "Trackio's token": ({"TRACKIO_SERVER_URL": "http://x"}, "error", "wants a write token"),
     "Trackio's files": ({"TRACKIO_DIR": "/dev/null/x"}, "error", "Trackio keeps runs in /dev/null/x"),

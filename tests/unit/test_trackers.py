@@ -285,13 +285,13 @@ MANY = Scalar(1.0, ndim=1)
         (1, 1, None),
         (1.5, 1.5, None),
         ("text", "text", None),
-        (True, 1, "a truth value is no number: it is logged as 1 or 0"),
-        (None, "left out", "None is no value: it is left out"),
+        (True, 1, "a bool is logged as 1 or 0"),
+        (None, "left out", "None is left out: it is not a value"),
         (math.inf, math.inf, "inf is dropped"),
         (-math.inf, -math.inf, "-inf is dropped"),
         (Scalar(2), 2, None),
         (Scalar(2.5), 2.5, None),
-        (Scalar(True), 1, "a truth value"),
+        (Scalar(True), 1, "a bool"),
         (Scalar(math.inf), math.inf, "inf is dropped"),
         (MANY, MANY, None),  # the service's to take or to refuse
     ],
@@ -325,7 +325,7 @@ def test_scalars_of_numpy_and_torch_become_pythons():
 
 @pytest.mark.parametrize("row", [None, [1], "text", {1: 2}, {"a": 1, None: 2}])
 def test_what_is_no_row_is_an_error(row):
-    with pytest.raises(TypeError, match="takes a mapping of text to values"):
+    with pytest.raises(TypeError, match="takes a mapping of strings to values"):
         MetricSanitizer("A service").clean(row)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
 
@@ -21,11 +22,11 @@ _CREDENTIALS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 
 
 def diagnose() -> Diagnosis:
-    """See `Tracker.diagnose`."""
+    """Return how this tracker is set up in the environment, and what is wrong."""
     given = os.environ.get("MLFLOW_TRACKING_URI")
     uri = given or _DEFAULT
     is_server = uri.lower().startswith(("https://", "http://"))
-    place, credentials = diagnostics.without_credentials(uri), _credentials(uri)
+    place, credentials = without_credentials(uri), _credentials(uri)
     return Diagnosis(
         place=place,
         credentials=credentials,
@@ -39,7 +40,7 @@ def _credentials(uri: str) -> str | None:
     for name in _CREDENTIALS:
         if os.environ.get(name):
             return diagnostics.found_key(name, os.environ[name])
-    if diagnostics.without_credentials(uri) != uri.rstrip("/") and "@" in uri:
+    if without_credentials(uri) != uri.rstrip("/") and "@" in uri:
         return "MLFLOW_TRACKING_URI"
     path = os.path.expanduser("~/.mlflow/credentials")
     password = diagnostics.settings_of(path, "mlflow").get("mlflow_tracking_password")

@@ -1,4 +1,4 @@
-"""What the doctor is told of Pluto, without importing it."""
+"""Pluto's diagnosis for the doctor, without an import of the client."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
 
@@ -17,9 +18,9 @@ _SERVERS = ("APP", "API", "INGEST", "PY")
 
 
 def diagnose() -> Diagnosis:
-    """See `Tracker.diagnose`."""
+    """Return how this tracker is set up in the environment, and what is wrong."""
     given = {name: _variable(f"URL_{name}") for name in _SERVERS}
-    address = diagnostics.without_credentials(given["API"] or _SERVER)
+    address = without_credentials(given["API"] or _SERVER)
     where, key = _key()
     return Diagnosis(
         place=address,
@@ -35,7 +36,7 @@ def _variable(name: str) -> str | None:
 
 
 def _key() -> tuple[str, str]:
-    """Where a key is, and the key: by a variable, or what `pluto login` has stored on Linux."""
+    """Return where the key was found, and the key: a variable, or the file of `pluto login` on Linux."""
     for name in ("PLUTO_API_KEY", "MLOP_API_TOKEN"):
         if os.environ.get(name):
             return name, os.environ[name]
@@ -50,7 +51,7 @@ def _of_key(key: str) -> Iterator[Diagnostic]:
     if not key:
         yield Diagnostic(
             "error",
-            "Pluto: there is no API key: PLUTO_API_KEY is not set, and `pluto login` has stored none in a file",
+            "Pluto: there is no API key: PLUTO_API_KEY is not set, and `pluto login` has not stored a key in a file",
             "pluto login, or export PLUTO_API_KEY=..., or secret= of tracking_init",
         )
 
@@ -60,7 +61,7 @@ def _of_servers(given: dict[str, str | None]) -> Iterator[Diagnostic]:
     if missing and len(missing) < len(given):
         yield Diagnostic(
             "error",
-            f"Pluto: {', '.join(missing)} not set, though others are: a part of each run goes to Pluto's own servers",
+            f"Pluto: {', '.join(missing)} not set, but the others are: a part of each run goes to Pluto's own servers",
             f"export {' '.join(f'{name}=...' for name in missing)}",
         )
 
@@ -73,7 +74,7 @@ def _of_files() -> Iterator[Diagnostic]:
 
 
 def _reach(address: str, timeout_s: float) -> None:
-    """Ask whose key this is, without one, as the client does first of all."""
+    """Send the client's first request, which asks for the key's owner, without a key."""
     answer = diagnostics.ask(f"{address}/api/slug", timeout_s, b"")
     if answer.status not in (200, 400, 401, 403):
         raise NotReachedError(f"it answers HTTP {answer.status}, and not as a Pluto server does")

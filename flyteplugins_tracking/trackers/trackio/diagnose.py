@@ -8,17 +8,18 @@ import os
 from contextlib import suppress
 from urllib.parse import parse_qs, urlsplit
 
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
 
 
 def diagnose() -> Diagnosis:
-    """See `Tracker.diagnose`."""
+    """Return how this tracker is set up in the environment, and what is wrong."""
     given = os.environ.get("TRACKIO_SERVER_URL")
     is_chosen = any(name.startswith("TRACKIO_") for name in os.environ)
     if not given:
         return _of_files(is_chosen)
-    address, token = diagnostics.without_credentials(given), os.environ.get("TRACKIO_WRITE_TOKEN")
+    address, token = without_credentials(given), os.environ.get("TRACKIO_WRITE_TOKEN")
     with suppress(ValueError, LookupError):
         token = token or parse_qs(urlsplit(given).query)["write_token"][0]
     wanting = Diagnostic(

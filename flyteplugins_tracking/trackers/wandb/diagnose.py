@@ -12,6 +12,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
 
@@ -29,7 +30,7 @@ def diagnose() -> Diagnosis:
     stored = _stored_settings()
     mode = os.environ.get("WANDB_MODE") or stored.get("mode") or "online"
     given = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or default_server()
-    address = diagnostics.without_credentials(given)
+    address = without_credentials(given)
     where, key = _key(address, stored)
     is_online = mode not in _NOT_ONLINE
     return Diagnosis(
