@@ -58,7 +58,7 @@ def check_config(config: TrackingConfig) -> None:
     check_arguments(f"tracking_init(tracker={tracker.name!r})", config.options, {*tracker.arguments, *OWN_ARGUMENTS})
     for feature in _asked_for(config):
         if feature in tracker.unsupported:
-            raise ConfigError(f"{_ASKING[feature]} cannot be had with {tracker.title}: {tracker.unsupported[feature]}")
+            raise ConfigError(f"{tracker.title} does not support {_ASKING[feature]}: {tracker.unsupported[feature]}")
     tracker.check(config)
 
 

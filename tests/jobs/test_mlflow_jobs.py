@@ -157,7 +157,7 @@ def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, 
     assert noted["slowest_s"] < 1
     assert noted["end_s"] < 8
     (said,) = (line for line in done.output.splitlines() if "The rest is in files" in line)
-    command = shlex.split(said.rpartition("is there: ")[2])
+    command = shlex.split(said.rpartition("MLflow answers: ")[2])
     sent = jobs.run([sys.executable, *command[1:]], tmp_path, environment(server))
     assert sent.returncode == 0, sent.output
     runs = by_id(server, "outage")

@@ -239,7 +239,7 @@ def test_what_a_mute_service_has_not_taken_at_the_end_is_kept_and_can_be_sent(mu
     server, done, told = mute
     assert told["end"]["took"] < 3 + 4  # finish_timeout_s, and a busy machine
     assert server.run("kept").statuses == []
-    (command,) = {match[1] for match in re.finditer(r"Send it when it is there: (python .+)$", done.output, re.M)}
+    (command,) = {match[1] for match in re.finditer(r"when the service answers: (python .+)$", done.output, re.M)}
     server.fault = None
     sent = jobs.run(
         [sys.executable, *shlex.split(command)[1:]], done.directory, pluto_environment(server), timeout_s=60
@@ -310,6 +310,7 @@ def test_a_rank_that_logs_after_the_runs_end_by_a_signal_leaves_it_ended(tmp_pat
             "-c",
             LATE,
             str(Path(__file__).parents[1]),
+            str(Path(__file__).parents[1] / "unit"),
             str(Path(__file__).parents[2] / "examples"),
         ]
         done = jobs.run(command, tmp_path, env, timeout_s=60)

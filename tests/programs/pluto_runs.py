@@ -99,7 +99,7 @@ def ranks() -> None:
         vendors=f"{type(run).__module__}.{type(run).__name__}",
         slowest=slowest,
         has_key=key().strip() in command_lines(),
-        has_uploader="_pluto_uploader" in command_lines(),
+        has_uploader="pluto.uploader" in command_lines(),
         in_children=in_children,
         refused=refused,
     )

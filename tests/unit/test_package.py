@@ -40,8 +40,6 @@ EXCEPTIONS: dict[str, set[str]] = {
     "_runs/close.py": {"signals", "loop_watch"},
     "_sweeps/agent.py": {"signals"},
     "trackers/client.py": {"signals"},
-    "trackers/trackio/open.py": {"signals"},
-    "trackers/trackio/run.py": {"_runs"},
     "trackers/wandb/run.py": {"signals"},
     "trackers/wandb/shared.py": {"signals"},
 }

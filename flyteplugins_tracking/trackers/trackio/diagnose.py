@@ -1,4 +1,4 @@
-"""What the doctor is told of Trackio, without importing it."""
+"""Trackio's diagnosis for the doctor, without an import of the client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def diagnose() -> Diagnosis:
     address, token = without_credentials(given), os.environ.get("TRACKIO_WRITE_TOKEN")
     with suppress(ValueError, LookupError):
         token = token or parse_qs(urlsplit(given).query)["write_token"][0]
-    wanting = Diagnostic(
+    missing_token = Diagnostic(
         "error",
         f"Trackio: {address} wants a write token, and TRACKIO_WRITE_TOKEN is not set",
         "export TRACKIO_WRITE_TOKEN=..., or secret= of tracking_init; `trackio show` prints it",
@@ -33,7 +33,7 @@ def diagnose() -> Diagnosis:
         credentials=diagnostics.found_key(where, token) if token else None,
         is_chosen=True,
         reach=functools.partial(_reach, address),
-        diagnostics=() if token else (wanting,),
+        diagnostics=() if token else (missing_token,),
     )
 
 
@@ -48,7 +48,7 @@ def _of_files(is_chosen: bool) -> Diagnosis:
 def _reach(address: str, timeout_s: float) -> None:
     answer = diagnostics.ask(f"{address}/version", timeout_s)
     with suppress(ValueError):
-        told = json.loads(answer.text)
-        if isinstance(told, dict) and "api_version" in told:
+        version = json.loads(answer.text)
+        if isinstance(version, dict) and "api_version" in version:
             return
     raise NotReachedError(f"it answers HTTP {answer.status}, and not as a Trackio server does")
