@@ -13,7 +13,7 @@ class JsonlTracker(Tracker):
     name = "jsonl"
     title = "JSON lines"
     run_id_variables = ("JSONL_RUN_ID",)
-    lacks = {"offline": "its files are local anyway", "media": "it takes what JSON takes"}
+    unsupported = {"offline": "its files are local anyway", "media": "it takes what JSON takes"}
 
     def open(self, request: RunRequest) -> "JsonlHandle":
         return JsonlHandle(request, self.title)

@@ -148,7 +148,7 @@ class Entry:
     joined: int = 0
     left_with: int | None = None
     pid: int = field(default_factory=os.getpid)
-    aside: Callable[[], object] | None = None  # what undoes `Tracker.stand_aside`
+    aside: Callable[[], object] | None = None  # what undoes `Tracker.on_inactive_rank`
 
 
 # The entry of this thread or task; and all of this process, for threads that a decorated function starts: they do

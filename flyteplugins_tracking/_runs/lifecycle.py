@@ -139,7 +139,7 @@ def _passing_on(entry: Entry, tracker: Tracker, around: Surroundings) -> Abstrac
     """Tasks that the function calls go on in the run that it has opened."""
     if entry.handle is None or around.passing_on is None:
         return nullcontext()
-    passed_on = tracker.pass_on(entry.run)
+    passed_on = tracker.export_run(entry.run)
     return nullcontext() if passed_on is None else around.passing_on(tracker.name, passed_on)
 
 
@@ -159,7 +159,7 @@ def _open(
     # A rank that gets no run asks nobody for an id: that would cost it imports and waits.
     unnamed = plan(info, config.run_mode, config.rank_scope, None, None if parent is None else parent["id"])
     if not unnamed.opens:
-        entry.aside = tracker.stand_aside(config, info)
+        entry.aside = tracker.on_inactive_rank(config, info)
         return
     from flyteplugins_tracking._runs import open as opening
 

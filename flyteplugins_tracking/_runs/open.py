@@ -141,7 +141,7 @@ def named(
 def _identity(
     config: TrackingConfig, tracker: Tracker, around: Surroundings, info: DistributedInfo | None, ordinal: int
 ) -> Identity:
-    imposed = tracker.imposed_id()
+    imposed = tracker.forced_run_id()
     if imposed is not None or config.id is not None:
         return Identity(imposed or config.id)
     chosen = from_variables(os.environ, tracker.run_id_variables)

@@ -21,7 +21,7 @@ from flyteplugins_tracking.doctor.checks import check
 from flyteplugins_tracking.doctor.detection import base_id, detect
 from flyteplugins_tracking.doctor.plans import plan_rows
 from flyteplugins_tracking.doctor.report import OfRanks, Report
-from flyteplugins_tracking.doctor.services import examine_trackers
+from flyteplugins_tracking.doctor.services import diagnose_trackers
 from flyteplugins_tracking.doctor.versions import check_versions, versions
 from flyteplugins_tracking.errors import ConfigError
 
@@ -34,14 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         with redirect_stdout(sys.stderr):  # what another package prints is no part of the document
-            report = examine(options.tracker, offline=options.offline)
+            report = diagnose(options.tracker, offline=options.offline)
     except ConfigError as error:
         _parser().error(str(error))
     info = report.detected.info
     if info is None or info.world_size == 1:
         return _show(report, options.json)
-    store, findings = ranks.store_of(info)
-    report = replace(report, findings=(*report.findings, *findings))
+    store, diagnostics = ranks.store_of(info)
+    report = replace(report, diagnostics=(*report.diagnostics, *diagnostics))
     if info.rank != 0:
         return _tell(report, info, store)
     told = ranks.gather(store, info)
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = _show(
         replace(
             report,
-            findings=ranks.merged(report, info, told),
+            diagnostics=ranks.merged(report, info, told),
             plans=plan_rows(info, report.ids.base_id, everyone if len(everyone) == info.world_size else None),
             ranks_heard=len(everyone),
         ),
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def examine(tracker: str | None = None, *, offline: bool = False) -> Report:
+def diagnose(tracker: str | None = None, *, offline: bool = False) -> Report:
     """What this process finds.
 
     Args:
@@ -70,20 +70,20 @@ def examine(tracker: str | None = None, *, offline: bool = False) -> Report:
         ConfigError: There is no tracker of that name.
     """
     detected = detect(os.environ)
-    # One process of a node asks for all: thousands at once would be a finding of their own.
+    # One process of a node asks for all: thousands at once would be a diagnostic of their own.
     is_first = detected.info is None or detected.info.local_rank in (0, None)
-    trackers, of_trackers = examine_trackers(tracker, asks=is_first and not offline)
+    trackers, of_trackers = diagnose_trackers(tracker, asks=is_first and not offline)
     in_use = [state.name for state in trackers if state.is_chosen and state.version is not None]
     ids, of_ids = base_id(detected.info, os.environ, in_use or [tracker or "wandb"])
     found = versions()
-    findings = (*check(detected, os.environ), *of_ids, *of_trackers, *check_versions(found))
+    diagnostics = (*check(detected, os.environ), *of_ids, *of_trackers, *check_versions(found))
     return Report(
         detected=detected,
         ids=ids,
         plans=plan_rows(detected.info, ids.base_id) if detected.error is None else (),
         trackers=trackers,
         versions=found,
-        findings=tuple(map(OfRanks, findings)),
+        diagnostics=tuple(map(OfRanks, diagnostics)),
     )
 
 
@@ -115,8 +115,8 @@ def _tell(report: Report, info: DistributedInfo, store: Any) -> int:
     verdict = None if store is None else ranks.tell(store, info, report)
     if verdict is not None:
         return verdict
-    for found in report.findings:
-        if found.finding.level == "error":
+    for found in report.diagnostics:
+        if found.diagnostic.level == "error":
             sys.stderr.write(text.as_line(found, info))
     sys.stderr.flush()
     if report.status != 0:

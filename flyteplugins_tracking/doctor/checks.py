@@ -1,4 +1,4 @@
-"""What looks wrong with the job and the machine, and how to mend it."""
+"""What looks wrong with the job and the machine, and how to fix it."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from importlib.util import find_spec
 
 from flyteplugins_tracking.doctor.plans import MOST_RANKS
 from flyteplugins_tracking.doctor.report import Detected
-from flyteplugins_tracking.trackers.diagnostics import Finding, obstacle
+from flyteplugins_tracking.trackers.diagnostics import Diagnostic, why_unwritable
 
 Env = Mapping[str, str]
 _START = "torchrun --nproc-per-node=2 train.py, or: srun --ntasks=2 python train.py"
 
 
-def check(detected: Detected, env: Env) -> Iterator[Finding]:
+def check(detected: Detected, env: Env) -> Iterator[Diagnostic]:
     """What is wrong with the job as it was detected, and with the places that this library needs."""
     for one in _CHECKS:
         yield from one(detected, env)
 
 
-def _contradiction(detected: Detected, _: Env) -> Iterator[Finding]:
+def _contradiction(detected: Detected, _: Env) -> Iterator[Diagnostic]:
     if detected.error is not None:
-        yield Finding("error", detected.error, f"unset {' '.join(detected.variables)}, or start with: {_START}")
+        yield Diagnostic("error", detected.error, f"unset {' '.join(detected.variables)}, or start with: {_START}")
 
 
-def _no_job(detected: Detected, env: Env) -> Iterator[Finding]:
+def _no_job(detected: Detected, env: Env) -> Iterator[Diagnostic]:
     if detected.info is not None or detected.error is not None:
         return
-    yield Finding("note", "no launcher is detected: this is one process, and it has a run", _START)
+    yield Diagnostic("note", "no launcher is detected: this is one process, and it has a run", _START)
     if env.get("SLURM_JOB_ID"):
-        yield Finding(
+        yield Diagnostic(
             "warning",
             f"SLURM_JOB_ID={env['SLURM_JOB_ID']}, and this is no step of several tasks: each process that is started "
             "here takes itself for the only one",
@@ -38,40 +38,40 @@ def _no_job(detected: Detected, env: Env) -> Iterator[Finding]:
         )
 
 
-def _sizes(detected: Detected, _: Env) -> Iterator[Finding]:
+def _sizes(detected: Detected, _: Env) -> Iterator[Diagnostic]:
     info = detected.info
     if info is None:
         return
     for size, what in ((info.local_world_size, "ranks on this worker"), (info.num_workers, "workers")):
         if size is not None and size > info.world_size:
             text = f"{info.launcher} tells of {size} {what}, and of {info.world_size} ranks in all"
-            yield Finding("warning", text, f"start with: {_START}")
+            yield Diagnostic("warning", text, f"start with: {_START}")
     if info.world_size > MOST_RANKS:
-        yield Finding("warning", f"{info.launcher} tells of {info.world_size} ranks", f"start with: {_START}")
+        yield Diagnostic("warning", f"{info.launcher} tells of {info.world_size} ranks", f"start with: {_START}")
 
 
-def _one_process_a_node(detected: Detected, env: Env) -> Iterator[Finding]:
+def _one_process_a_node(detected: Detected, env: Env) -> Iterator[Diagnostic]:
     info = detected.info
     if info is not None and info.launcher == "kubeflow" and "PET_NPROC_PER_NODE" not in env and "LOCAL_RANK" not in env:
-        yield Finding(
+        yield Diagnostic(
             "warning",
             f"rank {info.rank} of {info.world_size} without LOCAL_RANK is taken for one process per node",
             "torchrun train.py in each pod; or set LOCAL_RANK in each process",
         )
 
 
-def _unknown_workers(detected: Detected, _: Env) -> Iterator[Finding]:
+def _unknown_workers(detected: Detected, _: Env) -> Iterator[Diagnostic]:
     info = detected.info
     if info is None or info.world_size == 1 or (info.worker_index is not None and info.local_rank is not None):
         return
-    yield Finding(
+    yield Diagnostic(
         "warning",
         f"{info.launcher} does not tell which worker (node) rank {info.rank} is on: rank_scope='worker' is refused",
         "start with torchrun or srun; or set NODE_RANK, LOCAL_RANK, RANK and WORLD_SIZE in each process",
     )
 
 
-def _no_rendezvous(detected: Detected, env: Env) -> Iterator[Finding]:
+def _no_rendezvous(detected: Detected, env: Env) -> Iterator[Diagnostic]:
     info = detected.info
     if info is None or info.world_size == 1 or find_spec("torch") is None:
         return
@@ -80,38 +80,38 @@ def _no_rendezvous(detected: Detected, env: Env) -> Iterator[Finding]:
         values = {"MASTER_ADDR": "the host of rank 0", "MASTER_PORT": "29500"}
         if info.launcher == "slurm":
             values["MASTER_ADDR"] = "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
-        yield Finding(
+        yield Diagnostic(
             "warning",
             f"{' and '.join(missing)} not set: torch.distributed's env:// cannot start a process group",
             f"export {' '.join(f'{name}={chr(34)}{values[name]}{chr(34)}' for name in missing)}",
         )
 
 
-def _places(_: Detected, __: Env) -> Iterator[Finding]:
-    why = obstacle(os.curdir)
+def _places(_: Detected, __: Env) -> Iterator[Diagnostic]:
+    why = why_unwritable(os.curdir)
     if why is not None:
         text = f"the working directory, where trackers keep files: {why}"
-        yield Finding("warning", text, "cd to another; or export WANDB_DIR=... PLUTO_DIR=... TRACKIO_DIR=...")
-    why = obstacle("~")
+        yield Diagnostic("warning", text, "cd to another; or export WANDB_DIR=... PLUTO_DIR=... TRACKIO_DIR=...")
+    why = why_unwritable("~")
     if why is not None:
         text = f"the home directory, where trackers keep caches and settings: {why}"
-        yield Finding("warning", text, "export HOME=/a/directory")
+        yield Diagnostic("warning", text, "export HOME=/a/directory")
 
 
-def _sockets(_: Detected, __: Env) -> Iterator[Finding]:
+def _sockets(_: Detected, __: Env) -> Iterator[Diagnostic]:
     """Where the ranks of a node meet for a shared run of W&B's: see `trackers.peers`."""
     from flyteplugins_tracking.trackers.peers.node import place, problem_of
 
     try:
         folder = place()
-        why = problem_of(folder) if os.path.lexists(folder) else obstacle(os.path.dirname(folder))
+        why = problem_of(folder) if os.path.lexists(folder) else why_unwritable(os.path.dirname(folder))
     except OSError as error:
         folder, why = "a directory for temporary files", error.strerror
     if why is not None:
-        yield Finding("warning", f"run_mode='shared' needs {folder}: {why}", "export TMPDIR=/a/directory")
+        yield Diagnostic("warning", f"run_mode='shared' needs {folder}: {why}", "export TMPDIR=/a/directory")
 
 
-_CHECKS: tuple[Callable[[Detected, Env], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[Detected, Env], Iterator[Diagnostic]], ...] = (
     _contradiction,
     _no_job,
     _sizes,

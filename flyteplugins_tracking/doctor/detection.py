@@ -8,7 +8,7 @@ from flyteplugins_tracking._job import topology
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor.report import Detected, RunIds
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError
-from flyteplugins_tracking.trackers.diagnostics import Finding
+from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 
 Env = Mapping[str, str]
 
@@ -41,15 +41,17 @@ def detect(env: Env) -> Detected:
     return Detected(info, reading.read)
 
 
-def base_id(info: DistributedInfo | None, env: Env, trackers: Sequence[str]) -> tuple[RunIds, list[Finding]]:
+def base_id(info: DistributedInfo | None, env: Env, trackers: Sequence[str]) -> tuple[RunIds, list[Diagnostic]]:
     """What `{base}` will be with these trackers, as far as can be told without a part in the job's agreement."""
     from flyteplugins_tracking._job.identity import from_launcher
 
     chosen = {name: variable for name in trackers if (variable := _variable(name, env))}
     if chosen:
-        findings = [finding for name, variable in chosen.items() for finding in _of_chosen(variable, env, name)]
+        diagnostics = [
+            diagnostic for name, variable in chosen.items() for diagnostic in _of_chosen(variable, env, name)
+        ]
         variable = next(iter(chosen.values()))
-        return RunIds(env[variable], variable), findings
+        return RunIds(env[variable], variable), diagnostics
     if "FLYTE_INTERNAL_EXECUTION_ID" in env:
         return RunIds(None, "the name of the Flyte execution and node, or run and action"), []
     if info is None:
@@ -61,7 +63,7 @@ def base_id(info: DistributedInfo | None, env: Env, trackers: Sequence[str]) -> 
         return RunIds(None, f"{info.launcher}: this time {this_time}"), []
     except IdentityError as error:
         return RunIds(None, "id= of tracking_init"), [
-            Finding(
+            Diagnostic(
                 "warning",
                 f"{error} Only run_mode='auto' with rank_scope='global' does without",
                 "pass id= to tracking_init, the same on every rank and another for each job",
@@ -76,7 +78,7 @@ def _variable(tracker: str, env: Env) -> str | None:
     return next((name for name in find_tracker(tracker).run_id_variables if env.get(name)), None)
 
 
-def _of_chosen(variable: str, env: Env, tracker: str) -> list[Finding]:
+def _of_chosen(variable: str, env: Env, tracker: str) -> list[Diagnostic]:
     """An id that is exported once is the run of all that is started afterwards."""
     from flyteplugins_tracking._config.config import TrackingConfig
     from flyteplugins_tracking.trackers.registry import find_tracker
@@ -85,8 +87,8 @@ def _of_chosen(variable: str, env: Env, tracker: str) -> list[Finding]:
     try:
         find_tracker(tracker).check(TrackingConfig(id=value))
     except ConfigError as error:
-        return [Finding("error", f"{variable}={value}: {error}", f"unset {variable}, or choose another id")]
+        return [Diagnostic("error", f"{variable}={value}: {error}", f"unset {variable}, or choose another id")]
     if value in (env.get("KONDUKTOR_JOB_NAME"), env.get("FLYTE_INTERNAL_EXECUTION_ID")):
         return []
     text = f"{variable}={value}: every job that is started with it goes on with the same runs"
-    return [Finding("warning", text, f"unset {variable}, unless that is meant")]
+    return [Diagnostic("warning", text, f"unset {variable}, unless that is meant")]

@@ -18,7 +18,7 @@ from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor.report import OfRanks, Report
 from flyteplugins_tracking.doctor.versions import OWN
 from flyteplugins_tracking.errors import TrackingError
-from flyteplugins_tracking.trackers.diagnostics import Finding
+from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 
 # How long rank 0 waits for the others to tell; and how long they wait for it to print, before they end: as soon as one
 # ends with a status, torchrun ends them all.
@@ -33,7 +33,7 @@ class There:
 
     info: DistributedInfo
     versions: Mapping[str, str]
-    findings: tuple[Finding, ...]
+    diagnostics: tuple[Diagnostic, ...]
 
 
 Told = Mapping[int, There]
@@ -50,13 +50,13 @@ def store_of(info: DistributedInfo) -> tuple[Any, list[OfRanks]]:
         pass  # a job without torch
     except (ImportError, OSError) as error:  # a library that torch needs
         return None, [
-            OfRanks(Finding("error", f"torch cannot be imported: {error}", "pip install --force-reinstall torch"))
+            OfRanks(Diagnostic("error", f"torch cannot be imported: {error}", "pip install --force-reinstall torch"))
         ]
     if store is not None or info.launcher != "torchelastic" or info.num_workers == 1:
         return store, []
     text = f"the agents of {info.num_workers} nodes share no store that can be reached, so no run id is agreed on"
-    mend = "torchrun --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT ..., or pass id= to tracking_init"
-    return None, [OfRanks(Finding("error", text, mend))]
+    fix = "torchrun --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT ..., or pass id= to tracking_init"
+    return None, [OfRanks(Diagnostic("error", text, fix))]
 
 
 def tell(store: Any, info: DistributedInfo, report: Report) -> int | None:
@@ -64,7 +64,7 @@ def tell(store: Any, info: DistributedInfo, report: Report) -> int | None:
     told = {
         "info": dict(info),
         "versions": _all_versions(report),
-        "findings": [asdict(found.finding) for found in report.findings],
+        "diagnostics": [asdict(found.diagnostic) for found in report.diagnostics],
     }
     with suppress(RuntimeError):
         store.set(f"{_prefix(info)}/{info.rank}", json.dumps(told))
@@ -97,18 +97,18 @@ def give_verdict(store: Any, info: DistributedInfo, status: int) -> None:
 
 
 def merged(report: Report, info: DistributedInfo, told: Told | None) -> tuple[OfRanks, ...]:
-    """The findings of all ranks: each once, with those that have it."""
+    """The diagnostics of all ranks: each once, with those that have it."""
     if told is None:
         text = f"{info.launcher}'s ranks share no store: the others print their own errors, on stderr"
-        return (*report.findings, OfRanks(Finding("note", text)))
+        return (*report.diagnostics, OfRanks(Diagnostic("note", text)))
     if not told:
-        return (*report.findings, *_silent(info, told))
+        return (*report.diagnostics, *_silent(info, told))
     workers = {0: info.worker_index, **{rank: there.info.worker_index for rank, there in told.items()}}
-    having: dict[Finding, list[int]] = {found.finding: [0] for found in report.findings}
+    having: dict[Diagnostic, list[int]] = {found.diagnostic: [0] for found in report.diagnostics}
     for rank, there in sorted(told.items()):
-        for finding in (*there.findings, *_other_versions(report, there)):
-            having.setdefault(finding, []).append(rank)
-    return (*(_of_ranks(finding, ranks, workers) for finding, ranks in having.items()), *_silent(info, told))
+        for diagnostic in (*there.diagnostics, *_other_versions(report, there)):
+            having.setdefault(diagnostic, []).append(rank)
+    return (*(_of_ranks(diagnostic, ranks, workers) for diagnostic, ranks in having.items()), *_silent(info, told))
 
 
 def _prefix(info: DistributedInfo) -> str:
@@ -119,7 +119,9 @@ def _there(info: DistributedInfo, told: Mapping[str, Any]) -> There:
     """What a rank has told; of another version of this library, of which more may not be understood, its versions."""
     versions = told.get("versions", {})
     try:
-        return There(DistributedInfo(**told["info"]), versions, tuple(Finding(**found) for found in told["findings"]))
+        return There(
+            DistributedInfo(**told["info"]), versions, tuple(Diagnostic(**found) for found in told["diagnostics"])
+        )
     except (LookupError, TypeError, TrackingError):
         unknown = replace(info, local_rank=None, local_world_size=None, worker_index=None)
         return There(unknown, versions, ())
@@ -130,25 +132,25 @@ def _all_versions(report: Report) -> dict[str, str]:
     return {**trackers, **report.versions}
 
 
-def _other_versions(report: Report, there: There) -> Iterator[Finding]:
+def _other_versions(report: Report, there: There) -> Iterator[Diagnostic]:
     here = _all_versions(report)
     for name in sorted(here.keys() | there.versions.keys()):
         ours, theirs = here.get(name, "none"), there.versions.get(name, "none")
         if ours != theirs:
             level: Any = "error" if name == OWN else "warning"
-            mend = "start every rank in the same image or virtual environment"
-            yield Finding(level, f"{name} is {theirs} there, and {ours} on rank 0", mend)
+            fix = "start every rank in the same image or virtual environment"
+            yield Diagnostic(level, f"{name} is {theirs} there, and {ours} on rank 0", fix)
 
 
-def _of_ranks(finding: Finding, ranks: Sequence[int], workers: Mapping[int, int | None]) -> OfRanks:
+def _of_ranks(diagnostic: Diagnostic, ranks: Sequence[int], workers: Mapping[int, int | None]) -> OfRanks:
     if len(ranks) == len(workers):
-        return OfRanks(finding)
+        return OfRanks(diagnostic)
     of_workers: Iterable[int] = {index for rank in ranks if (index := workers[rank]) is not None}
-    return OfRanks(finding, tuple(ranks), tuple(sorted(of_workers)))
+    return OfRanks(diagnostic, tuple(ranks), tuple(sorted(of_workers)))
 
 
 def _silent(info: DistributedInfo, told: Told) -> Iterator[OfRanks]:
     silent = tuple(rank for rank in range(1, info.world_size) if rank not in told)
     if silent:
         text = f"nothing was told within {_TELLING_S:g} s"
-        yield OfRanks(Finding("warning", text, "look at their log: the doctor may not be installed there"), silent)
+        yield OfRanks(Diagnostic("warning", text, "look at their log: the doctor may not be installed there"), silent)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking.trackers.diagnostics import Finding
+from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class TrackerState:
 
 @dataclass(frozen=True)
 class OfRanks:
-    """A finding, and the ranks that have it; None for all that have told theirs."""
+    """A diagnostic, and the ranks that have it; None for all that have told theirs."""
 
-    finding: Finding
+    diagnostic: Diagnostic
     ranks: tuple[int, ...] | None = None
     workers: tuple[int, ...] = ()
 
@@ -95,7 +95,7 @@ class Report:
     """All that is printed.
 
     Attributes:
-        ranks_heard: Of how many ranks the findings are.
+        ranks_heard: Of how many ranks the diagnostics are.
     """
 
     detected: Detected
@@ -103,10 +103,10 @@ class Report:
     plans: tuple[PlanRow, ...]
     trackers: tuple[TrackerState, ...]
     versions: Mapping[str, str]
-    findings: tuple[OfRanks, ...]
+    diagnostics: tuple[OfRanks, ...]
     ranks_heard: int = 1
 
     @property
     def status(self) -> int:
         """The exit status."""
-        return int(any(found.finding.level == "error" for found in self.findings))
+        return int(any(found.diagnostic.level == "error" for found in self.diagnostics))

@@ -1,4 +1,4 @@
-"""The trackers here: installed, reachable, and with a key. What is special about one is in its `examine`."""
+"""The trackers here: installed, reachable, and with a key. What is special about one is in its `diagnose`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from flyteplugins_tracking.doctor.report import TrackerState
 from flyteplugins_tracking.doctor.versions import OWN, requirements, version
-from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, Level
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, Level
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
 
 _DEFAULT = "wandb"
@@ -19,7 +19,7 @@ _DEFAULT = "wandb"
 _ANSWER_S = 5.0
 
 
-def examine_trackers(name: str | None, *, asks: bool) -> tuple[tuple[TrackerState, ...], list[Finding]]:
+def diagnose_trackers(name: str | None, *, asks: bool) -> tuple[tuple[TrackerState, ...], list[Diagnostic]]:
     """The state of each tracker, and what is wrong with those that are meant to be used.
 
     Those are the one that is named; else those that somebody has set up here; else the default one; else all.
@@ -34,37 +34,37 @@ def examine_trackers(name: str | None, *, asks: bool) -> tuple[tuple[TrackerStat
     if name is not None:
         find_tracker(name)
     names, level = ([name], "error") if name else (names_of_trackers(), "warning")
-    states, examinations, findings = _examined(names, cast(Level, level))
+    states, diagnoses, diagnostics = _examined(names, cast(Level, level))
     installed = [state.name for state in states if state.version is not None]
     meant = [name] if name else _meant(states, installed)
-    answers = _ask({n: examinations[n] for n in installed if examinations[n].reach and n in meant} if asks else {})
+    answers = _ask({n: diagnoses[n] for n in installed if diagnoses[n].reach and n in meant} if asks else {})
     for state in states:
-        findings += _of_missing(state, is_named=state.name == name)
+        diagnostics += _of_missing(state, is_named=state.name == name)
         if state.name in meant and state.name in installed:
-            findings += _of_tracker(state, examinations[state.name], answers.get(state.name))
+            diagnostics += _of_tracker(state, diagnoses[state.name], answers.get(state.name))
     if not installed and name is None:
-        findings.append(Finding("error", "no tracker is installed", f'pip install "{OWN}[{_DEFAULT}]"'))
+        diagnostics.append(Diagnostic("error", "no tracker is installed", f'pip install "{OWN}[{_DEFAULT}]"'))
     reached = {n: answer == "" for n, answer in answers.items()}
-    return tuple(replace(state, reachable=reached.get(state.name)) for state in states), findings
+    return tuple(replace(state, reachable=reached.get(state.name)) for state in states), diagnostics
 
 
-def _examined(names: Sequence[str], level: Level) -> tuple[list[TrackerState], dict[str, Examination], list[Finding]]:
-    states, examinations, findings = [], {}, []
+def _examined(names: Sequence[str], level: Level) -> tuple[list[TrackerState], dict[str, Diagnosis], list[Diagnostic]]:
+    states, diagnoses, diagnostics = [], {}, []
     for name in names:
         try:
             tracker = find_tracker(name)
-            found = tracker.examine()
+            found = tracker.diagnose()
             states.append(_state(name, tracker, found))
         except (Exception, SystemExit) as error:  # another package's, and a broken one is what the doctor is for
-            findings.append(
-                Finding(level, f"tracker {name!r} cannot be examined: {str(error) or type(error).__name__}", "")
+            diagnostics.append(
+                Diagnostic(level, f"tracker {name!r} cannot be examined: {str(error) or type(error).__name__}", "")
             )
             continue
-        examinations[name] = found
-    return states, examinations, findings
+        diagnoses[name] = found
+    return states, diagnoses, diagnostics
 
 
-def _state(name: str, tracker: Any, found: Examination) -> TrackerState:
+def _state(name: str, tracker: Any, found: Diagnosis) -> TrackerState:
     return TrackerState(
         name=name,
         title=tracker.title,
@@ -91,22 +91,22 @@ def _meant(states: Sequence[TrackerState], installed: Sequence[str]) -> Sequence
     return chosen or ([_DEFAULT] if _DEFAULT in installed else installed)
 
 
-def _of_missing(state: TrackerState, *, is_named: bool) -> list[Finding]:
+def _of_missing(state: TrackerState, *, is_named: bool) -> list[Diagnostic]:
     if state.version is not None or not (is_named or state.is_chosen):
         return []
     why = "" if is_named else ", though it is set up here"
-    return [Finding("error" if is_named else "warning", f"{state.title} is not installed{why}", state.install)]
+    return [Diagnostic("error" if is_named else "warning", f"{state.title} is not installed{why}", state.install)]
 
 
-def _of_tracker(state: TrackerState, found: Examination, answer: str | None) -> list[Finding]:
+def _of_tracker(state: TrackerState, found: Diagnosis, answer: str | None) -> list[Diagnostic]:
     if not answer:
-        return list(found.findings)
+        return list(found.diagnostics)
     text = f"{state.title}: the server at {state.place} cannot be used: {answer}"
-    mend = "check its address and the network (a proxy by HTTPS_PROXY); or go on without: if_unavailable='degrade'"
-    return [*found.findings, Finding("error", text, mend)]
+    fix = "check its address and the network (a proxy by HTTPS_PROXY); or go on without: if_unavailable='degrade'"
+    return [*found.diagnostics, Diagnostic("error", text, fix)]
 
 
-def _ask(examinations: Mapping[str, Examination]) -> dict[str, str]:
+def _ask(diagnoses: Mapping[str, Diagnosis]) -> dict[str, str]:
     """Ask all servers, side by side: "" for those that can be used, else the reason."""
     answers: dict[str, str] = {}
 
@@ -117,11 +117,11 @@ def _ask(examinations: Mapping[str, Examination]) -> dict[str, str]:
         except Exception as error:
             answers[name] = str(error) or type(error).__name__
 
-    threads = [threading.Thread(target=ask, args=(n, e.reach), daemon=True) for n, e in examinations.items()]
+    threads = [threading.Thread(target=ask, args=(n, e.reach), daemon=True) for n, e in diagnoses.items()]
     for thread in threads:
         thread.start()
     end = time.monotonic() + _ANSWER_S
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     late = f"it does not answer within {_ANSWER_S:.0f} s"
-    return {name: answers.get(name, late) for name in examinations}
+    return {name: answers.get(name, late) for name in diagnoses}

@@ -39,9 +39,9 @@ def as_json(report: Report) -> str:
         "trackers": [asdict(state) for state in report.trackers],
         "versions": dict(report.versions),
         "ranks_heard": report.ranks_heard,
-        "findings": [
-            {**asdict(one.finding), "ranks": one.ranks and list(one.ranks), "workers": list(one.workers)}
-            for one in _sorted(report.findings)
+        "diagnostics": [
+            {**asdict(one.diagnostic), "ranks": one.ranks and list(one.ranks), "workers": list(one.workers)}
+            for one in _sorted(report.diagnostics)
         ],
     }
     return json.dumps(_redacted_in(document), indent=2) + "\n"
@@ -70,7 +70,7 @@ def as_line(found: OfRanks, info: DistributedInfo) -> str:
 def _job(report: Report) -> list[str]:
     info, variables = report.detected.info, report.detected.variables
     read = " ".join(f"{name}={value}" for name, value in variables.items())
-    lines = ["not known: see the findings"] if report.detected.error else ["none: one process"]
+    lines = ["not known: see the diagnostics"] if report.detected.error else ["none: one process"]
     if info is not None:
         lines = [
             f"launcher   {info.launcher}",
@@ -102,7 +102,7 @@ def _plans(rows: Sequence[PlanRow]) -> list[str]:
         for row in rows
     ]
     for cell, row in zip(cells, rows, strict=True):
-        cell[-1] = "refused: see the findings" if row.error else cell[-1]
+        cell[-1] = "refused: see the diagnostics" if row.error else cell[-1]
     return _table([head, *cells])
 
 
@@ -113,7 +113,7 @@ def _trackers(states: Sequence[TrackerState]) -> list[str]:
         if state.version is None:
             rows.append([state.name, "-", state.install, "-", "-"])
             continue
-        server = {None: "not asked", True: "answers", False: "see the findings"}[state.reachable]
+        server = {None: "not asked", True: "answers", False: "see the diagnostics"}[state.reachable]
         rows.append([state.name, state.version or "installed", state.place or "-", state.credentials or "none", server])
     return _table([head, *rows]) if rows else []
 
@@ -123,7 +123,7 @@ def _versions(versions: Mapping[str, str]) -> str:
 
 
 def _findings(report: Report) -> Iterator[str]:
-    for found in _sorted(report.findings):
+    for found in _sorted(report.diagnostics):
         yield from _finding(found, report.detected.info)
     if report.status == 0:
         yield "nothing is wrong"
@@ -134,13 +134,13 @@ def _finding(found: OfRanks, info: DistributedInfo | None) -> Iterator[str]:
     if found.ranks is not None and info is not None:
         of_workers = f" (worker {named(found.workers)})" if found.workers else ""
         who = f"rank{'s' if len(found.ranks) > 1 else ''} {named(found.ranks)}{of_workers}: "
-    yield f"{found.finding.level}: {who}{found.finding.text.rstrip('.')}"
-    if found.finding.mend:
-        yield f"  -> {found.finding.mend}"
+    yield f"{found.diagnostic.level}: {who}{found.diagnostic.text.rstrip('.')}"
+    if found.diagnostic.fix:
+        yield f"  -> {found.diagnostic.fix}"
 
 
-def _sorted(findings: Sequence[OfRanks]) -> list[OfRanks]:
-    return sorted(findings, key=lambda found: _ORDER.index(found.finding.level))
+def _sorted(diagnostics: Sequence[OfRanks]) -> list[OfRanks]:
+    return sorted(diagnostics, key=lambda found: _ORDER.index(found.diagnostic.level))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 
-from flyteplugins_tracking.trackers.diagnostics import Finding
+from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 
 OWN = "flyteplugins-tracking"
 _SHOWN = re.compile(r"flytekit|flyte|torch|(flyteplugins|flytekitplugins)-.+|transformers|accelerate|lightning")
@@ -47,18 +47,18 @@ def requirements() -> Iterator[tuple[str, str, str]]:
             yield match[3], match[1], match[2]
 
 
-def check_versions(found: Mapping[str, str]) -> Iterator[Finding]:
+def check_versions(found: Mapping[str, str]) -> Iterator[Diagnostic]:
     """What is installed and does not go together."""
     for extra, distribution, wanted in requirements():
         installed = version(distribution)
         if installed is not None and not _fits(installed, wanted):
             text = f"{distribution} {installed} is installed, and this library is made for {wanted}"
-            yield Finding("warning", text, f'pip install --upgrade "{OWN}[{extra}]"')
+            yield Diagnostic("warning", text, f'pip install --upgrade "{OWN}[{extra}]"')
     for name in _OTHER_DECORATORS:
         if name in found:
             text = f"{name} is installed: its decorators and these do not know of each other. Do not stack them"
-            mend = "from flyteplugins_tracking.compat.wandb import wandb_init" if name.endswith("wandb") else ""
-            yield Finding("note", text, mend)
+            fix = "from flyteplugins_tracking.compat.wandb import wandb_init" if name.endswith("wandb") else ""
+            yield Diagnostic("note", text, fix)
 
 
 def _fits(installed: str, wanted: str) -> bool:

@@ -15,7 +15,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import new_id, prefix_of, refuse_to_pickle, run_config
-from flyteplugins_tracking.trackers.rows import Rows
+from flyteplugins_tracking.trackers.rows import RowBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class RecordingTracker(Tracker):
         if instead_of is not None:
             self.name, self.title = instead_of.name, instead_of.title
             self.run_id_variables, self.arguments = instead_of.run_id_variables, instead_of.arguments
-            self.lacks = instead_of.lacks
+            self.unsupported = instead_of.unsupported
 
     @property
     def runs(self) -> RecordedRuns:
@@ -425,13 +425,13 @@ class _Handle(Handle):
         is_shared = request.config.run_mode == "shared" and request.info is not None
         # W&B's shared runs have steps of their own.
         self._step_metric = request.config.step_metric if is_shared and tracker.name == "wandb" else None
-        self._rows = Rows(request.config.step_metric, self._prefix, lambda: None)
+        self._rows = RowBuffer(request.config.step_metric, self._prefix, lambda: None)
         config = copy.deepcopy(run_config(request))  # each rank's process would have its own
         if self._is_primary:
             self._describe(config)
             return
         state.config.setdefaults(config)  # of a shared run whose primary is still to come: it is the same
-        if is_shared and "allow_config" not in tracker.lacks and not request.config.allow_config:
+        if is_shared and "allow_config" not in tracker.unsupported and not request.config.allow_config:
             self.run.config = _ReadOnly(state.config)
 
     def _describe(self, config: Mapping[str, Any]) -> None:

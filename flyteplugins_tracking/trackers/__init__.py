@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "ClientHandle",
-    "Examination",
+    "Diagnosis",
+    "Diagnostic",
     "Feature",
-    "Finding",
     "Handle",
     "Page",
     "RunRequest",
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._job.plan import Page
     from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
     from flyteplugins_tracking.trackers.client import ClientHandle, run_config
-    from flyteplugins_tracking.trackers.diagnostics import Examination, Finding
+    from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
     from flyteplugins_tracking.trackers.journal import open_or_keep
 else:  # without the `else`, a type checker would accept every misspelt name
     _MODULES = {
@@ -39,7 +39,7 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "_job.plan": ("Page",),
         "trackers.base": ("Feature", "Handle", "RunRequest", "Tracker"),
         "trackers.client": ("ClientHandle", "run_config"),
-        "trackers.diagnostics": ("Examination", "Finding"),
+        "trackers.diagnostics": ("Diagnosis", "Diagnostic"),
         "trackers.journal": ("open_or_keep",),
     }
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import Page, RunPlan
-from flyteplugins_tracking.trackers.diagnostics import Examination
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
 Feature = Literal[
     "shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "allow_config", "download_logs"
@@ -144,7 +144,7 @@ class Tracker(Protocol):
         distribution: What `pip install` takes for it, if that is another name.
         run_id_variables: The service's own variables that choose a run, the first one that is set.
         arguments: Its own arguments of `tracking_init`, which are `config.options`.
-        lacks: What it cannot do, and why. What is asked for all the same is refused at decoration.
+        unsupported: What it cannot do, and why. What is asked for all the same is refused at decoration.
     """
 
     name: str
@@ -153,9 +153,9 @@ class Tracker(Protocol):
     distribution: str = ""
     run_id_variables: tuple[str, ...] = ()
     arguments: Collection[str] = frozenset()
-    lacks: Mapping[Feature, str] = {}
+    unsupported: Mapping[Feature, str] = {}
 
-    def imposed_id(self) -> str | None:
+    def forced_run_id(self) -> str | None:
         """The id that the service gives to what is opened now, whatever is asked for: in a trial of its sweep."""
         return None
 
@@ -182,11 +182,11 @@ class Tracker(Protocol):
         address = self.page(config, None)
         return {} if address is None else {"link_type": f"tracking-{self.name}", f"{self.name}_page": address}
 
-    def pass_on(self, run: Any) -> Mapping[str, Any] | None:  # noqa: ARG002
+    def export_run(self, run: Any) -> Mapping[str, Any] | None:  # noqa: ARG002
         """Its "id", and the arguments that a task goes on in it with: plain values. None where none can."""
         return None
 
-    def stand_aside(
+    def on_inactive_rank(
         self,
         config: TrackingConfig,  # noqa: ARG002
         info: DistributedInfo | None,  # noqa: ARG002
@@ -198,9 +198,9 @@ class Tracker(Protocol):
         """
         return None
 
-    def examine(self) -> Examination:
+    def diagnose(self) -> Diagnosis:
         """What the doctor shows of the service here: where runs go, where a key is, what is wrong. No effects."""
-        return Examination()
+        return Diagnosis()
 
     def open(self, request: RunRequest) -> Handle:
         """Open this rank's run; to go on with it where the id exists.

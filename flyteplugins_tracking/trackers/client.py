@@ -1,6 +1,6 @@
-"""A run to which every rank that has it writes with a client of its own: what such trackers have in common.
+"""The base for trackers whose ranks each write to the run with a client of their own.
 
-A tracker gives three methods, `write`, `end` and `resume`; when they are called is decided here.
+A tracker implements three methods, `write`, `end` and `resume`. This module decides when they are called.
 """
 
 from __future__ import annotations
@@ -12,24 +12,28 @@ import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from flyteplugins_tracking._util.critical import critical_section
-from flyteplugins_tracking._util.exit_codes import TERMINATED
+from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.peers.writers import Writers
-from flyteplugins_tracking.trackers.rows import Values
+from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 logger = logging.getLogger(__name__)
 
 # How long a signal waits for a row to be written: an exception in the middle would leave half of it.
 _PATIENCE_S = 1.0
 
-_NOT_OPEN = "is not open here, and what is logged is lost: its function has ended, or is another process's"
+_NOT_OPEN = "is not open in this process: its function has ended, or another process opened it. Rows are lost"
+
+Status = Literal["finished", "failed", "killed"]
 
 
 class Run:
-    """What `get_run` gives where the service's client has no run object.
+    """The object that `get_run` returns if the service's client has no run object.
 
     Attributes:
         id: The run's id.
@@ -40,7 +44,7 @@ class Run:
         self._handle = handle
 
     def log(self, data: Mapping[str, Any], step: int | None = None) -> None:
-        """Log a row: values by their keys, at `step`."""
+        """Log a row at `step`: a mapping of keys to values."""
         self._handle.log(data, step)
 
     def finish(self, *_: Any, **__: Any) -> None:
@@ -53,21 +57,21 @@ class Run:
 class ClientHandle(Handle):
     """An open run that this process writes to, alone or beside other ranks.
 
-    `write`, `end` and `resume` are called one at a time, and not by several threads at once.
+    `write`, `end` and `resume` are called one at a time, never by several threads at once.
 
     Attributes:
-        request: What was asked for.
-        ends_run: Whether `end` tells the service how the run has ended: on the primary rank; and where the rows of
-            others are sent later and alone, to a service for which whoever attaches begins the run again.
+        request: The decorator's request for this run.
+        ends_run: Whether `end` sends the run's status to the service. The primary rank does. Another rank does when its
+            rows are sent later and alone, to a service for which any attached rank makes the run active again.
     """
 
-    def __init__(self, request: RunRequest, title: str, values: Values | None = None) -> None:
-        """Called when the run is open.
+    def __init__(self, request: RunRequest, title: str, values: MetricSanitizer | None = None) -> None:
+        """Initialize the handle of a run that is open.
 
         Args:
-            request: What was asked for.
-            title: What messages call the service.
-            values: What makes rows of what is logged.
+            request: The decorator's request for this run.
+            title: The service's name in messages.
+            values: Makes rows of logged values.
         """
         self.id = request.plan.run_id or new_id()
         self.run: Any = Run(self)
@@ -75,37 +79,37 @@ class ClientHandle(Handle):
         self.ends_run = request.plan.primary
         self._title = title
         prefix = prefix_of(request)
-        self._values = values or Values(title, prefix)
+        self._values = values or MetricSanitizer(title, prefix)
         self._writers = Writers.of_ranks(request, title)
         self._lock = threading.RLock()  # held while the run is written to, ended or resumed
-        self._holding = threading.RLock()  # held to look at the state and at what is held at once
-        self._held: list[tuple[dict[str, Any], Any, dict[str, Any]]] = []  # what is logged while the run ends
+        self._holding = threading.RLock()  # held to read the state and the held rows together
+        self._held: list[tuple[dict[str, Any], Any, dict[str, Any]]] = []  # rows that are logged while the run ends
         self._ending = self._ended = self._finished = False
-        self._has_failed = False
+        self._warn_once = WarnOnce(logger)
         self._pid = os.getpid()
 
     @abstractmethod
     def write(self, row: Mapping[str, Any], step: Any, **more: Any) -> None:
-        """Log a row. It does not wait for the service, and does not raise for its absence."""
+        """Log a row, without waiting for the service, and without raising if the service does not answer."""
 
     @abstractmethod
     def end(self, exit_code: int) -> None:
-        """Send all, within `finish_timeout_s`; then, on the primary rank, tell the service how the run has ended."""
+        """Send all rows within `finish_timeout_s`. Then send the run's status if `ends_run`."""
 
     def resume(self) -> None:
-        """Go on after `end`, which a signal has caused: the function has logged something since."""
+        """Open the run again after an `end` that a signal has caused: the function has logged a row since then."""
 
     def log(self, data: Mapping[str, Any], step: Any = None, **more: Any) -> None:
-        """Log a row: what the run's `log` does. An outage of the service neither raises nor blocks.
+        """Log a row: the `log` of the run object. An outage of the service neither raises nor blocks.
 
         Raises:
-            TypeError: `data` is no mapping of text to values.
+            TypeError: `data` is not a mapping of strings to values.
         """
-        if self._finished or os.getpid() != self._pid:  # a forked child may have our locks for good
+        if self._finished or os.getpid() != self._pid:  # in a forked child, the locks may be held forever
             self._warn(_NOT_OPEN)
             return
         self.request.watch.reinstall()
-        row = self._values.of(data)
+        row = self._values.clean(data)
         with self._holding:
             if self._ending:
                 self._held.append((row, step, more))
@@ -118,27 +122,26 @@ class ClientHandle(Handle):
     def _log_open(self, row: dict[str, Any], step: Any, more: dict[str, Any]) -> None:
         """Log a row, and open the run again for it if it has ended early."""
         with self._lock:
-            if self._finished:  # while the lock was waited for
+            if self._finished:  # while this thread waited for the lock
                 self._warn(_NOT_OPEN)
                 return
-            self._go_on()
+            self._resume_and_write_held()
             self._write(row, step, more)
 
-    def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:  # noqa: ARG002 where the service has it
-        """Log a row that was logged at `time_s`, in seconds since the epoch, and kept since then."""
+    def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:  # noqa: ARG002 not every service takes a time
+        """Log a row that was kept in files since `time_s`, in seconds since the epoch."""
         with self._lock:
             self.write(row, step)
 
     def finish(self, exit_code: int) -> None:
-        """See `Handle.finish`."""
         if self._writers is not None and exit_code == 0:
             self._writers.wait()
-            if self.request.watch.terminated:  # since another rank has failed, perhaps: the job has not succeeded
+            if self.request.watch.terminated:  # perhaps since another rank has failed: the job has not succeeded
                 exit_code = TERMINATED
         with self._lock:
             try:
                 if self._held:
-                    self._go_on()
+                    self._resume_and_write_held()
                 if not self._ended:
                     self._finish(exit_code)
             finally:
@@ -147,23 +150,22 @@ class ClientHandle(Handle):
                     self._writers.leave()
 
     def finish_on_signal(self, exit_code: int) -> None:
-        """See `Handle.finish_on_signal`."""
         with self._lock:
-            if self._held:  # while an earlier signal ended it, and nothing was logged since
-                self._go_on()
+            if self._held:  # while an earlier signal ended the run, and nothing was logged after that
+                self._resume_and_write_held()
             if self._ended:
                 return
             with self._holding:
                 self._ending = True
             self._finish(exit_code)
 
-    def _go_on(self) -> None:
+    def _resume_and_write_held(self) -> None:
         if self._ended:
             self._ended = False
             try:
                 self.resume()
             except Exception:
-                self._warn("has ended, and what is logged now is lost")
+                self._warn("has ended, and could not be opened again. Rows that are logged now are lost")
         with self._holding:
             held, self._held = self._held, []
         for row, step, more in held:
@@ -173,7 +175,7 @@ class ClientHandle(Handle):
         try:
             self.write(row, step, **more)
         except Exception:
-            self._warn("cannot be logged to; that row is lost")
+            self._warn("could not be logged to. A row is lost")
 
     def _finish(self, exit_code: int) -> None:
         try:
@@ -183,29 +185,55 @@ class ClientHandle(Handle):
                 self._ended, self._ending = True, False
 
     def _warn(self, what: str) -> None:
-        """Once: it is said in a training's loop."""
-        if not self._has_failed:
-            self._has_failed = True
-            logger.warning("%s: run %s %s", self._title, self.id, what, exc_info=sys.exc_info()[0] is not None)
+        """Warn about the run, once: the training's loop may repeat the cause."""
+        has_error = sys.exc_info()[0] is not None
+        self._warn_once("run", "%s: run %s %s", self._title, self.id, what, exc_info=has_error)
 
 
 def refuse_to_pickle() -> NoReturn:
-    """What pickling a run comes to."""
-    raise TypeError("a run is of the process that has opened it: pass what is needed of it, or call get_run() there")
+    """Refuse to pickle a run.
+
+    Raises:
+        TypeError: Always.
+    """
+    raise TypeError(
+        "a run cannot be pickled, since it belongs to the process that opened it: pass values of it to the other "
+        "process, or call get_run() there"
+    )
 
 
 def prefix_of(request: RunRequest) -> str:
-    """What the keys of this rank's rows gain: see `rank_prefix`."""
+    """Return the prefix of the keys in this rank's rows: see `rank_prefix`."""
     is_shared = request.config.run_mode == "shared" and request.config.rank_prefix
     return f"rank_{request.info.rank if request.info else 0}/" if is_shared else ""
 
 
 def run_config(request: RunRequest) -> dict[str, Any]:
-    """The run's config: the user's over the facts. For the primary rank to pass."""
+    """Return the run's config, for the primary rank to pass: the user's config, and the run's metadata."""
     config = request.config.config
     return {**request.facts, **(config if isinstance(config, Mapping) else {})}
 
 
 def new_id() -> str:
-    """A random id, for a run that needs none that others know."""
+    """Return a random id, for a run whose id no other rank needs."""
     return f"run-{secrets.token_hex(4)}"
+
+
+def status_of(exit_code: int) -> Status:
+    """Return how a run with this exit code has ended: SIGINT and SIGTERM kill it."""
+    if exit_code == 0:
+        return "finished"
+    return "killed" if exit_code in (INTERRUPTED, TERMINATED) else "failed"
+
+
+def missing_key_error(title: str, fixes: str) -> TrackerUnavailableError:
+    """Return the error for a process without an API key.
+
+    Args:
+        title: The service's name.
+        fixes: The service's own ways to give a key, as a part of a sentence: "Run `x login`, set X_API_KEY".
+    """
+    return TrackerUnavailableError(
+        f"{title}: there is no API key for this process. {fixes}, or pass secret= to tracking_init (under flytekit, "
+        "secret_requests= to the task too); or go on in local files with if_unavailable='degrade'."
+    )

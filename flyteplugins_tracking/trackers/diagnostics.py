@@ -1,81 +1,73 @@
-"""What a tracker tells the doctor: what it has found, and how to see whether a server answers. Never a key."""
+"""A tracker's diagnosis for the doctor: what is wrong, and whether the server answers. It never holds a key."""
 
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Level = Literal["error", "warning", "note"]
-# How much of an answer is read: who it is is told in its first lines.
+# The part of an answer that is read: its first lines identify the server.
 _MOST_BYTES = 65_536
 _LARGEST_FILE = 1_000_000
 NO_WORKING_DIRECTORY = "the working directory has been removed"
 
 
 @dataclass(frozen=True)
-class Finding:
-    """Something that is wrong, or worth knowing.
+class Diagnostic:
+    """A problem, or a fact worth knowing.
 
     Attributes:
-        level: "error": what is asked for cannot work. "warning": it may not be what is meant. "note": good to know.
-        text: What is wrong, with the value.
-        mend: What to do, as a command where there is one.
+        level: "error": it cannot work. "warning": it may not be what the user means. "note": good to know.
+        text: The problem, with the value.
+        fix: What to do, if possible as a command.
     """
 
     level: Level
     text: str
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)
-class Examination:
-    """What a tracker finds in its environment, without an effect on anything.
+class Diagnosis:
+    """How a tracker is set up in this environment.
 
     Attributes:
-        place: Where runs would go: an address without credentials, or a directory.
-        credentials: Where a key was found: see `found_key`.
-        is_chosen: Whether somebody has set this tracker up here: by a key, a server or another variable.
-        reach: Asks the server, within so many seconds and without a key, and raises what says why it cannot be used.
-            None where there is nothing to ask.
-        findings: What is wrong.
+        place: Where runs go: an address without credentials, or a directory.
+        credentials: Where a key was found, as `found_key` describes it.
+        is_chosen: Whether this tracker is set up here: by a key, a server or another variable.
+        reach: Asks the server, without a key, within the seconds that it is called with. It raises an error that says
+            why the server cannot be used. None if there is no server.
+        diagnostics: The problems.
     """
 
     place: str | None = None
     credentials: str | None = None
     is_chosen: bool = False
     reach: Callable[[float], object] | None = None
-    findings: tuple[Finding, ...] = ()
+    diagnostics: tuple[Diagnostic, ...] = ()
 
 
 class Answer(NamedTuple):
-    """What an HTTP server has answered."""
+    """The answer of an HTTP server."""
 
     status: int
     text: str
 
 
 class NotReachedError(Exception):
-    """A server does not answer, or not as it should: the text says why."""
+    """A server does not answer, or answers with an error. The text says why."""
 
 
 def found_key(where: str, key: str) -> str:
-    """How a key is shown: where it was found and how long it is, and nothing of it."""
+    """Describe a key without showing a part of it: where it was found, and its length."""
     return f"{where} ({len(key)} characters)"
 
 
-def without_credentials(address: str) -> str:
-    """An address that may be shown: without user, password and query."""
-    # Up to the last @: the passwords that databases' addresses have may contain any other character.
-    address = re.sub(r"(?<=://).*@", "", address.strip())
-    return re.split(r"[?#]", address, maxsplit=1)[0].rstrip("/")
-
-
 def is_small_file(path: str) -> bool:
-    """Whether `path` can be read at once. A pipe or a device might never end."""
+    """Whether `path` is a regular file of less than 1 MB. Reading a pipe or a device might never end."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -84,8 +76,8 @@ def is_small_file(path: str) -> bool:
 
 
 def settings_of(path: str, section: str) -> dict[str, str]:
-    """What a file of settings has in a section: nothing where it cannot be read."""
-    import configparser  # which torch does not load, nor most ranks need
+    """Return a section of a file of settings; empty if it cannot be read."""
+    import configparser  # slow, and few ranks need it
 
     parser = configparser.RawConfigParser()
     try:
@@ -97,20 +89,20 @@ def settings_of(path: str, section: str) -> dict[str, str]:
 
 
 def ask(url: str, timeout_s: float, data: bytes | None = None) -> Answer:
-    """Send one request without credentials; a POST where there is `data`.
+    """Send one request without credentials: a POST if there is `data`, else a GET.
 
     Raises:
-        NotReachedError: There is no answer, or only that something behind a proxy has failed.
+        NotReachedError: The server does not answer, or a proxy answers for a server that has failed.
     """
     from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
     if not url.lower().startswith(("https://", "http://")):
-        raise NotReachedError("this is no address of a server: it begins with neither https:// nor http://")
+        raise NotReachedError("the address must begin with https:// or http://")
     headers = {"Content-Type": "application/json", "User-Agent": "flyteplugins-tracking"}
     try:
-        with urlopen(Request(url, data, headers), timeout=timeout_s) as answer:  # noqa: S310 its scheme is looked at
+        with urlopen(Request(url, data, headers), timeout=timeout_s) as answer:  # noqa: S310 the scheme is checked
             return Answer(answer.status, answer.read(_MOST_BYTES).decode(errors="replace"))
     except HTTPError as error:
         if error.code >= 500:
@@ -120,8 +112,8 @@ def ask(url: str, timeout_s: float, data: bytes | None = None) -> Answer:
         raise NotReachedError(f"it does not answer: {getattr(error, 'reason', None) or error}") from None
 
 
-def obstacle(directory: str) -> str | None:
-    """Why files cannot be written below `directory`, which need not be there yet; None where they can."""
+def why_unwritable(directory: str) -> str | None:
+    """Return why files cannot be written below `directory`, which need not exist yet; None if they can."""
     try:
         place = os.path.abspath(os.path.expanduser(directory))
     except FileNotFoundError:
@@ -129,5 +121,5 @@ def obstacle(directory: str) -> str | None:
     while not os.path.lexists(place) and place != os.path.dirname(place):
         place = os.path.dirname(place)
     if not os.path.isdir(place):
-        return f"{place} is no directory"
+        return f"{place} is not a directory"
     return None if os.access(place, os.W_OK | os.X_OK) else f"{place} cannot be written to"

@@ -1,7 +1,7 @@
-"""Runs kept in local files while their service is not there, and how they are sent to it later.
+"""Runs that are kept in local files while their service cannot be used, and are sent to it later.
 
-For services whose own clients have no such files. A run is a directory of JSON lines, a file for each process that has
-written to it: what the run was to be, its rows, what was called on it, and its end.
+This is for services whose own clients have no such files. A run is a directory of JSON lines, with a file for each
+process that has written to it: a header, the rows, the calls on the run object, and the run's end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import RunPlan
+from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle, Run
@@ -25,16 +26,16 @@ from flyteplugins_tracking.trackers.registry import find_tracker
 
 logger = logging.getLogger(__name__)
 
-# Where the directories are, below the one that the job runs in.
+# The parent of the runs' directories, in the job's working directory.
 FOLDER = "tracking-offline"
 _SENT = ".sent"
 
 
 def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], ClientHandle]) -> ClientHandle:
-    """The run that `open_run` opens; or a local one, where the service is not there and that was asked for.
+    """Open the run by `open_run`. If the service cannot be used and `if_unavailable` allows it, open a local run.
 
     Raises:
-        TrackerUnavailableError: The service is not there, and `if_unavailable` is "raise".
+        TrackerUnavailableError: The service cannot be used, and `if_unavailable` is "raise".
     """
     try:
         return open_run()
@@ -44,7 +45,7 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
         handle = LocalHandle(request, tracker)
         if request.plan.primary or (request.info is not None and request.info.local_rank == 0):
             logger.warning(
-                "%s This run is logged to files. Send it when %s is there: %s",
+                "%s This run is logged to files. Send it when %s answers: %s",
                 error,
                 tracker.title,
                 handle.how_to_send(handle.directory),
@@ -53,14 +54,14 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
 
 
 class Journal:
-    """One process's file of a run. Each line is written at once, so that it outlives the process."""
+    """One process's file of a run. Each line is written immediately, so that it outlives the process."""
 
     def __init__(self, request: RunRequest, tracker: Tracker, run_id: str) -> None:
-        """Of the run that `tracker` calls `run_id`. The file is made with the first line."""
+        """Prepare the file of the run `run_id`. The first line creates it."""
         self.directory = os.path.abspath(os.path.join(FOLDER, f"{tracker.name}-{run_id}"))
         self._header = _header(request, tracker, run_id)
         attempt, rank = self._header["attempt"], request.info.rank if request.info else 0
-        # Sorted by their names, they are in the order of the attempts, each one's primary first.
+        # Sorted by name, the files are in the order of the attempts, each attempt's primary rank first.
         who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"
         self._path = os.path.join(self.directory, f"{attempt:04}-{int(time.time()):x}-{who}.jsonl")
         self._file: Any = None
@@ -70,7 +71,7 @@ class Journal:
         self._add({"row": row, "step": step, "time": time_s or time.time()})
 
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Keep a call of one of the run's methods."""
+        """Keep a call of a method of the run object."""
         self._add({"call": method, "args": args, "kwargs": kwargs})
 
     def end(self, exit_code: int) -> None:
@@ -80,19 +81,19 @@ class Journal:
     def _add(self, line: Mapping[str, Any]) -> None:
         if self._file is None:
             os.makedirs(self.directory, exist_ok=True)
-            self._file = open(self._path, "a")  # noqa: SIM115 until the process ends
+            self._file = open(self._path, "a")  # noqa: SIM115 it is open until the process ends
             self._file.write(json.dumps(self._header, default=str) + "\n")
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
 
 class LocalRun(Run):
-    """What `get_run` gives while the run is kept in files: what is called on it is kept too, to be called later."""
+    """The object that `get_run` returns for a run in files. Calls on it are kept, and made when the run is sent."""
 
     def __init__(self, handle: LocalHandle) -> None:
         super().__init__(handle)
         self._journal = handle.journal
-        self._told: set[str] = set()
+        self._warn_once = WarnOnce(logger)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -103,13 +104,12 @@ class LocalRun(Run):
         try:
             self._journal.call(name, args, kwargs)
         except TypeError:
-            if name not in self._told:
-                self._told.add(name)
-                logger.warning("run %s is logged to files, which cannot hold what %s() is called with", self.id, name)
+            text = "run %s is logged to files as JSON: a call of %s() is lost, since JSON cannot hold its arguments"
+            self._warn_once(name, text, self.id, name)
 
 
 class LocalHandle(ClientHandle):
-    """A run that is kept in files."""
+    """An open run that is kept in files."""
 
     def __init__(self, request: RunRequest, tracker: Tracker) -> None:
         super().__init__(request, tracker.title)
@@ -119,11 +119,10 @@ class LocalHandle(ClientHandle):
 
     @property
     def url(self) -> str | None:
-        """See `Handle.url`."""
+        """A run in files has no page."""
         return None
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
-        """See `ClientHandle.write`."""
         row = {key: value for key, value in row.items() if self._fits(key, value)}
         if row:
             self.journal.row(row, step.item() if callable(getattr(step, "item", None)) else step)
@@ -134,43 +133,42 @@ class LocalHandle(ClientHandle):
         try:
             json.dumps(value)
         except (TypeError, ValueError):
-            self._values.tell(key, f"a {type(value).__name__} is left out: the run is logged to files, as JSON")
+            self._values.warn_once(
+                key, f"a value of type {type(value).__name__} is left out: the run is logged to files as JSON"
+            )
             return False
         return True
 
     def end(self, exit_code: int) -> None:
-        """See `ClientHandle.end`."""
         self.journal.end(exit_code)
 
     def unsent(self) -> Sequence[str]:
-        """See `Handle.unsent`."""
         return [self.directory]
 
     def how_to_send(self, directory: str) -> str:
-        """See `Handle.how_to_send`."""
         return how_to_send(directory)
 
 
 def how_to_send(directory: str) -> str:
-    """The command that sends a run which is kept in files."""
+    """Return the command that sends a run from its directory."""
     return f"python -m flyteplugins_tracking.send {directory}"
 
 
 def send(directory: Path) -> str:
-    """Send what is kept in a run's directory, and mark it as sent.
+    """Send a run from its directory, and mark its files as sent.
 
     Returns:
         The id of the run.
 
     Raises:
-        TrackerUnavailableError: The service is still not there, and nothing is marked; or it has not taken all, and
-            the rest is kept in `directory`.
-        ValueError: There is nothing to send in `directory`.
+        TrackerUnavailableError: The service still cannot be used, and no file is marked; or the service has not taken
+            all rows, and the rest is kept in `directory`.
+        ValueError: `directory` has no files to send.
     """
     there = {path: _lines(path) for path in sorted(directory.glob("*.jsonl"))}
     files = {path: lines for path, lines in there.items() if lines}
     if not files:
-        raise ValueError(f"{directory} has no files of a run that is to be sent")
+        raise ValueError(f"{directory} has no files of a run that are not sent yet")
     kept_again = {directory}
     for paths in _attempts(files):
         kept_again |= _send_attempt([files[path] for path in paths])
@@ -179,13 +177,13 @@ def send(directory: Path) -> str:
     left = sorted(str(one) for one in kept_again if any(one.glob("*.jsonl")))
     if left:
         raise TrackerUnavailableError(
-            f"not all of it could be sent. Send the rest later: {how_to_send(' '.join(left))}"
+            f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(left))}"
         )
     return str(next(iter(files.values()))[0]["id"])
 
 
 def _lines(path: Path) -> list[Any]:
-    """Those that are whole: a process that is killed, or a full disk, leaves a part of one."""
+    """Return the complete lines of a file: a process that was killed, or a full disk, leaves an incomplete one."""
     lines = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -203,20 +201,20 @@ def _mark_as_sent(paths: Iterable[Path]) -> None:
 
 
 def _attempts(files: Mapping[Path, Sequence[Any]]) -> Iterator[list[Path]]:
-    """Those that are sent together: of the ranks of one attempt."""
+    """Yield the files that are sent together: those of the ranks of one attempt."""
     for attempt in dict.fromkeys(lines[0]["attempt"] for lines in files.values()):
         headers = {path: lines[0] for path, lines in files.items() if lines[0]["attempt"] == attempt}
         primaries = [path for path, header in headers.items() if header["primary"]]
         yield [path for path in headers if path not in primaries[1:]]
-        for primary in primaries[1:]:  # of a later job, which does not count its attempts: its end is the last
+        for primary in primaries[1:]:  # of a later job, which does not count attempts: the last job's end is the run's
             yield [primary]
 
 
 def _send_attempt(files: Sequence[list[Any]]) -> set[Path]:
-    """Send what the ranks of one attempt have kept. The primary's end is the run's: it opens first and ends last.
+    """Send the files of one attempt's ranks. The primary opens first and ends last: its end is the run's.
 
     Returns:
-        Where the tracker may have kept some of it again.
+        The directories in which the tracker may have kept rows again.
     """
     in_order = sorted(files, key=lambda lines: not lines[0]["primary"])
     opened = [(_open(lines[0]), lines[1:]) for lines in in_order]
@@ -260,7 +258,7 @@ def _open(header: Mapping[str, Any]) -> ClientHandle:
         )
     )
     if not isinstance(handle, ClientHandle):
-        raise TrackerUnavailableError(f"{tracker.title} sends what it has kept by itself")
+        raise TrackerUnavailableError(f"{tracker.title} itself sends the runs that it has kept: see its documentation")
     return handle
 
 
@@ -273,10 +271,14 @@ def _replay(handle: ClientHandle, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _call(handle: ClientHandle, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Call what was called then. What never can be does not hold up all else."""
+    """Repeat a kept call. A call that can never succeed must not keep the rest from being sent."""
     try:
         getattr(handle.run, name)(*args, **kwargs)
     except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
-        logger.warning("run %s: %s() cannot be called any more: %s: %s", handle.id, name, type(error).__name__, error)
+        logger.warning(
+            "run %s: the kept call of %s() fails, and is lost: %s: %s", handle.id, name, type(error).__name__, error
+        )
     except Exception as error:
-        raise TrackerUnavailableError(f"{name}() has failed: {type(error).__name__}: {error}") from error
+        raise TrackerUnavailableError(
+            f"the kept call of {name}() has failed: {type(error).__name__}: {error}"
+        ) from error

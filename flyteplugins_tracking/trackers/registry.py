@@ -57,8 +57,8 @@ def check_config(config: TrackingConfig) -> None:
     tracker = find_tracker(config.tracker)
     check_arguments(f"tracking_init(tracker={tracker.name!r})", config.options, {*tracker.arguments, *OWN_ARGUMENTS})
     for feature in _asked_for(config):
-        if feature in tracker.lacks:
-            raise ConfigError(f"{_ASKING[feature]} cannot be had with {tracker.title}: {tracker.lacks[feature]}")
+        if feature in tracker.unsupported:
+            raise ConfigError(f"{tracker.title} does not support {_ASKING[feature]}: {tracker.unsupported[feature]}")
     tracker.check(config)
 
 
@@ -78,7 +78,7 @@ def propagated_to(wanted: TrackingConfig, propagated: Mapping[str, Any]) -> Trac
     foreign = _known_to_any(foreign)
     if named.name != tracker.name:  # what has two trackers' name is meant for the one that is named
         foreign |= {*named.arguments} - OWN_ARGUMENTS
-    foreign |= {name for name in ("allow_config", "download_logs") if name in tracker.lacks}
+    foreign |= {name for name in ("allow_config", "download_logs") if name in tracker.unsupported}
     config = wanted.over({name: value for name, value in propagated.items() if name not in foreign})
     check_config(config)
     return config

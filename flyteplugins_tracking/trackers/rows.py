@@ -1,4 +1,4 @@
-"""The rows that a rank logs: which values a service takes, and how they stand beside other ranks' in a shared run."""
+"""The rows that a rank logs: which values a service takes, and how the ranks of a shared run keep their rows apart."""
 
 from __future__ import annotations
 
@@ -8,40 +8,48 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flyteplugins_tracking._util.warn_once import WarnOnce
+
 logger = logging.getLogger(__name__)
 
 Log = Callable[[Any], Any]
 
 
-class Rows:
-    """One rank's rows.
+class RowBuffer:
+    """Holds one rank's rows until they are committed, and turns `step=` into a column.
 
-    A run has one step counter, and a service drops what is below it: another rank may be ahead. So `step=` becomes a
-    column. Rows that are not committed are kept here: in the writer they would be mixed with another rank's.
+    A shared run has one step counter, and the service drops rows with a lower step: another rank may be ahead. A row
+    that is not committed must wait here: in the shared writer, another rank's row would be added to it.
     """
 
     def __init__(self, step_metric: str, prefix: str, define_step: Callable[[], object]) -> None:
-        """`define_step` tells the service, before the first row that has a step, what the steps' column is for."""
+        """Initialize the buffer.
+
+        Args:
+            step_metric: The column for steps.
+            prefix: Goes before each key.
+            define_step: Called before the first row with a step: says to the service what the column of steps is for.
+        """
         self._step_metric = step_metric
         self._prefix = prefix
         self._define_step: Callable[[], object] | None = define_step
         self._last_step: Any = None
-        self._waiting: dict[str, Any] = {}  # what is not committed
+        self._waiting: dict[str, Any] = {}  # values that are not committed
         self.logged = 0
         self._lock = threading.RLock()
 
     def log(self, log: Log, data: Mapping[str, Any], step: Any = None, commit: bool | None = None) -> Any:
-        """Hand `log` the row of `data`, and of what has been waiting for it.
+        """Call `log` with a row of `data` and the values that wait for it.
 
         Args:
-            log: The run's own.
-            data: The values by their keys. Keys get the prefix, but for the column of steps and the service's own (_).
-            step: The row's value in the column of steps. Left out, it is the last one of this rank: the service would
-                take another rank's.
-            commit: False: keep it for the next row.
+            log: The run's own `log`.
+            data: The values by their keys. Keys get the prefix, except the column of steps and keys that begin with _.
+            step: The row's value in the column of steps. By default, this rank's last one: the service would take
+                another rank's.
+            commit: If False, the values wait for the next row.
         """
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-            return log(data)  # which says what is wrong
+            return log(data)  # it raises, and says why
         row = {self._key(key): value for key, value in data.items()}
         if step is not None:
             row[self._step_metric] = self._last_step = step
@@ -59,19 +67,21 @@ class Rows:
         try:
             return self._log(log, {**waiting, **row})
         except Exception:
-            if waiting:  # it may have what cannot be logged; this row shall not be lost for that
+            if waiting:  # they may be the cause: this row must not be lost for them
                 self._log(log, row)
             raise
 
     def commit(self, log: Log) -> None:
-        """Log what still waits for its row. A tracking run's end raises nothing."""
+        """Log the values that still wait for a row. Raises nothing, since the run is ending."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         if waiting:
             try:
                 self._log(log, waiting)
             except Exception:
-                logger.warning("what was logged with commit=False is lost: %s", ", ".join(waiting), exc_info=True)
+                logger.warning(
+                    "values that were logged with commit=False are lost: %s", ", ".join(waiting), exc_info=True
+                )
 
     def _log(self, log: Log, row: dict[str, Any]) -> Any:
         self.logged += 1
@@ -88,30 +98,30 @@ class Rows:
             define()
 
 
-class Values:
-    """One rank's rows, on their way to a service that takes numbers."""
+class MetricSanitizer:
+    """Makes plain rows of what a rank logs, for a service that takes numbers."""
 
     def __init__(self, title: str, prefix: str = "", odd_floats: str | None = None) -> None:
-        """Of the service called `title`.
+        """Initialize the sanitizer.
 
         Args:
-            title: What messages call the service.
-            prefix: What each key gains in front.
-            odd_floats: What the service does to NaN and infinities; None where it keeps them.
+            title: The service's name in messages.
+            prefix: Goes before each key.
+            odd_floats: How the service treats NaN and infinities, for a warning; None if it keeps them.
         """
         self._title = title
         self._prefix = prefix
         self._odd_floats = odd_floats
-        self._told: set[str] = set()
+        self._warn_once = WarnOnce(logger)
 
-    def of(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The row of `data`: numbers, of NumPy and torch too, as Python's; and what else the service may take.
+    def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the row of `data`: numbers, also those of NumPy and torch, as Python's. Other values stay as they are.
 
         Raises:
-            TypeError: It is no mapping with text as its keys.
+            TypeError: `data` is not a mapping with strings as keys.
         """
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-            raise TypeError(f"log() takes a mapping of text to values, not {data!r:.100}")
+            raise TypeError(f"log() takes a mapping of strings to values, got {data!r:.100}")
         row = {}
         for key, value in data.items():
             plain = self._number(key, value)
@@ -119,11 +129,9 @@ class Values:
                 row[self._prefix + key] = plain
         return row
 
-    def tell(self, key: str, what: str) -> None:
+    def warn_once(self, key: str, what: str) -> None:
         """Warn about the values of `key`, once."""
-        if key not in self._told:
-            self._told.add(key)
-            logger.warning("%s: %r: %s", self._title, key, what)
+        self._warn_once(key, "%s: %r: %s", self._title, key, what)
 
     def _number(self, key: str, value: Any) -> Any:
         if type(value) is float or type(value) is int:
@@ -131,16 +139,16 @@ class Values:
         else:
             plain = self._unusual(key, value)
         if isinstance(plain, float) and self._odd_floats is not None and not math.isfinite(plain):
-            self.tell(key, f"{plain} is {self._odd_floats}")
+            self.warn_once(key, f"{plain} is {self._odd_floats}")
         return plain
 
     def _unusual(self, key: str, value: Any) -> Any:
         if value is None:
-            self.tell(key, "None is no value: it is left out")
+            self.warn_once(key, "None is left out: it is not a value")
             return None
         if callable(getattr(value, "item", None)) and getattr(value, "ndim", None) == 0:  # of NumPy and torch
             value = value.item()
         if isinstance(value, bool):
-            self.tell(key, "a truth value is no number: it is logged as 1 or 0")
+            self.warn_once(key, "a bool is logged as 1 or 0")
             return int(value)
         return value

@@ -405,14 +405,14 @@ def test_what_is_handed_to_children_holds_any_config_and_no_password():
     settings = SimpleNamespace(base_url="http://user:secret@w.example/path")
     config = {"clip": float("inf"), "lr": 3, "nan": float("nan")}
     run = SimpleNamespace(id="r", project="p", entity="e", offline=False, settings=settings, config=config)
-    passed_on = TRACKER.pass_on(run)
+    passed_on = TRACKER.export_run(run)
     assert json.loads(json.dumps(passed_on, allow_nan=False)) == passed_on
     assert (passed_on["host"], passed_on["config"]) == (
         "http://w.example/path",
         {"clip": "Infinity", "lr": 3, "nan": "NaN"},
     )
     run.config = {"long": "x" * 20_000}
-    assert TRACKER.pass_on(run)["config"] is None
+    assert TRACKER.export_run(run)["config"] is None
 
 
 def test_links_that_are_there_are_kept_and_each_tracker_adds_its_own(tasks):

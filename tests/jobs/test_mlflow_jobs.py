@@ -87,7 +87,7 @@ def test_what_mlflow_cannot_hold_is_said_once_a_key(fluent):
     assert math.isnan(run.values("nan")[0])
     assert run.values("odd_key") == [1.0]
     assert {"none", "text", "odd#key"}.isdisjoint(key for key, *_ in run.rows)
-    for said in ("'truth': a truth value", "'none': None", "'nan': nan", "'inf': inf", "'text': a str", "'odd#key'"):
+    for said in ("'truth': a bool", "'none': None", "'nan': nan", "'inf': inf", "'text': a str", "'odd#key'"):
         assert done.output.count(f"MLflow: {said}") == 1, said
     assert done.output.count("the param 'lr' is not taken") == 1
 
@@ -160,7 +160,7 @@ def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, 
     assert noted["slowest_s"] < 0.2 * jobs.TIME_SCALE
     assert noted["end_s"] < 3 * jobs.TIME_SCALE  # finish_timeout_s=3
     (said,) = (line for line in done.output.splitlines() if "The rest is in files" in line)
-    command = shlex.split(said.rpartition("is there: ")[2])
+    command = shlex.split(said.rpartition("MLflow answers: ")[2])
     sent = jobs.run([sys.executable, *command[1:]], tmp_path, environment(server))
     assert sent.returncode == 0, sent.output
     runs = by_id(server, "outage")

@@ -179,7 +179,7 @@ def test_ids_of_the_variables(singles):
 def test_a_key_that_is_wrong_or_missing_is_named(singles):
     _, done, told = singles
     assert (told["wrong key"]["error"], told["no key"]["error"]) == ("TrackerUnavailableError",) * 2
-    assert "the API key is refused" in told["wrong key"]["text"]
+    assert "the service refuses the API key" in told["wrong key"]["text"]
     assert "PLUTO_API_KEY" in told["no key"]["text"]
     assert "plt_s_wrong" not in done.output + told["wrong key"]["text"]
 
@@ -238,7 +238,7 @@ def test_what_a_mute_service_has_not_taken_at_the_end_is_kept_and_can_be_sent(mu
     server, done, told = mute
     assert told["end"]["took"] < 3 * jobs.TIME_SCALE  # finish_timeout_s=3
     assert server.run("kept").statuses == []
-    (command,) = {match[1] for match in re.finditer(r"Send it when it is there: (python .+)$", done.output, re.M)}
+    (command,) = {match[1] for match in re.finditer(r"when the service answers: (python .+)$", done.output, re.M)}
     server.fault = None
     sent = jobs.run([sys.executable, *shlex.split(command)[1:]], done.directory, pluto_environment(server))
     assert sent.returncode == 0, sent.output
@@ -257,7 +257,7 @@ def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):
 
 
 def test_the_uploader_finds_the_standard_library_before_the_users_modules(monkeypatch, tmp_path):
-    from flyteplugins_tracking.trackers.pluto.run import Uploader
+    from flyteplugins_tracking.trackers.pluto.process import UploaderProcess
 
     (tmp_path / "logging.py").write_text("raise RuntimeError('the wrong one')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -272,8 +272,8 @@ def test_the_uploader_finds_the_standard_library_before_the_users_modules(monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", Popen)
-        patch.setattr(Uploader, "_tell", lambda *_: None)
-        Uploader("database", {}, 2)
+        patch.setattr(UploaderProcess, "_write_line", lambda *_: None)
+        UploaderProcess("database", {}, 2)
     code = "import logging; print(logging.__file__)"
     done = subprocess.run([sys.executable, "-c", code], env=started["env"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

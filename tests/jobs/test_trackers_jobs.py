@@ -142,9 +142,8 @@ def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
     with pytest.raises(ValueError, match="made to fail"):
         train()
     (directory,) = (tmp_path / "tracking-offline").iterdir()
-    assert (
-        f"It is away. This run is logged to files. Send it when JSON lines is there: python -m {send.__module__}"
-        in (caplog.text)
+    assert f"It is away. This run is logged to files. Send it when JSON lines answers: python -m {send.__module__}" in (
+        caplog.text
     )
     assert registered.runs("sent") == []
     (path,) = directory.iterdir()
@@ -254,7 +253,7 @@ def test_what_is_kept_again_while_it_is_sent_is_not_said_to_be_sent(
     kept = path.read_text()
     monkeypatch.setattr(JsonlHandle, "end", lambda *_: path.with_name("0000-again.jsonl").write_text(kept))
     assert send([str(directory)]) == 1
-    assert "not all of it could be sent" in capsys.readouterr().err
+    assert "a part of the run could not be sent" in capsys.readouterr().err
     monkeypatch.undo()
 
 
@@ -279,8 +278,8 @@ def test_what_files_cannot_hold_or_nobody_can_call_takes_nothing_else_with_it(
     train(None)
     (directory,) = (tmp_path / "tracking-offline").iterdir()
     assert send([str(directory)]) == 0
-    assert "'odd': a object is left out" in caplog.text
-    assert "nobodys() cannot be called any more" in caplog.text
+    assert "'odd': a value of type object is left out" in caplog.text
+    assert "the kept call of nobodys() fails" in caplog.text
     (file,) = Path(registered.environment()["JSONL_DIR"]).glob("kept/*.jsonl")
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["a"], line["step"]) for line in lines if "a" in line] == [(1, 7), (2, None)] * 2

@@ -99,7 +99,7 @@ def as_a_called_task() -> None:
     from flyteplugins_tracking.trackers.registry import find_tracker
 
     tracker = find_tracker("mlflow")
-    passed_on = json.loads(json.dumps(tracker.pass_on(get_run())))
+    passed_on = json.loads(json.dumps(tracker.export_run(get_run())))
     request = RunRequest(
         plan=plan(None, "auto", "global", None, passed_on["id"]),
         known_id=passed_on["id"],

@@ -101,7 +101,7 @@ def ranks() -> None:
         resumed=run.resumed,
         vendors=f"{type(run).__module__}.{type(run).__name__}",
         has_key=key().strip() in command_lines(),
-        has_uploader="_pluto_uploader" in command_lines(),
+        has_uploader="pluto.uploader" in command_lines(),
         in_children=in_children,
         refused=refused,
     )
@@ -117,7 +117,7 @@ def logging_once(**arguments: Any) -> dict[str, Any]:
     def train() -> str:
         run = get_run()
         run.log({"x": 1})
-        PASSED_ON.append(TRACKER.pass_on(run))
+        PASSED_ON.append(TRACKER.export_run(run))
         return str(run.run_id)
 
     started = time.monotonic()

@@ -47,10 +47,10 @@ def test_the_table_of_trackers_says_what_each_refuses_and_why():
     rows = table[1 : len(FEATURES) + 1]
     assert set(FEATURES) == set(get_args(Feature))
     for column, name in enumerate(("wandb", "pluto", "mlflow", "trackio"), start=1):
-        lacks = find_tracker(name).lacks
-        expected = ["no" if feature in lacks else "yes" for feature in FEATURES]
+        unsupported = find_tracker(name).unsupported
+        expected = ["no" if feature in unsupported else "yes" for feature in FEATURES]
         assert [row[column] for row in rows] == expected, name
-        assert all(reason in TRACKERS for reason in lacks.values()), name
+        assert all(reason in TRACKERS for reason in unsupported.values()), name
 
 
 @pytest.mark.full

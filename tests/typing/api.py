@@ -84,5 +84,5 @@ gather_metrics({"loss": 0.5}, ("maen",))  # type: ignore[arg-type]
 with process_group("gloo", timeout_s=60):
     pass
 process_group(timeout_s="60")  # type: ignore[arg-type]
-lacks: dict[Feature, str] = {"sweeps": "it has none"}
-lacks["sweep"] = "it has none"  # type: ignore[index]
+unsupported: dict[Feature, str] = {"sweeps": "it has none"}
+unsupported["sweep"] = "it has none"  # type: ignore[index]

@@ -24,12 +24,13 @@ from support.wandb_server import WandbServer
 from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import DistributedInfo, doctor
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.doctor import ranks, services, text
 from flyteplugins_tracking.doctor.plans import named, pattern, plan_rows
 from flyteplugins_tracking.doctor.versions import _fits
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Tracker
-from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, without_credentials
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
 
 KEY = "a1b2" * 10
 
@@ -68,8 +69,8 @@ def ask(env, capsys):
     return call
 
 
-def findings(out: str, level: str = "") -> str:
-    return "\n".join(f["text"] + " -> " + f["mend"] for f in json.loads(out)["findings"] if level in ("", f["level"]))
+def diagnostics(out: str, level: str = "") -> str:
+    return "\n".join(f["text"] + " -> " + f["fix"] for f in json.loads(out)["diagnostics"] if level in ("", f["level"]))
 
 
 LAUNCHERS: dict[str, dict[str, str]] = {
@@ -168,7 +169,7 @@ def test_ranks_and_ids_are_shortened():
 
 def test_workers_that_are_not_told_are_refused_in_the_table(ask):
     _, out, _ = ask("--offline", WANDB_API_KEY=KEY, **LAUNCHERS["openmpi"])
-    assert out.count("refused: see the findings") == 3
+    assert out.count("refused: see the diagnostics") == 3
     assert "warning: openmpi does not tell which worker (node) rank 0 is on: rank_scope='worker' is refused" in out
     assert "MASTER_ADDR and MASTER_PORT not set" in out
 
@@ -177,7 +178,7 @@ def test_a_base_id_is_shown_where_it_is_known(ask):
     _, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, WANDB_RUN_ID="mine", **LAUNCHERS["env"])
     assert json.loads(out)["base_id"] == {"base_id": "mine", "source": "WANDB_RUN_ID"}
     assert json.loads(out)["plans"][4]["ids"] == "mine-rank-{0..3}"
-    assert "WANDB_RUN_ID=mine: every job" in findings(out, "warning")
+    assert "WANDB_RUN_ID=mine: every job" in diagnostics(out, "warning")
 
 
 # What is set, and what is said of it.
@@ -193,10 +194,10 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "a line end": ({"WANDB_API_KEY": KEY + "\n"}, "warning", "blanks or a line end around it"),
     "an id": ({"WANDB_API_KEY": KEY, "WANDB_RUN_ID": "a/b"}, "error", "WANDB_RUN_ID=a/b: run id 'a/b' has /"),
     "a service": ({"WANDB_SERVICE": "3-x"}, "warning", "-> unset WANDB_SERVICE"),
-    "files": ({"WANDB_DIR": "/dev/null"}, "warning", "/dev/null is no directory -> export WANDB_DIR="),
+    "files": ({"WANDB_DIR": "/dev/null"}, "warning", "/dev/null is not a directory -> export WANDB_DIR="),
     "no mode": ({"WANDB_API_KEY": KEY, "WANDB_MODE": "Offline"}, "error", "WANDB_MODE=Offline is none of its modes"),
     "an address": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://h\n"}, "error", "around it, which W&B refuses"),
-    "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is no directory -> export HOME="),
+    "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is not a directory -> export HOME="),
     "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "takes itself for the only one -> srun python train.py"),
     "a pod": ({"RANK": "0", "WORLD_SIZE": "2"}, "warning", "is taken for one process per node -> torchrun train.py"),
     "no agreement": (LAUNCHERS["env"], "warning", "no run id that all nodes agree on: env offers none"),
@@ -207,7 +208,7 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
         "PLUTO_URL_APP, PLUTO_URL_INGEST, PLUTO_URL_PY not set",
     ),
     "MLflow's files": ({"MLFLOW_TRACKING_URI": "./mlruns"}, "warning", "runs in files are in maintenance mode"),
-    "MLflow's database": ({"MLFLOW_TRACKING_URI": "sqlite:////dev/null/a.db"}, "error", "/dev/null is no directory"),
+    "MLflow's database": ({"MLFLOW_TRACKING_URI": "sqlite:////dev/null/a.db"}, "error", "/dev/null is not a directory"),
     "MLflow's address": ({"MLFLOW_TRACKING_URI": "localhost:5000"}, "warning", "that begin with localhost: -> export"),
     "Trackio's token": ({"TRACKIO_SERVER_URL": "http://x"}, "error", "wants a write token"),
     "Trackio's files": ({"TRACKIO_DIR": "/dev/null/x"}, "error", "Trackio keeps runs in /dev/null/x"),
@@ -219,8 +220,8 @@ def test_what_is_wrong_is_said_with_the_value_and_how_to_mend_it(ask, case, monk
     variables, level, said = WRONG[case]
     monkeypatch.setattr(services, "find_spec", lambda name: True)  # Pluto's too
     status, out, err = ask("--json", "--offline", **variables)
-    assert said in findings(out, level)
-    assert status == int(bool(findings(out, "error")))
+    assert said in diagnostics(out, level)
+    assert status == int(bool(diagnostics(out, "error")))
     assert err == ""
 
 
@@ -230,7 +231,7 @@ def test_a_directory_of_sockets_that_others_can_enter_is_told(ask):
         folder.mkdir()
         folder.chmod(0o777)
         _, out, _ = ask("--json", "--offline", TMPDIR=short)
-    assert f"{folder} is not a directory of this user's" in findings(out, "warning")
+    assert f"{folder} is not a directory of this user's" in diagnostics(out, "warning")
 
 
 def test_no_place_for_temporary_files_and_no_working_directory_are_told(ask, monkeypatch, tmp_path):
@@ -240,10 +241,10 @@ def test_no_place_for_temporary_files_and_no_working_directory_are_told(ask, mon
     monkeypatch.chdir(gone)
     gone.rmdir()
     _, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, WANDB_DIR=str(tmp_path))
-    assert "run_mode='shared' needs a directory for temporary files: No usable temporary directory" in findings(out)
-    assert "the working directory has been removed -> cd to another" in findings(out, "warning")
+    assert "run_mode='shared' needs a directory for temporary files: No usable temporary directory" in diagnostics(out)
+    assert "the working directory has been removed -> cd to another" in diagnostics(out, "warning")
     monkeypatch.delenv("WANDB_DIR")
-    assert "W&B keeps its files in ./wandb: the working" in findings(ask("--json", "--offline")[1], "error")
+    assert "W&B keeps its files in ./wandb: the working" in diagnostics(ask("--json", "--offline")[1], "error")
 
 
 def test_a_server_is_asked_and_told_from_another(ask, monkeypatch):
@@ -253,12 +254,12 @@ def test_a_server_is_asked_and_told_from_another(ask, monkeypatch):
         status, out, _ = ask("--json", **variables)
         reached = {state["name"]: state["reachable"] for state in json.loads(out)["trackers"]}
         assert (status, reached["wandb"], reached["trackio"]) == (1, True, False)
-        assert "and not as a Trackio server does" in findings(out, "error")
+        assert "and not as a Trackio server does" in diagnostics(out, "error")
         assert ask("--tracker", "wandb")[0] == 0  # and its key is not sent
 
         server.fault = Fault.status(503)
         _, out, _ = ask("--json", "--tracker", "wandb")
-        assert f"the server at {server.url} cannot be used: it answers HTTP 503" in findings(out, "error")
+        assert f"the server at {server.url} cannot be used: it answers HTTP 503" in diagnostics(out, "error")
         server.fault = Fault.status(404)
         assert "it answers HTTP 404, and not as a W&B server does" in ask("--tracker", "wandb")[1].replace(
             "\n     ", ""
@@ -266,9 +267,9 @@ def test_a_server_is_asked_and_told_from_another(ask, monkeypatch):
         monkeypatch.setattr(services, "_ANSWER_S", 0.5)
         server.fault = Fault.mute()
         _, out, _ = ask("--json")
-        assert findings(out, "error").count("it does not answer") == 2
+        assert diagnostics(out, "error").count("it does not answer") == 2
         server.fault = Fault.refuse()
-        assert "Connection refused" in findings(ask("--json")[1], "error")
+        assert "Connection refused" in diagnostics(ask("--json")[1], "error")
     assert server.runs == []
 
 
@@ -288,7 +289,7 @@ def test_servers_are_asked_at_the_same_time(ask, monkeypatch):
         variables = {**server.environment, "TRACKIO_SERVER_URL": server.url, "TRACKIO_WRITE_TOKEN": "t"}
         _, out, _ = ask("--json", **variables)
         answering.join()
-    assert "it does not answer" not in findings(out)
+    assert "it does not answer" not in diagnostics(out)
 
 
 def test_mlflow_s_server_is_known_by_its_version(ask, monkeypatch):
@@ -298,7 +299,7 @@ def test_mlflow_s_server_is_known_by_its_version(ask, monkeypatch):
         monkeypatch.setattr(
             "flyteplugins_tracking.trackers.diagnostics.ask", lambda *_: SimpleNamespace(status=status, text=said)
         )
-        return findings(ask("--json", "--tracker", "mlflow", MLFLOW_TRACKING_URI="http://mlflow:5000")[1], "error")
+        return diagnostics(ask("--json", "--tracker", "mlflow", MLFLOW_TRACKING_URI="http://mlflow:5000")[1], "error")
 
     assert says(200, "3.17.0") == ""
     assert "not as an MLflow server does" in says(200, "<html>log in</html>")
@@ -311,7 +312,7 @@ def test_mlflow_s_server_is_known_by_its_version(ask, monkeypatch):
 def test_what_mlflow_knows_is_not_complained_of(ask, monkeypatch, uri):
     monkeypatch.setattr(services, "find_spec", lambda name: True)
     _, out, _ = ask("--json", "--offline", "--tracker=mlflow", MLFLOW_TRACKING_URI=uri)
-    assert "MLflow" not in findings(out)
+    assert "MLflow" not in diagnostics(out)
 
 
 def store_keys(home: Path, key: str) -> None:
@@ -374,13 +375,13 @@ def test_files_that_do_not_end_or_make_no_sense_are_none(ask, tmp_path):
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY="")
     assert [state["credentials"] for state in json.loads(out)["trackers"]] == [None] * 4
     assert status == 1
-    assert "there is no API key" in findings(out, "error")
-    assert findings(out, "warning") == ""
+    assert "there is no API key" in diagnostics(out, "error")
+    assert diagnostics(out, "warning") == ""
 
 
 def test_a_document_keeps_its_own_words_whatever_a_key_is(ask):
-    _, out, _ = ask("--json", "--offline", WANDB_API_KEY="findings", MY_TOKEN='"quoted"', MY_KEY="worker_index")
-    assert {"findings", "trackers"} <= json.loads(out).keys()
+    _, out, _ = ask("--json", "--offline", WANDB_API_KEY="diagnostics", MY_TOKEN='"quoted"', MY_KEY="worker_index")
+    assert {"diagnostics", "trackers"} <= json.loads(out).keys()
 
 
 def test_what_looks_like_a_key_is_taken_out_once_more(env):
@@ -417,7 +418,7 @@ def test_the_json_document_has_the_keys_that_are_documented(ask):
     assert (document["schema"], document["ok"], status) == (1, True, 0)
     assert document["detected"]["job"]["world_size"] == 4
     assert document["plans"][0].keys() == {"run_mode", "rank_scope", "runs", "ids", "groups", "writers", "error"}
-    assert document["findings"][0].keys() == {"level", "text", "mend", "ranks", "workers"}
+    assert document["diagnostics"][0].keys() == {"level", "text", "fix", "ranks", "workers"}
     assert {"python", "flyteplugins-tracking"} <= document["versions"].keys()
 
 
@@ -432,7 +433,7 @@ def test_wrong_arguments_are_status_2(env, arguments, capsys):
 def test_a_tracker_that_nobody_has_set_up_is_shown_and_not_complained_of(ask):
     assert "trackio" in ask("--offline", WANDB_API_KEY=KEY)[1]
     status, out, _ = ask("--json", "--offline", TRACKIO_DIR="t")
-    assert (status, findings(out, "error")) == (0, "")
+    assert (status, diagnostics(out, "error")) == (0, "")
 
 
 class Mine(Tracker):
@@ -442,9 +443,9 @@ class Mine(Tracker):
     def open(self, request: Any) -> Any:
         raise AssertionError("the doctor opens no run")
 
-    def examine(self) -> Examination:
-        wrong = (Finding("error", "Mine is closed", "open it"),)
-        return Examination("there", "a drawer", True, lambda timeout_s: 1 / 0, wrong)
+    def diagnose(self) -> Diagnosis:
+        wrong = (Diagnostic("error", "Mine is closed", "open it"),)
+        return Diagnosis("there", "a drawer", True, lambda timeout_s: 1 / 0, wrong)
 
 
 def test_a_registered_tracker_tells_too_and_a_broken_one_keeps_nothing_from_being_told(ask, monkeypatch):
@@ -457,7 +458,7 @@ def test_a_registered_tracker_tells_too_and_a_broken_one_keeps_nothing_from_bein
     class Prints(Mine):
         name = "prints"
 
-        def examine(self) -> Examination:
+        def diagnose(self) -> Diagnosis:
             print("hello")
             sys.exit("enough")
 
@@ -466,14 +467,14 @@ def test_a_registered_tracker_tells_too_and_a_broken_one_keeps_nothing_from_bein
     monkeypatch.setattr(registry, "_registered", lambda: registered)
     status, out, _ = ask("--json", WANDB_API_KEY=KEY, WANDB_MODE="offline")
     assert status == 1
-    assert "Mine is closed -> open it" in findings(out, "error")
-    assert "the server at there cannot be used: division by zero" in findings(out, "error")
-    assert "tracker 'broken' cannot be examined" in findings(out, "warning")
-    assert "tracker 'ends' cannot be examined" in findings(out, "warning")
-    assert "tracker 'prints' cannot be examined: enough" in findings(out, "warning")
+    assert "Mine is closed -> open it" in diagnostics(out, "error")
+    assert "the server at there cannot be used: division by zero" in diagnostics(out, "error")
+    assert "tracker 'broken' cannot be examined" in diagnostics(out, "warning")
+    assert "tracker 'ends' cannot be examined" in diagnostics(out, "warning")
+    assert "tracker 'prints' cannot be examined: enough" in diagnostics(out, "warning")
     status, out, err = ask("--json", "--tracker=prints")
     assert (status, err) == (1, "hello\n")
-    assert "tracker 'prints' cannot be examined: enough" in findings(out, "error")
+    assert "tracker 'prints' cannot be examined: enough" in diagnostics(out, "error")
 
 
 @pytest.mark.parametrize(
@@ -499,7 +500,7 @@ def told(env):
     """Ranks with a store: rank 1 tells in a thread, rank 3 in another version's words. Gives what rank 0 prints."""
     torch_store = pytest.importorskip("torch.distributed").HashStore()
     env(WANDB_API_KEY=KEY, **{**LAUNCHERS["torchelastic"], "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
-    report = doctor.examine(offline=True)
+    report = doctor.diagnose(offline=True)
     info = report.detected.info
     assert info is not None
 
@@ -509,10 +510,10 @@ def told(env):
         thread = threading.Thread(target=lambda: verdicts.append(ranks.tell(torch_store, other, there(report))))
         thread.start()
         wait_until(lambda: torch_store.add(f"{ranks._prefix(info)}/told", 0))
-        newer = {"info": {"rank": 3, "colour": "red"}, "versions": {"flyteplugins-tracking": "9.9"}, "findings": []}
+        newer = {"info": {"rank": 3, "colour": "red"}, "versions": {"flyteplugins-tracking": "9.9"}, "diagnostics": []}
         torch_store.set(f"{ranks._prefix(info)}/3", json.dumps(newer))
         heard = ranks.gather(torch_store, info) or {}
-        merged = replace(report, findings=ranks.merged(report, info, heard), ranks_heard=len(heard) + 1)
+        merged = replace(report, diagnostics=ranks.merged(report, info, heard), ranks_heard=len(heard) + 1)
         ranks.give_verdict(torch_store, info, status)
         thread.join(60)
         return text.as_text(merged), verdicts
@@ -548,10 +549,10 @@ def test_a_torch_that_cannot_be_imported_is_an_error(ask, monkeypatch):
     monkeypatch.setattr("flyteplugins_tracking._job.store.job_store", broken)
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
     assert status == 1
-    assert "torch cannot be imported: libcudnn.so.9" in findings(out, "error")
+    assert "torch cannot be imported: libcudnn.so.9" in diagnostics(out, "error")
 
 
 def test_agents_without_a_store_are_an_error_where_nodes_must_agree(ask):
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
     assert status == 1
-    assert "the agents of 2 nodes share no store" in findings(out, "error")
+    assert "the agents of 2 nodes share no store" in diagnostics(out, "error")

@@ -152,7 +152,7 @@ def test_flytekits_links_lead_to_the_experiment_where_its_id_is_known(bare_envir
 
 @pytest.mark.parametrize(("status", "body"), [(404, "default backend"), (200, "<html>log in</html>")])
 def test_what_a_proxy_answers_is_an_outage_where_mlflow_has_answered_before(status, body):
-    from flyteplugins_tracking.trackers.mlflow.service import RefusedError, Service, UnavailableError
+    from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, UnavailableError
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -166,7 +166,7 @@ def test_what_a_proxy_answers_is_an_outage_where_mlflow_has_answered_before(stat
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as proxy:
         threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True).start()
         uri = f"http://127.0.0.1:{proxy.server_port}"
-        for is_known, error in ((False, RefusedError), (True, UnavailableError)):
+        for is_known, error in ((False, RejectedError), (True, UnavailableError)):
             with pytest.raises(error, match="MLflow server"):
                 Service(uri, is_known=is_known).call("log_batch", "run", [], [], [])
         proxy.shutdown()

@@ -24,7 +24,7 @@ from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.registry import find_tracker
-from flyteplugins_tracking.trackers.rows import Values
+from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 BUILT_IN = sorted(registry._BUILT_IN)
 
@@ -129,9 +129,9 @@ def test_what_is_no_tracker_is_refused_with_what_it_lacks(given):
 )
 def test_what_a_tracker_lacks_is_refused_with_the_reason(bare_environment, feature, arguments):
     class Lacking(Noting):
-        lacks = {feature: "its reason"}  # noqa: RUF012 as third parties write it
+        unsupported = {feature: "its reason"}  # noqa: RUF012 as third parties write it
 
-    with pytest.raises(ConfigError, match="cannot be had with Noting: its reason"):
+    with pytest.raises(ConfigError, match=r"Noting does not support .*: its reason"):
         tracking_init(tracker=Lacking, **arguments)
     tracking_init(tracker=Noting, **arguments)
 
@@ -285,34 +285,34 @@ MANY = Scalar(1.0, ndim=1)
         (1, 1, None),
         (1.5, 1.5, None),
         ("text", "text", None),
-        (True, 1, "a truth value is no number: it is logged as 1 or 0"),
-        (None, "left out", "None is no value: it is left out"),
+        (True, 1, "a bool is logged as 1 or 0"),
+        (None, "left out", "None is left out: it is not a value"),
         (math.inf, math.inf, "inf is dropped"),
         (-math.inf, -math.inf, "-inf is dropped"),
         (Scalar(2), 2, None),
         (Scalar(2.5), 2.5, None),
-        (Scalar(True), 1, "a truth value"),
+        (Scalar(True), 1, "a bool"),
         (Scalar(math.inf), math.inf, "inf is dropped"),
         (MANY, MANY, None),  # the service's to take or to refuse
     ],
 )
 def test_values_become_numbers_or_are_said_once(caplog, value, plain, said):
-    values = Values("A service", "rank_1/", odd_floats="dropped")
+    values = MetricSanitizer("A service", "rank_1/", odd_floats="dropped")
     for _ in range(2):
-        assert values.of({"a": value}) == ({} if plain == "left out" else {"rank_1/a": plain})
+        assert values.clean({"a": value}) == ({} if plain == "left out" else {"rank_1/a": plain})
     assert [message.startswith(f"A service: 'a': {said}") for message in caplog.messages] == ([True] if said else [])
 
 
 def test_nan_is_said_where_the_service_does_something_to_it(caplog):
     for odd_floats in (None, "shown as 0"):
-        assert math.isnan(Values("A service", odd_floats=odd_floats).of({"a": math.nan})["a"])
+        assert math.isnan(MetricSanitizer("A service", odd_floats=odd_floats).clean({"a": math.nan})["a"])
     assert caplog.messages == ["A service: 'a': nan is shown as 0"]
 
 
 def test_scalars_of_numpy_and_torch_become_pythons():
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     given = [numpy.float32(0.5), numpy.int64(3), numpy.array(2), numpy.bool_(True), torch.tensor(0.25), torch.tensor(4)]
-    row = Values("A service").of({str(number): value for number, value in enumerate(given)})
+    row = MetricSanitizer("A service").clean({str(number): value for number, value in enumerate(given)})
     assert [(type(value), value) for value in row.values()] == [
         (float, 0.5),
         (int, 3),
@@ -325,8 +325,8 @@ def test_scalars_of_numpy_and_torch_become_pythons():
 
 @pytest.mark.parametrize("row", [None, [1], "text", {1: 2}, {"a": 1, None: 2}])
 def test_what_is_no_row_is_an_error(row):
-    with pytest.raises(TypeError, match="takes a mapping of text to values"):
-        Values("A service").of(row)
+    with pytest.raises(TypeError, match="takes a mapping of strings to values"):
+        MetricSanitizer("A service").clean(row)
 
 
 def test_the_example_is_as_short_as_it_is_said_to_be():

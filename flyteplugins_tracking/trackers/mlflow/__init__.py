@@ -13,7 +13,7 @@ from flyteplugins_tracking._job.plan import Page
 from flyteplugins_tracking._util.checks import check_flag, check_text
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
-from flyteplugins_tracking.trackers.diagnostics import Examination
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
 _TEXTS = ("tracking_uri", "experiment_name", "framework", "link_host")
 _FLAGS = ("autolog", "log_models", "log_datasets", "log_system_metrics")
@@ -31,7 +31,7 @@ class MlflowTracker(Tracker):
     distribution = '"flyteplugins-tracking[mlflow]"'
     run_id_variables = ("MLFLOW_RUN_ID",)
     arguments = frozenset({*_TEXTS, *_FLAGS, "experiment_id", "autolog_kwargs"})
-    lacks = {  # noqa: RUF012 as the protocol has it
+    unsupported = {  # noqa: RUF012 as the protocol has it
         "media": "its metrics are numbers; files and figures are artifacts: log_figure, log_image, log_artifact",
         "sweeps": "it has none; nested runs of mlflow.start_run(nested=True) are children of the function's run",
         "config file": "its params are values: pass a mapping, or the file by log_artifact",
@@ -65,15 +65,15 @@ class MlflowTracker(Tracker):
 
         return links.link(config, pages)
 
-    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
-        """See `Tracker.pass_on`."""
+    def export_run(self, run: Any) -> Mapping[str, Any] | None:
+        """See `Tracker.export_run`."""
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
 
         handle = run._handle
         return {"id": handle.id, **handle.place} if isinstance(handle, MlflowHandle) else None
 
-    def stand_aside(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
-        """See `Tracker.stand_aside`."""
+    def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
+        """See `Tracker.on_inactive_rank`."""
         from flyteplugins_tracking.trackers.mlflow.tables import await_first_run
 
         # Elsewhere the file may be another one, to which nobody writes.
@@ -85,11 +85,11 @@ class MlflowTracker(Tracker):
 
         return without_autologging()
 
-    def examine(self) -> Examination:
-        """See `Tracker.examine`."""
-        from flyteplugins_tracking.trackers.mlflow.diagnose import examine
+    def diagnose(self) -> Diagnosis:
+        """See `Tracker.diagnose`."""
+        from flyteplugins_tracking.trackers.mlflow.diagnose import diagnose
 
-        return examine()
+        return diagnose()
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""
@@ -114,12 +114,17 @@ class MlflowTracker(Tracker):
         from flyteplugins_tracking.trackers.client import new_id
         from flyteplugins_tracking.trackers.mlflow.open import open_run
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
-        from flyteplugins_tracking.trackers.mlflow.service import DeniedError, RefusedError, Service, UnavailableError
+        from flyteplugins_tracking.trackers.mlflow.service import (
+            RejectedError,
+            Service,
+            UnauthorizedError,
+            UnavailableError,
+        )
 
         run_id = request.plan.run_id or new_id()
         try:
             opened = open_run(request, Service(uri, request.deadline), run_id)
-        except DeniedError as error:
+        except UnauthorizedError as error:
             raise TrackerUnavailableError(
                 f"MLflow cannot be used: {error}. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
                 "MLFLOW_TRACKING_TOKEN; or pass secret= to tracking_init."
@@ -129,7 +134,7 @@ class MlflowTracker(Tracker):
                 f"MLflow cannot be used: {error}. Check tracking_uri= or MLFLOW_TRACKING_URI, and the network; or log "
                 "to files with if_unavailable='degrade'."
             ) from None
-        except RefusedError as error:
+        except RejectedError as error:
             raise TrackerUnavailableError(
                 f"MLflow does not open the run: {error}. Check tracking_uri=, experiment_id= and the MLFLOW_* "
                 "variables."

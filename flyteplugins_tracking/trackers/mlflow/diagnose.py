@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
-from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, NotReachedError
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
 
 # https://mlflow.org/docs/latest/ml/tracking/backend-stores; since 3.0 it is no directory any more.
 _DEFAULT = "sqlite:///mlflow.db"
@@ -20,18 +21,18 @@ _DATABRICKS = ("databricks", "databricks-uc")
 _CREDENTIALS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 
 
-def examine() -> Examination:
-    """See `Tracker.examine`."""
+def diagnose() -> Diagnosis:
+    """Return how this tracker is set up in the environment, and what is wrong."""
     given = os.environ.get("MLFLOW_TRACKING_URI")
     uri = given or _DEFAULT
     is_server = uri.lower().startswith(("https://", "http://"))
-    place, credentials = diagnostics.without_credentials(uri), _credentials(uri)
-    return Examination(
+    place, credentials = without_credentials(uri), _credentials(uri)
+    return Diagnosis(
         place=place,
         credentials=credentials,
         is_chosen=bool(given or credentials),
         reach=functools.partial(_reach, place, credentials is not None) if is_server else None,
-        findings=() if is_server else tuple(_of_files(uri, place, is_given=given is not None)),
+        diagnostics=() if is_server else tuple(_of_files(uri, place, is_given=given is not None)),
     )
 
 
@@ -39,35 +40,37 @@ def _credentials(uri: str) -> str | None:
     for name in _CREDENTIALS:
         if os.environ.get(name):
             return diagnostics.found_key(name, os.environ[name])
-    if diagnostics.without_credentials(uri) != uri.rstrip("/") and "@" in uri:
+    if without_credentials(uri) != uri.rstrip("/") and "@" in uri:
         return "MLFLOW_TRACKING_URI"
     path = os.path.expanduser("~/.mlflow/credentials")
     password = diagnostics.settings_of(path, "mlflow").get("mlflow_tracking_password")
     return diagnostics.found_key(path, password) if password else None
 
 
-def _of_files(uri: str, place: str, *, is_given: bool) -> Iterator[Finding]:
+def _of_files(uri: str, place: str, *, is_given: bool) -> Iterator[Diagnostic]:
     scheme = urlsplit(uri).scheme
     serve = "mlflow server --host 0.0.0.0, then export MLFLOW_TRACKING_URI=http://HOST:5000"
     what = f"MLFLOW_TRACKING_URI={place}" if is_given else f"MLFLOW_TRACKING_URI is not set, and runs go to {place}"
     if scheme.partition("+")[0] in _DATABASES and find_spec("sqlalchemy") is None:
-        yield Finding(
+        yield Diagnostic(
             "error", f"MLflow: {what}, which mlflow-skinny alone cannot open", f"pip install mlflow; or {serve}"
         )
     elif (scheme or uri) in _DATABRICKS:
         return
     elif scheme in ("", "file"):
-        yield Finding(
+        yield Diagnostic(
             "warning", f"MLflow: {what}: runs in files are in maintenance mode, and new versions refuse", serve
         )
     elif scheme == "sqlite":
         folder = os.path.dirname(place.removeprefix("sqlite:///")) or os.curdir
-        why = diagnostics.obstacle(folder)
+        why = diagnostics.why_unwritable(folder)
         if why is not None:
-            yield Finding("error", f"MLflow: {what}: {why}", serve)
+            yield Diagnostic("error", f"MLflow: {what}: {why}", serve)
     elif scheme.partition("+")[0] not in _DATABASES:
         text = f"MLflow: {what}: MLflow itself knows no addresses that begin with {scheme}:"
-        yield Finding("warning", text, "export MLFLOW_TRACKING_URI=http://HOST:PORT, unless a plugin of MLflow's does")
+        yield Diagnostic(
+            "warning", text, "export MLFLOW_TRACKING_URI=http://HOST:PORT, unless a plugin of MLflow's does"
+        )
 
 
 def _reach(address: str, has_credentials: bool, timeout_s: float) -> None:

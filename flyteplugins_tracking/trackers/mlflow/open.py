@@ -14,7 +14,7 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import run_config
 from flyteplugins_tracking.trackers.mlflow.links import GROUP_TAG, ID_TAG
-from flyteplugins_tracking.trackers.mlflow.service import RefusedError, Service, entities
+from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, entities
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
 
     Raises:
         UnavailableError: The server does not answer in time.
-        RefusedError: It does not take what is asked of it.
+        RejectedError: It does not take what is asked of it.
         TrackerUnavailableError: The rank that makes the run has not made it in time.
         ConfigError: The experiment or the run cannot be logged to.
     """
@@ -82,7 +82,7 @@ def end_run(service: Service, opened: Opened, exit_code: int) -> None:
 
     Raises:
         UnavailableError: The server does not answer in time.
-        RefusedError: The run is not there any more.
+        RejectedError: The run is not there any more.
     """
     status = "FINISHED" if exit_code == 0 else "KILLED" if exit_code in (130, 143) else "FAILED"
     _set_status(service, opened.run, status)
@@ -131,7 +131,7 @@ def _chosen(request: RunRequest, service: Service) -> Any:
         return None
     try:
         run = service.persist("get_run", run_id)
-    except RefusedError as error:
+    except RejectedError as error:
         raise ConfigError(f"{RUN_ID_VARIABLE}={run_id} is no run of this server: {error}") from None
     if run.info.lifecycle_stage == "deleted":
         raise ConfigError(f"{RUN_ID_VARIABLE}={run_id} is a deleted run: restore it, or unset the variable")
@@ -160,7 +160,7 @@ def _experiment_id(request: RunRequest, service: Service) -> str:
 def _new_experiment(service: Service, name: str) -> Any:
     try:
         service.call("create_experiment", name, None, [])
-    except RefusedError as error:
+    except RejectedError as error:
         if error.code != "RESOURCE_ALREADY_EXISTS":  # another rank's
             raise
     return service.call("get_experiment_by_name", name)

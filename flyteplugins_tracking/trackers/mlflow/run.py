@@ -17,8 +17,8 @@ from flyteplugins_tracking.trackers.mlflow import fluent
 from flyteplugins_tracking.trackers.mlflow.links import run_page
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params, next_step
 from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender, flush_vendors, now_ms
-from flyteplugins_tracking.trackers.mlflow.service import RefusedError, Service, UnavailableError, has_password, shown
-from flyteplugins_tracking.trackers.rows import Values
+from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, UnavailableError, has_password, shown
+from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class MlflowHandle(ClientHandle):
         at_end: Callable[[], object],
     ) -> None:
         """Of a run that has been `opened` behind `uri`, as `run_id` of ours. `at_end` is called at its very end."""
-        values = Values(
+        values = MetricSanitizer(
             tracker.title, prefix_of(request), "no point of a chart: MLflow keeps NaN, and an infinity as 1.8e308"
         )
         super().__init__(request, tracker.title, values)
@@ -177,7 +177,7 @@ class MlflowHandle(ClientHandle):
             whole = _LARGEST_STEP
         if abs(whole) < _LARGEST_STEP:
             return whole
-        self._values.tell(f"step={step!r}", "it is no step of MLflow's: the next one is taken")
+        self._values.warn_once(f"step={step!r}", "it is no step of MLflow's: the next one is taken")
         return self._next_step
 
     def _put(self, item: Item) -> None:
@@ -190,7 +190,7 @@ class MlflowHandle(ClientHandle):
         try:
             float(value)
         except (TypeError, ValueError, OverflowError):
-            self._values.tell(
+            self._values.warn_once(
                 key,
                 f"a {type(value).__name__} is no metric: it is left out. There are log_params, set_tags, log_figure",
             )
@@ -202,7 +202,7 @@ class MlflowHandle(ClientHandle):
         if name is None:
             name = self._names[key] = fluent.metric_name(key)
             if name != key:
-                self._values.tell(key, f"MLflow takes no such name of a metric: it is logged as {name!r}")
+                self._values.warn_once(key, f"MLflow takes no such name of a metric: it is logged as {name!r}")
         return name
 
     def _tell_end(self, exit_code: int, until: float) -> bool:
@@ -210,7 +210,7 @@ class MlflowHandle(ClientHandle):
             return True
         try:
             end_run(Service(self.uri, until, is_known=True), self.opened, exit_code)
-        except RefusedError:
+        except RejectedError:
             self._warn("could not be told how it has ended")
         except UnavailableError:
             return False

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from flyteplugins_tracking._util.timeout import run_with_timeout
-from flyteplugins_tracking.trackers.mlflow.service import RefusedError, Service, UnavailableError, entities
+from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, UnavailableError, entities
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Sender:
             return
         try:
             self._log(batch)
-        except RefusedError as error:
+        except RejectedError as error:
             self._send_one_by_one(batch, error)
 
     def _send_values(self, item: Item) -> None:
@@ -172,24 +172,24 @@ class Sender:
             chunk = values[first : first + _MOST_PARAMS]
             try:
                 self._call(**{item.kind: chunk})
-            except RefusedError:
+            except RejectedError:
                 for one in chunk:
                     self._send_value(item.kind, one)
 
     def _send_value(self, kind: str, value: Any) -> None:
         try:
             self._call(**{kind: [value]})
-        except RefusedError as error:
+        except RejectedError as error:
             self._tell(value.key, f"the {kind[:-1]} {value.key!r} is not taken: %s", error)
 
-    def _send_one_by_one(self, batch: Sequence[Item], error: RefusedError) -> None:
+    def _send_one_by_one(self, batch: Sequence[Item], error: RejectedError) -> None:
         """Find what the server does not take: it takes all of a batch, or nothing."""
         refused = 0
         for number, item in enumerate(batch):
             try:
                 self._log([item])
                 refused = 0
-            except RefusedError as own:
+            except RejectedError as own:
                 refused, error = refused + 1, own
                 self._tell(",".join(item.data), f"a row of {', '.join(item.data)} is not taken: %s", own)
             if refused == _MOST_REFUSED:

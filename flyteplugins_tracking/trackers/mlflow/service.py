@@ -37,15 +37,15 @@ class UnavailableError(Exception):
     """The server does not answer, or not now."""
 
 
-class AbsentError(UnavailableError):
+class NoConnectionError(UnavailableError):
     """Nothing is there that takes a connection. It may just be starting."""
 
 
-class DeniedError(UnavailableError):
+class UnauthorizedError(UnavailableError):
     """The server wants other credentials. They may come: a token is renewed."""
 
 
-class RefusedError(Exception):
+class RejectedError(Exception):
     """The server does not take what was asked of it.
 
     Attributes:
@@ -79,7 +79,7 @@ class Service:
 
         Raises:
             UnavailableError: Another time it may work.
-            RefusedError: It will not.
+            RejectedError: It will not.
         """
         from mlflow.exceptions import MlflowException
 
@@ -87,12 +87,12 @@ class Service:
             return getattr(self._opened(), method)(*args, **kwargs)
         except MlflowException as error:
             if error.error_code in _FINAL:
-                raise RefusedError(_first_line(error.message), error.error_code) from None
+                raise RejectedError(_first_line(error.message), error.error_code) from None
             raise UnavailableError(_first_line(error.message)) from None
-        except (UnavailableError, RefusedError, AttributeError, TypeError):
+        except (UnavailableError, RejectedError, AttributeError, TypeError):
             raise
         except ValueError as error:  # it cannot be put into a request: nothing that changes
-            raise RefusedError(f"{type(error).__name__}: {_first_line(str(error))}") from None
+            raise RejectedError(f"{type(error).__name__}: {_first_line(str(error))}") from None
         except Exception as error:  # of a database: it is locked, or another process is just making its tables
             raise UnavailableError(f"{type(error).__name__}: {_first_line(str(error))}") from None
 
@@ -101,7 +101,7 @@ class Service:
 
         Raises:
             UnavailableError: It has.
-            RefusedError: It never will.
+            RejectedError: It never will.
         """
         return self.until(lambda: (self.call(method, *args, **kwargs),))[0]
 
@@ -110,16 +110,16 @@ class Service:
 
         Raises:
             UnavailableError: The deadline has come, and the last attempt could not be made.
-            DeniedError: At once: nobody else's key comes along.
+            UnauthorizedError: At once: nobody else's key comes along.
         """
         while True:
             try:
                 found = attempt()
                 if found or self._is_over():
                     return found
-            except DeniedError:
+            except UnauthorizedError:
                 raise
-            except AbsentError:
+            except NoConnectionError:
                 if self._is_over() or time.monotonic() > (self._absent_until or 0.0):
                     raise
             except UnavailableError:
@@ -195,10 +195,10 @@ def _request(
             credentials, endpoint, method, max_retries=0, timeout=timeout_s, raise_on_status=False, **how
         )
     except InvalidUrlException:
-        raise RefusedError(f"{shown(service.uri)} is no address of a server") from None
+        raise RejectedError(f"{shown(service.uri)} is no address of a server") from None
     except MlflowException as error:  # its text has the address, maybe with a password in it
         cause = type(error.__cause__ or error.__context__ or error).__name__
-        kind = AbsentError if cause == "ConnectionError" else UnavailableError
+        kind = NoConnectionError if cause == "ConnectionError" else UnavailableError
         raise kind(f"{shown(service.uri)} does not answer ({cause})") from None
     _check(response, service)
     try:
@@ -216,7 +216,7 @@ def _check(response: Any, service: Service) -> None:
         return
     host = shown(service.uri)
     if status in (401, 403):
-        raise DeniedError(f"{host} does not take the credentials (HTTP {status})")
+        raise UnauthorizedError(f"{host} does not take the credentials (HTTP {status})")
     if status >= 500 or status in _PASSING:
         raise UnavailableError(f"{host} answers with HTTP {status}")
     told = _told(response)
@@ -225,12 +225,12 @@ def _check(response: Any, service: Service) -> None:
     text, code = _first_line(str(told.get("message"))), str(told.get("error_code"))
     if code == "RESOURCE_DOES_NOT_EXIST":
         raise RestException({"error_code": code, "message": text})  # which MLflow's store expects, where that may be
-    raise RefusedError(text, code)
+    raise RejectedError(text, code)
 
 
 def _strange(service: Service) -> type[Exception]:
     """What an answer that is none of MLflow's comes to."""
-    return UnavailableError if service.is_known else RefusedError
+    return UnavailableError if service.is_known else RejectedError
 
 
 def _told(response: Any) -> Mapping[str, Any]:

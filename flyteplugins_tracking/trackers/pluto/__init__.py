@@ -13,14 +13,14 @@ from flyteplugins_tracking._job.plan import Page
 from flyteplugins_tracking._util.checks import check_text
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
-from flyteplugins_tracking.trackers.diagnostics import Examination
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
-# The parameters of pluto.init that the decorator does not take by name, and that choose no run: a test compares.
+# The parameters of pluto.init that the decorator does not take by name, and that do not choose a run. A test compares.
 INIT_ARGUMENTS = frozenset({"dir", "settings", "fork_run_id", "fork_step", "inherit_config", "inherit_tags"})
-# Ours, for links: only the server knows which organization a key is of.
+# Our own argument, for links: only the server knows the organization of a key.
 _ORGANIZATION = "organization"
 _APP = "https://pluto.trainy.ai"
-# Where the client finds its servers.
+# The settings with the addresses of the client's servers.
 _URLS = ("url_app", "url_api", "url_ingest", "url_py")
 
 
@@ -33,7 +33,7 @@ class PlutoTracker(Tracker):
     distribution = '"flyteplugins-tracking[pluto]"'
     run_id_variables = ("PLUTO_RUN_ID", "MLOP_RUN_ID")
     arguments = INIT_ARGUMENTS | {_ORGANIZATION}
-    lacks = {  # noqa: RUF012 as the protocol has it
+    unsupported = {  # noqa: RUF012 as the protocol has it
         "sweeps": "pluto.sweep and pluto.agent run trials by themselves, in one process",
         "config file": "it reads none. Pass config= as a mapping",
         "allow_config": "it merges changes of the config by reading and writing it, so that one of two ranks' is lost",
@@ -41,25 +41,26 @@ class PlutoTracker(Tracker):
     }
 
     def check(self, config: TrackingConfig) -> None:
-        """See `Tracker.check`."""
         _check_id(config.id, "id")
         check_text(_ORGANIZATION, config.options.get(_ORGANIZATION))
         if (config.options.get("fork_run_id") is None) != (config.options.get("fork_step") is None):
-            raise ConfigError("fork_run_id= and fork_step= go together")
+            raise ConfigError("fork_run_id= and fork_step= go together: pass both or neither")
         settings = config.options.get("settings")
         if settings is None:
             return
         if not isinstance(settings, Mapping):
-            raise ConfigError(f"settings= takes a mapping, not {type(settings).__name__}, which cannot be pickled")
+            raise ConfigError(f"settings= must be a mapping, which can be pickled; got {type(settings).__name__}")
         if settings.get("_auth"):
-            raise ConfigError("settings= holds an API key, which would be pickled with the task: pass secret=...")
+            raise ConfigError(
+                "settings= holds an API key, which would be pickled with the task: pass secret=... instead"
+            )
         for name in ("host", *_URLS):
             check_text(f"settings[{name!r}]", settings.get(name))
 
-    def page(self, config: TrackingConfig, page: Page | None) -> str:  # noqa: ARG002 none has an address with our ids
-        """See `Tracker.page`.
+    def page(self, config: TrackingConfig, page: Page | None) -> str:  # noqa: ARG002 no page has an address with our ids
+        """Return the project's page, or the host.
 
-        The address of a run has an id that the server makes; the project's has the organization's name.
+        A run's page has an id that the server makes. The project's page has the organization's name.
         """
         host, organization = _app(config), config.options.get(_ORGANIZATION)
         if not organization:
@@ -67,23 +68,20 @@ class PlutoTracker(Tracker):
         address = f"{host}/o/{quote(organization, safe='{}')}"
         return f"{address}/projects/{quote(config.project, safe='{}')}" if config.project else address
 
-    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
-        """See `Tracker.pass_on`."""
+    def export_run(self, run: Any) -> Mapping[str, Any] | None:
         from flyteplugins_tracking.trackers.client import Run
 
         if isinstance(run, Run) or run.id is None:
-            return None  # it is in local files, or nowhere
+            return None  # the run is in local files, or nowhere
         return {"id": run.run_id, "project": run.settings.project}
 
-    def examine(self) -> Examination:
-        """See `Tracker.examine`."""
-        from flyteplugins_tracking.trackers.pluto.diagnose import examine
+    def diagnose(self) -> Diagnosis:
+        from flyteplugins_tracking.trackers.pluto.diagnose import diagnose
 
-        return examine()
+        return diagnose()
 
     def open(self, request: RunRequest) -> Handle:
-        """See `Tracker.open`."""
-        # Loaded by those that have a run, and not by all that are decorated.
+        # Imported here, so that a rank without a run does not load it.
         from flyteplugins_tracking.trackers.journal import open_or_keep
         from flyteplugins_tracking.trackers.pluto import run as pluto_run
 
@@ -92,7 +90,7 @@ class PlutoTracker(Tracker):
 
 
 def _app(config: TrackingConfig) -> str:
-    """The address that people open."""
+    """Return the address of the service's web pages."""
     settings = config.options.get("settings") or {}
     if settings.get("host"):
         return f"http://{settings['host']}:3000"
@@ -103,27 +101,27 @@ def _app(config: TrackingConfig) -> str:
 def _check_id(run_id: str | None, what: str) -> None:
     if run_id is None:
         return
-    if _is_of_the_server(run_id):
+    if _is_made_by_server(run_id):
         raise ConfigError(
-            f"{what}={run_id!r} looks like an id of Pluto's own, of a run that is there already: it takes digits and "
-            "texts like 'ABC-1' for such. Put a word before it, as in 'run-...'"
+            f"{what}={run_id!r} looks like an id that Pluto's server made: digits, or a text like 'ABC-1'. Pluto would "
+            "look for that run, and not create one. Put a word before the id, as in 'run-...'"
         )
     if "/" in run_id or "\0" in run_id:
-        raise ConfigError(f"{what}={run_id!r} has a character that cannot stand in the name of a directory")
+        raise ConfigError(f"{what}={run_id!r} must not contain / or a null character: it is the name of a directory")
 
 
-def _is_of_the_server(run_id: str) -> bool:
-    """Whether pluto.init takes it for an id of the server's making: it looks for that run, and does not create one."""
+def _is_made_by_server(run_id: str) -> bool:
+    """Whether pluto.init takes it for an id that the server made, and so does not create the run."""
     word, dash, number = run_id.rpartition("-")
     is_key = len(word) <= 4 and word.isascii() and word.isalnum() and word == word.upper()
     return number.isdecimal() and (not dash or is_key)
 
 
 def _with_usable_id(request: RunRequest) -> RunRequest:
-    """The request with an id that Pluto takes for ours: what the launchers give may be, say, a number.
+    """Return the request with an id that Pluto takes. A launcher's id may be a number, for example.
 
     Raises:
-        ConfigError: The one that the user has chosen by a variable is not.
+        ConfigError: The user has chosen an id by a variable, and Pluto does not take it.
     """
     from flyteplugins_tracking.trackers.client import new_id
 
@@ -132,7 +130,7 @@ def _with_usable_id(request: RunRequest) -> RunRequest:
         variable = next((name for name in PlutoTracker.run_id_variables if os.environ.get(name)), None)
         if variable is not None:
             _check_id(os.environ[variable], variable)
-    usable = f"run-{run_id}" if _is_of_the_server(run_id) else run_id
+    usable = f"run-{run_id}" if _is_made_by_server(run_id) else run_id
     return replace(request, plan=replace(request.plan, run_id=usable))
 
 

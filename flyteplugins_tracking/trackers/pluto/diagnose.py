@@ -1,4 +1,4 @@
-"""What the doctor is told of Pluto, without importing it."""
+"""Pluto's diagnosis for the doctor, without an import of the client."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
-from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, NotReachedError
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
 
 # https://github.com/Trainy-ai/pluto, _DEFAULT_URL_API of version 0.0.29.
 _SERVER = "https://pluto-api.trainy.ai"
 _SERVERS = ("APP", "API", "INGEST", "PY")
 
 
-def examine() -> Examination:
-    """See `Tracker.examine`."""
+def diagnose() -> Diagnosis:
+    """Return how this tracker is set up in the environment, and what is wrong."""
     given = {name: _variable(f"URL_{name}") for name in _SERVERS}
-    address = diagnostics.without_credentials(given["API"] or _SERVER)
+    address = without_credentials(given["API"] or _SERVER)
     where, key = _key()
-    return Examination(
+    return Diagnosis(
         place=address,
         credentials=diagnostics.found_key(where, key) if key else None,
         is_chosen=bool(key) or any(given.values()),
         reach=functools.partial(_reach, address),
-        findings=(*_of_key(key), *_of_servers(given), *_of_files()),
+        diagnostics=(*_of_key(key), *_of_servers(given), *_of_files()),
     )
 
 
@@ -35,7 +36,7 @@ def _variable(name: str) -> str | None:
 
 
 def _key() -> tuple[str, str]:
-    """Where a key is, and the key: by a variable, or what `pluto login` has stored on Linux."""
+    """Return where the key was found, and the key: a variable, or the file of `pluto login` on Linux."""
     for name in ("PLUTO_API_KEY", "MLOP_API_TOKEN"):
         if os.environ.get(name):
             return name, os.environ[name]
@@ -46,34 +47,34 @@ def _key() -> tuple[str, str]:
     return "", ""
 
 
-def _of_key(key: str) -> Iterator[Finding]:
+def _of_key(key: str) -> Iterator[Diagnostic]:
     if not key:
-        yield Finding(
+        yield Diagnostic(
             "error",
-            "Pluto: there is no API key: PLUTO_API_KEY is not set, and `pluto login` has stored none in a file",
+            "Pluto: there is no API key: PLUTO_API_KEY is not set, and `pluto login` has not stored a key in a file",
             "pluto login, or export PLUTO_API_KEY=..., or secret= of tracking_init",
         )
 
 
-def _of_servers(given: dict[str, str | None]) -> Iterator[Finding]:
+def _of_servers(given: dict[str, str | None]) -> Iterator[Diagnostic]:
     missing = [f"PLUTO_URL_{name}" for name, value in given.items() if not value]
     if missing and len(missing) < len(given):
-        yield Finding(
+        yield Diagnostic(
             "error",
-            f"Pluto: {', '.join(missing)} not set, though others are: a part of each run goes to Pluto's own servers",
+            f"Pluto: {', '.join(missing)} not set, but the others are: a part of each run goes to Pluto's own servers",
             f"export {' '.join(f'{name}=...' for name in missing)}",
         )
 
 
-def _of_files() -> Iterator[Finding]:
+def _of_files() -> Iterator[Diagnostic]:
     folder = _variable("DIR") or os.curdir
-    why = diagnostics.obstacle(folder)
+    why = diagnostics.why_unwritable(folder)
     if why is not None:
-        yield Finding("error", f"Pluto keeps its files in {folder}: {why}", "export PLUTO_DIR=/a/directory")
+        yield Diagnostic("error", f"Pluto keeps its files in {folder}: {why}", "export PLUTO_DIR=/a/directory")
 
 
 def _reach(address: str, timeout_s: float) -> None:
-    """Ask whose key this is, without one, as the client does first of all."""
+    """Send the client's first request, which asks for the key's owner, without a key."""
     answer = diagnostics.ask(f"{address}/api/slug", timeout_s, b"")
     if answer.status not in (200, 400, 401, 403):
         raise NotReachedError(f"it answers HTTP {answer.status}, and not as a Pluto server does")

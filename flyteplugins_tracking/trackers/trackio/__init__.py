@@ -1,7 +1,7 @@
-"""Trackio: runs in files of this machine, or on a server of one's own.
+"""Trackio: runs in local files, or on a self-hosted server.
 
-A run's key in Trackio is its id, which we give, so that ranks need not look for a run that another one has made. Its
-name is only what Trackio shows. Trackio knows no status: it is in the run's config.
+Trackio finds a run by an id that we choose, so no rank has to search for the run. The name is for people only. Trackio
+has no status of runs: the run's config has it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
-from flyteplugins_tracking.trackers.diagnostics import Examination
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 from flyteplugins_tracking.trackers.trackio.options import (
     EXIT_CODE,
     SPACE,
@@ -46,13 +47,13 @@ INIT_ARGUMENTS = frozenset(
         "webhook_url",
     }
 )
-# What of them is refused, whatever its value, and what is refused but for one value.
+# Arguments that are refused with any value, and those that are refused with all values but one.
 _REFUSED = dict.fromkeys(("space_id", "bucket_id", "dataset_id", "private"), SPACE)
 _ONLY = {
-    "embed": (False, "no dashboard is started by a training: run `trackio show`"),
-    "resume": ("allow", "a run goes on where its id is there, and another id= is another run"),
+    "embed": (False, "a training starts no dashboard: run `trackio show`"),
+    "resume": ("allow", "a run is resumed if its id exists, and another id= is another run"),
 }
-# Trackio does nothing with it, and for W&B's it would be an error here.
+# Trackio ignores this argument. With W&B's settings in it, ignoring would hide a mistake.
 _UNUSED = "settings"
 
 
@@ -60,8 +61,9 @@ class TrackioTracker(Tracker):
     """Opens Trackio runs.
 
     Attributes:
-        came_here: When this process may first have logged, or has last ended a run, in seconds of `time.time`: rows
-            before that are an earlier attempt's, and rows since then may be those that other ranks have just logged.
+        started_at: When this attempt may have begun to log, in seconds of `time.time`: when this module was imported,
+            when the process was forked, or when the last run ended. Older rows are an earlier attempt's. Newer ones may
+            be those of other ranks.
     """
 
     name = "trackio"
@@ -69,7 +71,7 @@ class TrackioTracker(Tracker):
     package = "trackio"
     distribution = '"flyteplugins-tracking[trackio]"'
     arguments = INIT_ARGUMENTS - {_UNUSED}
-    lacks: Mapping[Feature, str] = MappingProxyType(
+    unsupported: Mapping[Feature, str] = MappingProxyType(
         {
             "sweeps": "it has none",
             "config file": "trackio.init reads none",
@@ -79,48 +81,45 @@ class TrackioTracker(Tracker):
     )
 
     def __init__(self) -> None:
-        self.come()
+        self.reset_start()
 
-    def come(self) -> None:
-        """What is logged from now on may be of this attempt."""
-        self.came_here = time.time()
+    def reset_start(self) -> None:
+        """Count rows from now on as rows of this attempt."""
+        self.started_at = time.time()
 
     def check(self, config: TrackingConfig) -> None:
-        """See `Tracker.check`."""
         for name, value in config.options.items():
             wanted, reason = _ONLY.get(name, (None, _REFUSED.get(name)))
             if reason is not None and value is not None and value != wanted:
-                raise ConfigError(f"{name}={value!r} cannot be had with Trackio: {reason}")
+                raise ConfigError(f"Trackio does not support {name}={value!r}: {reason}")
         check_server(config.options.get("server_url"))
         check_project(config.project)
         if config.id is not None and "," in config.id:
-            raise ConfigError(f"id={config.id!r}: Trackio's pages take a comma for the end of an id")
+            raise ConfigError(
+                f"id={config.id!r} must not contain a comma: it would end the id in the address of Trackio's page"
+            )
         for key in config.config if isinstance(config.config, Mapping) else ():
             if key.startswith("_") or key in (STATUS, EXIT_CODE):
-                whose = "Trackio's own" if key.startswith("_") else "where the end of the run is told"
-                raise ConfigError(f"config= has the key {key!r}, which is {whose}")
+                use = "by Trackio itself" if key.startswith("_") else "for the status of the run"
+                raise ConfigError(f"config= has the key {key!r}, which is used {use}: choose another key")
 
     def page(self, config: TrackingConfig, page: Page | None) -> str | None:
-        """See `Tracker.page`."""
         url = config.options.get("server_url") or os.environ.get("TRACKIO_SERVER_URL")
         if not url:
             return None
         return page_address(without_token(url)[0], config.project, page.id if page and page.kind == "run" else None)
 
-    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
-        """See `Tracker.pass_on`. A task in another pod has other files."""
+    def export_run(self, run: Any) -> Mapping[str, Any] | None:
         if not isinstance(getattr(run, "url", None), str):
-            return None
+            return None  # a task in another pod has other files
         return {"id": run.id, "name": run.name, "project": run.project, "server_url": run.url}
 
-    def examine(self) -> Examination:
-        """See `Tracker.examine`."""
-        from flyteplugins_tracking.trackers.trackio.diagnose import examine
+    def diagnose(self) -> Diagnosis:
+        from flyteplugins_tracking.trackers.trackio.diagnose import diagnose
 
-        return examine()
+        return diagnose()
 
     def open(self, request: RunRequest) -> Handle:
-        """See `Tracker.open`."""
         from flyteplugins_tracking.trackers.journal import open_or_keep
         from flyteplugins_tracking.trackers.trackio.open import open_run
 
@@ -129,5 +128,4 @@ class TrackioTracker(Tracker):
 
 TRACKER = TrackioTracker()
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=TRACKER.come)  # Elastic forks workers anew for each attempt
+after_fork_in_child(TRACKER.reset_start)  # Elastic forks new workers for each attempt

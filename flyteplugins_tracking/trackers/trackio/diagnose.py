@@ -1,4 +1,4 @@
-"""What the doctor is told of Trackio, without importing it."""
+"""Trackio's diagnosis for the doctor, without an import of the client."""
 
 from __future__ import annotations
 
@@ -8,46 +8,47 @@ import os
 from contextlib import suppress
 from urllib.parse import parse_qs, urlsplit
 
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
-from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, NotReachedError
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
 
 
-def examine() -> Examination:
-    """See `Tracker.examine`."""
+def diagnose() -> Diagnosis:
+    """Return how this tracker is set up in the environment, and what is wrong."""
     given = os.environ.get("TRACKIO_SERVER_URL")
     is_chosen = any(name.startswith("TRACKIO_") for name in os.environ)
     if not given:
         return _of_files(is_chosen)
-    address, token = diagnostics.without_credentials(given), os.environ.get("TRACKIO_WRITE_TOKEN")
+    address, token = without_credentials(given), os.environ.get("TRACKIO_WRITE_TOKEN")
     with suppress(ValueError, LookupError):
         token = token or parse_qs(urlsplit(given).query)["write_token"][0]
-    wanting = Finding(
+    missing_token = Diagnostic(
         "error",
         f"Trackio: {address} wants a write token, and TRACKIO_WRITE_TOKEN is not set",
         "export TRACKIO_WRITE_TOKEN=..., or secret= of tracking_init; `trackio show` prints it",
     )
     where = "TRACKIO_WRITE_TOKEN" if os.environ.get("TRACKIO_WRITE_TOKEN") else "TRACKIO_SERVER_URL"
-    return Examination(
+    return Diagnosis(
         place=address,
         credentials=diagnostics.found_key(where, token) if token else None,
         is_chosen=True,
         reach=functools.partial(_reach, address),
-        findings=() if token else (wanting,),
+        diagnostics=() if token else (missing_token,),
     )
 
 
-def _of_files(is_chosen: bool) -> Examination:
+def _of_files(is_chosen: bool) -> Diagnosis:
     cache = os.environ.get("HF_HOME") or os.path.join("~", ".cache", "huggingface")
     folder = os.path.expanduser(os.environ.get("TRACKIO_DIR") or os.path.join(cache, "trackio"))
-    why = diagnostics.obstacle(folder)
-    wrong = Finding("error", f"Trackio keeps runs in {folder}: {why}", "export TRACKIO_DIR=/a/directory")
-    return Examination(place=folder, is_chosen=is_chosen, findings=() if why is None else (wrong,))
+    why = diagnostics.why_unwritable(folder)
+    wrong = Diagnostic("error", f"Trackio keeps runs in {folder}: {why}", "export TRACKIO_DIR=/a/directory")
+    return Diagnosis(place=folder, is_chosen=is_chosen, diagnostics=() if why is None else (wrong,))
 
 
 def _reach(address: str, timeout_s: float) -> None:
     answer = diagnostics.ask(f"{address}/version", timeout_s)
     with suppress(ValueError):
-        told = json.loads(answer.text)
-        if isinstance(told, dict) and "api_version" in told:
+        version = json.loads(answer.text)
+        if isinstance(version, dict) and "api_version" in version:
             return
     raise NotReachedError(f"it answers HTTP {answer.status}, and not as a Trackio server does")

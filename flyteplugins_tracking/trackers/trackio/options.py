@@ -6,11 +6,11 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from flyteplugins_tracking.errors import ConfigError
 
-# What the status is told by: no key of the user's config.
+# The keys of the run's config that hold its status. The user's config must not have them.
 STATUS, EXIT_CODE = "status", "exit_code"
 SPACE = (
-    "a Hugging Face Space is not logged to: several ranks would make it at once, and rows wait for it to be built. Log "
-    "to files, and publish them: trackio sync --project ... --space-id ..."
+    "runs cannot be logged to a Hugging Face Space: several ranks would create it at once, and rows would wait until "
+    "it is built. Log to files, and publish them: trackio sync --project ... --space-id ..."
 )
 # https://github.com/gradio-app/trackio, SQLiteStorage.validate_project_name. A test compares.
 _RESERVED_PREFIX = "registry-"
@@ -27,7 +27,7 @@ _RESERVED_SUFFIXES = (
 
 
 def page_address(address: str, project: str | None, run_id: str | None) -> str:
-    """https://huggingface.co/docs/trackio: what the dashboard reads of its address."""
+    """Return the dashboard's address for a project or a run. https://huggingface.co/docs/trackio has its parameters."""
     if project is None:
         return address
     query = {"project": project, **({} if run_id is None else {"run_ids": run_id})}
@@ -35,7 +35,7 @@ def page_address(address: str, project: str | None, run_id: str | None) -> str:
 
 
 def without_token(url: str) -> tuple[str, str | None]:
-    """The address that may be shown, and what Trackio puts behind it as its write token."""
+    """Split an address into the part that may be shown, and the write token in its query."""
     parts = urlsplit(url.strip())
     query = dict(parse_qsl(parts.query))
     host = parts.netloc.rpartition("@")[2]
@@ -43,22 +43,23 @@ def without_token(url: str) -> tuple[str, str | None]:
 
 
 def check_address(url: object) -> None:
-    """Refuse what is no address of a server. Its text is not shown: it may hold a token.
+    """Refuse an address that is not a server's. The error does not show it: it may hold a token.
 
     Raises:
-        ConfigError: It cannot be used.
+        ConfigError: The address cannot be used.
     """
     if not isinstance(url, str) or not url.startswith(("https://", "http://")) or not urlsplit(url).netloc:
         raise ConfigError(
-            "server_url= or TRACKIO_SERVER_URL is no address: write it as server_url='https://trackio.example.com'"
+            "server_url= or TRACKIO_SERVER_URL must be an address that begins with https:// or http://, as in "
+            "server_url='https://trackio.example.com'"
         )
 
 
 def check_server(url: object) -> None:
-    """Refuse a `server_url=` that is no address, or holds a token.
+    """Refuse a `server_url=` that is not an address, or holds a token.
 
     Raises:
-        ConfigError: It cannot be used.
+        ConfigError: The address cannot be used.
     """
     if url is None:
         return
@@ -74,10 +75,12 @@ def check_project(project: str | None) -> None:
     """Refuse a project whose name Trackio needs for its own files.
 
     Raises:
-        ConfigError: It cannot be used.
+        ConfigError: Trackio needs the name.
     """
     if project is None:
         return
     kept_as = "".join(c for c in project if c.isalnum() or c in "-_")
     if kept_as.startswith(_RESERVED_PREFIX) or any(kept_as.endswith(s) and kept_as != s for s in _RESERVED_SUFFIXES):
-        raise ConfigError(f"project={project!r}: Trackio needs this name for its own files of another project")
+        raise ConfigError(
+            f"project={project!r} is a name that Trackio needs for files of another project: choose another name"
+        )

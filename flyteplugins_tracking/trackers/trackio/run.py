@@ -1,180 +1,142 @@
-"""Trackio's own run, with another way to its store: rows are written soon, and what cannot be written is kept.
-
-Trackio's own drops a batch that it could not write, and what it has kept for a server is not sent to one of one's own.
-What is replaced of it, and used of its inside, is named here; the tests run with a version that has it.
-"""
+"""An open Trackio run: its rows, its status and its end within the deadline."""
 
 from __future__ import annotations
 
-import functools
-import sys
+import logging
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking._util.timeout import run_with_timeout
-from flyteplugins_tracking.trackers.client import refuse_to_pickle
+from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.base import RunRequest
+from flyteplugins_tracking.trackers.client import ClientHandle, status_of
+from flyteplugins_tracking.trackers.trackio import vendor
+from flyteplugins_tracking.trackers.trackio.options import EXIT_CODE, STATUS, page_address
 
-# How long a row waits for others to be written with it: what SIGKILL takes, at most.
-_FLUSH_S = 0.2
-# Writing may take this share of the time; with many ranks in one store, each waits longer for its turn.
-_SHARE = 0.5
-_MOST_PAUSE_S = 1.0
-_RETRY_S = 0.2
-# How long the Hugging Face Hub may take to say who runs this, where there is a token for it. Trackio has no limit.
-_USERNAME_S = 2.0
-# How Trackio's names of the warnings begin that a batch is dropped.
-_DROPS = "write-"
+logger = logging.getLogger(__name__)
 
-
-@functools.cache
-def run_class() -> Any:
-    """The class of our runs: Trackio's own, which is imported here, behind what differs."""
-    import trackio
-
-    return type("Run", (_OwnWay, trackio.Run), {"__doc__": trackio.Run.__doc__})
+# The database's limit for a step, with room for the steps that follow.
+_MOST_STEPS = 2**62
+# The part of finish_timeout_s that is kept for the status, after the rows.
+_STATUS_SHARE = 0.1
 
 
-class _OwnWay:
-    """What comes before `trackio.Run`.
+class TrackioHandle(ClientHandle):
+    """An open Trackio run."""
 
-    Attributes:
-        resumed: Whether the run had been there.
-        tracking: Its handle.
-    """
+    def __init__(self, request: RunRequest, tracker: Any, run: Any, store: Any, resumed: Any) -> None:
+        super().__init__(request, tracker.title)
+        self._tracker = tracker
+        self.run, self._store = run, store
+        is_retry = request.plan.primary or self._writers is None or self._writers.is_retry
+        last_step = None if resumed is None or not (store.knows_times or is_retry) else resumed.last_step
+        self._next_step = 0 if last_step is None else last_step + 1
+        self._summary: dict[str, Any] = {}
+        self._journal: Any = None
+        self._warn_once = WarnOnce(logger)
+        run.resumed = resumed is not None and (request.plan.primary or last_step is not None)
+        run.tracking = self
+        if request.plan.primary:
+            self._send_status("running", None, request.deadline)
+        self._restore = vendor.make_current(run)
 
-    resumed = False
-    tracking: Any = None
+    @property
+    def url(self) -> str | None:
+        """The run's page; None for a run in files."""
+        return page_address(self.run.url, self.run.project, self.id) if self.run.url else None
 
-    # Trackio's own.
-    id: str
-    name: str
-    project: str
-    config: dict[str, Any]
-    _client: Any
-    _client_lock: Any
-    _cpu_monitor: Any
-    _gpu_monitor: Any
-    _is_local: bool
-    _queue_lock: Any
-    _queued_logs: list[dict[str, Any]]
-    _sending_batch: Any
-    _stop_flag: Any
-    _take_queued_batches: Any
-    _complete_batch: Any
+    def summary(self) -> Mapping[str, Any]:
+        return self._summary
 
-    _anchor: dict[str, Any] | None = None  # a row of this run's
+    def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
+        step = self._next_step if step is None else int(step)
+        if abs(step) > _MOST_STEPS:  # the database would refuse the other rows of the batch too
+            raise ValueError(f"step={step} must be between -2**62 and 2**62, since Trackio's steps have 64 bits")
+        self._next_step = max(self._next_step, step + 1)
+        self.run.queue(row, step)
+        self._summary.update({key: value for key, value in row.items() if isinstance(value, (int, float))})
 
-    def log(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log a row."""
-        self.tracking.log(metrics, step)
+    def end(self, exit_code: int) -> None:
+        timeout_s = self.request.config.finish_timeout_s
+        deadline = time.monotonic() + timeout_s
+        if self.request.plan.primary and not self._store.shows_config:
+            self._send_status(status_of(exit_code), exit_code, deadline)
+        self.run.stop(deadline - timeout_s * _STATUS_SHARE)
+        if self.request.plan.primary and self._store.shows_config:
+            self._send_status(status_of(exit_code), exit_code, deadline)
+        unwritten = self.run.unwritten()
+        if unwritten:
+            self._keep(unwritten, exit_code)
 
-    def finish(self) -> None:
-        """Do nothing: the run ends when the decorated function does."""
+    def resume(self) -> None:
+        self.run.resume()
 
-    def __reduce__(self) -> Any:
-        refuse_to_pickle()
+    def finish(self, exit_code: int) -> None:
+        try:
+            super().finish(exit_code)
+        finally:
+            self._tracker.reset_start()
+            self._restore()
 
-    def queue(self, row: Mapping[str, Any], step: int) -> None:
-        """Have Trackio make a row ready, to be written with the next ones."""
-        super().log(dict(row), step=step)  # type: ignore[misc]
-        with self._queue_lock:
-            if self._queued_logs:
-                self._anchor = dict(self._queued_logs[-1])
+    def unsent(self) -> Sequence[str]:
+        # Trackio's default directory is lost with a pod. A directory that the user has chosen is not.
+        info = self.request.info
+        is_chosen = self.run.url is not None or "TRACKIO_DIR" in os.environ or "HF_HOME" in os.environ
+        is_first = info is None or info.local_rank == 0
+        own = [str(vendor.directory())] if is_first and not is_chosen else []
+        return own if self._journal is None else [*own, self._journal.directory]
 
-    def requeue(self, entry: Mapping[str, Any]) -> None:
-        """Write what `unwritten` has given. Where it has been written meanwhile, Trackio knows it by its log_id."""
-        self._anchor = dict(entry)
-        with self._queue_lock:
-            self._queued_logs.append(dict(entry))
+    def how_to_send(self, directory: str) -> str:
+        from flyteplugins_tracking.trackers.journal import how_to_send
 
-    def tell_config(self) -> None:
-        """Have the run's config replaced: with one of its rows again, which is not written twice."""
-        new = {"metrics": {}, "step": 0, "log_id": f"{self.id}/config"}
-        row = self._anchor or {"project": self.project, "run": self.name, "run_id": self.id, **new}
-        with self._queue_lock:
-            for entry in self._queued_logs:
-                entry["config"] = None  # of several in one batch, Trackio takes the first
-            self._queued_logs.append({**row, "config": dict(self.config)})
+        is_journal = self._journal is not None and directory.endswith(os.path.basename(self._journal.directory))
+        return how_to_send(directory) if is_journal else f"TRACKIO_DIR={directory} trackio show"
 
-    def unwritten(self) -> list[dict[str, Any]]:
-        """The rows that have not been written."""
-        with self._queue_lock:
-            batches = [batch.entries for batch in self._sending_batch or () if not batch._handled]
-            rows = [entry for entries in [*batches, self._queued_logs] for entry in entries]
-        return [row for row in rows if "log_id" in row and "step" in row]
+    def warn_of_delay(self, error: Exception) -> None:
+        """Warn, once, that rows could not be written and are kept in memory."""
+        text = "Trackio: run %s cannot be written to %s at present: %s. Its rows are kept, and written later"
+        self._warn_once("delay", text, self.id, self._store.place, error)
 
-    def flush(self) -> None:
-        """Write all that is queued. What cannot be written stays queued, and the reason is raised."""
-        with self._client_lock:
-            batches = self._take_queued_batches()
-            for batch in batches:
-                if self._is_local:
-                    batch.persist()
-                else:
-                    batch.send(self._client, None)
-            self._complete_batch(batches)
+    def _send_status(self, status: str, exit_code: int | None, deadline: float) -> None:
+        config = self.run.config
+        config.pop(EXIT_CODE, None)
+        config.update({STATUS: status} if exit_code is None else {STATUS: status, EXIT_CODE: exit_code})
+        if self._store.shows_config:
+            self._put_config(deadline, is_opening=exit_code is None)
+        elif exit_code is not None:
+            self.run.send_config()  # when the run opens, Trackio sends the config with the first row
 
-    def stop(self, deadline: float) -> None:
-        """Stop what runs in the background, and write all that can be written by then."""
-        for monitor in (self._gpu_monitor, self._cpu_monitor):
-            if monitor is not None:
-                monitor.stop()
-        self._stop_flag.set()
-        run_with_timeout(max(_RETRY_S, deadline - time.monotonic()), self._flush_until, deadline)
+    def _put_config(self, deadline: float, is_opening: bool) -> None:
+        try:
+            self._store.put_config(self.id, self.run.name, vendor.serialized(self.run.config), deadline)
+        except Exception as error:
+            if is_opening:
+                raise TrackerUnavailableError(cannot_write(self._store.place, error)) from error
+            logger.warning("Trackio: the status of run %s could not be written: %s", self.id, error)
 
-    def go_on(self) -> None:
-        """After `stop`: what is logged from now on is written in the background again."""
-        self._stop_flag.clear()
+    def _keep(self, rows: Sequence[Mapping[str, Any]], exit_code: int) -> None:
+        from flyteplugins_tracking.trackers.journal import Journal
 
-    def _flush_until(self, deadline: float) -> None:
-        while True:
-            try:
-                return self.flush()
-            except Exception as error:
-                if time.monotonic() + _RETRY_S > deadline:
-                    return self._delayed(error)
-            time.sleep(_RETRY_S)
+        self._journal = self._journal or Journal(self.request, self._tracker, self.id)
+        for row in rows:
+            self._journal.call("requeue", [row], {})
+        self._journal.end(exit_code)
+        logger.warning(
+            "Trackio: %d rows of run %s could not be written to %s within finish_timeout_s=%g. They are kept in files. "
+            "Send them later: %s",
+            len(rows),
+            self.id,
+            self._store.place,
+            self.request.config.finish_timeout_s,
+            self.how_to_send(self._journal.directory),
+        )
 
-    def _delayed(self, error: Exception) -> None:
-        if self.tracking is not None:
-            self.tracking.delayed(error)
 
-    # Trackio's threads run these.
-
-    def _local_batch_sender(self) -> None:
-        pause_s = _FLUSH_S
-        while not self._stop_flag.wait(pause_s):
-            began = time.monotonic()
-            try:
-                self.flush()
-            except Exception as error:
-                self._delayed(error)
-            pause_s = min(max(_FLUSH_S, (time.monotonic() - began) / _SHARE), _MOST_PAUSE_S)
-
-    _init_client_background = _local_batch_sender
-
-    def _get_username(self) -> Any:
-        found: list[Any] = []
-        run_with_timeout(_USERNAME_S, lambda: found.append(super(_OwnWay, self)._get_username()))  # type: ignore[misc]
-        return found[0] if found else None
-
-    def _flush_queues_inline(self) -> None:
-        self.flush()
-
-    # Trackio calls these where it has not written a batch: what raises here keeps it.
-
-    def _warn_once(self, key: str, message: str) -> None:
-        if key.startswith(_DROPS) and sys.exc_info()[1] is not None:
-            raise  # the error that is warned of
-        super()._warn_once(key, message)  # type: ignore[misc]
-
-    def _refuse(self, _: Any) -> None:
-        raise sys.exc_info()[1] or RuntimeError("the server has not taken it")
-
-    _persist_logs_locally = _persist_system_logs_locally = _persist_uploads_locally = _refuse
-
-    def _write_alerts_to_sqlite(self, alerts: Any) -> None:
-        if not self._is_local:
-            self._refuse(alerts)
-        super()._write_alerts_to_sqlite(alerts)  # type: ignore[misc]
+def cannot_write(place: str, error: Exception) -> str:
+    """Return the message for a directory or a server to which runs cannot be written."""
+    return (
+        f"Trackio cannot keep runs in {place}: {error}. Set TRACKIO_DIR to a directory that can be written, or log to "
+        "a server (server_url=)."
+    )

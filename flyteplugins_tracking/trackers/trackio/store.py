@@ -1,4 +1,4 @@
-"""Where Trackio keeps runs: files of SQLite or of JSON lines in a directory, or a server. What of a run is there."""
+"""The three places where Trackio keeps runs: a SQLite file, JSON lines in a directory, or a server."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
-# How long one statement waits for another process's.
+# The longest time that a statement waits for another process, in seconds.
 _BUSY_S = 5.0
 _RETRY_S = 0.1
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A run that is there.
+    """A run that exists.
 
     Attributes:
-        name: What Trackio shows it as.
-        config: Its config, with what Trackio adds.
-        last_step: The highest step of the rows that were asked for; None where there are none.
+        name: The name that Trackio shows.
+        config: The run's config, with the values that Trackio adds.
+        last_step: The highest step of the rows in question; None if there are no such rows.
     """
 
     name: str
@@ -34,27 +34,27 @@ class Stored:
 
 
 class Store(Protocol):
-    """Where a project is kept.
+    """The place where a project is kept.
 
     Attributes:
-        place: What messages call it.
-        shows_config: Whether the config of a run is there before its first row.
-        tells_when: Whether `find` heeds its `before`.
+        place: Its name in messages.
+        shows_config: Whether the config of a run can be read before the run's first row.
+        knows_times: Whether `find` can leave out rows by their time.
     """
 
     place: str
     shows_config: bool
-    tells_when: bool = True
+    knows_times: bool = True
 
     def find(self, run_id: str, before: float) -> Stored | None:
-        """The run, and the last step that was written before that time, in seconds since the epoch."""
+        """Return the run with the last step that was written before that time, in seconds since the epoch."""
 
     def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
-        """Replace the run's config, where `shows_config`."""
+        """Replace the run's config, if `shows_config`."""
 
 
 class Database(Store):
-    """A project's file of SQLite, which Trackio has made."""
+    """A project's SQLite file, which Trackio has created."""
 
     shows_config = True
 
@@ -63,7 +63,6 @@ class Database(Store):
         self.place = str(path)
 
     def find(self, run_id: str, before: float) -> Stored | None:
-        """See `Store.find`."""
         with self._connection() as connection:
             if connection is None:
                 return None
@@ -76,7 +75,6 @@ class Database(Store):
             return Stored(row[0], json.loads(row[1]), last_step)
 
     def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
-        """See `Store.put_config`."""
         values = (run_id, name, json.dumps(config, default=str), _text(time.time()))
         while True:
             try:
@@ -95,7 +93,7 @@ class Database(Store):
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection | None]:
-        """None where there is no database yet."""
+        """Connect to the database. Gives None if it does not exist yet."""
         if not self._path.exists():
             yield None
             return
@@ -105,7 +103,7 @@ class Database(Store):
 
 
 class Inbox(Store):
-    """Files of JSON lines, which Trackio's dashboard takes into its database: for file systems where SQLite fails."""
+    """Files of JSON lines, for file systems on which SQLite fails. Trackio's dashboard imports them."""
 
     shows_config = False
 
@@ -115,7 +113,6 @@ class Inbox(Store):
         self.place = str(inbox)
 
     def find(self, run_id: str, before: float) -> Stored | None:
-        """See `Store.find`."""
         records = [r for r in self._records() if r.get("run_id") == run_id and r.get("timestamp", "") < _text(before)]
         taken = self._database.find(run_id, before)
         if not records:
@@ -125,37 +122,36 @@ class Inbox(Store):
         return Stored(records[0]["run"], configs[-1] if configs else taken.config if taken else {}, max(steps))
 
     def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
-        """See `Store.put_config`."""
+        """Do nothing: the config is written with the first row."""
 
     def _records(self) -> Iterator[dict[str, Any]]:
         for path in sorted(self._inbox.rglob("*.jsonl"), key=lambda path: path.stat().st_mtime):
-            with contextlib.suppress(OSError, ValueError):  # the dashboard may have taken it
+            with contextlib.suppress(OSError, ValueError):  # the dashboard may have imported and removed it
                 records = [json.loads(line) for line in path.read_text().splitlines()]
                 yield from (record for record in records if record.get("kind") == "metric")
 
 
 class Server(Store):
-    """A server of Trackio's."""
+    """A Trackio server."""
 
     shows_config = False
-    tells_when = False
+    knows_times = False
 
     def __init__(self, place: str, client: Any, project: str) -> None:
         self.place = place
         self._client = client
         self._project = project
 
-    def find(self, run_id: str, before: float) -> Stored | None:  # noqa: ARG002 it does not tell when
-        """See `Store.find`."""
+    def find(self, run_id: str, before: float) -> Stored | None:  # noqa: ARG002 the server does not say when rows were written
         found = self._client.predict(api_name="/get_run_summary", project=self._project, run_id=run_id)
         if not found or not found.get("num_logs"):
             return None
         return Stored(found["run"] or run_id, found.get("config") or {}, found.get("last_step"))
 
     def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
-        """See `Store.put_config`."""
+        """Do nothing: the config is written with the first row."""
 
 
 def _text(time_s: float) -> str:
-    """As Trackio writes times."""
+    """Return a time as Trackio writes it."""
     return datetime.fromtimestamp(time_s, timezone.utc).isoformat()

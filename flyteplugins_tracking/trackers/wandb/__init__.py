@@ -9,9 +9,9 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._util.checks import check_choice
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.diagnostics import Examination
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 from flyteplugins_tracking._job.plan import Page
-from flyteplugins_tracking.trackers.wandb.options import HOST, app, check_host, check_id, imposed_id, quoted
+from flyteplugins_tracking.trackers.wandb.options import HOST, app, check_host, check_id, forced_run_id, quoted
 from flyteplugins_tracking.trackers.base import Handle, Tracker, link_types
 
 # The parameters of wandb.init that the decorator does not take by name. Importing wandb to ask it would cost every
@@ -56,9 +56,9 @@ class WandbTracker(Tracker):
     run_id_variables = ("WANDB_RUN_ID",)
     arguments = INIT_ARGUMENTS | {HOST}
 
-    def imposed_id(self) -> str | None:
-        """See `Tracker.imposed_id`."""
-        return imposed_id()
+    def forced_run_id(self) -> str | None:
+        """See `Tracker.forced_run_id`."""
+        return forced_run_id()
 
     def check(self, config: TrackingConfig) -> None:
         """See `Tracker.check`."""
@@ -103,17 +103,17 @@ class WandbTracker(Tracker):
             **{f"wandb_{name}": str(value) for name, value in values.items() if value is not None},
         }
 
-    def pass_on(self, run: Any) -> Mapping[str, Any] | None:
-        """See `Tracker.pass_on`."""
+    def export_run(self, run: Any) -> Mapping[str, Any] | None:
+        """See `Tracker.export_run`."""
         from flyteplugins_tracking.trackers.wandb.run import passed_on
 
         return passed_on(run)
 
-    def examine(self) -> Examination:
-        """See `Tracker.examine`."""
-        from flyteplugins_tracking.trackers.wandb.diagnose import examine
+    def diagnose(self) -> Diagnosis:
+        """See `Tracker.diagnose`."""
+        from flyteplugins_tracking.trackers.wandb.diagnose import diagnose
 
-        return examine()
+        return diagnose()
 
     def open(self, request: RunRequest) -> Handle:
         """See `Tracker.open`."""

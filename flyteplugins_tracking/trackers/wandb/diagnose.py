@@ -12,8 +12,9 @@ from contextlib import suppress
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
-from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, NotReachedError
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
 
 _SERVER = "https://api.wandb.ai"
 # W&B's own service has two names: a key in netrc under the first one is good for the other.
@@ -24,20 +25,20 @@ _MODES = (*_NOT_ONLINE, "online", "shared", "run")
 _SHORTEST_KEY = 40
 
 
-def examine() -> Examination:
-    """See `Tracker.examine`."""
+def diagnose() -> Diagnosis:
+    """See `Tracker.diagnose`."""
     stored = _stored_settings()
     mode = os.environ.get("WANDB_MODE") or stored.get("mode") or "online"
     given = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or default_server()
-    address = diagnostics.without_credentials(given)
+    address = without_credentials(given)
     where, key = _key(address, stored)
     is_online = mode not in _NOT_ONLINE
-    return Examination(
+    return Diagnosis(
         place=address if is_online else f"{'nowhere' if mode == 'disabled' else _directory()} ({mode})",
         credentials=diagnostics.found_key(where, key) if key else where or None,
         is_chosen=bool(where) or any(name.startswith("WANDB_") for name in os.environ),
         reach=functools.partial(_reach, address) if is_online else None,
-        findings=(*_of_key(where, key, is_online), *_of_mode(mode), *_of_address(given), *_of_surroundings(mode)),
+        diagnostics=(*_of_key(where, key, is_online), *_of_mode(mode), *_of_address(given), *_of_surroundings(mode)),
     )
 
 
@@ -85,66 +86,66 @@ def _key(address: str, stored: Mapping[str, str]) -> tuple[str, str]:
     return "", ""
 
 
-def _of_key(where: str, key: str, is_online: bool) -> Iterator[Finding]:
+def _of_key(where: str, key: str, is_online: bool) -> Iterator[Diagnostic]:
     if not where and is_online:
-        yield Finding(
+        yield Diagnostic(
             "error",
             "W&B: there is no API key: WANDB_API_KEY is not set, and no netrc file has one for its server",
             "wandb login, or export WANDB_API_KEY=..., or secret= of tracking_init; or WANDB_MODE=offline",
         )
     secret = key.strip().partition("-")[2] or key.strip()
     if key and len(secret) < _SHORTEST_KEY and secret.count(".") != 2:
-        yield Finding(
+        yield Diagnostic(
             "error",
             f"W&B: the API key of {where} has {len(key.strip())} characters, and W&B takes none below {_SHORTEST_KEY}",
             "copy it again from https://wandb.ai/authorize, then wandb login --relogin",
         )
     elif key != key.strip():
-        yield Finding(
+        yield Diagnostic(
             "warning",
             f"W&B: the API key of {where} has blanks or a line end around it, which W&B refuses",
             f'export WANDB_API_KEY="$(echo ${where})"' if where == "WANDB_API_KEY" else "wandb login --relogin",
         )
 
 
-def _of_address(given: str) -> Iterator[Finding]:
+def _of_address(given: str) -> Iterator[Diagnostic]:
     if given != given.strip():
-        yield Finding(
+        yield Diagnostic(
             "error",
             "W&B: WANDB_BASE_URL has blanks or a line end around it, which W&B refuses",
             'export WANDB_BASE_URL="$(echo $WANDB_BASE_URL)"',
         )
 
 
-def _of_mode(mode: str) -> Iterator[Finding]:
+def _of_mode(mode: str) -> Iterator[Diagnostic]:
     if mode not in _MODES:
-        yield Finding(
+        yield Diagnostic(
             "error", f"W&B: WANDB_MODE={mode} is none of its modes: {', '.join(sorted(_MODES))}", "unset WANDB_MODE"
         )
     elif mode == "disabled":
-        yield Finding("warning", "W&B: WANDB_MODE=disabled: nothing is logged", "unset WANDB_MODE, or wandb online")
+        yield Diagnostic("warning", "W&B: WANDB_MODE=disabled: nothing is logged", "unset WANDB_MODE, or wandb online")
     elif mode in _NOT_ONLINE:
-        yield Finding(
+        yield Diagnostic(
             "warning",
             f"W&B: WANDB_MODE={mode}: runs stay in {_directory()} and nothing is sent",
             f"unset WANDB_MODE, or wandb online; afterwards: wandb sync {_directory()}/offline-run-*",
         )
 
 
-def _of_surroundings(mode: str) -> Iterator[Finding]:
+def _of_surroundings(mode: str) -> Iterator[Diagnostic]:
     if os.environ.get("WANDB_SERVICE"):
-        yield Finding(
+        yield Diagnostic(
             "warning",
             "W&B: WANDB_SERVICE is set: a process above this one has W&B open. A run of this library's does without; "
             "one that wandb.init opens outside of it ends with that process",
             "unset WANDB_SERVICE",
         )
-    why = diagnostics.obstacle(_directory())
+    why = diagnostics.why_unwritable(_directory())
     if why == diagnostics.NO_WORKING_DIRECTORY and mode != "disabled":
-        yield Finding("error", f"W&B keeps its files in {_directory()}: {why}", "export WANDB_DIR=/a/directory")
+        yield Diagnostic("error", f"W&B keeps its files in {_directory()}: {why}", "export WANDB_DIR=/a/directory")
     elif why is not None and mode != "disabled":
         text = f"W&B keeps its files where temporary ones are, and not in {_directory()}: {why}"
-        yield Finding("warning", text, "export WANDB_DIR=/a/directory")
+        yield Diagnostic("warning", text, "export WANDB_DIR=/a/directory")
 
 
 def _reach(address: str, timeout_s: float) -> None:

@@ -17,7 +17,7 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.peers.role import Place
 from flyteplugins_tracking.trackers.wandb.leftovers import remove_failed_run
-from flyteplugins_tracking.trackers.wandb.options import HOST, api_of, check_id, imposed_id
+from flyteplugins_tracking.trackers.wandb.options import HOST, api_of, check_id, forced_run_id
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, directory, global_run, without_reports
 from flyteplugins_tracking.trackers.base import Handle
 
@@ -137,7 +137,7 @@ def _reopen(request: RunRequest, run: Any, offline: bool) -> Any:
     """Open a run again that a signal has ended, or wandb-core's end; offline where W&B has not answered in time."""
     request = _resuming(request, run)
     drop_unusable_service()
-    with _opening, nullcontext() if run.id == imposed_id() else _outside_sweep():
+    with _opening, nullcontext() if run.id == forced_run_id() else _outside_sweep():
         failure: BaseException | None = None
         if not offline:
             try:
@@ -312,7 +312,7 @@ def _id_arguments(request: RunRequest) -> dict[str, Any]:
     options = request.config.options
     if request.plan.run_id is None or "resume_from" in options:
         return {}
-    if request.plan.run_id == imposed_id():
+    if request.plan.run_id == forced_run_id():
         return {} if "resume" in options or "WANDB_RESUME" in os.environ else {"resume": "allow"}
     if {"resume", "fork_from"} & options.keys() or "WANDB_RESUME" in os.environ:
         return {"id": request.plan.run_id}

@@ -18,7 +18,7 @@ _APP = "https://wandb.ai"
 _APPS = {"https://api.wandb.ai": _APP, "https://api.forge.coreweave.com": "https://forge.coreweave.com/wandb"}
 
 
-def imposed_id() -> str | None:
+def forced_run_id() -> str | None:
     """The id that every run has which is opened in a trial of a sweep, whatever is asked for."""
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
 

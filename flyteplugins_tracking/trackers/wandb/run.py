@@ -454,7 +454,7 @@ def make_global(run: Any) -> None:
 
 
 def passed_on(run: Any) -> Mapping[str, Any] | None:
-    """See `Tracker.pass_on`."""
+    """See `Tracker.export_run`."""
     if getattr(run, "disabled", False):
         return None
     place = {"id": run.id, "project": run.project or None, "entity": run.entity or None}

@@ -27,7 +27,7 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, T
 from flyteplugins_tracking.trackers.peers.node import Guest, HandoverError, Host, HostExistsError
 from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.trackers.peers.role import Place
-from flyteplugins_tracking.trackers.rows import Rows
+from flyteplugins_tracking.trackers.rows import RowBuffer
 from flyteplugins_tracking.trackers.wandb.run import (
     HANDLE,
     WandbHandle,
@@ -600,12 +600,12 @@ def _has_died(timeout_s: float = 1.0) -> bool:
     return process.poll() is not None
 
 
-def _rows(config: TrackingConfig, info: Any, run: Callable[[], Any]) -> Rows:
+def _rows(config: TrackingConfig, info: Any, run: Callable[[], Any]) -> RowBuffer:
     prefix = f"rank_{info.rank if info else 0}/" if config.rank_prefix else ""
-    return Rows(config.step_metric, prefix, lambda: run().define_metric("*", step_metric=config.step_metric))
+    return RowBuffer(config.step_metric, prefix, lambda: run().define_metric("*", step_metric=config.step_metric))
 
 
-def _step(read: Callable[[], Any], rows: Rows) -> Any:
+def _step(read: Callable[[], Any], rows: RowBuffer) -> Any:
     """The run's step; W&B's shared mode has none, and there it is how many rows this rank has logged."""
     try:
         return read()

@@ -1,0 +1,353 @@
+"""Open a Pluto run within the deadline, with a queue and an uploader of this rank's own.
+
+Ranks that share the client's queue lose rows when the rank that owns it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.base import RunRequest
+from flyteplugins_tracking.trackers.client import missing_key_error, run_config
+from flyteplugins_tracking.trackers.pluto import rows, vendor
+from flyteplugins_tracking.trackers.pluto.process import UploaderProcess
+
+logger = logging.getLogger(__name__)
+
+_FIX = (
+    "Check PLUTO_API_KEY, the PLUTO_URL_* variables and the network; or go on in local files with "
+    "if_unavailable='degrade'."
+)
+# The seconds between two questions whether the service answers, and has the run.
+_POLL_S = 0.1
+# The longest time for one request, in seconds. The client's own limit of 32 s is longer than a run's end waits.
+REQUEST_S = 10
+# How long the service may refuse connections, or the key, before the rank gives up.
+_HOPELESS_S = 3.0
+# The meaning of an answer, and whether the service will repeat it.
+_READINGS = {
+    401: ("the service refuses the API key", True),
+    403: ("the service refuses the API key", True),
+    404: ("the primary rank has not created the run", False),
+}
+_PASSED_ON = ("fork_run_id", "fork_step", "inherit_config", "inherit_tags")
+
+
+def open_op(request: RunRequest) -> tuple[Any, UploaderProcess | None]:
+    """Create the run, or attach to it.
+
+    Returns:
+        The client's run object, and the uploader of this rank. In the client's mode "noop", there is no uploader.
+
+    Raises:
+        TrackerUnavailableError: The server does not answer in time, or there is no key for it.
+        TrackerNotInstalledError: This version of the client cannot be used.
+    """
+    vendor.PARTS.require()
+    settings = _settings(request)
+    if settings.mode == "noop":
+        settings.disable_system_metrics = True  # the client's monitor needs a server
+        return _init(request, settings), None
+    try:
+        _authenticate(settings, request)
+        _await_service(settings, request)
+        os.makedirs(settings.dir, exist_ok=True)
+        op = _init_with_timeout(request, settings)
+        try:
+            vendor.check_run(op)
+            return op, _complete(op, request)
+        except BaseException:
+            vendor.end(op, None)
+            raise
+    except BaseException as error:
+        remove_directory(settings.dir)
+        if isinstance(error, OSError):
+            raise TrackerUnavailableError(
+                f"Pluto cannot write its local files: {error}. Make room there, or set PLUTO_DIR to another directory."
+            ) from error
+        raise
+
+
+def remove_directory(directory: str) -> None:
+    """Remove a run's directory, and its parent if that is empty then."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(directory))
+
+
+def _settings(request: RunRequest) -> Any:
+    """Return the client's settings: from its variables, the user and us."""
+    import pluto
+
+    options = request.config.options
+    settings = pluto.setup(dict(options.get("settings") or {}))
+    settings.dir = _own_directory(request, options.get("dir") or settings.dir)
+    if request.config.project:
+        settings.project = vendor.project_name(request.config.project)
+    if not request.plan.primary and "x_log_level" not in (options.get("settings") or {}):
+        settings.x_log_level = max(logging.WARNING, settings.x_log_level)  # one rank prints the run's address
+    settings.compat = dict(settings.compat)
+    settings.meta = []
+    settings.x_sigterm_status_enabled = False  # the lifecycle sends the status
+    settings.x_file_stream_timeout_seconds = min(
+        settings.x_file_stream_timeout_seconds, max(1.0, request.deadline - time.monotonic()), REQUEST_S
+    )
+    return settings
+
+
+def _own_directory(request: RunRequest, parent: Any) -> str:
+    """Return a directory that no other rank and no other attempt uses."""
+    info = request.info
+    rank, attempt = (info.rank, info.restart_count) if info else (0, 0)
+    name = f"{request.plan.run_id}-rank-{rank}-attempt-{attempt}-{secrets.token_hex(3)}"
+    return os.path.join(os.path.abspath(os.path.expanduser(os.fspath(parent))), ".pluto", name)
+
+
+def _authenticate(settings: Any, request: RunRequest) -> None:
+    """Find the key: the user's secret, a variable, or the one that `pluto login` has stored."""
+    key = request.read_secret() or vendor.key_of(settings) or _stored_key()
+    if not key and not request.may_prompt:
+        raise missing_key_error("Pluto", "Run `pluto login`, set PLUTO_API_KEY")
+    if not key:
+        return
+    key = key.strip()  # the service refuses a trailing line end, and shows the key in the error
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise TrackerUnavailableError(
+            "Pluto: the API key has a space, or a character that is not printable ASCII. Check where it comes from."
+        )
+    vendor.set_key(settings, key)
+
+
+def _stored_key() -> str | None:
+    """Return the key that `pluto login` has stored."""
+    try:
+        if sys.platform == "darwin":
+            import keyring
+
+            return keyring.get_password("pluto", "pluto")
+        from keyrings.alt.file import PlaintextKeyring
+
+        key: str | None = PlaintextKeyring().get_password("pluto", "pluto")
+    except Exception:  # no backend, or an unreadable file: there is no key
+        return None
+    return key
+
+
+def _http_client(settings: Any) -> Any:
+    import httpx
+
+    proxy = settings.http_proxy or settings.https_proxy or None
+    return httpx.Client(verify=not settings.insecure_disable_ssl, proxy=proxy)
+
+
+def _await_service(settings: Any, request: RunRequest) -> None:
+    """Wait until the service answers. Other ranks than the primary wait until that one has created the run.
+
+    The rank that comes first would give the run its name.
+
+    Raises:
+        TrackerUnavailableError: The service does not answer, or refuses the key.
+    """
+    why, hopeless_since = "no answer", None
+    with _http_client(settings) as client:
+        while (left_s := request.deadline - time.monotonic()) > 0:
+            obstacle = _ask_for_run(client, settings, request, left_s)
+            if obstacle is None:
+                return
+            why, is_hopeless = obstacle
+            hopeless_since = (hopeless_since or time.monotonic()) if is_hopeless else None
+            if hopeless_since is not None and time.monotonic() - hopeless_since > _HOPELESS_S:
+                break
+            time.sleep(min(_POLL_S, max(0.0, left_s)))
+    raise TrackerUnavailableError(
+        f"Pluto cannot be used: {why}, at {settings.url_api} within init_timeout_s="
+        f"{request.config.init_timeout_s:g}. {_FIX}"
+    )
+
+
+def _ask_for_run(client: Any, settings: Any, request: RunRequest, timeout_s: float) -> tuple[str, bool] | None:
+    """Return why the run cannot be opened yet, and whether that will last; None if it can be opened."""
+    body = {"externalId": request.plan.run_id, "projectName": settings.project}
+    headers = vendor.request_headers(settings)
+    try:
+        answer = client.post(settings.url_resume, json=body, headers=headers, timeout=timeout_s)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", type(error).__name__ == "ConnectError"
+    if answer.status_code < 300 or (request.plan.primary and answer.status_code == 404):
+        return None
+    return _READINGS.get(answer.status_code, (f"HTTP {answer.status_code}", False))
+
+
+def _init_with_timeout(request: RunRequest, settings: Any) -> Any:
+    """Call `_init`. A run that opens after the deadline is closed again.
+
+    Raises:
+        TrackerUnavailableError: The run was not open before the deadline.
+    """
+    outcome: dict[str, Any] = {}
+    decision = threading.Lock()  # taken once: by the run that is open, or by the rank that gives up
+
+    def init() -> None:
+        try:
+            op = _init(request, settings)
+        except BaseException as error:  # for the thread that waits
+            outcome["error"] = error
+            return
+        outcome["op"] = op
+        if not decision.acquire(blocking=False):
+            is_failure = request.plan.primary and request.config.if_unavailable == "raise"
+            vendor.end(op, 1 if is_failure else None)
+            remove_directory(settings.dir)
+
+    run_with_timeout(max(0.0, request.deadline - time.monotonic()), init)
+    if "error" in outcome:
+        raise _as_unavailable(outcome["error"])
+    if "op" not in outcome and decision.acquire(blocking=False):
+        raise TrackerUnavailableError(
+            f"Pluto cannot be used: {settings.url_api} has not answered within "
+            f"init_timeout_s={request.config.init_timeout_s:g}. {_FIX}"
+        )
+    return outcome["op"]
+
+
+def _as_unavailable(error: BaseException) -> BaseException:
+    """Return the error to raise for one of `pluto.init`, which has RuntimeErrors for the service's answers."""
+    if not isinstance(error, (RuntimeError, ConnectionError)):
+        return error
+    cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    unavailable = TrackerUnavailableError(f"Pluto cannot be used: {cause}. {_FIX}")
+    unavailable.__cause__ = error
+    return unavailable
+
+
+def _init(request: RunRequest, settings: Any) -> Any:
+    """Call `pluto.init`, without the queue, the console and the metrics of the system: `_complete` adds these."""
+    import pluto
+
+    if settings.mode != "noop":
+        vendor.leave_to_us(settings, describes_machine=request.plan.primary or _sends_system_metrics(request))
+        if request.plan.primary:
+            settings.compat["systemMetadata"] = vendor.machine_of(settings)
+    options = request.config.options
+    arguments = {name: value for name, value in options.items() if name in _PASSED_ON and value is not None}
+    with _without_telemetry(), _without_warning_of_names():
+        op = pluto.init(
+            dir=settings.dir,
+            settings=settings,
+            run_id=request.plan.run_id,
+            resume=True,
+            **(_metadata(request) if request.plan.primary else {"name": request.plan.run_id}),
+            **arguments,
+        )
+    atexit.unregister(op.finish)
+    return op
+
+
+def _metadata(request: RunRequest) -> dict[str, Any]:
+    """Return the arguments that only the primary rank passes."""
+    config, plan = request.config, request.plan
+    tags, group = list(config.tags or ()), config.group or plan.group
+    if group and not any(tag.startswith("group:") for tag in tags):  # the service takes one group
+        tags.append(f"group:{group}")
+    return {"name": config.name or plan.run_id, "config": run_config(request), "tags": tags}
+
+
+def _sends_system_metrics(request: RunRequest) -> bool:
+    """Whether this rank sends the metrics of the system. One rank of each node does."""
+    info = request.info
+    if info is None:
+        return request.plan.primary
+    return info.rank == 0 if info.local_rank is None else info.local_rank == 0
+
+
+def _complete(op: Any, request: RunRequest) -> UploaderProcess:
+    """Give the run its queue, its uploader, its console and its metrics of the system."""
+    disable_console, disable_system = vendor.asked_for(op.settings)
+    stderr = os.dup(2)  # before the console is captured: the uploader's messages are not lines of the run
+    names = vendor.start_queue(op, os.path.join(op.settings.dir, "sync.db"))
+    names.update(
+        finish_timeout_s=request.config.finish_timeout_s,
+        sync_process_batch_size=max(1000, op.settings.sync_process_batch_size),
+    )
+    uploader = UploaderProcess(op.settings.sync_process_db_path, names, stderr)
+    if not request.plan.primary or op.resumed:
+        _continue_steps(op.settings, request)
+    _warn_about_ignored_name(op, request)
+    if request.plan.primary and request.config.notes is not None:
+        vendor.post_notes(op, request.config.notes)
+    if not disable_system and _sends_system_metrics(request):
+        vendor.send_system_metrics(op)
+    if not disable_console:
+        vendor.capture_console(op)
+    return uploader
+
+
+def _continue_steps(settings: Any, request: RunRequest) -> None:
+    """Ask for the last step of a run that exists: rows with its steps would replace its rows in charts."""
+    timeout_s = min(REQUEST_S / 2, request.deadline - time.monotonic())
+    run_id = str(request.plan.run_id)
+    if rows.has_steps(run_id) or timeout_s <= 0:
+        return
+    try:
+        with _http_client(settings) as client:
+            headers = vendor.request_headers(settings)
+            answer = client.post(f"{settings.url_ingest}/step", headers=headers, timeout=timeout_s)
+        rows.continue_after(run_id, int(answer.json()["step"]))
+    except Exception as error:
+        logger.warning(
+            "Pluto: the service does not say the last step of run %s (%s): rows that are logged without step= may "
+            "replace an earlier attempt's rows in charts",
+            run_id,
+            type(error).__name__,
+        )
+
+
+def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:
+    name = request.config.name
+    if request.plan.primary and op.resumed and name is not None and not request.is_retry:
+        logger.warning(
+            "Pluto: name=%r is ignored where run %s exists already under another name: it keeps its name and tags",
+            name,
+            request.plan.run_id,
+        )
+
+
+@contextlib.contextmanager
+def _without_telemetry() -> Iterator[None]:
+    """Turn off the client's reports on itself, unless a variable is set: without a network, the process's end waits."""
+    name = "PLUTO_DISABLE_TELEMETRY"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _without_warning_of_names() -> Iterator[None]:
+    """Drop the client's warning, on each rank that attaches, that the rank's name is ignored."""
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return "`name` parameter" not in str(record.msg)
+
+    vendors = logging.getLogger("pluto")
+    vendors.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        vendors.removeFilter(is_kept)
