@@ -6,9 +6,11 @@ Importing the package loads what a rank without a run needs. The other public na
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RankScope, RunMode, RunPlan, plan
-from flyteplugins_tracking._job.topology import DistributedInfo, get_distributed_info, override_distributed_info
+from flyteplugins_tracking._job.topology import get_distributed_info, override_distributed_info
 from flyteplugins_tracking._runs.calls import get_run
+from flyteplugins_tracking._util.moved import refuse_imports_of
 from flyteplugins_tracking.decorator import tracking_init
 from flyteplugins_tracking.errors import (
     ConfigError,
@@ -69,6 +71,16 @@ else:  # without the `else`, a type checker would accept every misspelt name
                 globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
                 return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# The modules of 0.1 that a pickled task may name.
+refuse_imports_of(
+    f"{__name__}.{module}"
+    for module in (
+        *("agents", "config", "context", "entries", "ending", "identity", "integrations", "lifecycle", "metrics"),
+        *("opening", "policy", "propagation", "sweeps", "topology", "values", "modes", "callables", "_process_group"),
+    )
+)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,8 @@ from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._job.plan import RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Entry, Task
 from flyteplugins_tracking._runs.lifecycle import hand_out, open_run
-from flyteplugins_tracking.trackers.base import Tracker, check_config, find_tracker, propagated_to
+from flyteplugins_tracking.trackers.base import Tracker
+from flyteplugins_tracking.trackers.registry import check_config, find_tracker, propagated_to
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,7 +58,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
     Args:
         function: The function or task, where the decorator is used without arguments.
         tracker: The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry
-            point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.base.Tracker`.
+            point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`.
         run_mode: "auto": one run for the scope, on its first rank. "new": a run for every rank. "shared": one run
             for the scope, on all its ranks.
         rank_scope: "global": the scope is the whole job. "worker": it is each worker (= node).

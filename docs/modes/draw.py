@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from flyteplugins_tracking import DistributedInfo, RankScope, RunMode, RunPlan, plan
-from flyteplugins_tracking._job.topology import every_rank
+from flyteplugins_tracking._job.info import every_rank
 
 WORKERS, RANKS_EACH = 2, 4
 # Lengths are in pixels.

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flyteplugins_tracking import TrackerUnavailableError
-from flyteplugins_tracking._runs.lifecycle import RunRequest
-from flyteplugins_tracking.trackers.base import Tracker
-from flyteplugins_tracking.trackers.client import ClientHandle, run_config
+from flyteplugins_tracking.trackers import ClientHandle, RunRequest, Tracker, run_config
 
 
 class JsonlTracker(Tracker):

@@ -20,9 +20,9 @@ from typing import Any
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import Page, Workers, pages
-from flyteplugins_tracking._runs.calls import Surroundings, Task
+from flyteplugins_tracking._runs.calls import EndedRun, Surroundings, Task
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import find_tracker
+from flyteplugins_tracking.trackers.registry import find_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -170,12 +170,18 @@ def surroundings() -> Surroundings | None:
         facts={} if execution is None else _facts(execution),
         on_cluster=execution is not None,
         keep=_keep if is_task else None,
-        show=_show,
+        show=_show_run,
         has_report=bool(getattr(flytekit.current_context(), "enable_deck", False)),
         hand_out=_hand_out if runs_a_task else None,
         read_secret=functools.partial(_read_secret, on_cluster=execution is not None),
         successes=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
     )
+
+
+def _show_run(run: EndedRun) -> None:
+    from flyteplugins_tracking._flyte import report
+
+    report.show_run(_show, run)
 
 
 def _show(title: str, html: str) -> None:

@@ -20,9 +20,9 @@ from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig, merged
 from flyteplugins_tracking._flyte.flyte1 import workers_of
 from flyteplugins_tracking._job.plan import Workers, pages
-from flyteplugins_tracking._runs.calls import Surroundings, Task
+from flyteplugins_tracking._runs.calls import EndedRun, Surroundings, Task
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import find_tracker, propagated_to
+from flyteplugins_tracking.trackers.registry import find_tracker, propagated_to
 
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"
 _ANY_TASK = "flyte._task.TaskTemplate"
@@ -138,7 +138,7 @@ def surroundings() -> Surroundings | None:
         passing_on=_passing_on,
         keep=_keep if on_cluster else None,
         hand_out=_hand_out,
-        show=_show,
+        show=_show_run,
         facts=_facts(context, action),
         on_cluster=on_cluster,
         read_secret=lambda secret: _read_secret(secret, on_cluster),
@@ -172,6 +172,12 @@ def carrying(values: Mapping[str, str]) -> Iterator[None]:
             return
         with sys.modules["flyte"].custom_context(**values):
             yield
+
+
+def _show_run(run: EndedRun) -> None:
+    from flyteplugins_tracking._flyte import report
+
+    report.show_run(_show, run)
 
 
 def _show(title: str, html: str) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flyteplugins_tracking._job.topology import DistributedInfo
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.store import job_store
+from flyteplugins_tracking._runs.calls import EndedRun
 
 TITLE = "Tracking"
 # How long rank 0 waits for the others' runs to end, and how many values of a summary are shown.
@@ -43,6 +46,24 @@ class Outcome:
         plain = {key: value for key, value in summary.items() if isinstance(value, (bool, int, float, str))}
         shown = {key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in plain.items()}
         return cls(run_id, rank, exit_code, url, dict(list(shown.items())[:_MOST_VALUES]))
+
+
+def show_run(show: Callable[[str, str], None], run: EndedRun) -> None:
+    """On rank 0, show the runs of all ranks; on the others, send this rank's run to rank 0.
+
+    Args:
+        show: Shows HTML in a tab of the task's report or deck, by its title.
+        run: This rank's run.
+    """
+    info = run.info
+    outcome = Outcome.of(run.id, run.url, 0 if info is None else info.rank, run.exit_code, run.summary)
+    store = job_store(info, os.environ) if info is not None and run.other_runs else None
+    base = f"flyteplugins_tracking/report/{run.tracker}/{info.restart_count if info else 0}"
+    if info is not None and info.rank != 0:
+        tell(store, base, outcome)
+        return
+    told = gather(store, base, run.other_runs) if store is not None else []
+    show(TITLE, page(run.tracker, info, run.attempt, [outcome, *told], run.other_runs - len(told)))
 
 
 def tell(store: Any, base: str, outcome: Outcome) -> None:

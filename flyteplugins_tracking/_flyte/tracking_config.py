@@ -12,7 +12,7 @@ from flyteplugins_tracking._config.config import TrackingConfig, merged
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.base import check_propagated
+from flyteplugins_tracking.trackers.registry import check_propagated
 
 # The blocks that this thread or coroutine is in. Several may be in one object's at once.
 _Entered = tuple["Propagated", AbstractContextManager[None]]

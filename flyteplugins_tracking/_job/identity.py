@@ -6,26 +6,22 @@ what the launcher that gave the topology offers.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-from flyteplugins_tracking._job.topology import DistributedInfo
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.store import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking.errors import IdentityError
 
 Env = Mapping[str, str]
 
 _STORE_KEY = "flyteplugins_tracking/base_id"
-_STORE_TIMEOUT = timedelta(seconds=30)
-# For what is not worth more of a job's start.
-_SHORT_TIMEOUT = timedelta(seconds=5)
 # Trackers allow 64 characters or more; the longest suffix, "-worker-9999-rank-99", and an ordinal need 25 of them.
 _MAX_LENGTH = 39
 
@@ -90,7 +86,7 @@ def readable(*parts: str | None) -> str:
 def _torchelastic(info: DistributedInfo, env: Env, alone: bool) -> str | None:
     """The run id ("none" for a static rendezvous), and a token: constant run ids are common."""
     name = info.job_id if info.job_id not in (None, "none") else "torchrun"
-    rendezvous, agents = _rendezvous_store(env), _agents_store(env)
+    rendezvous, agents = rendezvous_store(env), agents_store(env)
     token = None
     if rendezvous is not None:
         token = _agree(rendezvous, _random_token(), f"{_STORE_KEY}/{env.get('TORCHELASTIC_RUN_ID', '')}")
@@ -101,63 +97,13 @@ def _torchelastic(info: DistributedInfo, env: Env, alone: bool) -> str | None:
     return None if token is None else readable(name, token)
 
 
-def job_store(info: DistributedInfo, env: Env) -> Any:
-    """A `torch.distributed.Store` that all nodes of the job share; None where there is none that is known."""
-    store = None
-    if info.launcher == "torchelastic":
-        with contextlib.suppress(IdentityError):
-            store = _rendezvous_store(env, _SHORT_TIMEOUT) or _agents_store(env, _SHORT_TIMEOUT)
-    dist: Any = sys.modules.get("torch.distributed")
-    if store is None and dist is not None and dist.is_available() and dist.is_initialized():
-        return dist.distributed_c10d._get_default_store() if dist.get_world_size() == info.world_size else None
-    return store
-
-
 def is_elastic(info: DistributedInfo | None, env: Env) -> bool:
     """Whether torchelastic may change the number of nodes, as far as its command line or its variables tell."""
     if info is None or info.launcher != "torchelastic":
         return False
     agent = proc.command_line(proc.nearest_without("TORCHELASTIC_RUN_ID"))
-    fewest, _, most = (_option(agent, "nnodes") or env.get("PET_NNODES") or "").partition(":")
+    fewest, _, most = (agent_option(agent, "nnodes") or env.get("PET_NNODES") or "").partition(":")
     return most not in ("", fewest)
-
-
-def _rendezvous_store(env: Env, timeout: timedelta = _STORE_TIMEOUT) -> Any:
-    """The store of a c10d rendezvous, if it is that: it is the same when rank 0 has moved to another node.
-
-    Workers are not told where it is. The agent is, by its command line or by variables that its workers inherit.
-    """
-    agent = proc.command_line(proc.nearest_without("TORCHELASTIC_RUN_ID"))
-    backend = _option(agent, "rdzv-backend") or env.get("PET_RDZV_BACKEND")
-    endpoint = _option(agent, "rdzv-endpoint") or env.get("PET_RDZV_ENDPOINT") or ""
-    # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/rendezvous/c10d_rendezvous_backend.py
-    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "29400")
-    if backend != "c10d" or not host or "/" in host or not port.isdecimal() or port == "0":
-        return None
-    return _store(f"the c10d rendezvous at {endpoint}", host.strip("[]"), port, timeout)
-
-
-def _agents_store(env: Env, timeout: timedelta = _STORE_TIMEOUT) -> Any:
-    """The store of the agents, if they share it: it outlives worker-group restarts and ends with the invocation.
-
-    torch 2.5 and later: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/rendezvous.py
-    """
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    return _store(f"the torchelastic agents at MASTER_ADDR={host} MASTER_PORT={port}", host, port, timeout)
-
-
-def _store(whose: str, host: str, port: str, timeout: timedelta) -> Any:
-    from torch.distributed import TCPStore
-
-    try:
-        return TCPStore(host, int(port), is_master=False, timeout=timeout)
-    except (RuntimeError, ValueError) as error:
-        raise IdentityError(
-            f"the store of {whose} does not answer, so the ranks cannot agree on a run id: {error}. "
-            "Pass id=... to do without."
-        ) from error
 
 
 def _agent_token(env: Env) -> str | None:
@@ -238,10 +184,10 @@ def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
     if dist.get_rank() == 0:
         return _agree(store, token)
     try:
-        store.wait([_STORE_KEY], _STORE_TIMEOUT)
+        store.wait([_STORE_KEY], STORE_TIMEOUT)
     except RuntimeError as error:
         raise IdentityError(
-            f"rank 0 has named no run id for rank {info.rank} within {_STORE_TIMEOUT.seconds} s: call the decorated "
+            f"rank 0 has named no run id for rank {info.rank} within {STORE_TIMEOUT.seconds} s: call the decorated "
             "function on every rank, or pass id=..."
         ) from error
     return _agree(store, "")
@@ -259,13 +205,3 @@ def _random_token() -> str:
 
 def _digest(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:8]
-
-
-def _option(command_line: list[str], name: str) -> str | None:
-    """The last value of `--name=value` or `--name value`, with '-' or '_' in it."""
-    found = None
-    for argument, following in zip(command_line, [*command_line[1:], ""], strict=True):
-        given, equals, value = argument.partition("=")
-        if given.replace("_", "-") == f"--{name}":
-            found = value if equals else following
-    return found

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._config.config import check_seconds
-from flyteplugins_tracking._job.topology import DistributedInfo, get_distributed_info
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.topology import get_distributed_info
+from flyteplugins_tracking._util.checks import check_seconds
 from flyteplugins_tracking.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:

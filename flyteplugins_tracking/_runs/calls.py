@@ -12,73 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RunPlan
-from flyteplugins_tracking._job.topology import DistributedInfo
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._util.lock import Claim
     from flyteplugins_tracking.loop_watch import LoopWatch
     from flyteplugins_tracking.signals import Watch
     from flyteplugins_tracking.trackers.base import Handle, Tracker
-
-
-class SigtermWatch(Protocol):
-    """The part of the watch for SIGTERM that a tracker needs. The watch calls `Handle.end_early` on a SIGTERM."""
-
-    @property
-    def terminated(self) -> bool:
-        """Whether the job is being terminated."""
-
-    def renew(self) -> None:
-        """Put the handler back in front, if the function has replaced it. Cheap: called for each row."""
-
-    def await_handler(self, any_thread: bool = False) -> None:
-        """Wait until the signal's handler has run. Called before a run that was ended early is opened again.
-
-        Args:
-            any_thread: Wait in other threads than the main thread too.
-        """
-
-
-@dataclass(frozen=True)
-class RunRequest:
-    """All that a tracker needs to open one rank's run.
-
-    Attributes:
-        plan: What this rank does; it opens a run.
-        known_id: The run's id by the job's plan, which all its ranks know; the one in `plan` is another where that one
-            is open in another process.
-        config: What the user asked for.
-        info: This rank; None outside a distributed job.
-        has_other_writers: Whether processes that are none of the job's present ranks may write to the run, now or
-            later: other nodes of an elastic job, the tasks that a Flyte task calls, or the one that has called it.
-        facts: What the run's config gains: the job's shape, its restarts, the Flyte execution.
-        read_secret: Gives the API key, or None where the user named no secret. For the tracker to call once, if at all.
-        may_prompt: Whether somebody sits at this process's terminal, alone, and can be asked for a key.
-        watch: To be renewed whenever something is logged; and to be waited for before a run that was ended early is
-            opened again, since a handler that is still to run may end the process.
-        deadline: When the run must be open, in seconds of `time.monotonic`.
-    """
-
-    plan: RunPlan
-    known_id: str | None
-    config: TrackingConfig
-    info: DistributedInfo | None
-    has_other_writers: bool
-    facts: Mapping[str, Any]
-    read_secret: Callable[[], str | None]
-    may_prompt: bool
-    watch: SigtermWatch
-    deadline: float
-
-    @property
-    def is_retry(self) -> bool:
-        """Whether this is a later attempt of the job, after a restart of its workers or a retry of Flyte's."""
-        flyte = self.facts.get("flyte") or {}
-        return bool(self.facts.get("restart_count") or flyte.get("attempt"))
 
 
 @dataclass(frozen=True)
@@ -95,6 +39,31 @@ class Task:
 
 
 @dataclass(frozen=True)
+class EndedRun:
+    """What a platform needs to show a run that has ended.
+
+    Attributes:
+        tracker: The tracker's name.
+        id: The run's id.
+        url: The run's page; None if it has none.
+        exit_code: The status that the run ended with.
+        summary: The run's last values.
+        info: The rank whose run it was; None outside a distributed job.
+        other_runs: How many runs the job has beside rank 0's.
+        attempt: Which attempt of the task this is, from 0.
+    """
+
+    tracker: str
+    id: str
+    url: str | None
+    exit_code: int
+    summary: Mapping[str, Any]
+    info: DistributedInfo | None
+    other_runs: int
+    attempt: int
+
+
+@dataclass(frozen=True)
 class Surroundings:
     """What the system that called the function knows.
 
@@ -107,7 +76,7 @@ class Surroundings:
         has_children: Whether tasks that the function calls run in other processes.
         entered: How many decorated functions this attempt of the task has entered, by tracker; None to count them over
             the process's life.
-        show: Shows HTML in a tab of the task's report or deck, by its title. None outside of a task.
+        show: Shows a run that has ended in the task's report or deck. None outside of a task.
         has_report: Whether the task has one, as far as can be told when it runs.
         keep: Copies a local directory to where the execution keeps its data, which outlives this machine, and returns
             the address. None where there is no such place, or this machine stays.
@@ -130,7 +99,7 @@ class Surroundings:
     parents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     has_children: bool = False
     entered: Counter[str] | None = None
-    show: Callable[[str, str], None] | None = None
+    show: Callable[[EndedRun], None] | None = None
     has_report: bool = False
     keep: Callable[[str], str] | None = None
     hand_out: Callable[[str, str, bool], Any] | None = None

@@ -11,9 +11,9 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.topology import DistributedInfo
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._runs import calls
-from flyteplugins_tracking._runs.calls import Entry, Surroundings
+from flyteplugins_tracking._runs.calls import EndedRun, Entry, Surroundings
 from flyteplugins_tracking.loop_watch import LoopWatch
 from flyteplugins_tracking.signals import TERMINATED, Watch
 
@@ -105,26 +105,21 @@ def _summary(entry: Entry, exit_code: int) -> Mapping[str, Any] | None:
 
 
 def _show(entry: Entry, exit_code: int, summary: Mapping[str, Any]) -> None:
-    """On rank 0, show what the runs of all ranks came to; on the others, tell it what this one came to."""
-    from flyteplugins_tracking._flyte import report
-    from flyteplugins_tracking._job.identity import job_store
-
-    info, config, handle = entry.info, entry.config, entry.handle
-    assert config is not None
-    assert handle is not None
-    rank = 0 if info is None else info.rank
-    outcome = report.Outcome.of(handle.id, handle.url, rank, exit_code, summary)
-    others = _other_runs(config, info)
-    store = job_store(info, os.environ) if info is not None and others else None
-    base = f"flyteplugins_tracking/report/{entry.tracker}/{info.restart_count if info else 0}"
-    if info is not None and info.rank != 0:
-        report.tell(store, base, outcome)
-        return
-    told = report.gather(store, base, others) if store is not None else []
-    attempt = entry.around.facts.get("attempt_number", 0)
-    shown = report.page(entry.tracker, info, attempt, [outcome, *told], others - len(told))
-    if entry.around.show is not None:
-        entry.around.show(report.TITLE, shown)
+    assert entry.config is not None
+    assert entry.handle is not None
+    assert entry.around.show is not None
+    entry.around.show(
+        EndedRun(
+            tracker=entry.tracker,
+            id=entry.handle.id,
+            url=entry.handle.url,
+            exit_code=exit_code,
+            summary=summary,
+            info=entry.info,
+            other_runs=_other_runs(entry.config, entry.info),
+            attempt=entry.around.facts.get("attempt_number", 0),
+        )
+    )
 
 
 def _other_runs(config: TrackingConfig, info: DistributedInfo | None) -> int:

@@ -1,6 +1,6 @@
 """The life of a run around one call: whether this rank opens one, and the status that it ends with.
 
-Every rank comes here. What only ranks with a run need is in `opening` and `ending`, which the others do not load.
+Every rank comes here. What only ranks with a run need is in `open` and `close`, which the others do not load.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from flyteplugins_tracking._job.plan import plan
 from flyteplugins_tracking._job.topology import detect
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import Entry, Surroundings, Task
-from flyteplugins_tracking._runs.calls import RunRequest as RunRequest
 from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
 
 if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Tracker

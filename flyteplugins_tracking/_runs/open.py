@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.identity import Identity, from_launcher, from_variables, is_elastic
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RunPlan, needs_agreement, plan
-from flyteplugins_tracking._job.topology import DistributedInfo
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs import close as closing
-from flyteplugins_tracking._runs.calls import Entry, RunRequest, Surroundings
+from flyteplugins_tracking._runs.calls import Entry, Surroundings
 from flyteplugins_tracking._util.lock import Claim
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError
+from flyteplugins_tracking.trackers.base import RunRequest
 
 if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Tracker

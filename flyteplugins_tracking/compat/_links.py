@@ -10,7 +10,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
 from flyteplugins_tracking._job.plan import RankScope, RunMode
 from flyteplugins_tracking._sweeps.sweep import SweepLink
-from flyteplugins_tracking.trackers.base import check_config
+from flyteplugins_tracking.trackers.registry import check_config
 
 _HOST = "https://wandb.ai"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking._config import propagation
-from flyteplugins_tracking._config.config import TrackingConfig, check_flag
+from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte.tracking_config import Propagated, tracking_config
 from flyteplugins_tracking._job import topology
@@ -23,6 +23,7 @@ from flyteplugins_tracking._job.plan import RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.close import in_time
 from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
+from flyteplugins_tracking._util.checks import check_flag
 from flyteplugins_tracking.compat._context import get_wandb_context, get_wandb_run, get_wandb_sweep_context
 from flyteplugins_tracking.compat._downloads import (
     download_wandb_run_dir,

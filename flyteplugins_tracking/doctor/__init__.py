@@ -15,7 +15,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any
 
-from flyteplugins_tracking._job.topology import DistributedInfo
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor import ranks, text
 from flyteplugins_tracking.doctor.checks import check
 from flyteplugins_tracking.doctor.detection import base_id, detect

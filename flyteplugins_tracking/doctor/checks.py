@@ -99,7 +99,7 @@ def _places(_: Detected, __: Env) -> Iterator[Finding]:
 
 
 def _sockets(_: Detected, __: Env) -> Iterator[Finding]:
-    """Where the ranks of a node meet for a shared run of W&B's: see `handover`."""
+    """Where the ranks of a node meet for a shared run of W&B's: see `trackers.peers`."""
     from flyteplugins_tracking.trackers.peers.node import place, problem_of
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from flyteplugins_tracking._job import topology
-from flyteplugins_tracking._job.topology import DistributedInfo
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor.report import Detected, RunIds
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError
 from flyteplugins_tracking.trackers.diagnostics import Finding
@@ -71,7 +71,7 @@ def base_id(info: DistributedInfo | None, env: Env, trackers: Sequence[str]) -> 
 
 def _variable(tracker: str, env: Env) -> str | None:
     """The tracker's own variable that chooses a run, if one is set."""
-    from flyteplugins_tracking.trackers.base import find_tracker
+    from flyteplugins_tracking.trackers.registry import find_tracker
 
     return next((name for name in find_tracker(tracker).run_id_variables if env.get(name)), None)
 
@@ -79,7 +79,7 @@ def _variable(tracker: str, env: Env) -> str | None:
 def _of_chosen(variable: str, env: Env, tracker: str) -> list[Finding]:
     """An id that is exported once is the run of all that is started afterwards."""
     from flyteplugins_tracking._config.config import TrackingConfig
-    from flyteplugins_tracking.trackers.base import find_tracker
+    from flyteplugins_tracking.trackers.registry import find_tracker
 
     value = env[variable]
     try:

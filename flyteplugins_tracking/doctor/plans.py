@@ -1,4 +1,4 @@
-"""Which runs each mode and scope give in this world: `policy.plan`, asked for every rank."""
+"""Which runs each mode and scope give in this world: `_job.plan.plan`, asked for every rank."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from flyteplugins_tracking._job.info import DistributedInfo, every_rank
 from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES, RankScope, RunMode, plan
-from flyteplugins_tracking._job.topology import DistributedInfo, every_rank
 from flyteplugins_tracking.doctor.report import PlanRow
 from flyteplugins_tracking.errors import TopologyError
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from flyteplugins_tracking._job.topology import DistributedInfo
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor.report import OfRanks, Report
 from flyteplugins_tracking.doctor.versions import OWN
 from flyteplugins_tracking.errors import TrackingError
@@ -41,7 +41,7 @@ Told = Mapping[int, There]
 
 def store_of(info: DistributedInfo) -> tuple[Any, list[OfRanks]]:
     """The store that all ranks share, if there is one, and what is wrong where there should be."""
-    from flyteplugins_tracking._job.identity import job_store
+    from flyteplugins_tracking._job.store import job_store
 
     store = None
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flyteplugins_tracking._job.topology import DistributedInfo
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.trackers.diagnostics import Finding
 
 

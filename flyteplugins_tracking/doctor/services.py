@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from flyteplugins_tracking.doctor.report import TrackerState
 from flyteplugins_tracking.doctor.versions import OWN, requirements, version
-from flyteplugins_tracking.trackers.base import find_tracker, names_of_trackers
 from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, Level
+from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
 
 _DEFAULT = "wandb"
 # How long servers may take to answer, all together.

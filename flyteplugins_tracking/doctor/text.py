@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flyteplugins_tracking._job.topology import DistributedInfo
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor.plans import named
 from flyteplugins_tracking.doctor.report import OfRanks, PlanRow, Report, TrackerState
 

@@ -19,13 +19,14 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flyteplugins_tracking._config.config import check_flag, check_seconds
 from flyteplugins_tracking._config.propagation import set_variables
 from flyteplugins_tracking._flyte import flyte1, flyte2
+from flyteplugins_tracking._job.info import DistributedInfo, every_rank
 from flyteplugins_tracking._job.plan import Workers
-from flyteplugins_tracking._job.topology import DistributedInfo, every_rank, override_distributed_info
+from flyteplugins_tracking._job.topology import override_distributed_info
 from flyteplugins_tracking._runs.calls import Entry, StandIn, Surroundings, standing_in, standing_in_here
 from flyteplugins_tracking._runs.lifecycle import exit_code_of
+from flyteplugins_tracking._util.checks import check_flag, check_seconds
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.testing.recorder import Call, RecordedRun, RecordedRuns, RecordingTracker, Row, Store
 

@@ -1,9 +1,56 @@
-"""The tracking services, and what a tracker of a third party needs.
+"""The tracking services, and what a tracker of a third party needs: the names in `__all__`, which are public.
 
-In the room: what a tracker is (`base`), a base for clients that send rows (`client`), files that are sent later
-(`journal`), how the ranks that write to one run find each other (`peers`), the doctor's diagnostics, and a
-folder for each service.
+In the room: what a tracker is (`base`), how it is found by its name (`registry`), a base for clients that send rows
+(`client`, `rows`), files that are sent later (`journal`), how the ranks that write to one run find each other
+(`peers`), the doctor's questions to a service (`diagnostics`), and a folder for each service.
 May enter: what speaks to a service. Must not: Flyte, or what a service has no part in. A folder of one service does not
 import another's, and a vendor's package is imported inside functions only.
 It may import `errors`, `_util`, `_job` and `_config`.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__all__ = [
+    "ClientHandle",
+    "Examination",
+    "Feature",
+    "Finding",
+    "Handle",
+    "Page",
+    "RunRequest",
+    "Tracker",
+    "TrackingConfig",
+    "open_or_keep",
+    "run_config",
+]
+
+# They are loaded on first use: a rank without a run needs neither `client` nor `journal`.
+if TYPE_CHECKING:
+    from flyteplugins_tracking._config.config import TrackingConfig
+    from flyteplugins_tracking._job.plan import Page
+    from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
+    from flyteplugins_tracking.trackers.client import ClientHandle, run_config
+    from flyteplugins_tracking.trackers.diagnostics import Examination, Finding
+    from flyteplugins_tracking.trackers.journal import open_or_keep
+else:  # without the `else`, a type checker would accept every misspelt name
+    _MODULES = {
+        "_config.config": ("TrackingConfig",),
+        "_job.plan": ("Page",),
+        "trackers.base": ("Feature", "Handle", "RunRequest", "Tracker"),
+        "trackers.client": ("ClientHandle", "run_config"),
+        "trackers.diagnostics": ("Examination", "Finding"),
+        "trackers.journal": ("open_or_keep",),
+    }
+
+    def __getattr__(name: str) -> object:
+        """See https://peps.python.org/pep-0562."""
+        for module, names in _MODULES.items():
+            if name in names:
+                globals()[name] = value = getattr(import_module(f"flyteplugins_tracking.{module}"), name)
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,23 +1,18 @@
-"""What a tracker is, and how it is found by its name.
+"""What a tracker is, what it opens a run with, and what an open run is.
 
 A third party's tracker is a class that inherits from `Tracker`, or has all that it has. It is passed as `tracker=`, or
-registered under the entry point group `flyteplugins_tracking.trackers` and found by its name.
+found by its name: see `registry`.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig, check_arguments, check_choice
-from flyteplugins_tracking._job.plan import Page
-from flyteplugins_tracking._job.topology import DistributedInfo
-from flyteplugins_tracking._runs.calls import RunRequest
-from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.plan import Page, RunPlan
 from flyteplugins_tracking.trackers.diagnostics import Examination
 
 Feature = Literal[
@@ -25,7 +20,73 @@ Feature = Literal[
 ]
 """What a service may be without. See docs/trackers.md."""
 
-ENTRY_POINTS = "flyteplugins_tracking.trackers"
+
+class SigtermWatch(Protocol):
+    """The part of the watch for SIGTERM that a tracker needs. The watch calls `Handle.end_early` on a SIGTERM."""
+
+    @property
+    def terminated(self) -> bool:
+        """Whether the job is being terminated."""
+
+    def renew(self) -> None:
+        """Put the handler back in front, if the function has replaced it. Cheap: called for each row."""
+
+    def await_handler(self, any_thread: bool = False) -> None:
+        """Wait until the signal's handler has run. Called before a run that was ended early is opened again.
+
+        Args:
+            any_thread: Wait in other threads than the main thread too.
+        """
+
+
+class Unwatched:
+    """The `watch` of a run that is opened outside of a decorated function: no signal is watched for."""
+
+    terminated = False
+
+    def renew(self) -> None:
+        """Do nothing."""
+
+    def await_handler(self, any_thread: bool = False) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """All that a tracker needs to open one rank's run.
+
+    Attributes:
+        plan: What this rank does; it opens a run.
+        known_id: The run's id by the job's plan, which all its ranks know; the one in `plan` is another where that one
+            is open in another process.
+        config: What the user asked for.
+        info: This rank; None outside a distributed job.
+        has_other_writers: Whether processes that are none of the job's present ranks may write to the run, now or
+            later: other nodes of an elastic job, the tasks that a Flyte task calls, or the one that has called it.
+        facts: What the run's config gains: the job's shape, its restarts, the Flyte execution.
+        read_secret: Gives the API key, or None where the user named no secret. For the tracker to call once, if at all.
+        may_prompt: Whether somebody sits at this process's terminal, alone, and can be asked for a key.
+        watch: To be renewed whenever something is logged; and to be waited for before a run that was ended early is
+            opened again, since a handler that is still to run may end the process.
+        deadline: When the run must be open, in seconds of `time.monotonic`.
+    """
+
+    plan: RunPlan
+    known_id: str | None
+    config: TrackingConfig
+    info: DistributedInfo | None
+    has_other_writers: bool
+    facts: Mapping[str, Any]
+    read_secret: Callable[[], str | None]
+    may_prompt: bool
+    watch: SigtermWatch
+    deadline: float
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether this is a later attempt of the job, after a restart of its workers or a retry of Flyte's."""
+        flyte = self.facts.get("flyte") or {}
+        return bool(self.facts.get("restart_count") or flyte.get("attempt"))
 
 
 class Handle(Protocol):
@@ -149,146 +210,9 @@ class Tracker(Protocol):
         ...
 
 
-_BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb", "pluto", "mlflow", "trackio")}
-_MEMBERS = [name for name in vars(Tracker) if not name.startswith("_")] + ["name", "title"]
-
-
-def names_of_trackers() -> list[str]:
-    """What `tracker=` can be: those that are built in, and those that other packages have registered."""
-    return list(dict.fromkeys([*_BUILT_IN, *_registered()]))
-
-
-def find_tracker(tracker: str | Tracker) -> Tracker:
-    """The tracker of this name; or `tracker` itself, if it is one.
-
-    Raises:
-        ConfigError: There is none of that name, or it is none.
-    """
-    if not isinstance(tracker, str):
-        return _as_tracker(tracker, "tracker=")
-    if tracker in _BUILT_IN:
-        built_in: Tracker = importlib.import_module(_BUILT_IN[tracker]).TRACKER
-        return built_in
-    registered = _registered()
-    check_choice("tracker", tracker, [*_BUILT_IN, *registered])
-    what = f"the entry point {tracker!r} of {ENTRY_POINTS}"
-    try:
-        loaded = registered[tracker].load()
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
-    return _as_tracker(loaded, what)
-
-
-def check_config(config: TrackingConfig) -> None:
-    """Refuse, at decoration, what the tracker that is asked for cannot do.
-
-    Raises:
-        ConfigError: It cannot.
-    """
-    tracker = find_tracker(config.tracker)
-    check_arguments(f"tracking_init(tracker={tracker.name!r})", config.options, {*tracker.arguments, *OWN_ARGUMENTS})
-    for feature in _asked_for(config):
-        if feature in tracker.lacks:
-            raise ConfigError(f"{_ASKING[feature]} cannot be had with {tracker.title}: {tracker.lacks[feature]}")
-    tracker.check(config)
-
-
-def propagated_to(wanted: TrackingConfig, propagated: Mapping[str, Any]) -> TrackingConfig:
-    """What is `wanted`, with what is `propagated` where that says nothing.
-
-    It may be meant for several trackers: what this one does not know and another one does is left out.
-
-    Raises:
-        ConfigError: It cannot work.
-    """
-    if not propagated:
-        return wanted
-    tracker = find_tracker(wanted.tracker if "tracker" in wanted.given else propagated.get("tracker", wanted.tracker))
-    named = find_tracker(propagated.get("tracker", tracker))
-    foreign = {name for name in propagated if name not in tracker.arguments and name not in OWN_ARGUMENTS}
-    foreign = _known_to_any(foreign)
-    if named.name != tracker.name:  # what has two trackers' name is meant for the one that is named
-        foreign |= {*named.arguments} - OWN_ARGUMENTS
-    foreign |= {name for name in ("allow_config", "download_logs") if name in tracker.lacks}
-    config = wanted.over({name: value for name, value in propagated.items() if name not in foreign})
-    check_config(config)
-    return config
-
-
-def check_propagated(config: TrackingConfig) -> None:
-    """Refuse what no decorated function could take, where it is not known for which tracker it is.
-
-    Raises:
-        ConfigError: None could.
-    """
-    if "tracker" in config.given:
-        check_config(config)
-        return
-    of_default = find_tracker(config.tracker).arguments
-    known = {name: value for name, value in config.options.items() if name in of_default}
-    others = config.options.keys() - known.keys()
-    allowed = _known_to_any(others) | {name for built_in in _BUILT_IN for name in find_tracker(built_in).arguments}
-    check_arguments("tracking_init", others, allowed | OWN_ARGUMENTS)
-    check_config(replace(config, options=known))
-
-
 def link_types(name: str, config: TrackingConfig, pages: Sequence[Page]) -> Iterator[str]:
     """The names of the backend's templates for pages of runs and groups: see `Tracker.link`."""
     for page in pages:
         known = config.id if page.kind == "run" else config.group or config.id
         suffix = "" if page.kind == "group" and config.group else page.id
         yield f"tracking-{name}{'-group' if page.kind == 'group' else ''}{'-id' if known else ''}{suffix}"
-
-
-# How each is asked for by arguments.
-_ASKING: dict[Feature, str] = {
-    "shared": "run_mode='shared'",
-    "offline": "if_unavailable='degrade'",
-    "config file": "config= with the path of a file",
-    "allow_config": "allow_config=True",
-    "download_logs": "download_logs=True",
-}
-
-
-def _asked_for(config: TrackingConfig) -> Iterator[Feature]:
-    asked: dict[Feature, bool] = {
-        "shared": config.run_mode == "shared",
-        "offline": config.if_unavailable == "degrade",
-        "config file": isinstance(config.config, str),
-        "allow_config": config.allow_config,
-        "download_logs": config.download_logs,
-    }
-    return (feature for feature, is_asked in asked.items() if is_asked)
-
-
-def _known_to_any(names: Collection[str]) -> set[str]:
-    """Which of `names` are own arguments of a tracker; those that are registered are asked only if they must be."""
-    known, unknown = set[str](), set(names)
-    for tracker in (*_BUILT_IN, *_registered()):
-        if not unknown:
-            break
-        with suppress(Exception):  # one that nobody has asked for may be broken
-            known |= unknown.intersection(find_tracker(tracker).arguments)
-            unknown -= known
-    return known
-
-
-@functools.cache
-def _registered() -> dict[str, Any]:
-    from importlib.metadata import entry_points  # slow, and the built-in trackers do not need it
-
-    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-
-
-def _as_tracker(given: Any, what: str) -> Tracker:
-    try:
-        tracker: Tracker = given() if isinstance(given, type) else given
-    except TypeError as error:
-        raise ConfigError(f"{what}: {given.__name__}() makes no tracker: {error}. Pass an object of it") from error
-    missing = [name for name in _MEMBERS if not hasattr(tracker, name)]
-    if missing:
-        raise ConfigError(
-            f"{what} is a {type(tracker).__name__}, and no tracker: it has no {', '.join(missing)}. Let its class "
-            f"inherit from {__name__}.Tracker"
-        )
-    return tracker

@@ -14,11 +14,10 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from flyteplugins_tracking._runs.calls import RunRequest
 from flyteplugins_tracking.signals import TERMINATED
-from flyteplugins_tracking.trackers.base import Handle
+from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.peers.writers import Writers
-from flyteplugins_tracking.trackers.values import Values
+from flyteplugins_tracking.trackers.rows import Values
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,10 @@ from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import RunPlan
-from flyteplugins_tracking._runs.calls import RunRequest
 from flyteplugins_tracking.errors import TrackerUnavailableError
-from flyteplugins_tracking.signals import Watch
-from flyteplugins_tracking.trackers.base import Tracker, find_tracker
+from flyteplugins_tracking.trackers.base import RunRequest, Tracker, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle, Run
+from flyteplugins_tracking.trackers.registry import find_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -256,7 +255,7 @@ def _open(header: Mapping[str, Any]) -> ClientHandle:
             facts=header["facts"],
             read_secret=lambda: None,
             may_prompt=sys.stdin is not None and sys.stdin.isatty(),
-            watch=Watch(lambda _: None),
+            watch=Unwatched(),
             deadline=time.monotonic() + config.init_timeout_s,
         )
     )

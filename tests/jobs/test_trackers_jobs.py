@@ -23,12 +23,12 @@ from flyteplugins_tracking import (
     tracking_init,
 )
 from flyteplugins_tracking.send import main as send
-from flyteplugins_tracking.trackers import base
+from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.journal import open_or_keep
 
-BUILT_IN = sorted(base._BUILT_IN)
+BUILT_IN = sorted(registry._BUILT_IN)
 
 
 class Noted(Handle):
@@ -59,10 +59,10 @@ def registered(installed, monkeypatch):
     """It is there for this process."""
     monkeypatch.syspath_prepend(installed.environment()["PYTHONPATH"].partition(":")[0])
     monkeypatch.setenv("JSONL_DIR", installed.environment()["JSONL_DIR"])
-    base._registered.cache_clear()
+    registry._registered.cache_clear()
     yield installed
     monkeypatch.delitem(sys.modules, "jsonl_tracker", raising=False)
-    base._registered.cache_clear()
+    registry._registered.cache_clear()
 
 
 def test_a_name_that_nobody_has_is_refused_with_those_that_there_are(registered):
@@ -93,7 +93,7 @@ def test_what_is_propagated_to_a_registered_tracker_reaches_no_other(bare_enviro
 
     entries = {"broken": broken, "noting": lambda: Noting, "other": lambda: Other}
     registered = {name: SimpleNamespace(load=load) for name, load in entries.items()}
-    monkeypatch.setattr(base, "_registered", lambda: registered)
+    monkeypatch.setattr(registry, "_registered", lambda: registered)
 
     @tracking_init(tracker="noting", id="i")
     @tracking_init(tracker="other", id="i")

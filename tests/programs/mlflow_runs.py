@@ -94,9 +94,9 @@ def as_a_called_task() -> None:
     from flyteplugins_tracking import get_run
     from flyteplugins_tracking._config.config import TrackingConfig
     from flyteplugins_tracking._job.plan import plan
-    from flyteplugins_tracking._runs.lifecycle import RunRequest
     from flyteplugins_tracking.signals import Watch
-    from flyteplugins_tracking.trackers.base import find_tracker
+    from flyteplugins_tracking.trackers.base import RunRequest
+    from flyteplugins_tracking.trackers.registry import find_tracker
 
     tracker = find_tracker("mlflow")
     passed_on = json.loads(json.dumps(tracker.pass_on(get_run())))

@@ -33,7 +33,7 @@ from wandb_files import read_runs
 
 import flyteplugins_tracking.testing
 from flyteplugins_tracking import DistributedInfo, RunPlan, TrackingError, plan, tracking_init
-from flyteplugins_tracking._job import topology
+from flyteplugins_tracking._job import launchers, topology
 from flyteplugins_tracking._job.identity import from_launcher
 
 ROOT = Path(__file__).parents[2]
@@ -261,9 +261,10 @@ def test_the_drawings_are_those_of_the_plans():
 
 def test_the_page_of_launchers_has_each_detector_in_its_order_and_each_variable():
     page = PAGES["docs/launchers"]
-    names = [{"rank_variables": "env"}.get(name, name) for name in (d.__name__[1:] for d in topology._DETECTORS)]
-    assert re.findall(r"^\| `(\w+)` \| (?!\-)", page.partition("| `launcher` |")[2], re.MULTILINE) == names
-    read = set(re.findall(r'"([A-Z][A-Z0-9]*_[A-Z0-9_]+|RANK)"', Path(topology.__file__).read_text()))
+    assert re.findall(r"^\| `(\w+)` \| (?!\-)", page.partition("| `launcher` |")[2], re.MULTILINE) == [
+        *launchers.DETECTORS
+    ]
+    read = set(re.findall(r'"([A-Z][A-Z0-9]*_[A-Z0-9_]+|RANK)"', Path(launchers.__file__).read_text()))
     told = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", page))
     assert read - told == CHECKED_ONLY
 

@@ -8,7 +8,8 @@ from typing import get_args
 from support import jobs
 
 from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES
-from flyteplugins_tracking.trackers.base import Feature, find_tracker
+from flyteplugins_tracking.trackers.base import Feature
+from flyteplugins_tracking.trackers.registry import find_tracker
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from flyteplugins_tracking._runs.lifecycle import RunRequest
-from flyteplugins_tracking.trackers.base import Handle
+from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.wandb import WandbTracker
 
 

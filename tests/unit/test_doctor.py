@@ -26,7 +26,7 @@ from flyteplugins_tracking import DistributedInfo, doctor
 from flyteplugins_tracking.doctor import ranks, services, text
 from flyteplugins_tracking.doctor.plans import named, pattern, plan_rows
 from flyteplugins_tracking.doctor.versions import _fits
-from flyteplugins_tracking.trackers import base
+from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, without_credentials
 
@@ -443,7 +443,7 @@ def test_a_registered_tracker_tells_too_and_a_broken_one_keeps_nothing_from_bein
 
     loads = {"mine": lambda: Mine, "broken": broken, "ends": ends, "prints": lambda: Prints}
     registered = {name: SimpleNamespace(load=load) for name, load in loads.items()}
-    monkeypatch.setattr(base, "_registered", lambda: registered)
+    monkeypatch.setattr(registry, "_registered", lambda: registered)
     status, out, _ = ask("--json", WANDB_API_KEY=KEY, WANDB_MODE="offline")
     assert status == 1
     assert "Mine is closed -> open it" in findings(out, "error")
@@ -524,7 +524,7 @@ def test_a_torch_that_cannot_be_imported_is_an_error(ask, monkeypatch):
     def broken(*_: Any) -> None:
         raise OSError("libcudnn.so.9: cannot open shared object file")
 
-    monkeypatch.setattr("flyteplugins_tracking._job.identity.job_store", broken)
+    monkeypatch.setattr("flyteplugins_tracking._job.store.job_store", broken)
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
     assert status == 1
     assert "torch cannot be imported: libcudnn.so.9" in findings(out, "error")

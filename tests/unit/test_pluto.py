@@ -51,8 +51,8 @@ def test_an_id_that_the_library_has_made_gets_a_word_before_it(bare_environment)
 
 def _request(run_id: str) -> Any:
     from flyteplugins_tracking._job.plan import RunPlan
-    from flyteplugins_tracking._runs.lifecycle import RunRequest
     from flyteplugins_tracking.signals import Watch
+    from flyteplugins_tracking.trackers.base import RunRequest
 
     return RunRequest(
         plan=RunPlan(opens=True, run_id=run_id, primary=True, writers=1),

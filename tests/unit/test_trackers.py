@@ -20,12 +20,13 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte import flyte1
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
 from flyteplugins_tracking._runs import calls
-from flyteplugins_tracking.trackers import base
-from flyteplugins_tracking.trackers.base import Handle, Tracker, find_tracker
+from flyteplugins_tracking.trackers import registry
+from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
-from flyteplugins_tracking.trackers.values import Values
+from flyteplugins_tracking.trackers.registry import find_tracker
+from flyteplugins_tracking.trackers.rows import Values
 
-BUILT_IN = sorted(base._BUILT_IN)
+BUILT_IN = sorted(registry._BUILT_IN)
 
 
 class Noted(Handle):
@@ -181,7 +182,7 @@ def test_what_cannot_be_made_a_tracker_is_refused_with_the_reason(monkeypatch):
     def broken():
         raise ImportError("made to fail")
 
-    monkeypatch.setattr(base, "_registered", lambda: {"broken": SimpleNamespace(load=broken)})
+    monkeypatch.setattr(registry, "_registered", lambda: {"broken": SimpleNamespace(load=broken)})
     with pytest.raises(ConfigError, match=r"entry point 'broken' .* cannot be loaded: ImportError: made to fail"):
         tracking_init(tracker="broken")
     with pytest.raises(ConfigError, match=r"Wanting\(\) makes no tracker: .*'key'"):

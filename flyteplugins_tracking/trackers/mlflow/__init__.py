@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking._config.config import TrackingConfig, check_flag, check_text
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import Page
-from flyteplugins_tracking._job.topology import DistributedInfo
-from flyteplugins_tracking._runs.calls import RunRequest
+from flyteplugins_tracking._util.checks import check_flag, check_text
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import Handle, Tracker
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.diagnostics import Examination
 
 _TEXTS = ("tracking_uri", "experiment_name", "framework", "link_host")

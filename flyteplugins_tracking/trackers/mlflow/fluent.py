@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flyteplugins_tracking._runs.calls import RunRequest
 from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.trackers.base import RunRequest
 
 logger = logging.getLogger(__name__)
 

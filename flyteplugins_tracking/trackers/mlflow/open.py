@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyteplugins_tracking._runs.calls import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import run_config
 from flyteplugins_tracking.trackers.mlflow.links import GROUP_TAG, ID_TAG
 from flyteplugins_tracking.trackers.mlflow.service import RefusedError, Service, entities

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from flyteplugins_tracking._runs.calls import RunRequest
-from flyteplugins_tracking.trackers.base import Tracker
+from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of, refuse_to_pickle
 from flyteplugins_tracking.trackers.journal import Journal, how_to_send
 from flyteplugins_tracking.trackers.mlflow import fluent
@@ -19,7 +18,7 @@ from flyteplugins_tracking.trackers.mlflow.links import run_page
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params, next_step
 from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender, flush_vendors, now_ms
 from flyteplugins_tracking.trackers.mlflow.service import RefusedError, Service, UnavailableError, has_password, shown
-from flyteplugins_tracking.trackers.values import Values
+from flyteplugins_tracking.trackers.rows import Values
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flyteplugins_tracking._runs.calls import RunRequest
+from flyteplugins_tracking.trackers.base import RunRequest
 
 
 @dataclass(frozen=True)

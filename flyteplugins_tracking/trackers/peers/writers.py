@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
-from flyteplugins_tracking._job.identity import job_store
-from flyteplugins_tracking._runs.calls import RunRequest
+from flyteplugins_tracking._job.store import job_store
+from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.peers.attendance import Attendance
 
 logger = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
-from flyteplugins_tracking._config.config import TrackingConfig, check_text
+from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import Page
-from flyteplugins_tracking._runs.calls import RunRequest
+from flyteplugins_tracking._util.checks import check_text
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.base import Handle, Tracker
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.diagnostics import Examination
 
 # The parameters of pluto.init that the decorator does not take by name, and that choose no run: a test compares.

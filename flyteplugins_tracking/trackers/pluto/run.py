@@ -23,14 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from flyteplugins_tracking._runs.calls import RunRequest
 from flyteplugins_tracking._runs.close import in_time
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import Tracker
+from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of, run_config
 from flyteplugins_tracking.trackers.journal import Journal, how_to_send
 from flyteplugins_tracking.trackers.pluto.uploader import POST, unsent
-from flyteplugins_tracking.trackers.values import Values
+from flyteplugins_tracking.trackers.rows import Values
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import Page
-from flyteplugins_tracking._runs.calls import RunRequest
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.base import Feature, Handle, Tracker
+from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.diagnostics import Examination
 from flyteplugins_tracking.trackers.trackio.options import (
     EXIT_CODE,

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._runs.calls import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.signals import TERMINATED
+from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import ClientHandle, new_id, run_config
 from flyteplugins_tracking.trackers.trackio.options import (
     EXIT_CODE,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking._config.config import TrackingConfig, check_choice
-from flyteplugins_tracking._runs.calls import RunRequest
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._util.checks import check_choice
+from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.diagnostics import Examination
 from flyteplugins_tracking._job.plan import Page

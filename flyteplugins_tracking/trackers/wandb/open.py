@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from flyteplugins_tracking._runs.calls import RunRequest
+from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.peers.role import Place
 from flyteplugins_tracking.trackers.wandb.options import HOST, api_of, check_id, imposed_id

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking._runs.calls import RunRequest
+from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.trackers.wandb.options import HOST, without_credentials
 from flyteplugins_tracking.trackers.base import Handle

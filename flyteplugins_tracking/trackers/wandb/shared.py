@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._runs.calls import RunRequest
+from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.peers.node import Guest, HandoverError, Host, HostExistsError
 from flyteplugins_tracking.signals import INTERRUPTED, TERMINATED

@@ -1,0 +1,84 @@
+"""One process's place in a distributed job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from flyteplugins_tracking.errors import TopologyError
+
+
+@dataclass(frozen=True)
+class DistributedInfo:
+    """This process's place in a distributed job. Fields can be read as attributes or as `info["rank"]`.
+
+    Attributes:
+        rank: This process among all, `0 <= rank < world_size`.
+        world_size: Processes in the job.
+        local_rank: This process among those of its worker (= node). None where the launcher does not tell.
+        local_world_size: Processes on this worker; workers may differ. None where the launcher does not tell.
+        worker_index: This worker among all. None where the launcher does not tell (MPI on several nodes).
+        num_workers: Workers in the job. None where the launcher does not tell.
+        restart_count: Restarts so far, as this worker's agent counts them. Agents that joined later count less.
+        launcher: Whose variables these are: "torchelastic", "env" (RANK, WORLD_SIZE and LOCAL_RANK), "lightning",
+            "horovod", "openmpi", "mvapich", "jsm", "mpich", "slurm", "process_group", "kubeflow", "konduktor",
+            "skypilot", "simulated" (`flyteplugins_tracking.testing`) or "override".
+        job_id: The launcher's own name for the job, if it has one.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    worker_index: int | None = None
+    num_workers: int | None = None
+    restart_count: int = 0
+    launcher: str = "override"
+    job_id: str | None = None
+
+    def __post_init__(self) -> None:
+        check_orders({name: getattr(self, name) for name in _FIELDS}, names={})
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _FIELDS:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of the fields, so that `dict(info)` works."""
+        return _FIELDS
+
+
+_FIELDS = tuple(field.name for field in fields(DistributedInfo))
+# Pairs of fields of which the first must be below the second.
+_ORDERED = (
+    ("rank", "world_size"),
+    ("local_rank", "local_world_size"),
+    ("worker_index", "num_workers"),
+    ("local_rank", "world_size"),
+    ("worker_index", "world_size"),
+)
+
+
+def every_rank(sizes: Sequence[int], **common: Any) -> Iterator[DistributedInfo]:
+    """Each rank of a job whose workers (= nodes) have `sizes` processes; `common` are the fields that all share."""
+    world_size, rank = sum(sizes), 0
+    for worker_index, size in enumerate(sizes):
+        for local_rank in range(size):
+            yield DistributedInfo(rank, world_size, local_rank, size, worker_index, len(sizes), **common)
+            rank += 1
+
+
+def check_orders(values: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Refuse values that contradict each other, by the names of their variables where there are any."""
+    for low_field, high_field in _ORDERED:
+        low, high = values[low_field], values[high_field]
+        low_name, high_name = names.get(low_field) or low_field, names.get(high_field) or high_field
+        for name, value, least in ((low_name, low, 0), (high_name, high, 1)):
+            if value is not None and value < least:
+                raise TopologyError(f"{name}={value} is below {least}")
+        if low is not None and high is not None and low >= high:
+            raise TopologyError(
+                f"{low_name}={low} and {high_name}={high} contradict each other: {low} is not below {high}"
+            )
