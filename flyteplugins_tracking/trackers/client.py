@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from flyteplugins_tracking.signals import TERMINATED
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.peers.writers import Writers
+from flyteplugins_tracking.trackers.peers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.rows import Values
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class ClientHandle(Handle):
         self._title = title
         prefix = prefix_of(request)
         self._values = values or Values(title, prefix)
-        self._writers = Writers.of_ranks(request, title)
+        self._barrier = WriterBarrier.of_ranks(request, title)
         self._lock = threading.RLock()  # held while the run is written to, ended or resumed
         self._holding = threading.RLock()  # held to look at the state and at what is held at once
         self._held: list[tuple[dict[str, Any], Any, dict[str, Any]]] = []  # what is logged while the run ends
@@ -122,8 +122,8 @@ class ClientHandle(Handle):
 
     def finish(self, exit_code: int) -> None:
         """See `Handle.finish`."""
-        if self._writers is not None and exit_code == 0:
-            self._writers.wait()
+        if self._barrier is not None and exit_code == 0:
+            self._barrier.wait_for_run(self.request, self._title)
             if self.request.watch.terminated:  # since another rank has failed, perhaps: the job has not succeeded
                 exit_code = TERMINATED
         with self._lock:
@@ -134,8 +134,8 @@ class ClientHandle(Handle):
                     self._end(exit_code)
             finally:
                 self._finished = True
-                if self._writers is not None:
-                    self._writers.leave()
+                if self._barrier is not None:
+                    self._barrier.leave()
 
     def end_early(self, exit_code: int) -> None:
         """See `Handle.end_early`."""

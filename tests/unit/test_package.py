@@ -44,7 +44,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "trackers/trackio/open.py": {"signals"},
     "trackers/trackio/run.py": {"_runs"},
     "trackers/wandb/run.py": {"signals"},
-    "trackers/wandb/shared.py": {"signals"},
+    "trackers/wandb/shared/leader.py": {"signals"},
 }
 MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name not in ("signals.py", "loop_watch.py")]
 SERVICES = ("wandb", "pluto", "mlflow", "trackio")

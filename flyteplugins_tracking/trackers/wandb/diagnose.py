@@ -6,14 +6,13 @@ import functools
 import json
 import netrc
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Examination, Finding, NotReachedError
+from flyteplugins_tracking.trackers.wandb import vendor
 
 _SERVER = "https://api.wandb.ai"
 # W&B's own service has two names: a key in netrc under the first one is good for the other.
@@ -28,7 +27,7 @@ def examine() -> Examination:
     """See `Tracker.examine`."""
     stored = _stored_settings()
     mode = os.environ.get("WANDB_MODE") or stored.get("mode") or "online"
-    given = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or default_server()
+    given = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or vendor.default_server(_SERVER)
     address = diagnostics.without_credentials(given)
     where, key = _key(address, stored)
     is_online = mode not in _NOT_ONLINE
@@ -39,17 +38,6 @@ def examine() -> Examination:
         reach=functools.partial(_reach, address) if is_online else None,
         findings=(*_of_key(where, key, is_online), *_of_mode(mode), *_of_address(given), *_of_surroundings(mode)),
     )
-
-
-def default_server() -> str:
-    """Where the installed client sends runs unless it is told otherwise: that has changed. Read, and not imported."""
-    spec = find_spec("wandb")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        with suppress(OSError), open(os.path.join(folder, "sdk", "lib", "urls.py")) as file:
-            match = re.search(r'^DEFAULT_BASE_URL = "(.+)"$', file.read(), re.MULTILINE)
-            if match:
-                return match[1]
-    return _SERVER
 
 
 def _stored_settings() -> Mapping[str, str]:
