@@ -32,7 +32,8 @@ def check_id(run_id: str | None) -> None:
     bad = sorted(set(run_id or "") & set(_NOT_IN_AN_ID))
     if bad:
         raise ConfigError(
-            f"run id {run_id!r} contains {' '.join(bad)}, which W&B does not accept in an id: use letters, digits, - and _"
+            f"run id {run_id!r} contains {' '.join(bad)}, which W&B does not accept in an id: use letters, digits, "
+            "- and _"
         )
 
 

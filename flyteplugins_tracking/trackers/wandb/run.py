@@ -175,8 +175,8 @@ class WandbHandle(Handle):
             was_torn_down = vendor.was_torn_down(error)
             if not was_torn_down:
                 logger.warning(
-                    "wandb-core has died (%s). Run %s goes on with a new one. To send what the old one had not sent, run: "
-                    "wandb sync %s",
+                    "wandb-core has died (%s). Run %s goes on with a new one. To send what the old one had not sent, "
+                    "run: wandb sync %s",
                     type(error).__name__,
                     self.id,
                     directory(self.run),
@@ -239,8 +239,8 @@ class WandbHandle(Handle):
         except TimeoutError:
             self._timed_out = True
             logger.warning(
-                "W&B: run %s was not sent completely within finish_timeout_s=%g. Nothing is lost. To send the rest, run: "
-                "wandb sync %s",
+                "W&B: run %s was not sent completely within finish_timeout_s=%g. Nothing is lost. To send the rest, "
+                "run: wandb sync %s",
                 self.id,
                 self._request.config.finish_timeout_s,
                 directory(self.run),

@@ -2,8 +2,8 @@
 
 Another version of wandb may lack any of them. Each function here says what it is for and what happens then. There are
 two cases. A feature that a run can do without is switched off, with one warning. A feature that was asked for raises a
-`TrackerNotInstalledError` that names the versions this file was tested with. tests/unit/test_wandb_vendor.py calls every
-function with the installed wandb.
+`TrackerNotInstalledError` that names the versions this file was tested with. tests/unit/test_wandb_vendor.py calls
+every function with the installed wandb.
 """
 
 from __future__ import annotations
