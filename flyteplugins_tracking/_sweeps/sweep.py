@@ -315,11 +315,11 @@ def _wanted(given: Mapping[str, Any], tracking: Mapping[str, Any]) -> dict[str, 
 def _make(wanted: Mapping[str, Any]) -> dict[str, Any]:
     import wandb
 
-    from flyteplugins_tracking.trackers.wandb.run import without_reports
+    from flyteplugins_tracking.trackers.wandb.vendor import without_error_reports
 
     configuration = {name: value for name, value in wanted.items() if name in _KEYS}
     place = {name: wanted.get(name) for name in ("project", "entity")}
-    with without_reports():
+    with without_error_reports():
         sweep_id = wandb.sweep(configuration, **place, prior_runs=wanted.get("prior_runs"))
     # Where the server has put it, `wandb.sweep` leaves in the variables.
     found = {name: os.environ.get(f"WANDB_{name.upper()}") or place[name] for name in place}
@@ -333,8 +333,8 @@ def log_in(host: str | None, may_ask: bool) -> None:
         TrackerUnavailableError: There is no key.
         TrackerNotInstalledError: wandb is missing.
     """
-    from flyteplugins_tracking.trackers.wandb.open import drop_unusable_service, has_credentials
     from flyteplugins_tracking.trackers.wandb.options import api_of
+    from flyteplugins_tracking.trackers.wandb.vendor import drop_unusable_service, has_credentials
 
     require(find_tracker("wandb"))
     import wandb

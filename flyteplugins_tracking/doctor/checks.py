@@ -100,11 +100,11 @@ def _places(_: Detected, __: Env) -> Iterator[Diagnostic]:
 
 def _sockets(_: Detected, __: Env) -> Iterator[Diagnostic]:
     """Where the ranks of a node meet for a shared run of W&B's: see `trackers.peers`."""
-    from flyteplugins_tracking.trackers.peers.node import place, problem_of
+    from flyteplugins_tracking.trackers.peers.sockets import socket_directory, why_unusable
 
     try:
-        folder = place()
-        why = problem_of(folder) if os.path.lexists(folder) else why_unwritable(os.path.dirname(folder))
+        folder = socket_directory()
+        why = why_unusable(folder) if os.path.lexists(folder) else why_unwritable(os.path.dirname(folder))
     except OSError as error:
         folder, why = "a directory for temporary files", error.strerror
     if why is not None:

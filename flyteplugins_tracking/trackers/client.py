@@ -19,7 +19,7 @@ from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.peers.writers import Writers
+from flyteplugins_tracking.trackers.peers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class ClientHandle(Handle):
         self._title = title
         prefix = prefix_of(request)
         self._values = values or MetricSanitizer(title, prefix)
-        self._writers = Writers.of_ranks(request, title)
+        self._barrier = WriterBarrier.of_ranks(request, title)
         self._lock = threading.RLock()  # held while the run is written to, ended or resumed
         self._holding = threading.RLock()  # held to read the state and the held rows together
         self._held: list[tuple[dict[str, Any], Any, dict[str, Any]]] = []  # rows that are logged while the run ends
@@ -134,8 +134,8 @@ class ClientHandle(Handle):
             self.write(row, step)
 
     def finish(self, exit_code: int) -> None:
-        if self._writers is not None and exit_code == 0:
-            self._writers.wait()
+        if self._barrier is not None and exit_code == 0:
+            self._barrier.wait_for_run(self.request, self._title)
             if self.request.watch.terminated:  # perhaps since another rank has failed: the job has not succeeded
                 exit_code = TERMINATED
         with self._lock:
@@ -146,8 +146,8 @@ class ClientHandle(Handle):
                     self._finish(exit_code)
             finally:
                 self._finished = True
-                if self._writers is not None:
-                    self._writers.leave()
+                if self._barrier is not None:
+                    self._barrier.leave()
 
     def finish_on_signal(self, exit_code: int) -> None:
         with self._lock:

@@ -216,7 +216,7 @@ class Waiting:
     def __init__(self, handle: ClientHandle) -> None:
         self._handle = handle
 
-    def wait(self) -> None:
+    def wait_for_run(self, *_: object) -> None:
         self._handle.request = SimpleNamespace(watch=SimpleNamespace(terminated=True))
 
     def leave(self) -> None:
@@ -234,7 +234,7 @@ def test_a_run_that_is_terminated_while_it_waits_for_its_other_ranks_has_not_suc
     @tracking_init(tracker="jsonl", project="waits", id="i")
     def train():
         handle = get_run()._handle
-        handle._writers = Waiting(handle)
+        handle._barrier = Waiting(handle)
 
     train()
     assert codes == [143]

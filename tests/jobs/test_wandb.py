@@ -205,7 +205,7 @@ def test_a_missing_key_degrades_to_offline_with_the_command_to_sync(tmp_path):
     assert done.returncode == 0, done.output
     (run,) = done.runs
     assert (run.exit_code, len(run.rows)) == (0, 1)
-    (directory,) = re.findall(r"Send it when W&B is there: wandb sync (\S+)", done.output)
+    (directory,) = re.findall(r"To send it when W&B is available, run: wandb sync (\S+)", done.output)
     assert Path(directory).samefile(run.path.parent)
 
 
@@ -328,7 +328,7 @@ def test_a_missing_wandb_is_reported_with_the_command_that_installs_it(tmp_path)
 
 def test_an_id_that_wandb_would_refuse_is_rejected_before_it_is_used(tmp_path):
     done = train(tmp_path, WANDB_RUN_ID="a/b")
-    assert "ConfigError: run id 'a/b' has /, which W&B does not take in an id" in done.output
+    assert "ConfigError: run id 'a/b' contains /, which W&B does not accept in an id" in done.output
     assert done.runs == []
 
 

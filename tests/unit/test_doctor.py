@@ -191,11 +191,11 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     ),
     "no key": ({"WANDB_PROJECT": "p"}, "error", "there is no API key: WANDB_API_KEY is not set"),
     "a short key": ({"WANDB_API_KEY": "short"}, "error", "WANDB_API_KEY has 5 characters"),
-    "a line end": ({"WANDB_API_KEY": KEY + "\n"}, "warning", "blanks or a line end around it"),
-    "an id": ({"WANDB_API_KEY": KEY, "WANDB_RUN_ID": "a/b"}, "error", "WANDB_RUN_ID=a/b: run id 'a/b' has /"),
+    "a line end": ({"WANDB_API_KEY": KEY + "\n"}, "warning", "spaces or a line end around it"),
+    "an id": ({"WANDB_API_KEY": KEY, "WANDB_RUN_ID": "a/b"}, "error", "WANDB_RUN_ID=a/b: run id 'a/b' contains /"),
     "a service": ({"WANDB_SERVICE": "3-x"}, "warning", "-> unset WANDB_SERVICE"),
     "files": ({"WANDB_DIR": "/dev/null"}, "warning", "/dev/null is not a directory -> export WANDB_DIR="),
-    "no mode": ({"WANDB_API_KEY": KEY, "WANDB_MODE": "Offline"}, "error", "WANDB_MODE=Offline is none of its modes"),
+    "no mode": ({"WANDB_API_KEY": KEY, "WANDB_MODE": "Offline"}, "error", "shared, got Offline"),
     "an address": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://h\n"}, "error", "around it, which W&B refuses"),
     "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is not a directory -> export HOME="),
     "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "takes itself for the only one -> srun python train.py"),
@@ -231,7 +231,7 @@ def test_a_directory_of_sockets_that_others_can_enter_is_told(ask):
         folder.mkdir()
         folder.chmod(0o777)
         _, out, _ = ask("--json", "--offline", TMPDIR=short)
-    assert f"{folder} is not a directory of this user's" in diagnostics(out, "warning")
+    assert f"{folder} must be a directory that belongs to this user" in diagnostics(out, "warning")
 
 
 def test_no_place_for_temporary_files_and_no_working_directory_are_told(ask, monkeypatch, tmp_path):

@@ -112,7 +112,7 @@ def test_a_propagated_argument_that_cannot_work_is_refused_at_the_call(bare_envi
         ({"run_mode": "shard"}, "did you mean 'shared'"),
         ({"projct": "p"}, "did you mean 'project'"),
         ({"secret": lambda: "key"}, "secret= is read where the run is opened"),
-        ({"settings": {"api_key": "key"}}, "settings= holds an API key"),
+        ({"settings": {"api_key": "key"}}, "settings= must not hold an API key"),
         ({"config": {"x": object()}}, "JSON cannot hold it"),
         ({"settings": {"x": object()}}, "tracking_config cannot reach other processes"),
     ],

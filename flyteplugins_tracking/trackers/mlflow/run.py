@@ -49,7 +49,7 @@ class MlflowHandle(ClientHandle):
         super().__init__(request, tracker.title, values)
         self.id, self.uri, self.opened = run_id, uri, opened
         # Another rank may find a run that was there before, or one that the primary has just made.
-        is_retry = self._writers is not None and self._writers.is_retry and not request.plan.primary
+        is_retry = self._barrier is not None and self._barrier.is_retry and not request.plan.primary
         self.is_resumed = opened.is_resumed or is_retry
         self.run = run_class()(opened.run, self)
         self._tracker = tracker

@@ -1,4 +1,4 @@
-"""Who of the ranks that share a run opens it, and who joins a neighbour."""
+"""Which of the ranks that share a run opens it on its node, and which attaches to a neighbour's."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from flyteplugins_tracking.trackers.base import RunRequest
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's place among those that share its run.
+class NodeRole:
+    """A rank's role among the ranks that share its run.
 
     Attributes:
-        role: "host": opens the run, for its neighbours too. "guest": attaches to it. "alone": has no neighbours, or
-            they cannot be known.
-        has_peers: Whether several nodes, ranks whose node is unknown, or tasks open the run; or may at another time.
+        name: "leader": opens the run for itself and the other ranks of its node. "follower": attaches to the leader's.
+            "single": is the only rank of its node, or the ranks of its node are unknown.
+        has_peers: Whether other nodes, ranks whose node is unknown, or tasks open the run too, now or later.
     """
 
-    role: Literal["alone", "host", "guest"] = "alone"
+    name: Literal["single", "leader", "follower"] = "single"
     has_peers: bool = False
 
     @classmethod
-    def of(cls, request: RunRequest) -> Place:
-        """The place of the rank that opens its run."""
+    def of(cls, request: RunRequest) -> NodeRole:
+        """The role of the rank that opens this run."""
         config, info = request.config, request.info
         if info is None:
             return cls(has_peers=request.has_other_writers)
@@ -31,8 +31,8 @@ class Place:
             return cls()
         if info.worker_index is None or info.local_rank is None:
             return cls(has_peers=True)
-        # An elastic job that has one node today may have had several: one kind of writer for all of the run's life.
+        # An elastic job with one node today may have had several: all writers of a run must be of one kind.
         has_peers = config.rank_scope == "global" and (info.num_workers != 1 or request.has_other_writers)
         if info.local_rank != 0:
-            return cls("guest", has_peers)
-        return cls("alone" if info.local_world_size == 1 else "host", has_peers)
+            return cls("follower", has_peers)
+        return cls("single" if info.local_world_size == 1 else "leader", has_peers)

@@ -30,7 +30,7 @@ class TrackioHandle(ClientHandle):
         super().__init__(request, tracker.title)
         self._tracker = tracker
         self.run, self._store = run, store
-        is_retry = request.plan.primary or self._writers is None or self._writers.is_retry
+        is_retry = request.plan.primary or self._barrier is None or self._barrier.is_retry
         last_step = None if resumed is None or not (store.knows_times or is_retry) else resumed.last_step
         self._next_step = 0 if last_step is None else last_step + 1
         self._summary: dict[str, Any] = {}

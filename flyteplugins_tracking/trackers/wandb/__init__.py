@@ -1,4 +1,8 @@
-"""Weights & Biases. The vendor's package is imported when a run is opened, and only then."""
+"""Weights & Biases. `wandb` is imported when a run is opened, and only then.
+
+In the room: the rules for its ids and addresses (`options`), opening a run (`open`), an open run (`run`), a run that
+several ranks share (`shared`), the doctor's half (`diagnose`) and the private parts of `wandb` (`vendor`).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._util.checks import check_choice
-from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking._util.checks import check_choice
+from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, link_types
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 from flyteplugins_tracking.trackers.wandb.options import HOST, app, check_host, check_id, forced_run_id, quoted
-from flyteplugins_tracking.trackers.base import Handle, Tracker, link_types
 
-# The parameters of wandb.init that the decorator does not take by name. Importing wandb to ask it would cost every
-# rank half a second; a test compares.
+# The parameters of wandb.init that the decorator does not have itself. A test compares them with wandb: to import
+# wandb for them would take every rank half a second.
 INIT_ARGUMENTS = frozenset(
     {
         "allow_val_change",
@@ -38,7 +41,7 @@ INIT_ARGUMENTS = frozenset(
         "tensorboard",
     }
 )
-# The texts that these arguments take.
+# The values of these arguments.
 _CHOICES = {
     "mode": {"online", "offline", "disabled", "dryrun"},
     "resume": {"allow", "never", "must", "auto"},
@@ -57,27 +60,26 @@ class WandbTracker(Tracker):
     arguments = INIT_ARGUMENTS | {HOST}
 
     def forced_run_id(self) -> str | None:
-        """See `Tracker.forced_run_id`."""
         return forced_run_id()
 
     def check(self, config: TrackingConfig) -> None:
-        """See `Tracker.check`."""
         options = config.options
         check_host(options.get(HOST))
         check_id(config.id)
         if options.get("mode") == "shared":
-            raise ConfigError("mode='shared' is W&B's: pass run_mode='shared'")
+            raise ConfigError("mode='shared' is set by this library: pass run_mode='shared' instead")
         for name, allowed in _CHOICES.items():
             if isinstance(options.get(name), str):
                 check_choice(name, options[name], allowed)
         settings = options.get("settings")
         if settings is not None and not isinstance(settings, Mapping) and not hasattr(settings, "model_fields_set"):
-            raise ConfigError(f"settings= takes a mapping or wandb.Settings, not {type(settings).__name__}")
+            raise ConfigError(f"settings= must be a mapping or a wandb.Settings, got {type(settings).__name__}")
         if _has_api_key(settings):
-            raise ConfigError("settings= holds an API key, which would be pickled with the task: pass secret=...")
+            raise ConfigError(
+                "settings= must not hold an API key, because it is pickled with the task: pass secret=... instead"
+            )
 
     def page(self, config: TrackingConfig, page: Page | None) -> str:
-        """See `Tracker.page`."""
         host, entity, project = app(config), config.options.get("entity"), config.project
         if not entity or not project:
             return host
@@ -88,7 +90,6 @@ class WandbTracker(Tracker):
         return f"{address}/{page.kind}s/{quoted((config.group if of_group else None) or page.id)}"
 
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
-        """See `Tracker.link`."""
         types = list(dict.fromkeys(_link_types(config, pages)))
         of_known_group = any(kind.startswith("tracking-wandb-group-id") for kind in types)
         values = {
@@ -104,19 +105,16 @@ class WandbTracker(Tracker):
         }
 
     def export_run(self, run: Any) -> Mapping[str, Any] | None:
-        """See `Tracker.export_run`."""
         from flyteplugins_tracking.trackers.wandb.run import passed_on
 
         return passed_on(run)
 
     def diagnose(self) -> Diagnosis:
-        """See `Tracker.diagnose`."""
         from flyteplugins_tracking.trackers.wandb.diagnose import diagnose
 
         return diagnose()
 
     def open(self, request: RunRequest) -> Handle:
-        """See `Tracker.open`."""
         from flyteplugins_tracking.trackers.wandb.open import open_run
 
         return open_run(request)

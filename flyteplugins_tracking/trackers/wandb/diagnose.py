@@ -1,4 +1,4 @@
-"""What the doctor is told of W&B, read as its client reads it, but without importing it: that has effects."""
+"""The doctor's view of W&B. Reads what `wandb` would read, without importing it: an import has effects."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import functools
 import json
 import netrc
 import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
+from flyteplugins_tracking.trackers.wandb import vendor
 
 _SERVER = "https://api.wandb.ai"
-# W&B's own service has two names: a key in netrc under the first one is good for the other.
+# W&B's own service has two names: a key that netrc has for one is valid for the other.
 _OTHER_NAMES = {"api.forge.coreweave.com": "api.wandb.ai"}
 _NOT_ONLINE = ("offline", "disabled", "dryrun")
 _MODES = (*_NOT_ONLINE, "online", "shared", "run")
@@ -26,10 +25,10 @@ _SHORTEST_KEY = 40
 
 
 def diagnose() -> Diagnosis:
-    """See `Tracker.diagnose`."""
+    """Report where runs go, where a key was found and what is wrong."""
     stored = _stored_settings()
     mode = os.environ.get("WANDB_MODE") or stored.get("mode") or "online"
-    given = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or default_server()
+    given = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or vendor.default_server(_SERVER)
     address = without_credentials(given)
     where, key = _key(address, stored)
     is_online = mode not in _NOT_ONLINE
@@ -42,19 +41,8 @@ def diagnose() -> Diagnosis:
     )
 
 
-def default_server() -> str:
-    """Where the installed client sends runs unless it is told otherwise: that has changed. Read, and not imported."""
-    spec = find_spec("wandb")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        with suppress(OSError), open(os.path.join(folder, "sdk", "lib", "urls.py")) as file:
-            match = re.search(r'^DEFAULT_BASE_URL = "(.+)"$', file.read(), re.MULTILINE)
-            if match:
-                return match[1]
-    return _SERVER
-
-
 def _stored_settings() -> Mapping[str, str]:
-    """What `wandb init`, `wandb login --host` and `wandb offline` have stored; the directory's own goes before."""
+    """The settings that `wandb init`, `wandb login --host` and `wandb offline` have stored. The directory's win."""
     folder = os.environ.get("WANDB_CONFIG_DIR") or os.path.join("~", ".config", "wandb")
     stored: dict[str, str] = {}
     for path in (os.path.join(os.path.expanduser(folder), "settings"), os.path.join(_directory(), "settings")):
@@ -69,7 +57,7 @@ def _directory() -> str:
 
 
 def _key(address: str, stored: Mapping[str, str]) -> tuple[str, str]:
-    """Where a key is, and the key; without it where there is a token of another kind."""
+    """Where the key was found, and the key. The key is empty for a token of another kind."""
     if os.environ.get("WANDB_API_KEY"):
         return "WANDB_API_KEY", os.environ["WANDB_API_KEY"]
     if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -97,13 +85,13 @@ def _of_key(where: str, key: str, is_online: bool) -> Iterator[Diagnostic]:
     if key and len(secret) < _SHORTEST_KEY and secret.count(".") != 2:
         yield Diagnostic(
             "error",
-            f"W&B: the API key of {where} has {len(key.strip())} characters, and W&B takes none below {_SHORTEST_KEY}",
+            f"W&B: the API key of {where} has {len(key.strip())} characters, and W&B requires at least {_SHORTEST_KEY}",
             "copy it again from https://wandb.ai/authorize, then wandb login --relogin",
         )
     elif key != key.strip():
         yield Diagnostic(
             "warning",
-            f"W&B: the API key of {where} has blanks or a line end around it, which W&B refuses",
+            f"W&B: the API key of {where} has spaces or a line end around it, which W&B refuses",
             f'export WANDB_API_KEY="$(echo ${where})"' if where == "WANDB_API_KEY" else "wandb login --relogin",
         )
 
@@ -112,7 +100,7 @@ def _of_address(given: str) -> Iterator[Diagnostic]:
     if given != given.strip():
         yield Diagnostic(
             "error",
-            "W&B: WANDB_BASE_URL has blanks or a line end around it, which W&B refuses",
+            "W&B: WANDB_BASE_URL has spaces or a line end around it, which W&B refuses",
             'export WANDB_BASE_URL="$(echo $WANDB_BASE_URL)"',
         )
 
@@ -120,7 +108,7 @@ def _of_address(given: str) -> Iterator[Diagnostic]:
 def _of_mode(mode: str) -> Iterator[Diagnostic]:
     if mode not in _MODES:
         yield Diagnostic(
-            "error", f"W&B: WANDB_MODE={mode} is none of its modes: {', '.join(sorted(_MODES))}", "unset WANDB_MODE"
+            "error", f"W&B: WANDB_MODE must be one of {', '.join(sorted(_MODES))}, got {mode}", "unset WANDB_MODE"
         )
     elif mode == "disabled":
         yield Diagnostic("warning", "W&B: WANDB_MODE=disabled: nothing is logged", "unset WANDB_MODE, or wandb online")
@@ -136,23 +124,23 @@ def _of_surroundings(mode: str) -> Iterator[Diagnostic]:
     if os.environ.get("WANDB_SERVICE"):
         yield Diagnostic(
             "warning",
-            "W&B: WANDB_SERVICE is set: a process above this one has W&B open. A run of this library's does without; "
-            "one that wandb.init opens outside of it ends with that process",
+            "W&B: WANDB_SERVICE is set: a process above this one has W&B open. This library's runs do not use it; "
+            "a run that wandb.init opens outside of this library ends with that process",
             "unset WANDB_SERVICE",
         )
     why = diagnostics.why_unwritable(_directory())
     if why == diagnostics.NO_WORKING_DIRECTORY and mode != "disabled":
         yield Diagnostic("error", f"W&B keeps its files in {_directory()}: {why}", "export WANDB_DIR=/a/directory")
     elif why is not None and mode != "disabled":
-        text = f"W&B keeps its files where temporary ones are, and not in {_directory()}: {why}"
+        text = f"W&B keeps its files in the directory for temporary files, not in {_directory()}: {why}"
         yield Diagnostic("warning", text, "export WANDB_DIR=/a/directory")
 
 
 def _reach(address: str, timeout_s: float) -> None:
-    """Ask whose key this is, without one: the one question that every W&B server answers."""
+    """Ask the server whose key this is, without sending one: every W&B server answers that."""
     answer = diagnostics.ask(f"{address}/graphql", timeout_s, b'{"query": "query Viewer { viewer { id } }"}')
     with suppress(ValueError):
-        told = json.loads(answer.text)
-        if isinstance(told, dict) and {"data", "errors"} & told.keys():
+        reply = json.loads(answer.text)
+        if isinstance(reply, dict) and {"data", "errors"} & reply.keys():
             return
     raise NotReachedError(f"it answers HTTP {answer.status}, and not as a W&B server does")

@@ -1,4 +1,4 @@
-"""W&B's ids and addresses: what may be in them, and which there are."""
+"""The rules for W&B's run ids and addresses. Does not import `wandb`."""
 
 from __future__ import annotations
 
@@ -9,39 +9,42 @@ from urllib.parse import quote
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking.errors import ConfigError
 
-# Ours: wandb.init has a setting for it.
+# Our argument: wandb.init has a setting for it.
 HOST = "host"
-# https://docs.wandb.ai/models/ref/python/functions/init: these may not stand in a run id.
+# A run id must not contain these: https://docs.wandb.ai/models/ref/python/functions/init
 _NOT_IN_AN_ID = "/\\#?%:"
 _APP = "https://wandb.ai"
-# The pages of W&B's own services, by the servers that their clients talk to.
+# The pages of W&B's own services, by the addresses of the servers that clients talk to.
 _APPS = {"https://api.wandb.ai": _APP, "https://api.forge.coreweave.com": "https://forge.coreweave.com/wandb"}
 
 
 def forced_run_id() -> str | None:
-    """The id that every run has which is opened in a trial of a sweep, whatever is asked for."""
+    """The id of every run that is opened in a trial of a sweep, whatever id was asked for."""
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
 
 
 def check_id(run_id: str | None) -> None:
-    """Refuse an id with a character that W&B does not take.
+    """Refuse an id with a character that W&B does not accept.
 
     Raises:
-        ConfigError: It cannot be used.
+        ConfigError: It has one.
     """
     bad = sorted(set(run_id or "") & set(_NOT_IN_AN_ID))
     if bad:
-        raise ConfigError(f"run id {run_id!r} has {' '.join(bad)}, which W&B does not take in an id")
+        raise ConfigError(
+            f"run id {run_id!r} contains {' '.join(bad)}, which W&B does not accept in an id: use letters, digits, "
+            "- and _"
+        )
 
 
 def check_host(host: object) -> None:
-    """Refuse a `host=` that is no address.
+    """Refuse a `host=` that is not an address.
 
     Raises:
-        ConfigError: It cannot be used.
+        ConfigError: It is not.
     """
     if host is not None and not (isinstance(host, str) and host.startswith(("https://", "http://"))):
-        raise ConfigError(f"host={host!r} is no address: write it as host='https://wandb.example.com'")
+        raise ConfigError(f"host= must be an address such as 'https://wandb.example.com', got {host!r}")
 
 
 def app(config: TrackingConfig) -> str:
@@ -54,17 +57,17 @@ def app(config: TrackingConfig) -> str:
 
 
 def api_of(host: str) -> str | None:
-    """The address that the client talks to, of the one that people open; None for W&B's own, which it knows."""
+    """The address that the client talks to, for the one that people open; None for W&B's own, which wandb knows."""
     return None if host.rstrip("/") in _APPS.values() else host
 
 
 def without_credentials(address: str) -> str:
-    """An address that is shown and stored has no password in it."""
+    """The address without user and password, so that it can be shown and stored."""
     scheme, separator, rest = address.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def quoted(name: str) -> str:
-    """As part of an address; Flyte's templates stay what they are."""
+    """`name` as a part of an address. Flyte's templates ({{...}}) stay as they are."""
     return quote(name, safe="{}")

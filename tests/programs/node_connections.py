@@ -1,4 +1,4 @@
-"""Processes of a node that hands a value over, for `test_handover.py`. Arguments: a function's name, and its own."""
+"""A node's leader and followers, for `test_node_connections.py`. Arguments: a function's name, and its own."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import socket
 import sys
 import time
 
-from flyteplugins_tracking.trackers.peers.node import Guest, Host
+from flyteplugins_tracking.trackers.peers.client import NodeClient
+from flyteplugins_tracking.trackers.peers.server import NodeServer
 
 PATIENCE_S = 120
 ENDLESS_S = 600  # longer than any test waits
 
 
-def guest(name: str, rank: str) -> None:
+def follower(name: str, rank: str) -> None:
     """Join, print what comes, and do what each line of the input says: "leave", "ask" with a question, "join" again."""
     joined = join(name, int(rank))
-    joined.listen(
-        offered=lambda value: print("offered", value, flush=True),
-        paused=lambda: print("paused", flush=True),
-        gone=lambda: print("gone", flush=True),
+    joined.subscribe(
+        on_publish=lambda value: print("offered", value, flush=True),
+        on_suspend=lambda: print("paused", flush=True),
+        on_disconnect=lambda: print("gone", flush=True),
     )
     print("value", joined.value, flush=True)
     for line in sys.stdin:
@@ -29,25 +30,25 @@ def guest(name: str, rank: str) -> None:
         if command == "leave":
             joined.leave()
         elif command == "ask":
-            joined.ask(rest) if rest else joined.ask()
+            joined.request(rest) if rest else joined.request()
         elif command == "join":
             print(join(name, int(rank)).value, flush=True)
 
 
-def join(name: str, rank: int) -> Guest:
-    return Guest.join(name, rank, time.monotonic() + PATIENCE_S, PATIENCE_S)
+def join(name: str, rank: int) -> NodeClient:
+    return NodeClient.connect(name, rank, time.monotonic() + PATIENCE_S, PATIENCE_S)
 
 
 def dies(*names: str) -> None:
-    """The host of these names ends without closing."""
-    _hosts = [Host(name, ask=lambda _: None) for name in names]
+    """The leader of these names ends without closing."""
+    _servers = [NodeServer(name, on_request=lambda _: None) for name in names]
     os._exit(0)
 
 
 def forks(name: str) -> None:
-    """The host prints its forked child's process id, and kills itself at a line of input; the child lives on."""
-    host = Host(name, ask=lambda _: None)
-    host.offer({})
+    """The leader prints its forked child's process id, and kills itself at a line of input; the child lives on."""
+    server = NodeServer(name, on_request=lambda _: None)
+    server.publish({})
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(ENDLESS_S,))
     worker.start()
     print(worker.pid, flush=True)
@@ -56,7 +57,7 @@ def forks(name: str) -> None:
 
 
 def another_user(path: str) -> None:
-    """Ask the host at this socket as the user nobody, and print its answer."""
+    """Ask the leader at this socket as the user nobody, and print its answer."""
     os.setuid(65534)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)

@@ -1,10 +1,11 @@
-"""Who has written all that it has to a run, told through a store."""
+"""Which writers of a run the primary waits for, through a store."""
 
 from __future__ import annotations
 
 import pytest
 
-from flyteplugins_tracking.trackers.peers.attendance import Attendance
+from flyteplugins_tracking.trackers.base import Unwatched
+from flyteplugins_tracking.trackers.peers.barrier import WriterBarrier
 
 torch = pytest.importorskip("torch")
 
@@ -14,35 +15,40 @@ def store():
     return torch.distributed.HashStore()
 
 
+def barriers(store):
+    return WriterBarrier(store, "run", "other"), WriterBarrier(store, "run", others=["other"])
+
+
 def missing(primary):
-    return primary.wait(["other"], timeout_s=0.1, until=lambda: False)
+    return primary.wait(0.1, Unwatched())
 
 
 def test_a_writer_that_has_left_is_not_waited_for_also_where_the_primary_came_later(store):
     for _ in range(3):  # attempts
-        other, primary = Attendance(store, "run"), Attendance(store, "run")
-        other.enter("other")
-        other.leave("other")
+        other, primary = barriers(store)
+        other.enter()
+        other.leave()
         primary.enter_as_primary()
         assert missing(primary) == []
 
 
 def test_a_writer_of_an_earlier_attempt_is_not_taken_for_this_ones(store):
     for _ in range(3):
-        primary, other = Attendance(store, "run"), Attendance(store, "run")
+        other, primary = barriers(store)
         primary.enter_as_primary()
         assert missing(primary) == ["other"]
-        other.enter("other")
+        other.enter()
         assert missing(primary) == ["other"]
-        other.leave("other")
+        other.leave()
         assert missing(primary) == []
 
 
 def test_a_writer_that_was_not_there_in_an_earlier_attempt_is_waited_for(store):
-    Attendance(store, "run").enter_as_primary()
-    primary, other = Attendance(store, "run"), Attendance(store, "run")
+    barriers(store)[1].enter_as_primary()
+    other, primary = barriers(store)
     primary.enter_as_primary()
-    assert other.enter("other")
+    other.enter()
+    assert other.is_retry
     assert missing(primary) == ["other"]
-    other.leave("other")
+    other.leave()
     assert missing(primary) == []

@@ -1,0 +1,144 @@
+"""The primary's wait for the other writers of a run, through the store of the launcher or of the ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from flyteplugins_tracking._job.store import job_store
+from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+
+
+class WriterBarrier:
+    """Lets the primary end the run when the other writers have written all their rows.
+
+    Without a store, or when the store has gone, nobody waits.
+
+    The keys in the store outlive an attempt of the job, whose writers may have been killed. So the primary counts how
+    often it has entered, and so does each other writer. A writer that leaves stores both counts, and the primary
+    compares them with the counts of its own attempt. A writer that has come and gone before the primary entered is
+    recognized too, and not waited for.
+
+    Attributes:
+        is_retry: Whether the run may exist from an earlier attempt. The service itself would also call a run "resumed"
+            that another writer has just created.
+    """
+
+    def __init__(self, store: Any, run_id: str | None, label: str = "", others: Sequence[str] = ()) -> None:
+        """Does nothing in the store yet.
+
+        Args:
+            store: A `torch.distributed.Store` that all nodes share; None for none.
+            run_id: The run's id, which all its writers know.
+            label: This writer's name. The primary needs none.
+            others: The names of all the writers that the primary waits for.
+        """
+        self._store = store
+        self._prefix = f"flyteplugins_tracking/writers/{run_id}"
+        self._label, self._others = label, others
+        self._entry = 0
+        self._is_primary = self.is_retry = False
+
+    @classmethod
+    def entered(cls, request: RunRequest, title: str, label: str, others: Sequence[str]) -> WriterBarrier:
+        """Enter with the writer of `request`. Called before the run is opened.
+
+        Args:
+            request: The run that is opened.
+            title: The service's name. It separates the runs of two services.
+            label: This writer's name.
+            others: The names of all the writers that the primary waits for.
+        """
+        store = None if request.info is None else job_store(request.info, os.environ)
+        barrier = cls(store, f"{title}/{request.known_id}", label, others)
+        if request.plan.primary:
+            barrier.enter_as_primary()
+        else:
+            barrier.enter()
+        barrier.is_retry |= request.is_retry
+        return barrier
+
+    @classmethod
+    def of_ranks(cls, request: RunRequest, title: str) -> WriterBarrier | None:
+        """The barrier of a run to which each rank writes with a client of its own; None if the run has one writer."""
+        info, config = request.info, request.config
+        if info is None or config.run_mode != "shared":
+            return None
+        if config.rank_scope == "global":
+            label, others = f"rank-{info.rank}", [f"rank-{rank}" for rank in range(1, info.world_size)]
+        else:
+            local_ranks = range(1, info.local_world_size or 1)
+            label, others = f"local-rank-{info.local_rank}", [f"local-rank-{rank}" for rank in local_ranks]
+        return cls.entered(request, title, label, others)
+
+    def enter_as_primary(self) -> None:
+        """Enter as the writer that ends the run."""
+        self._is_primary = True
+        if self._store is not None:
+            with suppress(RuntimeError):
+                self._entry = self._store.add(f"{self._prefix}/entries", 1)
+
+    def enter(self) -> None:
+        """Enter as another writer."""
+        if self._store is not None:
+            with suppress(RuntimeError):
+                entries: int = self._store.add(f"{self._prefix}/entries/{self._label}", 1)
+                self.is_retry = entries > 1 or self._store.add(f"{self._prefix}/entries", 0) > 1
+
+    def leave(self) -> None:
+        """Report that this writer has written all its rows. The primary does not report."""
+        if self._store is None or self._is_primary:
+            return
+        with suppress(RuntimeError):
+            entries = self._store.add(f"{self._prefix}/entries", 0)
+            self._store.set(f"{self._prefix}/left/{self._label}", f"{entries} {self._own_entries(self._label)}")
+
+    def wait(self, timeout_s: float, watch: SigtermWatch) -> list[str]:
+        """On the primary, wait until the others have left, at most `timeout_s` and not after a SIGTERM.
+
+        Returns:
+            The labels of the writers that have not left.
+        """
+        if self._store is None or not self._is_primary:
+            return []
+        deadline = time.monotonic() + timeout_s
+        with suppress(RuntimeError):
+            while (missing := [label for label in self._others if not self._has_left(label)]) and not watch.terminated:
+                if time.monotonic() > deadline:
+                    return missing
+                time.sleep(_POLL_S)
+        return []
+
+    def wait_for_run(self, request: RunRequest, title: str) -> None:
+        """On the primary, wait as long as the run's end may take, and warn about writers that are late."""
+        timeout_s = request.config.finish_timeout_s
+        missing = self.wait(timeout_s, request.watch)
+        if missing:
+            logger.warning(
+                "%s: run %s ends now. finish_timeout_s=%g passed after the primary rank's function had returned, and "
+                "these writers have not sent all their rows: %s. Pass a longer finish_timeout_s to wait for them.",
+                title,
+                request.plan.run_id,
+                timeout_s,
+                ", ".join(missing),
+            )
+
+    def _has_left(self, label: str) -> bool:
+        left = f"{self._prefix}/left/{label}"
+        if not self._store.check([left]):
+            return False
+        entries, own_entries = map(int, self._store.get(left).split())
+        is_of_this_entry = own_entries >= self._entry and own_entries == self._own_entries(label)
+        return entries >= self._entry or is_of_this_entry
+
+    def _own_entries(self, label: str) -> int:
+        entries: int = self._store.add(f"{self._prefix}/entries/{label}", 0)
+        return entries

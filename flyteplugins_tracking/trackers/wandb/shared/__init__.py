@@ -1,0 +1,43 @@
+"""W&B runs that several ranks share: one process of each node, the leader, writes, and its followers attach to it.
+
+The leader has called `wandb.init`, and so has a wandb-core. Its followers call `wandb.attach` and log into the same
+stream. Who is who: `trackers.peers.role`. The messages: `trackers.peers`.
+
+```
+leader (local rank 0)                  socket                 followers (the other ranks of the node)
+NodeServer(name)                                              NodeClient.connect(name)
+  |                                                             |  waits until the socket is there
+  |<------------------- rank: 1 --------------------------------|
+wandb.init                                                      |
+  |-------------------- publish: run id, wandb-core ----------->|  wandb.attach; a second `request` and another
+  |   (or reject: why) ---------------------------------------->|  connection, if that fails
+  |                                                             |  run.log ... straight into the leader's wandb-core
+  |                                                             |
+  |== SIGTERM: the run ends early ==============================|
+  |-------------------- suspend ------------------------------->|  holds its rows from now on
+  |<------------------- suspended ------------------------------|  wandb-core has read its rows
+run.finish(143)                                                 |
+  |<------------------- request: "" ----------------------------|  its function logs on, in `finally`
+opens the run again                                             |
+  |-------------------- publish: run id, new wandb-core ------->|  attaches again, and logs the rows that it held
+  |                                                             |
+  |== wandb-core dies ==========================================|
+  |<------------------- request: the dead wandb-core -----------|  holds its rows
+starts another, opens the run again                             |
+  |-------------------- publish: run id, new wandb-core ------->|  attaches again
+  |                                                             |
+  |== the end ==================================================|
+waits for its followers                                         |
+  |<------------------- hangs up -------------------------------|  its function has returned, or it was killed
+run.finish(0)
+```
+
+If the leader is killed, its followers are disconnected. Their functions go on, and their rows are lost, with one
+warning. A run with leaders on several nodes is in W&B's own shared mode on all of them: another kind of writer beside
+these would lose rows (https://github.com/wandb/wandb/issues/12269). The primary waits for the other leaders through
+`trackers.peers.barrier`.
+
+In the room: who opens the run and who attaches (`open`), the leader's handle (`leader`), the follower's (`follower`),
+and what both have (`common`). May enter: what a run with several ranks needs. Must not: what a run of one process
+needs, or private names of wandb.
+"""

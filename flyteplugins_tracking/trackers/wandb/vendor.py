@@ -1,0 +1,540 @@
+"""The one door to the private parts of the `wandb` package: undocumented modules, classes and attributes.
+
+Another version of wandb may lack any of them. Each function here says what it is for and what happens then. There are
+two cases. A feature that a run can do without is switched off, with one warning. A feature that was asked for raises a
+`TrackerNotInstalledError` that names the versions this file was tested with. tests/unit/test_wandb_vendor.py calls
+every function with the installed wandb.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.errors import TrackerNotInstalledError
+
+logger = logging.getLogger(__name__)
+TESTED = ">=0.31,<0.32"
+
+_warn_once = WarnOnce(logger)
+# What a missing module, a missing attribute and a changed signature raise.
+_CHANGED = (ImportError, AttributeError, TypeError)
+# How long `wandb.init` may wait for the server to say whose key it is.
+_IDENTITY_S = 5.0
+
+
+def _installed() -> str:
+    try:
+        return version("wandb")
+    except PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _lose(consequence: str, cause: object) -> None:
+    text = "W&B: %s. wandb %s is not supported by this feature (%s): tested with wandb%s"
+    _warn_once(consequence, text, consequence, _installed(), cause, TESTED)
+
+
+@contextlib.contextmanager
+def _optional(consequence: str) -> Iterator[None]:
+    """Go on without the body if this wandb lacks a part. `consequence` says what is lost, in one warning."""
+    try:
+        yield
+    except _CHANGED as error:
+        _lose(consequence, error)
+
+
+@contextlib.contextmanager
+def _required(feature: str) -> Iterator[None]:
+    """Raise one clear error if this wandb lacks a part that `feature` needs."""
+    try:
+        yield
+    except _CHANGED as error:
+        raise TrackerNotInstalledError(
+            f"wandb {_installed()} is not supported by {feature}: tested with wandb{TESTED} ({error}). "
+            f'Run: pip install "wandb{TESTED}"'
+        ) from error
+
+
+# The session: wandb's object for this process
+
+
+def session() -> Any:
+    """Wandb's object for this process, with its settings and its wandb-core. Required by every run."""
+    with _required("this version of flyteplugins-tracking"):
+        return importlib.import_module("wandb.sdk.wandb_setup").singleton()
+
+
+def has_active_run() -> bool:
+    """Whether `wandb.init` could return a run that is open already. Without it, only `wandb.run` is looked at."""
+    with _optional("a run that was opened with reinit='create_new' may be returned again"):
+        return session().most_recent_active_run is not None
+    return False
+
+
+@contextlib.contextmanager
+def outside_sweep() -> Iterator[None]:
+    """Have `wandb.init` use the id, project and entity that it is given while a trial of a sweep runs.
+
+    Required to open a trial's run again.
+    """
+    with _required("runs inside a sweep's trial"):
+        current = session()
+        settings, config = current.settings, current._sweep_config
+        trial = settings.sweep_id, settings.sweep_param_path
+        settings.sweep_id = settings.sweep_param_path = current._sweep_config = None
+    try:
+        yield
+    finally:
+        (settings.sweep_id, settings.sweep_param_path), current._sweep_config = trial, config
+
+
+@contextlib.contextmanager
+def identity_resolved_once(deadline: float) -> Iterator[None]:
+    """Ask the server whose key it is once, before `wandb.init`: that asks a silent server for 5 s again and again.
+
+    If the deadline is too near, nobody asks: the answer is for a message and for the account's defaults. Without it,
+    `wandb.init` takes longer while the server is silent.
+    """
+    current = session()
+    with _optional("wandb.init may exceed init_timeout_s while the server does not answer"):
+        if current._connection is None:
+            with without_error_reports():
+                current.ensure_service()
+        has_time = deadline - time.monotonic() > 2 * _IDENTITY_S
+        identity, known = current._resolve_identity() if has_time else None, current._session_identity
+
+        def resolved() -> Any:
+            current._session_identity = known if identity else None
+            return identity
+
+        current._resolve_identity = resolved
+    try:
+        yield
+    finally:
+        vars(current).pop("_resolve_identity", None)
+
+
+@contextlib.contextmanager
+def without_error_reports() -> Iterator[None]:
+    """Keep wandb from sending reports about its own errors, unless the user has set WANDB_ERROR_REPORTING.
+
+    Without it, the end of the process is up to 10 s later while the server does not answer.
+    """
+    if "WANDB_ERROR_REPORTING" in os.environ:
+        yield
+        return
+    with _optional("the process may end 10 s later while the server does not answer"):
+        importlib.import_module("wandb.analytics.opentelemetry").opentelemetry_proxy.disable()
+    os.environ["WANDB_ERROR_REPORTING"] = "false"
+    try:
+        yield
+    finally:
+        os.environ.pop("WANDB_ERROR_REPORTING", None)
+
+
+# wandb-core: the helper process that writes and sends
+
+
+def restart_service() -> bool:
+    """Stop wandb-core, unless a run is open in it. The next run starts another. Unsent rows are in the local files.
+
+    Without it, a run that goes on offline gets another id.
+
+    Returns:
+        Whether this process has no wandb-core any more.
+    """
+    current = session()
+    with _optional("wandb-core cannot be restarted, and a run that goes on offline gets another id"):
+        connection = current._connection
+        if connection is not None:
+            if connection._proc is None:
+                return False  # another process's
+            if _is_alive(connection) and any(not run._is_finished for run in current._active_runs):
+                return False
+            _kill(connection)
+        os.environ.pop("WANDB_SERVICE", None)
+        current._connection = None
+        return True
+    return False
+
+
+def _is_alive(connection: Any) -> bool:
+    return bool(connection._proc._process.poll() is None)
+
+
+def _kill(connection: Any) -> None:
+    connection._finalizer.close()
+    connection._proc._process.kill()
+    # As the connection's own teardown does, but without its message to the process, which would only fail.
+    connection._torn_down = True
+    connection._cleanup()
+    connection._proc.join()
+
+
+def drop_unusable_service() -> None:
+    """Forget a wandb-core that has died, and the parent's (WANDB_SERVICE): runs in that end when the parent's do.
+
+    Without it, a run cannot be opened after wandb-core has died.
+    """
+    current = session()
+    with _optional("a wandb-core that has died is not replaced"):
+        connection = current._connection
+        if connection is not None and connection._proc is not None and not _is_alive(connection):
+            restart_service()
+        if current._connection is None:
+            os.environ.pop("WANDB_SERVICE", None)
+
+
+def service_address() -> str:
+    """The address of this process's wandb-core, as WANDB_SERVICE has it. Required by run_mode='shared'."""
+    with _required("run_mode='shared'"):
+        process = getattr(session()._connection, "_proc", None)
+        return str(process.token.env_value) if process is not None else os.environ.get("WANDB_SERVICE", "")
+
+
+def has_service_died(timeout_s: float = 1.0) -> bool:
+    """Whether this process's wandb-core has ended. Its connections end a moment before it does.
+
+    Without it, the leader of a node does not replace a wandb-core that its followers cannot reach.
+    """
+    with _optional("a wandb-core that has died is not replaced"):
+        connection = session()._connection
+        if connection is None or connection._proc is None:
+            return False
+        process = connection._proc._process
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
+        return process.poll() is not None
+    return False
+
+
+@contextlib.contextmanager
+def service_variable(address: str) -> Iterator[None]:
+    """Set WANDB_SERVICE for the body only: a child that is started later would take this wandb-core for its own."""
+    previous = os.environ.get("WANDB_SERVICE")
+    os.environ["WANDB_SERVICE"] = address
+    try:
+        yield
+    finally:
+        if previous is None:
+            os.environ.pop("WANDB_SERVICE", None)
+        else:
+            os.environ["WANDB_SERVICE"] = previous
+
+
+def attach(address: str, run_id: str) -> tuple[Any, Any]:
+    """Attach to a run in another process's wandb-core. Required by run_mode='shared'.
+
+    This process's own runs, now and later, have a wandb-core of their own: the other one ends with its process.
+
+    Returns:
+        The run, and the connection to that wandb-core.
+    """
+    current = session()
+    with _required("run_mode='shared'"):
+        wandb: Any = importlib.import_module("wandb")
+        own, current._connection = current._connection, None
+    try:
+        with service_variable(address), without_error_reports():
+            run = wandb.attach(run_id)
+    finally:
+        connection, current._connection = current._connection, own
+    return run, connection
+
+
+def detach(run: Any, connection: Any) -> None:
+    """Release what an attached run holds in this process. Without it, that is released when the process ends."""
+    # Errors are dropped: the wandb-core may have died.
+    with contextlib.suppress(Exception), _optional("an attached run keeps its connection until the process ends"):
+        run._wl.remove_active_run(run)
+        run._unregister_telemetry_import_hooks(run.id)
+        connection._finalizer.close()
+        connection._asyncer.run(connection._client.close)
+
+
+# Errors
+
+
+def service_gone() -> tuple[type[BaseException], ...]:
+    """The errors of a run's methods when wandb-core has died or was stopped. Evaluated when one was raised.
+
+    Without it, only a `ConnectionError` is recognized.
+    """
+    closed = _loaded("wandb.sdk.mailbox", "MailboxClosedError")
+    return tuple(error for error in (ConnectionError, closed, _torn_down_error()) if error is not None)
+
+
+def _torn_down_error() -> Any:
+    """The error after `wandb.teardown`, which has sent all rows. `wandb.agent` calls it before each trial."""
+    return _loaded("wandb.sdk.lib.asyncio_manager", "AlreadyJoinedError")
+
+
+def _loaded(module: str, name: str) -> Any:
+    loaded = sys.modules.get(module)
+    if loaded is not None and not hasattr(loaded, name):
+        _lose("some deaths of wandb-core are not recognized, and raise in the training", f"no {module}.{name}")
+    return getattr(loaded, name, None)
+
+
+def was_torn_down(error: BaseException) -> bool:
+    """Whether `wandb.teardown` was the cause of this error."""
+    kind = _torn_down_error()
+    return kind is not None and isinstance(error, kind)
+
+
+class TeardownErrors:
+    """A context in which a `ValueError` of a torn-down client becomes the error that `service_gone` knows.
+
+    wandb raises a `ValueError` in a thread that has got the id of the client's own, ended thread. Without it, that
+    error is raised in the training. This is a class because each row passes here: a generator is slower.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if not isinstance(error, ValueError):
+            return
+        kind, client = _torn_down_error(), getattr(getattr(self._run, "_interface", None), "_asyncer", None)
+        if kind is not None and getattr(client, "_joined", False):
+            raise kind(str(error)) from error
+
+
+# Runs
+
+# The methods that end the run. `_finish` is what wandb's hooks call.
+ENDINGS = ("finish", "_finish")
+# What the run's summary and config call when they change.
+CALLBACKS = ("_summary_update_callback", "_config_callback")
+
+
+def row_method(kind: Any) -> Callable[..., Any] | None:
+    """The method through which `run.watch` adds values to the next row. Without it, they may get into another's row."""
+    with _optional("what run.watch records may be in the row of another rank"):
+        method: Callable[..., Any] = kind._log
+        return method
+    return None
+
+
+def report_changes(run: Any) -> None:
+    """Have the run's summary and config call the methods of `run` when they change, also those kept from before.
+
+    Without it, they change the run unseen: after an early end these changes are lost.
+    """
+    if getattr(run, "disabled", False):
+        return
+    with _optional("changes of the summary and the config after an early end of the run are lost"):
+        run.summary._set_update_callback(run._summary_update_callback)
+        run.config._set_callback(run._config_callback)
+
+
+def is_finished(run: Any) -> bool:
+    """Whether the run has ended. Without it, a run counts as open."""
+    return bool(getattr(run, "_is_finished", False))
+
+
+def set_finished(run: Any) -> None:
+    """Mark a run as ended that has no wandb-core any more, so that wandb does not end it again."""
+    run._is_finished = True
+
+
+def take_over_state(run: Any, reopened: Any) -> None:
+    """Give `run` the state of the newly opened `reopened`, and its place among wandb's runs.
+
+    Required to log after an early end of the run.
+    """
+    with _required("opening a run again after a signal"):
+        reopened._wl.remove_active_run(reopened)
+        share_state(run, reopened)
+
+
+def share_state(run: Any, attached: Any) -> None:
+    """Give `run` the state of another run object, and a place among wandb's runs. Required as `take_over_state` is."""
+    with _required("opening a run again after a signal"):
+        run.__dict__ = attached.__dict__
+        attached._wl.add_active_run(run)
+
+
+def set_resumed(run: Any, is_retry: bool) -> None:
+    """Correct `run.resumed`: W&B calls a run resumed that another node has just created. Without it, that stays."""
+    with _optional("run.resumed may be True for a new run of several nodes"):
+        run._settings.resumed = is_retry or (run.resumed and run._starting_step > 0)
+
+
+def settings_of(run: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    """Some of the run's settings, those that are set. Required by run_mode='shared'."""
+    with _required("run_mode='shared'"):
+        settings = run._settings
+    found = {name: getattr(settings, name, None) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def update_settings(run: Any, settings: Mapping[str, Any]) -> None:
+    """Set some of the run's settings. Required by run_mode='shared'."""
+    with _required("run_mode='shared'"):
+        run._settings.update_from_dict(dict(settings))
+
+
+def set_config(run: Any, config: Any) -> None:
+    """Set the values in `run.config` without sending them. Without it, `run.config` lacks them on this rank."""
+    with _optional("run.config is empty on ranks that have not opened the run"):
+        run._config._update(config, allow_val_change=True, ignore_locked=True)
+
+
+def on_config_change(run: Any, function: Callable[..., object]) -> None:
+    """Call `function` instead of sending when `run.config` changes. Without it, the change is sent."""
+    with _optional("a task can change the config of its parent's run"):
+        run.config._set_callback(function)
+
+
+def replace_config_class(run: Any, subclass: Callable[[Any], type]) -> None:
+    """Make `run.config` an object of `subclass(its class)`. Without it, every rank can change the config."""
+    with _optional("every rank can change the config of a shared run"):
+        object.__setattr__(run._config, "__class__", subclass(type(run._config)))
+
+
+def read_summary(run: Any) -> Any:
+    """Ask wandb-core for the run's summary: what the run's summary calls itself. Without it, it is empty."""
+    with _optional("run.summary is empty on ranks that have not opened the run"):
+        method = type(run)._summary_get_current_summary_callback
+        return method(run)
+    return {}
+
+
+def set_summary_reader(run: Any, read: Callable[[], Any]) -> None:
+    """Have `run.summary` call `read` for its values. Without it, it waits a minute for a wandb-core that has died."""
+    if getattr(run, "disabled", False):
+        return
+    with _optional("run.summary may block for a minute after the death of wandb-core"):
+        object.__setattr__(run.summary, "_get_current_summary_callback", read)
+
+
+def flush(run: Any, timeout_s: float) -> None:
+    """Return when wandb-core has read what was logged: it answers in the order in which it reads.
+
+    Without it, the last rows of a rank that is killed may be lost.
+    """
+    # Errors are dropped: a timeout, or wandb-core has died.
+    with contextlib.suppress(Exception), _optional("the last rows of a rank that is killed may be lost"):
+        run._interface.deliver_get_summary().wait_or(timeout=timeout_s)
+
+
+# The global run: `wandb.run`
+
+
+def global_run() -> Any:
+    """What `wandb.run` is; None in a forked child that has inherited it.
+
+    Without the id of the process that has opened it, a child takes the parent's run for its own.
+    """
+    run: Any = importlib.import_module("wandb").run
+    is_inherited = run is not None and getattr(run, "_init_pid", os.getpid()) != os.getpid()
+    return None if is_inherited else run
+
+
+def set_global_run(run: Any) -> None:
+    """Set `wandb.run` and `wandb.log`, which frameworks use; None unsets them. `reinit="create_new"` leaves them.
+
+    Without it, frameworks do not find the run.
+    """
+    with _optional("wandb.run and wandb.log are not the run of the decorated function"):
+        if run is None:
+            importlib.import_module("wandb.sdk.lib.module").unset_globals()
+        else:
+            importlib.import_module("wandb.sdk.wandb_init")._set_global_run(run)
+
+
+# Settings
+
+
+def effective_settings(settings: Any) -> Any:
+    """`settings` over those of the session, which come from the environment and the files. Required by every run."""
+    current = session()
+    with _required("this version of flyteplugins-tracking"):
+        effective = current.settings.model_copy()
+        effective.update_from_settings(settings)
+        return effective
+
+
+def merge_settings(settings: Any, given: Any) -> None:
+    """Put the user's settings, a mapping or a `wandb.Settings`, over `settings`. Required by `settings=`."""
+    if isinstance(given, Mapping):
+        settings.update_from_dict(dict(given))
+    elif given is not None:
+        settings.update_from_settings(given)
+
+
+def is_set(settings: Any, name: str) -> bool:
+    """Whether somebody has set this setting. Without it, nothing counts as set."""
+    return name in getattr(settings, "model_fields_set", ())
+
+
+def set_default(settings: Any, effective: Any, name: str, value: Any) -> None:
+    """Set one of wandb's undocumented settings, unless the user has. Without it, wandb's own default applies."""
+    if is_set(effective, name):
+        return
+    try:
+        setattr(settings, name, value)
+    except (AttributeError, ValueError) as error:  # pydantic's, for a name or a type that it does not know
+        _lose(f"rows may be lost in an outage: there is no setting {name}", type(error).__name__)
+
+
+def set_required(settings: Any, **values: Any) -> None:
+    """Set undocumented settings. Required by runs with several writers, whose rows or files would mix otherwise."""
+    with _required("runs with several writers"):
+        for name, value in values.items():
+            try:
+                setattr(settings, name, value)
+            except ValueError as error:  # pydantic's, for a name or a type that it does not know
+                raise AttributeError(f"no setting {name}") from error
+
+
+# Credentials
+
+
+def use_key(key: str, host: str, app_url: str | None) -> None:
+    """Have the session use this key, as `wandb.init` does later. Without it, nobody asks early whose key it is."""
+    with _optional("the account's defaults may not apply"):
+        wbauth = importlib.import_module("wandb.sdk.lib.wbauth")
+        auth = wbauth.AuthApiKey(host=wbauth.HostUrl(host, app_url=app_url), api_key=key)
+        wbauth.use_explicit_auth(auth, source="tracking_init")
+
+
+def has_credentials(host: str) -> bool:
+    """Whether `wandb.init` will find a key. `wandb.login(host=)` would ask the server and write to the user's files.
+
+    Without it, `wandb.init` reports a missing key itself.
+    """
+    with _optional("a missing API key is reported by wandb itself"):
+        wbauth = importlib.import_module("wandb.sdk.lib.wbauth")
+        return wbauth.authenticate_session(host=host, source="tracking_init", prompt=False) is not None
+    return True
+
+
+def default_server(otherwise: str) -> str:
+    """The server that the installed wandb uses by default, which has changed. Reads the file: an import has effects.
+
+    Without it, `otherwise`.
+    """
+    spec = find_spec("wandb")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        with contextlib.suppress(OSError), open(os.path.join(folder, "sdk", "lib", "urls.py")) as file:
+            match = re.search(r'^DEFAULT_BASE_URL = "(.+)"$', file.read(), re.MULTILINE)
+            if match:
+                return match[1]
+    return otherwise

@@ -1,0 +1,254 @@
+"""The connections between a node's leader and its followers, between real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support import jobs
+
+from flyteplugins_tracking.trackers.peers.client import NodeClient
+from flyteplugins_tracking.trackers.peers.server import NodeServer
+from flyteplugins_tracking.trackers.peers.sockets import NodeError
+
+PROGRAM = jobs.PROGRAMS / "node_connections.py"
+PATIENCE_S = 120  # no test waits so long unless something hangs
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch, tmp_path_factory):
+    """A TMPDIR whose paths a socket can have, which pytest's own are too long for."""
+    tmp_path_factory.getbasetemp()  # which would be in there, else
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setenv("TMPDIR", path)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield Path(path) / f"flyteplugins-tracking-{os.geteuid()}"
+
+
+def start_follower(name: str, rank: int = 1) -> subprocess.Popen[str]:
+    """It does what is written to it: see `node_connections.py`."""
+    command = [sys.executable, str(PROGRAM), "follower", name, str(rank)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def name(request) -> str:
+    """Each test's own: this process counts how often it has been server of one."""
+    return str(request.node.name)
+
+
+def line(follower: subprocess.Popen[str]) -> str:
+    assert follower.stdout is not None
+    return follower.stdout.readline().strip()
+
+
+def tell(follower: subprocess.Popen[str], command: str) -> None:
+    assert follower.stdin is not None
+    follower.stdin.write(f"{command}\n")
+    follower.stdin.flush()
+
+
+def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A function of `node_connections.py`."""
+    command = [sys.executable, str(PROGRAM), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+def test_followers_wait_get_the_value_and_are_waited_for(name):
+    followers = [start_follower(name, rank) for rank in (1, 2)]
+    server = NodeServer(name, on_request=lambda _: None, expected=2)
+    assert server.wait(PATIENCE_S, until=lambda: server.wait(0) == [1, 2]) == [1, 2]
+    value = {"text": "x" * 1_000_000, "number": 1}
+    server.publish(value)
+    assert [line(follower) for follower in followers] == [f"value {value}"] * 2
+    assert server.wait(0.2) == [1, 2]
+    followers[0].communicate("leave\n", timeout=PATIENCE_S)
+    assert server.wait(PATIENCE_S, until=lambda: server.wait(0) == [2]) == [2]
+    followers[1].kill()
+    assert server.wait(PATIENCE_S) == []
+    server.close()
+
+
+def test_followers_get_the_reason_of_a_leader_that_refuses(name):
+    server = NodeServer(name, on_request=lambda _: None)
+    threading.Timer(0.3, server.reject, ["no key"]).start()
+    with pytest.raises(NodeError, match="no key"):
+        NodeClient.connect(name, 1, time.monotonic() + PATIENCE_S, 10)
+    server.close()
+
+
+def test_a_leader_that_does_not_come_is_not_waited_for_past_the_deadline(name):
+    began = time.monotonic()
+    with pytest.raises(NodeError, match="that rank has not opened it, or has ended already"):
+        NodeClient.connect(name, 1, began + 0.5, PATIENCE_S)
+    assert 0.4 < time.monotonic() - began < 2 * jobs.TIME_SCALE
+
+
+def test_a_pause_holds_until_the_value_is_offered_again(name):
+    asked: list[str] = []
+
+    def answer(question: str) -> None:
+        asked.append(question)
+        server.publish({"n": 2})
+
+    server = NodeServer(name, on_request=answer)
+    server.publish({"n": 1})
+    follower = start_follower(name)
+    assert line(follower) == "value {'n': 1}"
+    server.suspend()
+    assert line(follower) == "paused"
+    tell(follower, "ask why")
+    assert line(follower) == "offered {'n': 2}"
+    assert asked == ["why"]
+    server.close()
+    assert line(follower) == "gone"
+    follower.communicate(timeout=PATIENCE_S)
+
+
+def test_an_answer_that_waits_for_a_pause_does_not_hold_it_up(name, monkeypatch):
+    monkeypatch.setattr("flyteplugins_tracking.trackers.peers.sockets.SEND_TIMEOUT_S", 240.0)
+    asked, is_paused, answered = threading.Event(), threading.Event(), threading.Event()
+
+    def answer(_: str) -> None:
+        asked.set()
+        is_paused.wait(PATIENCE_S)
+        answered.set()
+
+    server = NodeServer(name, on_request=answer)
+    server.publish({})
+    follower = start_follower(name)
+    assert line(follower) == "value {}"
+    tell(follower, "ask")
+    assert asked.wait(PATIENCE_S)
+    server.suspend()
+    assert not answered.is_set()
+    is_paused.set()
+    assert line(follower) == "paused"
+    server.close()
+    follower.communicate(timeout=PATIENCE_S)
+
+
+def test_a_stopped_follower_does_not_hold_up_a_pause(name):
+    server = NodeServer(name, on_request=lambda _: None)
+    server.publish({})
+    follower = start_follower(name)
+    assert line(follower) == "value {}"
+    follower.send_signal(signal.SIGSTOP)
+    while Path(f"/proc/{follower.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    began = time.monotonic()
+    server.suspend()
+    assert 0.5 < time.monotonic() - began < 2 * jobs.TIME_SCALE
+    follower.kill()
+    follower.communicate()
+    server.close()
+
+
+def test_what_a_dead_job_has_left_is_replaced(name, directory):
+    left = in_a_process("dies", name, "another")
+    assert left.returncode == 0, left.stderr
+    assert len(list(directory.iterdir())) == 2
+    follower = start_follower(name)
+    server = NodeServer(name, on_request=lambda _: None)
+    server.publish({"n": 1})
+    assert line(follower) == "value {'n': 1}"
+    assert len(list(directory.iterdir())) == 1
+    follower.communicate("leave\n", timeout=PATIENCE_S)
+    server.close()
+    assert list(directory.iterdir()) == []
+
+
+def test_a_forked_child_keeps_nothing_open(name):
+    """The leader is killed, and its DataLoader's worker lives on."""
+    command = [sys.executable, str(PROGRAM), "forks", name]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    worker = int(line(child))
+    follower = start_follower(name)
+    assert line(follower) == "value {}"
+    tell(child, "")
+    assert line(follower) == "gone"
+    assert psutil.Process(worker).status() != psutil.STATUS_ZOMBIE
+    os.kill(worker, signal.SIGKILL)
+    child.communicate(timeout=PATIENCE_S)
+    follower.communicate(timeout=PATIENCE_S)
+
+
+def test_the_directory_is_this_users_alone(name, directory):
+    server = NodeServer(name, on_request=lambda _: None)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    server.close()
+    directory.chmod(0o755)
+    with pytest.raises(NodeError, match=re.escape(f"{directory} must be a directory that belongs to this user")):
+        NodeServer(name, on_request=lambda _: None)
+    directory.rmdir()
+    directory.symlink_to("/")
+    with pytest.raises(NodeError, match="Remove it, or set TMPDIR"):
+        NodeClient.connect(name, 1, time.monotonic() + 1, 1)
+
+
+def test_a_tmpdir_that_is_too_long_for_a_socket(name, monkeypatch, tmp_path):
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    server = NodeServer(name, on_request=lambda _: None)
+    server.publish({"n": 1})
+    assert NodeClient.connect(name, 1, time.monotonic() + PATIENCE_S, 10).value == {"n": 1}
+    server.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_not_served(name, directory):
+    """Even where the directory were open."""
+    server = NodeServer(name, on_request=lambda _: None)
+    server.publish({"secret": 1})
+    (path,) = directory.iterdir()
+    for opened in (directory.parent, directory, path):
+        opened.chmod(0o777)
+    done = in_a_process("another_user", str(path))
+    assert done.stdout.strip() == "b''", done.stderr
+    server.close()
+
+
+@pytest.mark.parametrize("sent", [b"\x80\x04N.\n", b"[1]\n", b'{"rank": []}\n', b'{"rank": 1}\n{"rank"', b""])
+def test_a_follower_that_sends_no_valid_message_is_dropped(name, directory, sent):
+    server = NodeServer(name, on_request=lambda _: None)
+    (path,) = directory.iterdir()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(sent)
+    server.publish({"n": 1})
+    follower = NodeClient.connect(name, 2, time.monotonic() + PATIENCE_S, 10)
+    assert follower.value == {"n": 1}
+    assert server.wait(PATIENCE_S, until=lambda: server.wait(0) == [2]) == [2]
+    follower.leave()
+    assert server.wait(PATIENCE_S) == []
+    server.close()
+
+
+def test_a_follower_does_not_meet_the_leader_of_the_training_before(name):
+    """A follower that is ahead does not meet the leader of the training before."""
+    first = NodeServer(name, on_request=lambda _: None)
+    first.publish({"n": 1})
+    follower = start_follower(name)
+    assert line(follower) == "value {'n': 1}"
+    tell(follower, "leave\njoin")
+    assert line(follower) == "gone"
+    assert first.wait(PATIENCE_S) == []  # it is there again and again, and is not taken for one that has come
+    first.close()
+    second = NodeServer(name, on_request=lambda _: None)
+    second.publish({"n": 2})
+    assert line(follower) == "{'n': 2}"
+    follower.kill()
+    follower.communicate()
+    second.close()

@@ -1,0 +1,193 @@
+"""The private parts of the installed wandb: each function of `vendor` with the real client, and without the part."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flyteplugins_tracking import TrackerNotInstalledError
+from flyteplugins_tracking.trackers.wandb import vendor
+
+wandb = pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
+ROOM = Path(inspect.getfile(vendor)).parent
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.chdir(tmp_path)
+    opened = wandb.init(mode="offline", project="p", id="contract", dir=tmp_path)
+    yield opened
+    opened.finish()
+    assert vendor.restart_service()
+
+
+@pytest.fixture
+def no_warning(caplog, monkeypatch):
+    monkeypatch.setattr(vendor._warn_once, "_logged", set())
+    yield
+    assert [record for record in caplog.get_records("call") if record.name == vendor.__name__] == []
+
+
+def test_a_run_has_every_part(run, no_warning):
+    assert (vendor.has_active_run(), vendor.is_finished(run), vendor.global_run()) == (True, False, run)
+    vendor.report_changes(run)
+    vendor.set_resumed(run, False)
+    assert not run.resumed
+    vendor.update_settings(run, {"x_label": "label"})
+    assert vendor.settings_of(run, ("x_label", "run_notes")) == {"x_label": "label"}
+    vendor.set_config(run, {"lr": 1})
+    changes = []
+    vendor.on_config_change(run, lambda *args, **kwargs: changes.append(args))
+    run.config["batch"] = 2
+    assert (run.config["lr"], len(changes)) == (1, 1)
+    vendor.replace_config_class(run, lambda kind: type("Sub", (kind,), {}))
+    assert type(run.config).__name__ == "Sub"
+    vendor.set_summary_reader(run, lambda: {"seen": 1})
+    assert dict(run.summary) == {"seen": 1}
+    run.log({"x": 1})
+    vendor.flush(run, 5)
+    assert vendor.read_summary(run) is not None
+    assert vendor.row_method(type(run)).__name__ == "_log"
+    assert all(hasattr(run, name) for name in (*vendor.ENDINGS, *vendor.CALLBACKS))
+    assert hasattr(run, "_init_pid")
+    vendor.set_global_run(None)
+    assert vendor.global_run() is None
+    vendor.set_global_run(run)
+    assert vendor.global_run() is run
+
+
+def test_wandb_core_has_every_part(run, no_warning):
+    address = vendor.service_address()
+    assert address
+    assert not vendor.has_service_died(0.1)
+    assert not vendor.restart_service()  # a run is open in it
+    vendor.drop_unusable_service()
+    assert vendor.service_address() == address
+    with vendor.identity_resolved_once(time.monotonic()), vendor.outside_sweep():
+        pass
+
+
+def test_attaching_has_every_part(run, no_warning):
+    attached, connection = vendor.attach(vendor.service_address(), run.id)
+    assert attached.id == run.id
+    other = object.__new__(type(run))
+    vendor.take_over_state(other, attached)
+    assert vars(other) is vars(attached)
+    vendor.detach(other, connection)
+    vendor.set_finished(other)
+    assert vendor.is_finished(attached)
+    vendor.set_global_run(run)
+
+
+def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    settings = wandb.Settings(init_timeout=3)
+    vendor.merge_settings(settings, {"finish_timeout": 4})
+    vendor.merge_settings(settings, wandb.Settings(run_notes="n"))
+    effective = vendor.effective_settings(settings)
+    assert (effective.init_timeout, effective.finish_timeout, effective.run_notes) == (3, 4, "n")
+    assert vendor.is_set(settings, "init_timeout")
+    assert not vendor.is_set(settings, "run_group")
+    from flyteplugins_tracking.trackers.wandb.open import _SAFER_SETTINGS
+
+    for name, value in _SAFER_SETTINGS.items():
+        vendor.set_default(settings, settings, name, value)
+        assert getattr(settings, name) == value
+    names = ("x_label", "x_sync_dir_suffix", "run_group", "run_job_type", "run_name", "run_notes")
+    vendor.set_required(settings, **dict.fromkeys(names, ""), x_primary=True, x_update_finish_state=True, run_tags=())
+    monkeypatch.delenv("WANDB_ERROR_REPORTING", raising=False)
+    with vendor.without_error_reports():
+        assert os.environ["WANDB_ERROR_REPORTING"] == "false"
+    assert "://" in vendor.default_server("")
+    assert len(vendor.service_gone()) == 3
+    with pytest.raises(vendor._torn_down_error()), vendor.TeardownErrors(torn_down()):
+        raise ValueError
+    assert vendor.was_torn_down(vendor._torn_down_error()("x"))
+
+
+def torn_down():
+    return SimpleNamespace(_interface=SimpleNamespace(_asyncer=SimpleNamespace(_joined=True)))
+
+
+def test_a_torn_down_client_has_the_part_that_says_so():
+    from wandb.sdk.lib.asyncio_manager import AsyncioManager
+
+    manager = AsyncioManager()
+    manager.start()
+    assert manager._joined is False
+    manager.join()
+    assert manager._joined is True
+
+
+# Calls with a wandb that has no private part: what they return, or that they raise the one clear error.
+RUN = SimpleNamespace()
+WITHOUT = {
+    "has_active_run": (lambda: vendor.has_active_run(), False),
+    "restart_service": (lambda: vendor.restart_service(), False),
+    "drop_unusable_service": (lambda: vendor.drop_unusable_service(), None),
+    "has_service_died": (lambda: vendor.has_service_died(), False),
+    "row_method": (lambda: vendor.row_method(SimpleNamespace), None),
+    "report_changes": (lambda: vendor.report_changes(RUN), None),
+    "set_resumed": (lambda: vendor.set_resumed(RUN, True), None),
+    "set_config": (lambda: vendor.set_config(RUN, {}), None),
+    "on_config_change": (lambda: vendor.on_config_change(RUN, print), None),
+    "replace_config_class": (lambda: vendor.replace_config_class(RUN, type), None),
+    "read_summary": (lambda: vendor.read_summary(RUN), {}),
+    "set_summary_reader": (lambda: vendor.set_summary_reader(RUN, dict), None),
+    "flush": (lambda: vendor.flush(RUN, 1), None),
+    "detach": (lambda: vendor.detach(RUN, RUN), None),
+    "outside_sweep": (lambda: vendor.outside_sweep().__enter__(), TrackerNotInstalledError),
+    "service_address": (lambda: vendor.service_address(), TrackerNotInstalledError),
+    "settings_of": (lambda: vendor.settings_of(RUN, ()), TrackerNotInstalledError),
+    "update_settings": (lambda: vendor.update_settings(RUN, {}), TrackerNotInstalledError),
+    "take_over_state": (lambda: vendor.take_over_state(RUN, RUN), TrackerNotInstalledError),
+    "effective_settings": (lambda: vendor.effective_settings(RUN), TrackerNotInstalledError),
+    "set_required": (lambda: vendor.set_required(wandb.Settings(), x_gone=1), TrackerNotInstalledError),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_a_wandb_without_a_part_loses_a_feature_or_says_which_versions_were_tested(name, monkeypatch, caplog):
+    from wandb.sdk import wandb_setup
+
+    monkeypatch.setattr(wandb_setup, "singleton", lambda: SimpleNamespace())
+    monkeypatch.setattr(vendor._warn_once, "_logged", set())
+    call, expected = WITHOUT[name]
+    if expected is TrackerNotInstalledError:
+        with pytest.raises(TrackerNotInstalledError, match=r"wandb \S+ is not supported by .*: tested with wandb>="):
+            call()
+        return
+    with caplog.at_level(logging.WARNING):
+        assert [call(), call()] == [expected] * 2
+    (record,) = caplog.records
+    assert "is not supported by this feature" in record.getMessage()
+
+
+def private_names(path: Path) -> set[str]:
+    """The private attributes that a module uses of other objects than its own, and the private modules it imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls", "super()"):
+                found.add(f"{owner}.{node.attr}")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("wandb."):
+            found.add(str(node.module))
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOM.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOM)))
+def test_only_the_door_uses_private_names(path):
+    if path.name != "vendor.py":
+        assert private_names(path) == set()
