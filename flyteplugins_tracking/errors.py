@@ -33,7 +33,20 @@ class ConfigError(TrackingError):
 
 
 class TrackerUnavailableError(TrackingError):
-    """The tracking service cannot be used: unreachable, or no (valid) key for it."""
+    """The tracking service cannot be used: unreachable, or no (valid) key for it.
+
+    Attributes:
+        reason: What is wrong, and how to fix it.
+        alternative: How to do without the service, as a part of a sentence. Not for one who does so already.
+    """
+
+    def __init__(self, reason: str, alternative: str = "") -> None:
+        super().__init__(reason, alternative)
+        self.reason = reason
+        self.alternative = alternative
+
+    def __str__(self) -> str:
+        return f"{self.reason.rstrip('.')}; or {self.alternative}." if self.alternative else self.reason
 
 
 class TrackerNotInstalledError(TrackingError):

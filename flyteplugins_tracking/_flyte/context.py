@@ -113,7 +113,12 @@ def _refuse_what_is_no_function(target: Any, name: str) -> None:
         raise ConfigError(f"{name} takes the function, not {target!r}: write @{name}(project={target!r})")
     if isinstance(target, (staticmethod, classmethod, property)):
         raise ConfigError(f"put @{name} below @{type(target).__name__}, on the function itself")
-    if isinstance(target, type) or not callable(target):
+    if isinstance(target, type):
+        raise ConfigError(
+            f"{name} decorates functions and Flyte tasks, not the class {target.__qualname__}: put it on the method "
+            "that trains, for instance `fit`"
+        )
+    if not callable(target):
         raise ConfigError(f"{name} decorates functions and Flyte tasks, not {target!r}")
     if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
         raise ConfigError(

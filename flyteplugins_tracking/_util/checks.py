@@ -15,7 +15,7 @@ def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
         ConfigError: It is not.
     """
     if not isinstance(value, str) or value not in allowed:
-        raise ConfigError(f"{name}={value!r} is none of {', '.join(sorted(allowed))}{_nearest(value, allowed)}")
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(sorted(allowed))}{_nearest(value, allowed)}")
 
 
 def check_arguments(owner: str, given: Collection[str], allowed: Collection[str]) -> None:
@@ -75,6 +75,21 @@ def check_texts(name: str, values: object) -> tuple[str, ...] | None:
     return texts
 
 
+# What other tools call the same thing.
+_SYNONYMS = {
+    "node": "worker",
+    "host": "worker",
+    "machine": "worker",
+    "local": "worker",
+    "job": "global",
+    "world": "global",
+    "all": "shared",
+    "per_rank": "new",
+    "weights_and_biases": "wandb",
+}
+
+
 def _nearest(value: object, allowed: Collection[str]) -> str:
-    close = difflib.get_close_matches(str(value), allowed, n=1)
+    synonym = _SYNONYMS.get(str(value).lower().replace("-", "_"))
+    close = [synonym] if synonym in allowed else difflib.get_close_matches(str(value), allowed, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

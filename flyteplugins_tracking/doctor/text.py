@@ -126,7 +126,8 @@ def _findings(report: Report) -> Iterator[str]:
     for found in _sorted(report.diagnostics):
         yield from _finding(found, report.detected.info)
     if report.status == 0:
-        yield "nothing is wrong"
+        has_warnings = any(of_ranks.diagnostic.level == "warning" for of_ranks in report.diagnostics)
+        yield "no errors: see the warnings above" if has_warnings else "nothing is wrong"
 
 
 def _finding(found: OfRanks, info: DistributedInfo | None) -> Iterator[str]:

@@ -226,6 +226,10 @@ def status_of(exit_code: int) -> Status:
     return "killed" if exit_code in (INTERRUPTED, TERMINATED) else "failed"
 
 
+# How to do without a service: see `TrackerUnavailableError`.
+LOCAL_FILES = "log to local files with if_unavailable='degrade'"
+
+
 def missing_key_error(title: str, fixes: str) -> TrackerUnavailableError:
     """Return the error for a process without an API key.
 
@@ -235,5 +239,6 @@ def missing_key_error(title: str, fixes: str) -> TrackerUnavailableError:
     """
     return TrackerUnavailableError(
         f"{title}: there is no API key for this process. {fixes}, or pass secret= to tracking_init (under flytekit, "
-        "secret_requests= to the task too); or go on in local files with if_unavailable='degrade'."
+        "secret_requests= to the task too).",
+        LOCAL_FILES,
     )

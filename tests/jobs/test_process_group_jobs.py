@@ -92,7 +92,7 @@ def test_what_is_gathered_has_the_primarys_statistics_of_the_ranks_that_have_the
         ("no mapping", "ConfigError: metrics take a mapping of text to values, not 0.5", ""),
         ("key", "ConfigError: metrics take a mapping of text to values, not {7: 0.5}", ""),
         ("raises", "OSError: cannot be read", "OSError: cannot be read"),
-        ("stat", "ConfigError: an entry of stats='maen' is none of", ""),
+        ("stat", "ConfigError: an entry of stats='maen' is not one of", ""),
         ("stats", "ConfigError: stats='mean' is no sequence of names", ""),
     ],
 )

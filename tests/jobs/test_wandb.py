@@ -221,10 +221,11 @@ def test_an_unreachable_server_is_reported_before_wandbs_own_timeout(tmp_path, i
     if if_unavailable == "raise":
         assert done.returncode == 1
         assert "TrackerUnavailableError: W&B cannot be used:" in done.output
-        assert "Check WANDB_BASE_URL, the API key and the network" in done.output
+        assert "Check WANDB_BASE_URL, the API key and the network; or log offline with" in done.output
     else:
         assert done.returncode == 0, done.output
         assert done.output.count("wandb sync") >= 1
+        assert "if_unavailable='degrade'" not in done.output  # is set already
         assert [(len(run.rows), run.exit_code) for run in done.runs] == [(1, 0)]
         assert_only_offline(tmp_path / "wandb", runs=1)
 

@@ -49,9 +49,9 @@ def test_each_name_is_in_the_page_on_moving():
     ("arguments", "message"),
     [
         ({"run_mode": "share"}, "did you mean 'shared'?"),
-        ({"rank_scope": "node"}, "is none of global, worker"),
+        ({"rank_scope": "node"}, "is not one of global, worker"),
         ({"projct": "p"}, "did you mean 'project'?"),
-        ({"host": "wandb.example.com"}, "is no address"),
+        ({"host": "wandb.example.com"}, "must be an address"),
         ({"secret": "a" * 40}, "takes a flytekit Secret or a callable"),
         ({"dir": "directory", "entitty": "e"}, "did you mean 'entity'?"),
     ],

@@ -83,7 +83,7 @@ def test_the_run_of_an_async_object_is_open_while_it_runs(recorder):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (Trainer, "decorates functions and Flyte tasks, not <class"),
+        (Trainer, "not the class Trainer: put it on the method that trains"),
         (7, "decorates functions and Flyte tasks, not 7"),
         (staticmethod(len), "put @tracking_init below @staticmethod"),
         (classmethod(len), "put @tracking_init below @classmethod"),

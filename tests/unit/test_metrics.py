@@ -73,8 +73,8 @@ def test_without_torch_the_metrics_come_back(monkeypatch):
     [
         ("mean", r"stats='mean' is no sequence of names: pass stats=\('mean',\)"),
         (None, "stats=None is no sequence of names"),
-        (("maen",), "'maen' is none of max, mean, min, std, sum; did you mean 'mean'"),
-        ((max,), "is none of"),
+        (("maen",), "'maen' is not one of max, mean, min, std, sum; did you mean 'mean'"),
+        ((max,), "is not one of"),
     ],
 )
 def test_statistics_that_are_not_offered_are_refused_without_a_group_too(stats, message):

@@ -27,14 +27,14 @@ GRID = {"method": "grid", "parameters": {"x": {"values": [1]}}}
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "gird"}, "method='gird' is none of bayes, custom, grid, random; did you mean 'grid'?"),
+        ({"method": "gird"}, "method='gird' is not one of bayes, custom, grid, random; did you mean 'grid'?"),
         ({"parameters": [1]}, "parameters= takes a mapping, not list, as in parameters="),
         ({"parameters": {"lr": [0.1, 1]}}, "the parameter 'lr' is no mapping: write {'values': [...]}"),
         ({"parameters": {"lr": 0.1}}, "the parameter 'lr' is no mapping: write {'value': 0.1}"),
         ({"parameters": {"lr": {"value": object()}}}, "JSON cannot hold it"),
         ({"metric": "loss"}, "metric= takes a mapping, not str, as in metric="),
         ({"metric": {"goal": "minimize"}}, "metric= names no metric"),
-        ({"metric": {"name": "loss", "goal": "min"}}, "the goal of metric='min' is none of maximize, minimize"),
+        ({"metric": {"name": "loss", "goal": "min"}}, "the goal of metric='min' is not one of maximize, minimize"),
         ({"early_terminat": {}}, "has no argument 'early_terminat'; did you mean 'early_terminate'?"),
         ({"early_terminate": 3}, "early_terminate= takes a mapping"),
         ({"prior_runs": "one"}, "prior_runs='one' is no sequence of texts"),

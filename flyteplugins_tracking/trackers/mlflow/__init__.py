@@ -111,7 +111,7 @@ class MlflowTracker(Tracker):
         return handle
 
     def _open(self, request: RunRequest, uri: str, undo: Callable[[], object]) -> Any:
-        from flyteplugins_tracking.trackers.client import new_id
+        from flyteplugins_tracking.trackers.client import LOCAL_FILES, new_id
         from flyteplugins_tracking.trackers.mlflow.open import open_run
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
         from flyteplugins_tracking.trackers.mlflow.service import (
@@ -131,8 +131,8 @@ class MlflowTracker(Tracker):
             ) from None
         except UnavailableError as error:
             raise TrackerUnavailableError(
-                f"MLflow cannot be used: {error}. Check tracking_uri= or MLFLOW_TRACKING_URI, and the network; or log "
-                "to files with if_unavailable='degrade'."
+                f"MLflow cannot be used: {error}. Check tracking_uri= or MLFLOW_TRACKING_URI, and the network.",
+                LOCAL_FILES,
             ) from None
         except RejectedError as error:
             raise TrackerUnavailableError(

@@ -20,16 +20,13 @@ from typing import Any
 from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import missing_key_error, run_config
+from flyteplugins_tracking.trackers.client import LOCAL_FILES, missing_key_error, run_config
 from flyteplugins_tracking.trackers.pluto import rows, vendor
 from flyteplugins_tracking.trackers.pluto.process import UploaderProcess
 
 logger = logging.getLogger(__name__)
 
-_FIX = (
-    "Check PLUTO_API_KEY, the PLUTO_URL_* variables and the network; or go on in local files with "
-    "if_unavailable='degrade'."
-)
+_FIX = "Check PLUTO_API_KEY, the PLUTO_URL_* variables and the network."
 # The seconds between two questions whether the service answers, and has the run.
 _POLL_S = 0.1
 # The longest time for one request, in seconds. The client's own limit of 32 s is longer than a run's end waits.
@@ -173,7 +170,8 @@ def _await_service(settings: Any, request: RunRequest) -> None:
             time.sleep(min(_POLL_S, max(0.0, left_s)))
     raise TrackerUnavailableError(
         f"Pluto cannot be used: {why}, at {settings.url_api} within init_timeout_s="
-        f"{request.config.init_timeout_s:g}. {_FIX}"
+        f"{request.config.init_timeout_s:g}. {_FIX}",
+        LOCAL_FILES,
     )
 
 
@@ -227,7 +225,7 @@ def _as_unavailable(error: BaseException) -> BaseException:
     if not isinstance(error, (RuntimeError, ConnectionError)):
         return error
     cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    unavailable = TrackerUnavailableError(f"Pluto cannot be used: {cause}. {_FIX}")
+    unavailable = TrackerUnavailableError(f"Pluto cannot be used: {cause}. {_FIX}", LOCAL_FILES)
     unavailable.__cause__ = error
     return unavailable
 

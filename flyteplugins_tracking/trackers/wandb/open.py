@@ -21,6 +21,7 @@ from flyteplugins_tracking.trackers.wandb.options import HOST, api_of, check_id,
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, directory
 
 logger = logging.getLogger(__name__)
+_OFFLINE = "log offline with WANDB_MODE=offline or if_unavailable='degrade'"
 # Runs are opened again at any time, by any thread. Reentrant: a signal's handler opens runs too.
 _opening = threading.RLock()
 _NOT_ONLINE = ("offline", "disabled", "dryrun")
@@ -88,7 +89,7 @@ def _open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) ->
     remove_failed_run(unavailable.__cause__)
     logger.warning(
         "%s This run is logged offline. To send it when W&B is available, run: wandb sync %s",
-        unavailable,
+        unavailable.reason,
         directory(run),
     )
     return run
@@ -116,8 +117,8 @@ def _init(request: RunRequest, mode: str | None = None) -> Any:
     except (wandb.errors.CommError, wandb.errors.AuthenticationError, ConnectionError, TimeoutError) as error:
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise TrackerUnavailableError(
-            f"W&B cannot be used: {cause}. Check WANDB_BASE_URL, the API key and the network; or log offline with "
-            "WANDB_MODE=offline or if_unavailable='degrade'."
+            f"W&B cannot be used: {cause}. Check WANDB_BASE_URL, the API key and the network.",
+            _OFFLINE,
         ) from error
     except OSError as error:
         raise TrackerUnavailableError(
@@ -297,6 +298,6 @@ def _authenticate(settings: Any, effective: Any, request: RunRequest) -> None:
     elif not request.may_prompt and not vendor.has_credentials(host):
         raise TrackerUnavailableError(
             "W&B: there is no API key for this process. Run `wandb login`, set WANDB_API_KEY, or pass secret= to "
-            "tracking_init (under flytekit, secret_requests= to the task too); or log offline with "
-            "WANDB_MODE=offline or if_unavailable='degrade'."
+            "tracking_init (under flytekit, secret_requests= to the task too).",
+            _OFFLINE,
         )
