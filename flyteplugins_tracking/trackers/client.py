@@ -23,7 +23,7 @@ from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 logger = logging.getLogger(__name__)
 
-_NOT_OPEN = "is not open in this process: its function has ended, or another process opened it. Rows are lost"
+NOT_OPEN = "is not open in this process: its function has ended, or another process opened it. Rows are lost"
 _INTERRUPTED = 130
 
 Status = Literal["finished", "failed", "killed"]
@@ -103,7 +103,7 @@ class ClientHandle(Handle):
             TypeError: `data` is not a mapping of strings to values.
         """
         if self._finished or os.getpid() != self._pid:  # in a forked child, the locks may be held forever
-            self._warn(_NOT_OPEN)
+            self._warn(NOT_OPEN)
             return
         self.request.watch.renew()
         row = self._values.clean(data)
@@ -115,7 +115,7 @@ class ClientHandle(Handle):
             self.request.watch.await_handler()
         with self._lock:
             if self._finished:  # while this thread waited for the lock
-                self._warn(_NOT_OPEN)
+                self._warn(NOT_OPEN)
                 return
             self._resume_and_write_held()
             self._write(row, step, more)
