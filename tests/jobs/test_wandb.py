@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import wandb_files
-from flyteplugins_tracking.trackers._wandb_leftovers import has_rows, remove_failed_run
 from support import jobs
 from support.loopback import Fault
 from support.wandb_server import WandbServer
@@ -28,6 +27,7 @@ import flyteplugins_tracking
 from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking._job.plan import Workers, pages
 from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
+from flyteplugins_tracking.trackers.wandb.leftovers import has_rows, remove_failed_run
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 KEY = "canary" + "0" * 34
