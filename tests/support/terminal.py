@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -42,7 +43,7 @@ class Terminal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # and what it has started: the viewer is another process
         self._process.wait()
         os.close(self._ours)
 

@@ -19,6 +19,8 @@ from typing import Any
 
 # What one SDK's import changes for others, as flytekit's does fsspec: each process imports it anew.
 _CHANGED = ("fsspec",)
+# What its modules register with C++ stays in a forked process: they cannot be imported there a second time.
+_REGISTERED = ("torch",)
 # SDKs whose modules hold state of the process that has used them: a process that such a one forks imports them anew.
 _STATEFUL = ("flytekit", "flytekitplugins", "flyte", "flyteplugins")
 
@@ -55,6 +57,8 @@ class HiddenModules(MetaPathFinder):
         """Have `sys.modules` as in a new interpreter."""
         if forget_stateful:
             self._forget(_STATEFUL)
+            loaded = {name: module for name, module in sys.modules.items() if name not in self._shown}
+            self._modules |= {name: one for name, one in loaded.items() if name.partition(".")[0] in _REGISTERED}
         for name in set(sys.modules) - self._shown:
             del sys.modules[name]
         sys.excepthook = sys.__excepthook__  # some install their own when they are imported

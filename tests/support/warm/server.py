@@ -26,6 +26,7 @@ from support.warm.program import Forker, Program
 MODULES = (
     "numpy",
     "torch",
+    "torch._dynamo",  # by DistributedDataParallel, and by Lightning
     "torch.distributed.run",
     "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
     "wandb",
