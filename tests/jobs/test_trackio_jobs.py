@@ -196,7 +196,7 @@ def test_what_cannot_be_written_in_time_is_kept_and_sent_once(tmp_path):
         done = jobs.finish(process, tmp_path, timeout_s=2 * jobs.TIME_SCALE)  # finish_timeout_s=2
     assert "ValueError: made to fail" in done.output
     assert len(rows(tmp_path)) == 1
-    command = done.output.partition("when that is possible: ")[2].splitlines()[0]
+    command = done.output.partition("Send them later: ")[2].splitlines()[0]
     for _ in range(2):
         sent = send(command, tmp_path, jobs.environment(tmp_path, **environment(tmp_path)))
     assert "has no files" in sent.stderr
@@ -245,7 +245,7 @@ def test_a_server_takes_all_and_what_it_misses_is_kept(tmp_path):
     assert "REFUSED http" in done.output
     assert "does not take the write token" in done.output
     assert f"URL http://127.0.0.1:{port}/?project=p&run_ids=i" in done.output
-    command = done.output.partition("when that is possible: ")[2].splitlines()[0]
+    command = done.output.partition("Send them later: ")[2].splitlines()[0]
     with server(tmp_path, port):
         env = jobs.environment(tmp_path, **environment(tmp_path / "job", TRACKIO_WRITE_TOKEN=TOKEN))
         sent = send(command, tmp_path, env)

@@ -51,7 +51,7 @@ def test_each_name_is_in_the_page_on_moving():
         ({"run_mode": "share"}, "did you mean 'shared'?"),
         ({"rank_scope": "node"}, "is none of global, worker"),
         ({"projct": "p"}, "did you mean 'project'?"),
-        ({"host": "wandb.example.com"}, "is no address"),
+        ({"host": "wandb.example.com"}, "must be an address such as"),
         ({"secret": "a" * 40}, "takes a flytekit Secret or a callable"),
         ({"dir": "directory", "entitty": "e"}, "did you mean 'entity'?"),
     ],
