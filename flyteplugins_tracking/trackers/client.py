@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # How long a signal waits for a row to be written: an exception in the middle would leave half of it.
 _PATIENCE_S = 1.0
 
-_NOT_OPEN = "is not open in this process: its function has ended, or another process opened it. Rows are lost"
+NOT_OPEN = "is not open in this process: its function has ended, or another process opened it. Rows are lost"
 
 Status = Literal["finished", "failed", "killed"]
 
@@ -106,7 +106,7 @@ class ClientHandle(Handle):
             TypeError: `data` is not a mapping of strings to values.
         """
         if self._finished or os.getpid() != self._pid:  # in a forked child, the locks may be held forever
-            self._warn(_NOT_OPEN)
+            self._warn(NOT_OPEN)
             return
         self.request.watch.reinstall()
         row = self._values.clean(data)
@@ -123,7 +123,7 @@ class ClientHandle(Handle):
         """Log a row, and open the run again for it if it has ended early."""
         with self._lock:
             if self._finished:  # while this thread waited for the lock
-                self._warn(_NOT_OPEN)
+                self._warn(NOT_OPEN)
                 return
             self._resume_and_write_held()
             self._write(row, step, more)

@@ -75,7 +75,7 @@ def test_a_run_that_goes_on_has_its_rows_steps_and_the_newest_config(fluent):
     assert run.status == "FAILED"  # sys.exit(3)
     assert run.config == {"lr": 0.2}
     assert (run.params["lr"], run.params["deep.a"], run.params["late"]) == ("0.1", "1", "1")
-    assert "a param keeps its first value: that of lr" in done.output
+    assert "params keep their first values. These have new values: lr" in done.output
     assert (run.name, run.tags["mlflow.note.content"]) == ("named", "why")
     assert (run.tags["plain"], run.tags["team"], run.tags["later"]) == ("", "ml", "tag")
 
@@ -89,7 +89,7 @@ def test_what_mlflow_cannot_hold_is_said_once_a_key(fluent):
     assert {"none", "text", "odd#key"}.isdisjoint(key for key, *_ in run.rows)
     for said in ("'truth': a bool", "'none': None", "'nan': nan", "'inf': inf", "'text': a str", "'odd#key'"):
         assert done.output.count(f"MLflow: {said}") == 1, said
-    assert done.output.count("the param 'lr' is not taken") == 1
+    assert done.output.count("the server rejects the param 'lr'") == 1
 
 
 def test_a_called_task_goes_on_in_the_callers_run_and_does_not_end_it(fluent):

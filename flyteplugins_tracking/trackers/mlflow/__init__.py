@@ -11,6 +11,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import Page
 from flyteplugins_tracking._util.checks import check_flag, check_text
+from flyteplugins_tracking._util.url import has_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
@@ -18,7 +19,7 @@ from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 _TEXTS = ("tracking_uri", "experiment_name", "framework", "link_host")
 _FLAGS = ("autolog", "log_models", "log_datasets", "log_system_metrics")
 _OF_AUTOLOG = ("framework", "log_models", "log_datasets", "autolog_kwargs")
-# They would end the text in a condition of MLflow's search.
+# These characters would end the text in a condition of MLflow's search.
 _NOT_IN_AN_ID = "'\"`\\%"
 
 
@@ -40,7 +41,6 @@ class MlflowTracker(Tracker):
     }
 
     def check(self, config: TrackingConfig) -> None:
-        """See `Tracker.check`."""
         options = config.options
         for name in _TEXTS:
             check_text(name, options.get(name))
@@ -54,51 +54,46 @@ class MlflowTracker(Tracker):
         _check_id(config.group)
 
     def page(self, config: TrackingConfig, page: Page | None) -> str | None:
-        """See `Tracker.page`."""
         from flyteplugins_tracking.trackers.mlflow import links
 
         return links.page(config, page)
 
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
-        """See `Tracker.link`."""
         from flyteplugins_tracking.trackers.mlflow import links
 
         return links.link(config, pages)
 
     def export_run(self, run: Any) -> Mapping[str, Any] | None:
-        """See `Tracker.export_run`."""
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
 
         handle = run._handle
         return {"id": handle.id, **handle.place} if isinstance(handle, MlflowHandle) else None
 
     def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
-        """See `Tracker.on_inactive_rank`."""
         from flyteplugins_tracking.trackers.mlflow.tables import await_first_run
 
-        # Elsewhere the file may be another one, to which nobody writes.
+        # On another node, the file may be another one, to which nobody writes.
         if config.rank_scope == "worker" or (info is not None and info.worker_index == 0):
             await_first_run(config.options, config.init_timeout_s)
         if "mlflow" not in sys.modules:
             return None
-        from flyteplugins_tracking.trackers.mlflow.fluent import without_autologging
+        from flyteplugins_tracking.trackers.mlflow import vendor
 
-        return without_autologging()
+        return vendor.without_autologging()
 
     def diagnose(self) -> Diagnosis:
-        """See `Tracker.diagnose`."""
         from flyteplugins_tracking.trackers.mlflow.diagnose import diagnose
 
         return diagnose()
 
     def open(self, request: RunRequest) -> Handle:
-        """See `Tracker.open`."""
-        # Loaded by ranks that open a run, and not by all that are decorated.
+        # Imported here, so that a rank without a run does not load it.
         from flyteplugins_tracking.trackers.journal import LocalHandle, open_or_keep
-        from flyteplugins_tracking.trackers.mlflow import fluent
+        from flyteplugins_tracking.trackers.mlflow import fluent, vendor
         from flyteplugins_tracking.trackers.mlflow.run import to_be_sent
 
         _check_id(request.plan.run_id)
+        vendor.PARTS.require()
         uri, place = _place(request.config.options.get("tracking_uri"))
         undo = fluent.use_credentials(request.read_secret())
         try:
@@ -142,51 +137,44 @@ class MlflowTracker(Tracker):
         return MlflowHandle(request, self, uri, opened, run_id, undo)
 
 
-def _place(given: str | None) -> tuple[str, dict[str, str]]:
-    """The tracking URI; and as an argument, where the program has set it, and neither an argument nor a variable."""
+def _place(argument: str | None) -> tuple[str, dict[str, str]]:
+    """Return the tracking URI; and as an argument too if the program has set it, and no argument or variable has."""
     import mlflow
-    from mlflow.tracking._tracking_service import utils
 
-    from flyteplugins_tracking.trackers.mlflow.service import has_password
+    from flyteplugins_tracking.trackers.mlflow import vendor
 
     uri = str(mlflow.get_tracking_uri())
-    is_set = given is None and utils._tracking_uri is not None and not has_password(uri)
-    return given or uri, {"tracking_uri": uri} if is_set else {}
+    is_set = argument is None and vendor.uri_set_by_program() is not None and not has_credentials(uri)
+    return argument or uri, {"tracking_uri": uri} if is_set else {}
 
 
 def _check_addresses(options: Mapping[str, Any]) -> None:
     host = options.get("link_host")
     if host is not None and not host.startswith(("https://", "http://")):
-        raise ConfigError(f"link_host={host!r} is no address: write it as link_host='https://mlflow.example.com'")
+        raise ConfigError(f"link_host={host!r} must begin with https:// or http://, as in 'https://mlflow.example.com'")
     for name in ("tracking_uri", "link_host"):
-        if options.get(name) and _has_password(options[name]):
+        if options.get(name) and has_credentials(options[name]):
             raise ConfigError(
                 f"{name}= holds a password, which would be pickled with the task: pass secret=..., or set "
-                "MLFLOW_TRACKING_URI where it runs"
+                "MLFLOW_TRACKING_URI where the task runs"
             )
-
-
-def _has_password(address: str) -> bool:
-    from flyteplugins_tracking.trackers.mlflow.service import has_password
-
-    return has_password(address)
 
 
 def _check_experiment(options: Mapping[str, Any]) -> None:
     experiment_id = options.get("experiment_id")
     if experiment_id is not None and (isinstance(experiment_id, bool) or not isinstance(experiment_id, (str, int))):
-        raise ConfigError(f"experiment_id={experiment_id!r} is no id of an experiment")
+        raise ConfigError(f"experiment_id={experiment_id!r} must be a string or an integer")
     if experiment_id is not None and options.get("experiment_name") is not None:
         raise ConfigError("experiment_id= and experiment_name= name the experiment twice: pass one of them")
 
 
 def _check_autolog(options: Mapping[str, Any]) -> None:
-    given = [name for name in _OF_AUTOLOG if options.get(name) is not None]
-    if given and not options.get("autolog"):
-        raise ConfigError(f"{given[0]}= is an option of autologging: pass autolog=True too")
+    names = [name for name in _OF_AUTOLOG if options.get(name) is not None]
+    if names and not options.get("autolog"):
+        raise ConfigError(f"{names[0]}= is an option of autologging: pass autolog=True too")
     kwargs, framework = options.get("autolog_kwargs"), options.get("framework")
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise ConfigError(f"autolog_kwargs={kwargs!r} is no mapping of arguments to values")
+        raise ConfigError(f"autolog_kwargs={kwargs!r} must be a mapping of arguments to values")
     if framework is None:
         return
     from importlib.util import find_spec
@@ -196,12 +184,12 @@ def _check_autolog(options: Mapping[str, Any]) -> None:
         return
     places = installed.submodule_search_locations or ()
     if not any(os.path.exists(os.path.join(place, framework + end)) for place in places for end in ("", ".py")):
-        raise ConfigError(f"framework={framework!r}: there is no mlflow.{framework}, which could have autologging")
+        raise ConfigError(f"framework={framework!r}: MLflow has no module mlflow.{framework} with autologging")
 
 
 def _check_id(run_id: str | None) -> None:
     if run_id is not None and any(character in run_id for character in _NOT_IN_AN_ID):
-        raise ConfigError(f"{run_id!r} as the tag of an MLflow run may not contain any of {_NOT_IN_AN_ID}")
+        raise ConfigError(f"the id {run_id!r} must not contain any of {_NOT_IN_AN_ID}: it is a tag of the MLflow run")
 
 
 TRACKER = MlflowTracker()

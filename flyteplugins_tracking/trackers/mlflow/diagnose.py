@@ -1,4 +1,4 @@
-"""What the doctor is told of MLflow, without importing it."""
+"""MLflow's diagnosis for the doctor, without an import of the client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
 
-# https://mlflow.org/docs/latest/ml/tracking/backend-stores; since 3.0 it is no directory any more.
+# https://mlflow.org/docs/latest/ml/tracking/backend-stores; since 3.0, it is not a directory anymore.
 _DEFAULT = "sqlite:///mlflow.db"
 # https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/store/db_types/__init__.py
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
@@ -59,7 +59,9 @@ def _of_files(uri: str, place: str, *, is_given: bool) -> Iterator[Diagnostic]:
         return
     elif scheme in ("", "file"):
         yield Diagnostic(
-            "warning", f"MLflow: {what}: runs in files are in maintenance mode, and new versions refuse", serve
+            "warning",
+            f"MLflow: {what}: MLflow does not develop runs in files any further, and new versions refuse them",
+            serve,
         )
     elif scheme == "sqlite":
         folder = os.path.dirname(place.removeprefix("sqlite:///")) or os.curdir
@@ -67,14 +69,17 @@ def _of_files(uri: str, place: str, *, is_given: bool) -> Iterator[Diagnostic]:
         if why is not None:
             yield Diagnostic("error", f"MLflow: {what}: {why}", serve)
     elif scheme.partition("+")[0] not in _DATABASES:
-        text = f"MLflow: {what}: MLflow itself knows no addresses that begin with {scheme}:"
+        text = f"MLflow: {what}: MLflow itself does not support addresses that begin with {scheme}:"
         yield Diagnostic(
             "warning", text, "export MLFLOW_TRACKING_URI=http://HOST:PORT, unless a plugin of MLflow's does"
         )
 
 
 def _reach(address: str, has_credentials: bool, timeout_s: float) -> None:
-    """https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/server/__init__.py, `/version`."""
+    """Ask for the server's version.
+
+    https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/server/__init__.py
+    """
     answer = diagnostics.ask(f"{address}/version", timeout_s)
     if answer.status in (401, 403):
         if not has_credentials:

@@ -1,4 +1,4 @@
-"""The pages of MLflow's UI."""
+"""The addresses of MLflow's pages."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from urllib.parse import quote
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers.base import link_types
-from flyteplugins_tracking.trackers.mlflow.service import shown
 
-# The tags that runs are found by.
+# The tags by which runs are found.
 ID_TAG = "flyteplugins_tracking.run_id"
 GROUP_TAG = "flyteplugins_tracking.group"
 
 
 def run_page(config: TrackingConfig, uri: str | None, experiment_id: str, run_id: str) -> str | None:
-    """The page of a run by the server's id; None where there is no UI that is known."""
+    """Return the page of a run by the server's id; None if the address of the UI is not known."""
     host = host_of(config, uri)
     return None if host is None else f"{host}/#/experiments/{experiment_id}/runs/{run_id}"
 
 
 def page(config: TrackingConfig, page: Page | None) -> str | None:
-    """The address of a run or a group: the list of its experiment's runs, with a filter by the tag.
+    """Return the address of a run or a group: the experiment's list of runs, filtered by the tag.
 
-    The server makes the ids of runs, so that no page of one is known before it is there.
+    The server makes the ids of runs, so a run's own page is not known before the run exists.
     """
     host, experiment_id = host_of(config), _experiment_id(config)
     if host is None or experiment_id is None:
@@ -39,7 +39,7 @@ def page(config: TrackingConfig, page: Page | None) -> str | None:
 
 
 def link(config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
-    """What flytekit's task template gains: see `Tracker.link`."""
+    """Return the values for flytekit's task template, as `Tracker.link` describes them."""
     host = host_of(config)
     if host is None:
         return {}
@@ -58,14 +58,14 @@ def link(config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, s
 
 
 def host_of(config: TrackingConfig, uri: str | None = None) -> str | None:
-    """The address that people open: `link_host=`, or that of the server that the client talks to."""
+    """Return the address of the web pages: `link_host=`, or the tracking server."""
     server = uri or config.options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or ""
     address = str(config.options.get("link_host") or server).rstrip("/")
-    return shown(address) if address.startswith(("https://", "http://")) else None
+    return without_credentials(address) if address.startswith(("https://", "http://")) else None
 
 
 def _link_types(config: TrackingConfig, pages: Sequence[Page] | None) -> Iterator[str]:
-    """The names of the backend's templates: for a run, a group, the experiment or the host."""
+    """Yield the names of the backend's link templates: for a run, a group, the experiment or the host."""
     if _experiment_id(config) is None:
         yield "tracking-mlflow-host"
     elif pages is None:
@@ -75,7 +75,7 @@ def _link_types(config: TrackingConfig, pages: Sequence[Page] | None) -> Iterato
 
 
 def _experiment_id(config: TrackingConfig) -> str | None:
-    """The experiment, where its id is known: the UI has no pages by name."""
+    """Return the experiment's id if it is known. The UI has no pages by name."""
     options = config.options
     if options.get("experiment_id") is not None:
         return str(options["experiment_id"])
@@ -84,5 +84,5 @@ def _experiment_id(config: TrackingConfig) -> str | None:
 
 
 def _quoted(text: str) -> str:
-    """As part of an address; Flyte's templates stay what they are."""
+    """Quote a text for an address. Braces stay: Flyte replaces templates in them."""
     return quote(text, safe="{}")

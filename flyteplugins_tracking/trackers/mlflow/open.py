@@ -1,4 +1,4 @@
-"""Which of an MLflow server's runs is meant. It makes the ids of runs itself: ours are tags."""
+"""Find or create the run on the server. MLflow makes the ids of runs itself, so our ids are tags."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import Any
 
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import run_config
+from flyteplugins_tracking.trackers.client import run_config, status_of
+from flyteplugins_tracking.trackers.mlflow import vendor
 from flyteplugins_tracking.trackers.mlflow.links import GROUP_TAG, ID_TAG
 from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, entities
 
 logger = logging.getLogger(__name__)
 
-# What else than the tags that runs are found by is said of a run by tags.
+# Tags with which runs are not found.
 PARENT_TAG = "flyteplugins_tracking.parent_of"
 CONFIG_TAG = "flyteplugins_tracking.config"
 ATTEMPTS_TAG = "flyteplugins_tracking.attempts"
 RUN_ID_VARIABLE = "MLFLOW_RUN_ID"
 # https://mlflow.org/docs/latest/ml/tracking/#system_tags
 _PARENT_ID_TAG, _NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
-# Servers before 2.10 keep no more in a tag.
+# The limit of servers before 2.10.
 _LONGEST_TAG = 5000
 _LONGEST_PARAM = 6000
 _ENDED_BADLY = ("FAILED", "KILLED")
@@ -33,12 +34,12 @@ _ENDED_BADLY = ("FAILED", "KILLED")
 
 @dataclass(frozen=True)
 class Opened:
-    """A run that has been found or made.
+    """A run that was found or created.
 
     Attributes:
         run: MLflow's own description of it.
-        is_resumed: Whether it was there before this attempt of the job.
-        parent_id: The server's id of the run that stands for its group; None where there is none.
+        is_resumed: Whether it existed before this attempt of the job.
+        parent_id: The server's id of the run that stands for its group; None without a group.
     """
 
     run: Any
@@ -47,14 +48,14 @@ class Opened:
 
 
 def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
-    """Make the run with this id of ours, or go on with it.
+    """Create the run with this id of ours, or resume it.
 
-    One rank makes it: several that ask for it at once would each make one, since a new run is not found at once.
+    Only one rank creates it: a new run cannot be found immediately, so several ranks would each create one.
 
     Raises:
         UnavailableError: The server does not answer in time.
-        RejectedError: It does not take what is asked of it.
-        TrackerUnavailableError: The rank that makes the run has not made it in time.
+        RejectedError: The server rejects a request.
+        TrackerUnavailableError: The rank that creates the run has not created it in time.
         ConfigError: The experiment or the run cannot be logged to.
     """
     chosen = _chosen(request, service)
@@ -67,7 +68,7 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
     tags, name = _tags(request, run_id, parent_id), request.config.name or request.plan.run_id
     found = chosen
     if found is None:
-        found, is_new = _found_or_made(service, experiment_id, (ID_TAG, run_id), name, tags)
+        found, is_new = _find_or_create(service, experiment_id, (ID_TAG, run_id), name, tags)
         if is_new:
             return Opened(found, False, parent_id)
     attempts = found.data.tags.get(ATTEMPTS_TAG, "1")
@@ -78,20 +79,19 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
 
 
 def end_run(service: Service, opened: Opened, exit_code: int) -> None:
-    """Tell the server how a run has ended; and its group, where it was the last of it.
+    """Send a run's status to the server. If it is the last run of its group, send the group's too.
 
     Raises:
         UnavailableError: The server does not answer in time.
-        RejectedError: The run is not there any more.
+        RejectedError: The run does not exist anymore.
     """
-    status = "FINISHED" if exit_code == 0 else "KILLED" if exit_code in (130, 143) else "FAILED"
-    _set_status(service, opened.run, status)
+    _set_status(service, opened.run, status_of(exit_code).upper())
     if opened.parent_id is not None:
         _end_parent(service, opened.parent_id, opened.run.info.experiment_id)
 
 
 def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A config as MLflow's params: texts by keys without levels."""
+    """Return a config as MLflow's params: texts by flat keys."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -102,52 +102,50 @@ def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def new_params(request: RunRequest, opened: Opened) -> dict[str, str]:
-    """The params that the run gains: MLflow keeps the first value of each."""
+    """Return the params that the run does not have yet. MLflow keeps the first value of a param."""
     config = request.config.config
-    wanted = params(config) if isinstance(config, Mapping) else {}
-    there = opened.run.data.params
-    changed = sorted(key for key, value in wanted.items() if there.get(key, value) != value)
+    new = params(config) if isinstance(config, Mapping) else {}
+    kept = opened.run.data.params
+    changed = sorted(key for key, value in new.items() if kept.get(key, value) != value)
     if changed:
         logger.warning(
-            "MLflow: run %s goes on, and a param keeps its first value: that of %s is another one now. The tag %s "
-            "has the new config",
+            "MLflow: run %s is resumed, and params keep their first values. These have new values: %s. The tag %s has "
+            "the new config",
             request.plan.run_id,
             ", ".join(changed),
             CONFIG_TAG,
         )
-    return {key: value for key, value in wanted.items() if key not in there}
+    return {key: value for key, value in new.items() if key not in kept}
 
 
 def next_step(run: Any, prefix: str = "") -> int:
-    """The step behind the largest one that the run has, of keys that begin with `prefix`."""
-    steps = [metric.step for metric in getattr(run.data, "_metric_objs", ()) if metric.key.startswith(prefix)]
-    return max(steps, default=-1) + 1
+    """Return the step after the run's last one, of keys that begin with `prefix`."""
+    return max(vendor.last_steps(run, prefix), default=-1) + 1
 
 
 def _chosen(request: RunRequest, service: Service) -> Any:
-    """The very run that MLFLOW_RUN_ID names, if it is that one that is asked for."""
+    """Return the run with the server's id in MLFLOW_RUN_ID, if the request is for that one."""
     run_id = os.environ.get(RUN_ID_VARIABLE)
     if not run_id or request.plan.run_id != run_id:
         return None
     try:
         run = service.persist("get_run", run_id)
     except RejectedError as error:
-        raise ConfigError(f"{RUN_ID_VARIABLE}={run_id} is no run of this server: {error}") from None
+        raise ConfigError(f"{RUN_ID_VARIABLE}={run_id} is not a run of this server: {error}") from None
     if run.info.lifecycle_stage == "deleted":
         raise ConfigError(f"{RUN_ID_VARIABLE}={run_id} is a deleted run: restore it, or unset the variable")
     return run
 
 
 def _experiment_id(request: RunRequest, service: Service) -> str:
-    """The experiment that was asked for; else MLflow's own choice, by its variables or `set_experiment`."""
-    from mlflow.tracking import fluent
-
+    """Return the experiment that the user asks for, or MLflow's choice by its variables or `set_experiment`."""
     options, env = request.config.options, os.environ
     name = options.get("experiment_name") or request.config.project
     if options.get("experiment_id") is not None:
         return str(options["experiment_id"])
-    if name is None and (fluent._active_experiment_id or env.get("MLFLOW_EXPERIMENT_ID")):
-        return str(fluent._active_experiment_id or env["MLFLOW_EXPERIMENT_ID"])
+    experiment_id = vendor.active_experiment_id() or env.get("MLFLOW_EXPERIMENT_ID")
+    if name is None and experiment_id:
+        return str(experiment_id)
     name = name or env.get("MLFLOW_EXPERIMENT_NAME")
     if not name:
         return "0"
@@ -161,20 +159,20 @@ def _new_experiment(service: Service, name: str) -> Any:
     try:
         service.call("create_experiment", name, None, [])
     except RejectedError as error:
-        if error.code != "RESOURCE_ALREADY_EXISTS":  # another rank's
+        if error.code != "RESOURCE_ALREADY_EXISTS":  # another rank has created it
             raise
     return service.call("get_experiment_by_name", name)
 
 
 def _parent(request: RunRequest, service: Service, experiment_id: str) -> Any:
-    """In "new", the run that stands for the group. Its first rank makes it."""
+    """Return the run that stands for the group in "new". The group's first rank creates it."""
     group = request.config.group or request.plan.group
     if request.config.run_mode != "new" or group is None:
         return None
     if group == os.environ.get(RUN_ID_VARIABLE):
         parent = service.persist("get_run", group)
     elif _is_first(request):
-        parent, _ = _found_or_made(service, experiment_id, (PARENT_TAG, group), group, {PARENT_TAG: group})
+        parent, _ = _find_or_create(service, experiment_id, (PARENT_TAG, group), group, {PARENT_TAG: group})
     else:
         parent = _awaited(request, service, experiment_id, PARENT_TAG, group)
     if parent.info.status != "RUNNING":
@@ -188,9 +186,9 @@ def _is_first(request: RunRequest) -> bool:
 
 
 def _end_parent(service: Service, parent_id: str, experiment_id: str) -> None:
-    """The last of a group ends it, as badly as the worst of it has ended.
+    """Send the group's status, the worst of its runs, if all of them have ended.
 
-    Two that end at once both find that all have ended, and say the same.
+    Two runs that end at once may both send it, and send the same.
     """
     children = f"tags.`{_PARENT_ID_TAG}` = '{parent_id}' and attributes.status = "
 
@@ -209,15 +207,15 @@ def _awaited(request: RunRequest, service: Service, experiment_id: str, tag: str
     if run is None:
         raise TrackerUnavailableError(
             f"MLflow: experiment {experiment_id} has no run with the tag {tag}={value} after init_timeout_s="
-            f"{request.config.init_timeout_s:g}: the rank that makes it has not done so."
+            f"{request.config.init_timeout_s:g}: the rank that creates it has not done so."
         )
     return run
 
 
-def _found_or_made(
+def _find_or_create(
     service: Service, experiment_id: str, tag: tuple[str, str], name: str | None, tags: Mapping[str, str]
 ) -> tuple[Any, bool]:
-    """The run, and whether it is new."""
+    """Return the run, and whether it is new."""
 
     def attempt() -> tuple[Any, bool]:
         found = _find(service, experiment_id, *tag)
@@ -234,16 +232,14 @@ def _find(service: Service, experiment_id: str, tag: str, value: str) -> Any:
 def _search(service: Service, experiment_id: str, condition: str) -> Any:
     from mlflow.entities import ViewType
 
-    # Where a request to create it has arrived late, after it was made again, there are two: the last asked for is ours.
+    # A request to create it that arrives late makes a second run. Ours is the one that was asked for last.
     newest_first = ["attributes.start_time DESC"]
     return service.call("search_runs", [experiment_id], condition, ViewType.ACTIVE_ONLY, 1, newest_first, None)
 
 
 def _create(service: Service, experiment_id: str, name: str | None, tags: Mapping[str, str]) -> Any:
-    """As `mlflow.start_run`, which says where a run comes from by tags."""
-    from mlflow.tracking.context.registry import resolve_tags
-
-    known = resolve_tags(dict(tags))
+    """Create a run as `mlflow.start_run` does, with tags that say where it comes from."""
+    known = vendor.tags_of_start_run(tags)
     if name:
         known["mlflow.runName"] = name
     user = known.get("mlflow.user", "unknown")
@@ -255,7 +251,7 @@ def _set_status(service: Service, run: Any, status: str, name: str | None = None
     from mlflow.entities import RunStatus
 
     is_running = status == "RUNNING"
-    # Of a run that goes on, MLflow wants an end all the same.
+    # MLflow wants an end time for a running run too.
     end_ms = run.info.end_time if is_running else time.time_ns() // 1_000_000
     service.persist("update_run_info", run.info.run_id, RunStatus.from_string(status), end_ms, name)
 
@@ -275,6 +271,6 @@ def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, 
 
 
 def _config_tag(request: RunRequest) -> str:
-    """The whole config, as it is now. Where that is too much for a tag, the user's part is in the params alone."""
+    """Return the whole config as JSON. If that is too long for a tag, leave out the user's config: params have it."""
     whole = json.dumps(run_config(request))
     return whole if len(whole) <= _LONGEST_TAG else json.dumps(dict(request.facts))[:_LONGEST_TAG]

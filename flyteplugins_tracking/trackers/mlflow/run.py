@@ -1,4 +1,4 @@
-"""An MLflow run while it is open: what is logged goes out in the background, and the lifecycle alone ends it."""
+"""An open MLflow run: rows are sent in the background, and only the decorator ends the run."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from flyteplugins_tracking._util.url import has_credentials, without_credentials
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of, refuse_to_pickle
+from flyteplugins_tracking.trackers.client import NOT_OPEN, ClientHandle, prefix_of, refuse_to_pickle
 from flyteplugins_tracking.trackers.journal import Journal, how_to_send
 from flyteplugins_tracking.trackers.mlflow import fluent
 from flyteplugins_tracking.trackers.mlflow.links import run_page
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params, next_step
 from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender, flush_vendors, now_ms
-from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, UnavailableError, has_password, shown
+from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, UnavailableError
 from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 logger = logging.getLogger(__name__)
 
-# What of a run's end is kept for telling the server of it, in seconds and at most as a part of it all.
-_TELLING_S, _TELLING_PART = 3.0, 0.25
-# The server's steps have 64 bits, and one more is to come.
+# The part of a run's end that is kept for sending the status: seconds, and the largest share of finish_timeout_s.
+_STATUS_S, _STATUS_SHARE = 3.0, 0.25
+# The server's steps have 64 bits, and the next step needs room.
 _LARGEST_STEP = 2**63 - 1
-# The options that ask for something on the rank itself: nothing for the process that sends kept rows later.
+# The options that concern the rank itself. The process that sends kept rows later does not need them.
 _LOCAL_OPTIONS = ("autolog", "framework", "log_models", "log_datasets", "autolog_kwargs", "log_system_metrics")
 
 
 class MlflowHandle(ClientHandle):
-    """An open MLflow run, which `mlflow.active_run()` returns while the function runs."""
+    """An open MLflow run. `mlflow.active_run()` returns it while the function runs."""
 
     def __init__(
         self,
@@ -40,62 +41,66 @@ class MlflowHandle(ClientHandle):
         uri: str,
         opened: Opened,
         run_id: str,
-        at_end: Callable[[], object],
+        undo_credentials: Callable[[], object],
     ) -> None:
-        """Of a run that has been `opened` behind `uri`, as `run_id` of ours. `at_end` is called at its very end."""
+        """Make the run active.
+
+        Args:
+            request: The decorator's request for this run.
+            tracker: The MLflow tracker.
+            uri: The tracking URI.
+            opened: The run on the server.
+            run_id: Our id of the run.
+            undo_credentials: Called when the run has ended.
+        """
         values = MetricSanitizer(
-            tracker.title, prefix_of(request), "no point of a chart: MLflow keeps NaN, and an infinity as 1.8e308"
+            tracker.title, prefix_of(request), "not shown in charts: MLflow keeps NaN, and keeps an infinity as 1.8e308"
         )
         super().__init__(request, tracker.title, values)
         self.id, self.uri, self.opened = run_id, uri, opened
-        # Another rank may find a run that was there before, or one that the primary has just made.
+        # The run that another rank finds may be an earlier attempt's, or one that the primary has just made.
         is_retry = self._barrier is not None and self._barrier.is_retry and not request.plan.primary
         self.is_resumed = opened.is_resumed or is_retry
         self.run = run_class()(opened.run, self)
         self._tracker = tracker
         self._next_step = next_step(opened.run) if self.is_resumed else 0
-        self._names: dict[str, str] = {}  # the names of metrics, as MLflow takes them
+        self._names: dict[str, str] = {}  # the names of metrics that MLflow takes, by key
         self._last: dict[str, Any] = {}
         self._sender = Sender(Service(uri, is_known=True), opened.run.info.run_id, self.id)
         self._journal: Journal | None = None
-        self._leave: list[Callable[[], object]] = [at_end]
+        self._undo: list[Callable[[], object]] = [undo_credentials]
         try:
-            self._enter()
+            self._activate()
         except BaseException:
-            self._let_go()
-            self._tell_end(1, time.monotonic() + _TELLING_S)
+            self._deactivate()
+            self._send_status(1, time.monotonic() + _STATUS_S)
             raise
 
     @property
     def url(self) -> str | None:
-        """See `Handle.url`."""
-        found: str | None = self.run.url
-        return found
+        """The run's page; None if the address of the UI is not known."""
+        url: str | None = self.run.url
+        return url
 
     @property
     def place(self) -> dict[str, str]:
-        """The arguments that lead to where the run is."""
-        found = {"experiment_id": self.opened.run.info.experiment_id}
-        return found if has_password(self.uri) else {**found, "tracking_uri": self.uri}
+        """The arguments with which another process finds the run."""
+        arguments = {"experiment_id": self.opened.run.info.experiment_id}
+        return arguments if has_credentials(self.uri) else {**arguments, "tracking_uri": self.uri}
 
     def summary(self) -> Mapping[str, Any]:
-        """See `Handle.summary`."""
         return dict(self._last)
 
     def unsent(self) -> Sequence[str]:
-        """See `Handle.unsent`."""
         return [] if self._journal is None else [self._journal.directory]
 
     def how_to_send(self, directory: str) -> str:
-        """See `Handle.how_to_send`."""
         return how_to_send(directory)
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
-        """See `ClientHandle.write`."""
         self._write_at(row, step, now_ms())
 
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:
-        """See `ClientHandle.replay`."""
         with self._lock:
             if not self._sender.has_room:
                 left = self._sender.flush(time.monotonic() + self.request.config.finish_timeout_s)
@@ -104,53 +109,51 @@ class MlflowHandle(ClientHandle):
             self._write_at(row, step, round(time_s * 1000))
 
     def put(self, kind: Literal["params", "tags"], data: Mapping[str, Any]) -> None:
-        """Have params or tags sent, in the order of what is logged."""
+        """Send params or tags in the background, in order with the rows."""
         if self._finished or os.getpid() != self._pid:
-            self._warn("is not open here, and what is logged is lost: its function has ended, or is another process's")
+            self._warn(NOT_OPEN)
             return
         self.request.watch.reinstall()
         self._put(Item(kind, dict(data), 0, now_ms()))
 
     def end(self, exit_code: int) -> None:
-        """See `ClientHandle.end`."""
         timeout_s = self.request.config.finish_timeout_s
         until = time.monotonic() + timeout_s
         self._stop_monitor()
-        telling_s = min(_TELLING_S, timeout_s * _TELLING_PART)
-        if not flush_vendors(Service(self.uri), until - telling_s - time.monotonic()):
+        status_s = min(_STATUS_S, timeout_s * _STATUS_SHARE)
+        if not flush_vendors(Service(self.uri), until - status_s - time.monotonic()):
             self._warn("has rows of MLflow's own asynchronous logging that were not sent in time")
-        left = self._sender.flush(until - telling_s)
-        is_told = self._tell_end(exit_code, until)
-        if left or not is_told or self._journal is not None:
+        left = self._sender.flush(until - status_s)
+        is_sent = self._send_status(exit_code, until)
+        if left or not is_sent or self._journal is not None:
             self._keep(left, exit_code)
 
     def finish(self, exit_code: int) -> None:
-        """See `Handle.finish`."""
         try:
             super().finish(exit_code)
-            left = self._sender.flush(time.monotonic() + _TELLING_S)  # params that came after an early end
+            left = self._sender.flush(time.monotonic() + _STATUS_S)  # params that were logged after an early end
             if left:
                 self._keep(left, exit_code)
         finally:
-            self._let_go()
+            self._deactivate()
 
-    def _let_go(self) -> None:
-        for leave in reversed(self._leave):
-            leave()
-        self._leave.clear()
+    def _deactivate(self) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
 
-    def _enter(self) -> None:
-        """Make it MLflow's active run, with what was asked for on this rank."""
+    def _activate(self) -> None:
+        """Make it MLflow's active run, with the autologging and the metrics of the system that the user wants."""
         request, info = self.request, self.opened.run.info
-        self._leave.append(fluent.activate(self.run, self.uri, info.experiment_id))
+        self._undo.append(fluent.activate(self.run, self.uri, info.experiment_id))
         if request.plan.primary:
-            self._leave += fluent.autolog(request.config.options)
+            self._undo += fluent.autolog(request.config.options)
             params = new_params(request, self.opened)
             if params:
                 self.put("params", params)
-        self._monitor = fluent.system_metrics(request, info.run_id, self._put_system_metrics)
-        if self._monitor is not None:
-            self._monitor._logging_step = next_step(self.opened.run, "system/")
+        self._monitor = fluent.system_metrics(
+            request, info.run_id, self._put_system_metrics, next_step(self.opened.run, "system/")
+        )
 
     def _stop_monitor(self) -> None:
         if self._monitor is not None:
@@ -177,7 +180,9 @@ class MlflowHandle(ClientHandle):
             whole = _LARGEST_STEP
         if abs(whole) < _LARGEST_STEP:
             return whole
-        self._values.warn_once(f"step={step!r}", "it is no step of MLflow's: the next one is taken")
+        self._values.warn_once(
+            f"step={step!r}", "MLflow takes integers of 64 bits as steps: the row gets the next step"
+        )
         return self._next_step
 
     def _put(self, item: Item) -> None:
@@ -192,7 +197,7 @@ class MlflowHandle(ClientHandle):
         except (TypeError, ValueError, OverflowError):
             self._values.warn_once(
                 key,
-                f"a {type(value).__name__} is no metric: it is left out. There are log_params, set_tags, log_figure",
+                f"a {type(value).__name__} is left out: metrics are numbers. Use log_params, set_tags or log_figure",
             )
             return False
         return not isinstance(value, str)
@@ -202,51 +207,50 @@ class MlflowHandle(ClientHandle):
         if name is None:
             name = self._names[key] = fluent.metric_name(key)
             if name != key:
-                self._values.warn_once(key, f"MLflow takes no such name of a metric: it is logged as {name!r}")
+                self._values.warn_once(key, f"MLflow does not take this name of a metric: it is logged as {name!r}")
         return name
 
-    def _tell_end(self, exit_code: int, until: float) -> bool:
+    def _send_status(self, exit_code: int, until: float) -> bool:
         if not self.request.plan.primary:
             return True
         try:
             end_run(Service(self.uri, until, is_known=True), self.opened, exit_code)
         except RejectedError:
-            self._warn("could not be told how it has ended")
+            self._warn("keeps its status: the server has rejected the new one")
         except UnavailableError:
             return False
         return True
 
     def _keep(self, left: Sequence[Item], exit_code: int | None) -> None:
-        """Keep in files what was not sent: by the end, or as too much waits. It is told once."""
+        """Keep rows in files: at the end, those that are not sent; before that, those for which memory has no room."""
         is_first = self._journal is None
         journal = self._journal = self._journal or Journal(to_be_sent(self.request, self.place), self._tracker, self.id)
         for item in left:
             if item.kind == "row":
                 journal.row(item.data, item.step, item.time_ms / 1000)
             else:
-                texts = {str(key): str(value) for key, value in item.data.items()}  # as the server would have them
+                texts = {str(key): str(value) for key, value in item.data.items()}  # the server has only texts
                 journal.call("log_params" if item.kind == "params" else "set_tags", [texts], {})
         if exit_code is not None:
             journal.end(exit_code)
         if is_first:
             logger.warning(
-                "MLflow: run %s: %s did not take all that was logged. The rest is in files. Send it when MLflow is "
-                "there: %s",
+                "MLflow: run %s: %s has not taken all rows. The rest is in files. Send it when MLflow answers: %s",
                 self.id,
-                shown(self.uri),
+                without_credentials(self.uri),
                 how_to_send(journal.directory),
             )
 
 
 def to_be_sent(request: RunRequest, place: Mapping[str, Any]) -> RunRequest:
-    """The same request, for what is kept in files: it is sent later, to that `place`, by another process."""
+    """Return the request for rows in files, which another process sends later to `place`."""
     config, left_out = request.config, {*_LOCAL_OPTIONS, *(("experiment_name",) if "experiment_id" in place else ())}
     options = {name: value for name, value in config.options.items() if name not in left_out}
     return replace(request, config=replace(config, options={**options, **place}))
 
 
 class Logging:
-    """What `get_run` gives beside what MLflow's active run has: it logs in the background, and ends nothing."""
+    """Adds logging in the background to MLflow's active run, and keeps it from being ended."""
 
     is_tracked = True
     info: Any
@@ -268,12 +272,12 @@ class Logging:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was there before this attempt of the job."""
+        """Whether the run existed before this attempt of the job."""
         return self._handle.is_resumed
 
     @property
     def url(self) -> str | None:
-        """The run's page; None where the runs are in a database of this machine."""
+        """The run's page; None if the runs are in a database of this machine."""
         return run_page(self._handle.request.config, self._handle.uri, self.info.experiment_id, self.run_id)
 
     @property
@@ -288,19 +292,16 @@ class Logging:
         self._handle.log(data, step)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
-        """See `log`."""
         self.log(metrics, step)
 
     def log_metric(self, key: str, value: Any, step: int | None = None, **_: Any) -> None:
-        """See `log`."""
         self.log({key: value}, step)
 
     def log_params(self, params: Mapping[str, Any], **_: Any) -> None:
-        """Log params in the background. One that has another value already keeps it, with a warning."""
+        """Log params in the background. A param that has another value already keeps it, with a warning."""
         self._handle.put("params", params)
 
     def log_param(self, key: str, value: Any, **_: Any) -> None:
-        """See `log_params`."""
         self.log_params({key: value})
 
     def set_tags(self, tags: Mapping[str, Any], **_: Any) -> None:
@@ -308,7 +309,6 @@ class Logging:
         self._handle.put("tags", tags)
 
     def set_tag(self, key: str, value: Any, **_: Any) -> None:
-        """See `set_tags`."""
         self.set_tags({key: value})
 
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
@@ -351,7 +351,7 @@ class Logging:
 
 @functools.lru_cache(maxsize=1)
 def run_class() -> Any:
-    """The class of the runs that `get_run` gives: made on use, since it is one of MLflow's."""
+    """Return the class of the runs that `get_run` returns. It is made late, since its base is MLflow's."""
     import mlflow
 
     return type("MlflowRun", (Logging, mlflow.ActiveRun), {})

@@ -1,6 +1,6 @@
-"""What one process has logged to an MLflow run, on its way to the server: in a thread, in order, and until it is there.
+"""Sends one process's rows to an MLflow run: in a thread, in order, and again until the server takes them.
 
-A batch that is sent twice is there once: points with the same key, step, time and value are one to MLflow.
+A batch can be sent twice: MLflow keeps one of two points with the same key, step, time and value.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from itertools import islice
 from typing import Any, Literal
 
 from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.trackers.mlflow import vendor
 from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, UnavailableError, entities
 
 logger = logging.getLogger(__name__)
 
-# How long rows wait for others to go with, in seconds; and how many values go at once, MLflow's most.
+# How long rows wait for more rows, in seconds; and how many values one call may have, which is MLflow's limit.
 _WAIT_S = 0.5
 _MOST_AT_ONCE = 1000
 _MOST_PARAMS = 100
-# How many values wait in memory for a server that is away: some 60 MB.
+# How many values wait in memory during an outage: about 60 MB.
 MOST_WAITING = 250_000
-# The pauses between tries, in seconds: an outage's end is to be noticed before the end of a run gives up.
+# The pauses between tries, in seconds. They are short, so that the end of a run notices that an outage is over.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 0.5, 8.0, 1.0
-# How many rows in a row the server refuses before the rest of a batch is given up.
-_MOST_REFUSED = 5
+# After so many rejected rows in a row, the rest of a batch is given up.
+_MOST_REJECTED = 5
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class Item:
     """A row, params or tags.
 
     Attributes:
-        kind: What it is.
-        data: Its values by their keys.
-        step: A row's step.
+        kind: Which of them.
+        data: The values by their keys.
+        step: The row's step.
         time_ms: When it was logged, in milliseconds since the epoch.
     """
 
@@ -50,25 +52,32 @@ class Item:
 
 
 class Sender:
-    """One process's way to a run. Its thread starts with the first thing to send."""
+    """Sends one process's items to a run. The thread starts with the first item."""
 
     def __init__(self, service: Service, run_id: str, label: str) -> None:
-        """Send to the run that the server calls `run_id` and messages `label`."""
+        """Initialize the sender.
+
+        Args:
+            service: The server.
+            run_id: The server's id of the run.
+            label: The run's id in messages.
+        """
         self._service, self._run_id, self._label = service, run_id, label
         self._waiting: deque[Item] = deque()
         self._size = 0  # values that wait
-        self._changed = threading.Condition()  # reentrant: by a signal handler that logs
+        self._changed = threading.Condition()  # reentrant, since a signal handler may log
         self._thread: threading.Thread | None = None
-        self._until: float | None = None  # when what waits must have been sent
-        self._told: set[str] = set()
+        self._until: float | None = None  # the deadline for what waits
+        self._warn_once = WarnOnce(logger)
+        self._outages = 0
 
     @property
     def has_room(self) -> bool:
-        """Whether it takes more."""
+        """Whether there is room for another item."""
         return self._size < MOST_WAITING
 
     def put(self, item: Item) -> bool:
-        """Have `item` sent. False where too much waits already."""
+        """Send `item` in the background. Returns False if there is no room for it."""
         with self._changed:
             if not self.has_room:
                 return False
@@ -82,10 +91,10 @@ class Sender:
         return True
 
     def flush(self, until: float) -> list[Item]:
-        """Wait until all is sent, at most `until`, in seconds of `time.monotonic`.
+        """Wait until all items are sent, at most until `until`, in seconds of `time.monotonic`.
 
         Returns:
-            What could not be sent. It is this one's no more.
+            The items that were not sent. The sender forgets them.
         """
         with self._changed:
             self._until = self._service.deadline = until
@@ -106,18 +115,18 @@ class Sender:
             except UnavailableError as error:
                 down_since = down_since or time.monotonic()
                 pause_s = min(max(_SHORTEST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
-                self._tell("outage", "%s. What is logged is kept, and sent when it answers", error)
+                self._tell(f"outage {self._outages}", "%s. Rows are kept, and sent when it answers", error)
                 continue
             except Exception:
-                logger.warning("MLflow: run %s: what was logged is lost", self._label, exc_info=True)
+                logger.warning("MLflow: run %s: rows are lost", self._label, exc_info=True)
             if down_since is not None:
                 logger.warning("MLflow: run %s: the server answers again", self._label)
-                self._told.discard("outage")
+                self._outages += 1
             pause_s, down_since = 0.0, None
             self._done(len(batch))
 
     def _next(self, pause_s: float) -> Sequence[Item] | None:
-        """What is to be sent next; None for a thread that is not needed any more."""
+        """Return the next batch; None to end a thread that is not needed anymore."""
         me = threading.current_thread()
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._thread is not me)
@@ -136,7 +145,7 @@ class Sender:
             self._changed.wait(min(pause_s, _LAST_PAUSE_S))
 
     def _batch(self) -> Sequence[Item]:
-        """The next rows that go in one call; or params, or tags, which the server may refuse."""
+        """Return the rows for one call, or one item of params or tags: the server may reject those."""
         size, count = 0, 0
         for item in islice(self._waiting, _MOST_AT_ONCE):
             size += len(item.data)
@@ -180,53 +189,51 @@ class Sender:
         try:
             self._call(**{kind: [value]})
         except RejectedError as error:
-            self._tell(value.key, f"the {kind[:-1]} {value.key!r} is not taken: %s", error)
+            self._tell(value.key, f"the server rejects the {kind[:-1]} {value.key!r}: %s", error)
 
     def _send_one_by_one(self, batch: Sequence[Item], error: RejectedError) -> None:
-        """Find what the server does not take: it takes all of a batch, or nothing."""
-        refused = 0
+        """Send the rows of a rejected batch one by one: the server takes a whole batch or nothing."""
+        rejected = 0
         for number, item in enumerate(batch):
             try:
                 self._log([item])
-                refused = 0
+                rejected = 0
             except RejectedError as own:
-                refused, error = refused + 1, own
-                self._tell(",".join(item.data), f"a row of {', '.join(item.data)} is not taken: %s", own)
-            if refused == _MOST_REFUSED:
+                rejected, error = rejected + 1, own
+                self._tell(",".join(item.data), f"the server rejects a row of {', '.join(item.data)}: %s", own)
+            if rejected == _MOST_REJECTED:
                 lost = len(batch) - number - 1
-                self._tell("rows", f"{lost} more rows are given up: %s", error)
+                self._tell("rows", f"{lost} more rows are lost: %s", error)
                 return
 
     def _log(self, items: Sequence[Item]) -> None:
         from mlflow.entities import Metric
 
         points = [Metric(key, value, item.time_ms, item.step) for item in items for key, value in item.data.items()]
-        for first in range(0, len(points), _MOST_AT_ONCE):  # a single row may have more
+        for first in range(0, len(points), _MOST_AT_ONCE):  # a single row may have more values
             self._call(metrics=points[first : first + _MOST_AT_ONCE])
 
     def _call(self, **what: Sequence[Any]) -> None:
         self._service.call("log_batch", self._run_id, **{"metrics": [], "params": [], "tags": [], **what})
 
     def _tell(self, key: str, text: str, *args: object) -> None:
-        """Once: it is said for each batch."""
-        if key not in self._told:
-            self._told.add(key)
-            logger.warning(f"MLflow: run %s: {text}", self._label, *args)
+        """Warn, once for each key: the cause may repeat with each batch."""
+        self._warn_once(key, f"MLflow: run %s: {text}", self._label, *args)
 
 
 def flush_vendors(service: Service, timeout_s: float) -> bool:
-    """Send what the user's own calls have left to MLflow's queue. Returns whether that was done in time."""
-    queue = getattr(service.vendors_store, "_async_logging_queue", None)
-    if queue is None or queue.is_idle():
+    """Send the rows in MLflow's queue, from the user's own calls. Returns whether they were sent in time."""
+    store = service.vendors_store
+    if vendor.own_rows_are_sent(store):
         return True
 
     def flush() -> None:
         with contextlib.suppress(Exception):
-            service.vendors_store.flush_async_logging()
+            vendor.send_own_rows(store)
 
     return run_with_timeout(timeout_s, flush)
 
 
 def now_ms() -> int:
-    """The time as MLflow has it."""
+    """Return the time in milliseconds since the epoch."""
     return time.time_ns() // 1_000_000

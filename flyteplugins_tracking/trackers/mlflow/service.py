@@ -1,24 +1,25 @@
-"""An MLflow server's runs, by calls that neither try again nor outlast the time they are given."""
+"""The runs of an MLflow server. A call is made once, and ends within the time that it has."""
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flyteplugins_tracking._util.url import without_credentials
+from flyteplugins_tracking.trackers.mlflow import vendor
 from flyteplugins_tracking.trackers.mlflow.tables import alone_with
 
-# What a call may take where nobody waits for it, in seconds: less than the end of a run waits for its rows.
+# The longest time for a call for which nobody waits, in seconds. The end of a run waits longer for its rows.
 _CALL_S = 20.0
 _SHORTEST_S = 0.5
-# What the server is asked again after, in seconds.
+# The pause between two tries, in seconds.
 _PAUSE_S = 0.25
-# The answers of HTTP that another try may change.
+# The HTTP status codes that another try may change.
 _PASSING = frozenset({408, 425, 429})
-# The error codes of MLflow that no other try changes.
+# The error codes of MLflow that no other try can change.
 _FINAL = frozenset(
     {
         "BAD_REQUEST",
@@ -34,19 +35,19 @@ _FINAL = frozenset(
 
 
 class UnavailableError(Exception):
-    """The server does not answer, or not now."""
+    """The server cannot be used now. It may answer later."""
 
 
 class NoConnectionError(UnavailableError):
-    """Nothing is there that takes a connection. It may just be starting."""
+    """No server takes a connection. It may be starting."""
 
 
 class UnauthorizedError(UnavailableError):
-    """The server wants other credentials. They may come: a token is renewed."""
+    """The server does not take the credentials. A token may be renewed."""
 
 
 class RejectedError(Exception):
-    """The server does not take what was asked of it.
+    """The server rejects a request, and would reject it again.
 
     Attributes:
         code: MLflow's error code.
@@ -62,15 +63,15 @@ class Service:
 
     Attributes:
         uri: The tracking URI.
-        deadline: When calls must have ended, in seconds of `time.monotonic`; None for a time of their own each.
-        is_known: Whether an MLflow server has answered there: another's answers are then a proxy's, and pass.
+        deadline: When calls must have ended, in seconds of `time.monotonic`; None if each call has its own limit.
+        is_known: Whether an MLflow server has answered there before. A strange answer is then a proxy's, and passes.
     """
 
     def __init__(self, uri: str, deadline: float | None = None, *, is_known: bool = False) -> None:
         self.uri = uri
         self.is_known = is_known
         self.deadline = deadline
-        # A server that is not there is mostly an address that is wrong: it is waited for half of the time.
+        # If nothing takes connections, the address is probably wrong: half of the time is enough.
         self._absent_until = None if deadline is None else (time.monotonic() + deadline) / 2
         self._store: Any = None
 
@@ -78,8 +79,8 @@ class Service:
         """Call a method of MLflow's store of runs, once.
 
         Raises:
-            UnavailableError: Another time it may work.
-            RejectedError: It will not.
+            UnavailableError: The call may succeed later.
+            RejectedError: The call will never succeed.
         """
         from mlflow.exceptions import MlflowException
 
@@ -91,32 +92,32 @@ class Service:
             raise UnavailableError(_first_line(error.message)) from None
         except (UnavailableError, RejectedError, AttributeError, TypeError):
             raise
-        except ValueError as error:  # it cannot be put into a request: nothing that changes
+        except ValueError as error:  # the values cannot be put into a request
             raise RejectedError(f"{type(error).__name__}: {_first_line(str(error))}") from None
-        except Exception as error:  # of a database: it is locked, or another process is just making its tables
+        except Exception as error:  # of a database that is locked, or whose tables another process is creating
             raise UnavailableError(f"{type(error).__name__}: {_first_line(str(error))}") from None
 
     def persist(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call again until it works or the deadline has come.
+        """Call a method of the store again until it succeeds.
 
         Raises:
-            UnavailableError: It has.
-            RejectedError: It never will.
+            UnavailableError: It has not succeeded before the deadline.
+            RejectedError: It will never succeed.
         """
         return self.until(lambda: (self.call(method, *args, **kwargs),))[0]
 
     def until(self, attempt: Callable[[], Any]) -> Any:
-        """What `attempt` gives as soon as that is something, or None when the deadline has come.
+        """Call `attempt` until it returns a true value. Returns its last value at the deadline.
 
         Raises:
-            UnavailableError: The deadline has come, and the last attempt could not be made.
-            UnauthorizedError: At once: nobody else's key comes along.
+            UnavailableError: The deadline has passed, and the last attempt failed.
+            UnauthorizedError: Immediately: no other key will come.
         """
         while True:
             try:
-                found = attempt()
-                if found or self._is_over():
-                    return found
+                result = attempt()
+                if result or self._is_over():
+                    return result
             except UnauthorizedError:
                 raise
             except NoConnectionError:
@@ -128,7 +129,7 @@ class Service:
             time.sleep(_PAUSE_S)
 
     def timeout_s(self) -> float:
-        """What the next call may take."""
+        """Return the longest time for the next call."""
         own = float(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT") or _CALL_S)
         return own if self.deadline is None else max(_SHORTEST_S, min(own, self.deadline - time.monotonic()))
 
@@ -137,75 +138,36 @@ class Service:
 
     def _opened(self) -> Any:
         if self._store is None:
-            from mlflow.tracking._tracking_service.utils import _get_store
-
             with alone_with(self.uri, self.deadline):
-                self._store = _bounded(_get_store(self.uri), self)
+                self._store = vendor.bounded_store(self.uri, functools.partial(_request, self))
         return self._store
 
     @property
     def vendors_store(self) -> Any:
-        """The store that MLflow's own functions use, with its queue of what is logged asynchronously."""
-        from mlflow.tracking._tracking_service.utils import _get_store
-
-        return _get_store(self.uri)
-
-
-def _bounded(store: Any, service: Service) -> Any:
-    """The same store, whose requests are made once and in time.
-
-    MLflow's own tries 7 times, in about 4 minutes, and knows no other way to say that for one call than variables of
-    the whole process.
-    """
-    from mlflow.store.tracking.rest_store import RestStore
-
-    if not isinstance(store, RestStore):
-        return store
-
-    class Bounded(RestStore):  # type: ignore[misc]
-        def _call_endpoint(self, api: Any, json_body: Any = None, *_: Any, **__: Any) -> Any:
-            endpoint, method = _endpoints()[api]
-            body = None if json_body is None else json.loads(json_body)
-            return _request(self.get_host_creds(), endpoint, method, body, api.Response(), service)
-
-    return Bounded(store.get_host_creds)
-
-
-@functools.lru_cache(maxsize=1)
-def _endpoints() -> Mapping[Any, tuple[str, str]]:
-    """The path and method of each request, by its class."""
-    from mlflow.protos.service_pb2 import MlflowService
-    from mlflow.utils.rest_utils import extract_api_info_for_service
-
-    found: Mapping[Any, tuple[str, str]] = extract_api_info_for_service(MlflowService, "/api/2.0")
-    return found
+        """The store that MLflow's own functions use, with its queue for asynchronous logging."""
+        return vendor.store_of(self.uri)
 
 
 def _request(
-    credentials: Any, endpoint: str, method: str, body: Mapping[str, Any] | None, answer: Any, service: Service
+    service: Service, credentials: Any, endpoint: str, method: str, body: Mapping[str, Any] | None, message: Any
 ) -> Any:
     from mlflow.exceptions import InvalidUrlException, MlflowException
-    from mlflow.utils.proto_json_utils import parse_dict
-    from mlflow.utils.rest_utils import http_request
 
-    how = {"params" if method == "GET" else "json": body}
-    timeout_s = service.timeout_s()
+    host = without_credentials(service.uri)
     try:
-        response = http_request(
-            credentials, endpoint, method, max_retries=0, timeout=timeout_s, raise_on_status=False, **how
-        )
+        response = vendor.send_once(credentials, endpoint, method, body, service.timeout_s())
     except InvalidUrlException:
-        raise RejectedError(f"{shown(service.uri)} is no address of a server") from None
-    except MlflowException as error:  # its text has the address, maybe with a password in it
+        raise RejectedError(f"{host} is not an address of a server: it must begin with https:// or http://") from None
+    except MlflowException as error:  # its text has the address, and perhaps a password
         cause = type(error.__cause__ or error.__context__ or error).__name__
         kind = NoConnectionError if cause == "ConnectionError" else UnavailableError
-        raise kind(f"{shown(service.uri)} does not answer ({cause})") from None
+        raise kind(f"{host} does not answer ({cause})") from None
     _check(response, service)
     try:
-        parse_dict(js_dict=response.json(), message=answer)
+        vendor.read_answer(response.json(), message)
     except ValueError:
-        raise _strange(service)(f"{shown(service.uri)} is no MLflow server: what it answers is no JSON") from None
-    return answer
+        raise _strange(service)(f"{host} is not an MLflow server: its answer is not JSON") from None
+    return message
 
 
 def _check(response: Any, service: Service) -> None:
@@ -214,47 +176,35 @@ def _check(response: Any, service: Service) -> None:
     status = response.status_code
     if status == 200:
         return
-    host = shown(service.uri)
+    host = without_credentials(service.uri)
     if status in (401, 403):
         raise UnauthorizedError(f"{host} does not take the credentials (HTTP {status})")
     if status >= 500 or status in _PASSING:
         raise UnavailableError(f"{host} answers with HTTP {status}")
-    told = _told(response)
-    if not told:
+    error = _error_of(response)
+    if not error:
         raise _strange(service)(f"{host} answers with HTTP {status}: is it an MLflow server?")
-    text, code = _first_line(str(told.get("message"))), str(told.get("error_code"))
+    text, code = _first_line(str(error.get("message"))), str(error.get("error_code"))
     if code == "RESOURCE_DOES_NOT_EXIST":
-        raise RestException({"error_code": code, "message": text})  # which MLflow's store expects, where that may be
+        raise RestException({"error_code": code, "message": text})  # MLflow's store handles it where it may happen
     raise RejectedError(text, code)
 
 
 def _strange(service: Service) -> type[Exception]:
-    """What an answer that is none of MLflow's comes to."""
+    """Return the error for an answer that is not MLflow's."""
     return UnavailableError if service.is_known else RejectedError
 
 
-def _told(response: Any) -> Mapping[str, Any]:
+def _error_of(response: Any) -> Mapping[str, Any]:
     try:
-        told = response.json()
+        error = response.json()
     except ValueError:
         return {}
-    return told if isinstance(told, Mapping) else {}
-
-
-def shown(uri: str) -> str:
-    """A tracking URI as it may be shown: without a password."""
-    scheme, separator, rest = uri.partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
-
-
-def has_password(uri: str) -> bool:
-    """Whether an address has credentials in it."""
-    return "@" in uri.partition("://")[2].partition("/")[0]
+    return error if isinstance(error, Mapping) else {}
 
 
 def entities(kind: str, values: Mapping[str, Any]) -> Sequence[Any]:
-    """MLflow's `Param`s or `RunTag`s."""
+    """Return MLflow's objects for params ("Param") or tags ("RunTag")."""
     from mlflow import entities as vendors
 
     return [getattr(vendors, kind)(key, str(value)) for key, value in values.items()]

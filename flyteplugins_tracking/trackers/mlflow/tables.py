@@ -1,4 +1,4 @@
-"""The tables of a store of MLflow's that is a SQLite file. Its first client makes them, and two at once break them."""
+"""The tables of a SQLite file with MLflow runs. The first client creates them; two clients at once break them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _PAUSE_S = 0.1
 
 @contextmanager
 def alone_with(uri: str, deadline: float | None) -> Iterator[None]:
-    """Have no other rank on this machine open the same file in the block: it then finds the tables that this one made.
+    """Keep other ranks of this machine from opening the same file in the block. They find the tables after it.
 
     Args:
-        uri: The tracking URI; where it is no file, others may.
-        deadline: When it is opened beside another rank all the same, in seconds of `time.monotonic`; None for never.
+        uri: The tracking URI. For anything but a SQLite file, there is no lock.
+        deadline: When the block runs without the lock, in seconds of `time.monotonic`; None for never.
     """
     from flyteplugins_tracking._util.lock import Claim
 
@@ -37,10 +37,10 @@ def alone_with(uri: str, deadline: float | None) -> Iterator[None]:
 
 
 def await_first_run(options: Mapping[str, Any], timeout_s: float) -> None:
-    """Wait until the rank that has a run has made it, where it makes the tables too; a server has its tables.
+    """Wait until the rank with a run has created it, and with it the tables of a SQLite file.
 
-    It is for a rank without a run, whose function may make a client at once, as Lightning's logger does. It loads no
-    MLflow for that.
+    A rank without a run calls this: its function may use MLflow immediately, as Lightning's logger does. MLflow is not
+    imported here.
     """
     uri = _uri(options)
     until = time.monotonic() + timeout_s
@@ -49,9 +49,9 @@ def await_first_run(options: Mapping[str, Any], timeout_s: float) -> None:
 
 
 def _uri(options: Mapping[str, Any]) -> str:
-    given = options.get("tracking_uri")
+    argument = options.get("tracking_uri")
     mlflow = sys.modules.get("mlflow")
-    return str(given or (mlflow.get_tracking_uri() if mlflow else os.environ.get("MLFLOW_TRACKING_URI", "")))
+    return str(argument or (mlflow.get_tracking_uri() if mlflow else os.environ.get("MLFLOW_TRACKING_URI", "")))
 
 
 def _path(uri: str) -> str:
@@ -59,10 +59,10 @@ def _path(uri: str) -> str:
 
 
 def _has_runs(path: str) -> bool:
-    import sqlite3  # which a rank without a run does not need
+    import sqlite3  # a rank without a run on a server does not need it
 
     try:
         with closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True, timeout=_PAUSE_S)) as store:
             return store.execute("SELECT 1 FROM runs LIMIT 1").fetchone() is not None
-    except sqlite3.Error:  # no file, no table, or it is being written
+    except sqlite3.Error:  # no file, no table, or another process writes
         return False
