@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slurm reliability soak bench drawings docs lint wheel clean
+.PHONY: demo test test-slurm vendors reliability soak bench drawings docs lint wheel clean
 
 demo: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/digits.py demo-output
@@ -20,6 +20,10 @@ test: $(INSTALLED)
 # A real Slurm on this machine's loopback: apt-get install slurmctld slurmd slurm-client munge
 test-slurm: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm tests/slurm
+
+# The oldest and the newest version of each vendor's client that pyproject.toml allows: all, or TRACKERS="mlflow pluto".
+vendors: $(INSTALLED)
+	OMP_NUM_THREADS=1 TESTS_COLD=1 PYTHONPATH=tests:examples $(BIN)/python -m support.vendors $(TRACKERS)
 
 # The fault matrix of docs/reliability.md, measured anew.
 reliability: $(INSTALLED)
@@ -60,4 +64,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .vendors .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -205,7 +205,7 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
         "error",
         "PLUTO_URL_APP, PLUTO_URL_INGEST, PLUTO_URL_PY not set",
     ),
-    "MLflow's files": ({"MLFLOW_TRACKING_URI": "./mlruns"}, "warning", "MLflow does not develop runs in files any further"),
+    "MLflow's files": ({"MLFLOW_TRACKING_URI": "./mlruns"}, "warning", "MLflow does not develop runs in files"),
     "MLflow's database": ({"MLFLOW_TRACKING_URI": "sqlite:////dev/null/a.db"}, "error", "/dev/null is not a directory"),
     "MLflow's address": ({"MLFLOW_TRACKING_URI": "localhost:5000"}, "warning", "that begin with localhost: -> export"),
     "Trackio's token": ({"TRACKIO_SERVER_URL": "http://x"}, "error", "wants a write token"),
