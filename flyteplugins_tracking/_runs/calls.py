@@ -19,6 +19,7 @@ from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RunPlan
 
 if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.close import EndedRun
     from flyteplugins_tracking._util.lock import Claim
     from flyteplugins_tracking.loop_watch import LoopWatch
     from flyteplugins_tracking.signals import Watch
@@ -36,31 +37,6 @@ class Task:
 
     has_workers: bool | None
     has_report: bool
-
-
-@dataclass(frozen=True)
-class EndedRun:
-    """What a platform needs to show a run that has ended.
-
-    Attributes:
-        tracker: The tracker's name.
-        id: The run's id.
-        url: The run's page; None if it has none.
-        exit_code: The status that the run ended with.
-        summary: The run's last values.
-        info: The rank whose run it was; None outside a distributed job.
-        other_runs: How many runs the job has beside rank 0's.
-        attempt: Which attempt of the task this is, from 0.
-    """
-
-    tracker: str
-    id: str
-    url: str | None
-    exit_code: int
-    summary: Mapping[str, Any]
-    info: DistributedInfo | None
-    other_runs: int
-    attempt: int
 
 
 @dataclass(frozen=True)

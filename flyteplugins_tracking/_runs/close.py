@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from contextvars import copy_context
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._runs import calls
-from flyteplugins_tracking._runs.calls import EndedRun, Entry, Surroundings
+from flyteplugins_tracking._runs.calls import Entry, Surroundings
 from flyteplugins_tracking.loop_watch import LoopWatch
 from flyteplugins_tracking.signals import TERMINATED, Watch
 
@@ -21,6 +22,31 @@ if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Handle, Tracker
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """What a platform needs to show a run that has ended.
+
+    Attributes:
+        tracker: The tracker's name.
+        id: The run's id.
+        url: The run's page; None if it has none.
+        exit_code: The status that the run ended with.
+        summary: The run's last values.
+        info: The rank whose run it was; None outside a distributed job.
+        other_runs: How many runs the job has beside rank 0's.
+        attempt: Which attempt of the task this is, from 0.
+    """
+
+    tracker: str
+    id: str
+    url: str | None
+    exit_code: int
+    summary: Mapping[str, Any]
+    info: DistributedInfo | None
+    other_runs: int
+    attempt: int
 
 
 def hand_out(entry: Entry, is_async: bool) -> Any:
