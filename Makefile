@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 INSTALL := $(BIN)/pip install -qq --no-compile
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: demo test test-all test-slurm reliability soak bench drawings docs lint wheel clean
+.PHONY: demo test test-all test-slurm vendors reliability soak bench drawings docs lint wheel clean
 
 demo: $(FOR_DEMO)
 	@echo "Running examples/digits.py: about a minute, most of it for 8 processes that import torch and flytekit."
@@ -32,6 +32,10 @@ test-all: $(INSTALLED)
 # A real Slurm on this machine's loopback: apt-get install slurmctld slurmd slurm-client munge
 test-slurm: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm tests/slurm
+
+# The oldest and the newest version of each vendor's client that pyproject.toml allows: all, or TRACKERS="mlflow pluto".
+vendors: $(INSTALLED)
+	OMP_NUM_THREADS=1 TESTS_COLD=1 PYTHONPATH=tests:examples $(BIN)/python -m support.vendors $(TRACKERS)
 
 # The fault matrix of docs/reliability.md, measured anew.
 reliability: $(INSTALLED)
@@ -85,4 +89,4 @@ $(INSTALLED): $(TORCH)
 	@touch $(FOR_DEMO) $@
 
 clean:
-	rm -rf $(VENV) .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .vendors .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache

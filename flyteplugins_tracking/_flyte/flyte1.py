@@ -15,14 +15,17 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import Page, Workers, pages
-from flyteplugins_tracking._runs.calls import EndedRun, Surroundings, Task
+from flyteplugins_tracking._runs.calls import Surroundings, Task
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import find_tracker
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.close import EndedRun
 
 logger = logging.getLogger(__name__)
 

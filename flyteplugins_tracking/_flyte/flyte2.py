@@ -14,15 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig, merged
 from flyteplugins_tracking._flyte.flyte1 import workers_of
 from flyteplugins_tracking._job.plan import Workers, pages
-from flyteplugins_tracking._runs.calls import EndedRun, Surroundings, Task
+from flyteplugins_tracking._runs.calls import Surroundings, Task
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import find_tracker, propagated_to
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.close import EndedRun
 
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"
 _ANY_TASK = "flyte._task.TaskTemplate"
