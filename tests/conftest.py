@@ -63,7 +63,7 @@ def _has(path: str, text: str) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Where the workers of this session find the server of warm jobs, which ends with the session."""
     if "PYTEST_XDIST_WORKER" in os.environ or not config.option.numprocesses:
-        # Each worker has its own: a run that is open has its project and id on the machine, as a lock in this directory.
+        # Each worker has its own: an open run has its project and id on the machine, as a lock in this directory.
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="t-")  # short, for the sockets in it
         config.add_cleanup(functools.partial(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True))
     if "PYTEST_XDIST_WORKER" not in os.environ:
