@@ -10,7 +10,7 @@ from flyteplugins_tracking._config.config import IfUnavailable, TrackingConfig
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._job.plan import RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Task
-from flyteplugins_tracking._runs.lifecycle import RunScope, hand_out
+from flyteplugins_tracking._runs.lifecycle import RunScope, publish_files
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker, propagated_to
 
@@ -114,20 +114,20 @@ def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task:
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
-            with _run_of(wanted, task) as entry:
+            with _run_of(wanted, task) as call:
                 result = await function(*args, **kwargs)
-            files = hand_out(entry, is_async=True)
-            if files is not None:
-                await files
+            published = publish_files(call, is_async=True)
+            if published is not None:
+                await published
             return result
 
         return tracked_async
 
     @functools.wraps(function)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        with _run_of(wanted, task) as entry:
+        with _run_of(wanted, task) as call:
             result = function(*args, **kwargs)
-        hand_out(entry)
+        publish_files(call)
         return result
 
     return tracked
@@ -135,6 +135,6 @@ def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task:
 
 def _run_of(wanted: TrackingConfig, task: Task | None) -> RunScope:
     """The run that one call has: what is propagated to it counts where the decorator says nothing."""
-    around = flyte_context.surroundings()
-    config = propagated_to(wanted, around.propagated)
-    return RunScope(config, find_tracker(config.tracker), around, task)
+    context = flyte_context.current_context()
+    config = propagated_to(wanted, context.propagated)
+    return RunScope(config, find_tracker(config.tracker), context, task)

@@ -12,7 +12,8 @@ from typing import Any
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import Workers
-from flyteplugins_tracking._runs.calls import Surroundings, Task
+from flyteplugins_tracking._runs.calls import Task
+from flyteplugins_tracking._runs.context import ExecutionContext, ProcessContext
 from flyteplugins_tracking.errors import ConfigError
 
 
@@ -79,33 +80,33 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def surroundings() -> Surroundings:
-    """What the system that called the function knows, read when it is called.
+def current_context() -> ExecutionContext:
+    """Return the execution context of the platform that calls the function.
 
     Raises:
-        ConfigError: What is propagated to the function is malformed.
+        ConfigError: The propagated arguments are malformed.
     """
-    found = None
+    context: ExecutionContext | None = None
     if "flyte" in sys.modules:
         from flyteplugins_tracking._flyte import flyte2
 
-        found = flyte2.surroundings()
-    if found is None and "flytekit" in sys.modules:
+        context = flyte2.Flyte2Context.current()
+    if context is None and "flytekit" in sys.modules:
         from flyteplugins_tracking._flyte import flyte1
 
-        found = flyte1.surroundings()
-    return found or Surroundings(propagated=propagation.read(propagation.CONFIG, None))
+        context = flyte1.Flyte1Context.current()
+    return context or ProcessContext.current()
 
 
 def propagated(key: str) -> dict[str, Any]:
-    """What is propagated under `key` to the function that runs here.
+    """Return what is propagated under `key` to the function that runs here.
 
     Raises:
         ConfigError: It is malformed.
     """
     from flyteplugins_tracking._flyte import flyte2
 
-    return propagation.read(key, flyte2.carried())
+    return propagation.read(key, flyte2.custom_context())
 
 
 def _refuse_what_is_no_function(target: Any, name: str) -> None:

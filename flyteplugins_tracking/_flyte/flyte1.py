@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import Page, Workers, pages
-from flyteplugins_tracking._runs.calls import Surroundings, Task
+from flyteplugins_tracking._runs.calls import Task
+from flyteplugins_tracking._runs.context import EndedRun, ExecutionContext
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import find_tracker
 
@@ -155,36 +156,62 @@ def workers_of(elastic: Any) -> Workers:
     return Workers(int(fewest), int(most or fewest), int(processes) if processes.isdecimal() else 1)
 
 
-def surroundings() -> Surroundings | None:
-    """What flytekit knows of this execution; None where it is not loaded."""
-    flytekit = sys.modules.get("flytekit")
-    if flytekit is None:
-        return None
-    # Not is_local_execution(): in a local spawn worker it says False. This variable every pod has, and nothing else.
-    execution = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID")
-    runs_a_task = _runs_a_task(flytekit)
-    is_task = execution is not None and runs_a_task
-    prefix = flytekit.current_context().raw_output_prefix if is_task else ""
-    base_id, group = _identity(str(execution), prefix) if is_task else (None, None)
-    return Surroundings(
-        base_id=base_id,
-        group=group,
-        propagated=propagation.read(propagation.CONFIG, None),
-        facts={} if execution is None else _facts(execution),
-        on_cluster=execution is not None,
-        keep=_keep if is_task else None,
-        show=_show_run,
-        has_report=bool(getattr(flytekit.current_context(), "enable_deck", False)),
-        hand_out=_hand_out if runs_a_task else None,
-        read_secret=functools.partial(_read_secret, on_cluster=execution is not None),
-        successes=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
-    )
+class Flyte1Context(ExecutionContext):
+    """A process in which flytekit is loaded: a task's pod, a local execution, or a script."""
 
+    @classmethod
+    def current(cls) -> Flyte1Context | None:
+        """Return flytekit's context of this execution; None if it is not loaded."""
+        flytekit = sys.modules.get("flytekit")
+        if flytekit is None:
+            return None
+        # Not is_local_execution(): in a local spawn worker it is False. Every pod has this variable, and nothing else.
+        execution = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID")
+        runs_a_task = _runs_a_task(flytekit)
+        is_pod = execution is not None and runs_a_task
+        prefix = flytekit.current_context().raw_output_prefix if is_pod else ""
+        base_id, group = _identity(str(execution), prefix) if is_pod else (None, None)
+        return cls(
+            base_id=base_id,
+            group=group,
+            propagated=propagation.read(propagation.CONFIG, None),
+            run_metadata={} if execution is None else _run_metadata(execution),
+            on_cluster=execution is not None,
+            can_persist=is_pod,
+            can_render_report=True,
+            has_report=bool(getattr(flytekit.current_context(), "enable_deck", False)),
+            can_publish_files=runs_a_task,
+            success_exceptions=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
+        )
 
-def _show_run(run: EndedRun) -> None:
-    from flyteplugins_tracking._flyte import report
+    def render_report(self, run: EndedRun) -> None:
+        from flyteplugins_tracking._flyte import report
 
-    report.show_run(_show, run)
+        report.show_run(_show, run)
+
+    def persist(self, directory: str) -> str:
+        """Copy a local directory below the raw output prefix, and return its address."""
+        access = sys.modules["flytekit"].FlyteContextManager.current_context().file_access
+        address: str = access.put_raw_data(directory, upload_prefix="tracking")
+        return address
+
+    def publish_files(self, directory: str, run_id: str, is_async: bool) -> None:  # noqa: ARG002
+        """Copy the run's files below the raw output prefix. A task's outputs are what its function returns."""
+        logger.warning("the files of run %s are in FlyteDirectory(%r)", run_id, self.persist(directory))
+
+    def read_secret(self, secret: Any) -> str | None:
+        """Return the value of a flytekit `Secret`. Outside a cluster it may be missing."""
+        secrets = sys.modules["flytekit"].current_context().secrets
+        try:
+            value: str = secrets.get(secret.group, secret.key, getattr(secret, "group_version", None))
+            return value
+        except Exception as error:
+            if not self.on_cluster:
+                return None
+            expected = f"Secret(group={secret.group!r}, key={secret.key!r})"
+            raise TrackerUnavailableError(
+                f"the secret {expected} is missing: add secret_requests=[{expected}] to the task"
+            ) from error
 
 
 def _show(title: str, html: str) -> None:
@@ -195,19 +222,6 @@ def _show(title: str, html: str) -> None:
             deck.append(html)
             return
     flytekit.Deck(title, html)
-
-
-def _keep(directory: str) -> str:
-    """Copy a local directory below the raw output prefix, and return where it is."""
-    access = sys.modules["flytekit"].FlyteContextManager.current_context().file_access
-    address: str = access.put_raw_data(directory, upload_prefix="tracking")
-    return address
-
-
-def _hand_out(files: str, run_id: str, is_async: bool) -> None:  # noqa: ARG001 as Flyte 2's
-    """Copy the run's files below the raw output prefix. A task's outputs are what its function returns."""
-    address = _keep(files)
-    logger.warning("the files of run %s are in FlyteDirectory(%r)", run_id, address)
 
 
 def _runs_a_task(flytekit: Any) -> bool:
@@ -247,9 +261,9 @@ def _map_index() -> str:
     return f"-{int(os.environ.get('BATCH_JOB_ARRAY_INDEX_OFFSET') or 0) + int(os.environ[variable])}"
 
 
-def _facts(execution: str) -> dict[str, Any]:
+def _run_metadata(execution: str) -> dict[str, Any]:
     env = os.environ
-    found = {
+    values = {
         "execution": execution,
         "project": env.get("FLYTE_INTERNAL_EXECUTION_PROJECT"),
         "domain": env.get("FLYTE_INTERNAL_EXECUTION_DOMAIN"),
@@ -257,23 +271,8 @@ def _facts(execution: str) -> dict[str, Any]:
         "attempt": int(env.get("FLYTE_ATTEMPT_NUMBER", "0")),
         "url": env.get("FLYTE_EXECUTION_URL"),
     }
-    known = {name: value for name, value in found.items() if value is not None}
+    known = {name: value for name, value in values.items() if value is not None}
     return {"flyte": known, "attempt_number": known["attempt"]}
-
-
-def _read_secret(secret: Any, on_cluster: bool) -> str | None:
-    """The value of a flytekit `Secret`. At home, where it may not be set, the tracker's own credentials will do."""
-    secrets = sys.modules["flytekit"].current_context().secrets
-    try:
-        value: str = secrets.get(secret.group, secret.key, getattr(secret, "group_version", None))
-        return value
-    except Exception as error:
-        if not on_cluster:
-            return None
-        named = f"Secret(group={secret.group!r}, key={secret.key!r})"
-        raise TrackerUnavailableError(
-            f"the secret {named} is not there: add secret_requests=[{named}] to the task"
-        ) from error
 
 
 def _class_names(target: Any) -> set[str]:

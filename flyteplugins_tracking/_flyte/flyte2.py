@@ -12,7 +12,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +20,19 @@ from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig, merged
 from flyteplugins_tracking._flyte.flyte1 import workers_of
 from flyteplugins_tracking._job.plan import Workers, pages
-from flyteplugins_tracking._runs.calls import Surroundings, Task
+from flyteplugins_tracking._runs.calls import Task
+from flyteplugins_tracking._runs.context import EndedRun, ExecutionContext
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import find_tracker, propagated_to
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.close import EndedRun
+    from flyteplugins_tracking.trackers.base import Tracker
 
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"
 _ANY_TASK = "flyte._task.TaskTemplate"
 _ENVIRONMENT = "flyte._environment.Environment"
-# Where the functions that an attempt of a task has entered are counted: `TaskContext.data` is one attempt's.
-_ENTERED = "flyteplugins_tracking_entered"
+# Where the calls of an attempt of a task are counted: `TaskContext.data` is one attempt's.
+_CALL_COUNTS = "flyteplugins_tracking_call_counts"
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,10 @@ class TrackingLink:
         except ConfigError:  # which the task itself will say
             return find_tracker(self.config.tracker).page(self.config, None) or ""
 
-    def _address(self, own_id: str, action_name: str, carried: Mapping[str, str]) -> str:
-        config = propagated_to(self.config, _propagated(self.variables, carried, action_name))
+    def _address(self, own_id: str, action_name: str, custom_context: Mapping[str, str]) -> str:
+        config = propagated_to(self.config, _propagated(self.variables, custom_context, action_name))
         tracker = find_tracker(config.tracker)
-        parent = _runs(carried).get(tracker.name) if self.workers is None and config.run_mode != "new" else None
+        parent = _runs(custom_context).get(tracker.name) if self.workers is None and config.run_mode != "new" else None
         if parent is not None:
             config = config.joining(parent)
         elif config.run_mode == "shared" and self.workers is None:
@@ -122,30 +123,81 @@ def function_of(task: Any) -> tuple[Callable[..., Any], Workers | None]:
     return task.func, _workers(task)
 
 
-def surroundings() -> Surroundings | None:
-    """What Flyte 2 knows of the task that runs here; None outside of one."""
-    context = task_context()
-    if context is None:
-        return None
-    action = getattr(context, "task_action", None) or context.action
-    carried = context.custom_context or {}
-    on_cluster = context.mode == "remote"
-    return Surroundings(
-        base_id=f"{action.run_name}-{action.name}",
-        label=action.name,
-        propagated=_propagated(None, carried, action.name),
-        parents=_runs(carried),
-        # In local mode they run in this process, and find the run as functions do.
-        has_children=context.mode != "local",
-        entered=context.data.setdefault(_ENTERED, Counter()),
-        passing_on=_passing_on,
-        keep=_keep if on_cluster else None,
-        hand_out=_hand_out,
-        show=_show_run,
-        facts=_facts(context, action),
-        on_cluster=on_cluster,
-        read_secret=lambda secret: _read_secret(secret, on_cluster),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Flyte2Context(ExecutionContext):
+    """A task of Flyte 2, on a cluster or in local mode."""
+
+    can_render_report: bool = True
+    can_publish_files: bool = True
+
+    @classmethod
+    def current(cls) -> Flyte2Context | None:
+        """Return the context of the task that runs here; None outside of a task."""
+        task = task_context()
+        if task is None:
+            return None
+        action = getattr(task, "task_action", None) or task.action
+        custom_context = task.custom_context or {}
+        on_cluster = task.mode == "remote"
+        return cls(
+            base_id=f"{action.run_name}-{action.name}",
+            label=action.name,
+            propagated=_propagated(None, custom_context, action.name),
+            parents=_runs(custom_context),
+            # In local mode they run in this process, and find the run as functions do.
+            has_children=task.mode != "local",
+            call_counts=task.data.setdefault(_CALL_COUNTS, Counter()),
+            can_persist=on_cluster,
+            run_metadata=_run_metadata(task, action),
+            on_cluster=on_cluster,
+        )
+
+    def propagate_run(self, tracker: Tracker, run: Any) -> AbstractContextManager[None]:
+        exported = tracker.export_run(run)
+        if exported is None:
+            return nullcontext()
+        runs = {**_runs(custom_context() or {}), tracker.name: exported}
+        return propagate({propagation.RUNS: propagation.write(runs, "the open run")})
+
+    def render_report(self, run: EndedRun) -> None:
+        from flyteplugins_tracking._flyte import report
+
+        report.show_run(_show, run)
+
+    def persist(self, directory: str) -> str:
+        """Copy a local directory to the run's raw data, and return its address."""
+        storage = sys.modules["flyte"].storage
+        address: str = task_context().raw_data_path.get_random_remote_path(os.path.basename(directory))
+        storage.get_underlying_filesystem(path=address).put(directory, address, recursive=True)
+        return address
+
+    def publish_files(self, directory: str, run_id: str, is_async: bool) -> Any:
+        """Make the run's files the output of a trace of the task; return an awaitable if `is_async`.
+
+        Raises:
+            RuntimeError: The process has no controller to record a trace with.
+        """
+        controllers = sys.modules.get("flyte._internal.controllers")
+        if getattr(getattr(controllers, "_ControllerState", None), "controller", None) is None:
+            raise RuntimeError("this process of the task has no controller, which records its traces")
+        function = _trace_of_files(directory, is_async)
+        return sys.modules["flyte"].trace(function)(run_id, task_context().attempt_number)
+
+    def read_secret(self, secret: Any) -> str | None:
+        """Return the value of a `flyte.Secret`. Outside a cluster it may be missing."""
+        variable, mount = getattr(secret, "as_env_var", None), getattr(secret, "mount", None)
+        if variable and os.environ.get(variable):
+            return os.environ[variable]
+        path = os.path.join(mount, *filter(None, [secret.group, secret.key])) if mount else ""
+        if os.path.isfile(path):
+            with open(path) as file:
+                return file.read()
+        if not self.on_cluster:
+            return None
+        raise TrackerUnavailableError(
+            f"the secret with the key {secret.key!r} is missing: add secrets=flyte.Secret(key={secret.key!r}, "
+            "as_env_var=...) to the TaskEnvironment, and pass the same as secret="
+        )
 
 
 def task_context() -> Any:
@@ -155,32 +207,26 @@ def task_context() -> Any:
     return (read() or None) if read is not None else None
 
 
-def carried() -> Mapping[str, str] | None:
-    """What Flyte 2 has handed to the task that runs here; None outside of one."""
-    context = task_context()
-    return None if context is None else context.custom_context or {}
+def custom_context() -> Mapping[str, str] | None:
+    """Return the custom context of the task that runs here; None outside of a task."""
+    task = task_context()
+    return None if task is None else task.custom_context or {}
 
 
 @contextmanager
-def carrying(values: Mapping[str, str]) -> Iterator[None]:
-    """Have the tasks that are called in the block carry `values`, and what is started in it find them.
+def propagate(values: Mapping[str, str]) -> Iterator[None]:
+    """Pass `values` to the tasks that are called in the block and to the processes that are started in it.
 
-    Outside of a task only the latter.
+    Outside of a task, only to the processes.
     """
-    around = carried()
-    reaching = values if around is None else {**around, **values}
-    with propagation.propagate({key: reaching[key] for key in propagation.EXPORTED if key in reaching}):
-        if around is None:
+    outer = custom_context()
+    merged_values = values if outer is None else {**outer, **values}
+    with propagation.propagate({key: merged_values[key] for key in propagation.EXPORTED if key in merged_values}):
+        if outer is None:
             yield
             return
         with sys.modules["flyte"].custom_context(**values):
             yield
-
-
-def _show_run(run: EndedRun) -> None:
-    from flyteplugins_tracking._flyte import report
-
-    report.show_run(_show, run)
 
 
 def _show(title: str, html: str) -> None:
@@ -192,63 +238,44 @@ def _show(title: str, html: str) -> None:
         report.flush()
 
 
-def _keep(directory: str) -> str:
-    """Copy a local directory to the run's raw data, and return where it is."""
-    storage = sys.modules["flyte"].storage
-    address: str = task_context().raw_data_path.get_random_remote_path(os.path.basename(directory))
-    storage.get_underlying_filesystem(path=address).put(directory, address, recursive=True)
-    return address
+def _trace_of_files(directory: str, is_async: bool) -> Any:
+    """Return the function to trace. Its arguments include the attempt: a retry would get the first one's output."""
+    io = importlib.import_module("flyte.io")
 
-
-def _hand_out(files: str, run_id: str, is_async: bool) -> Any:
-    """Have the run's files as an output of a trace of the task; something to await if `is_async`.
-
-    Raises:
-        RuntimeError: There is nobody to record a trace with.
-    """
-    controllers = sys.modules.get("flyte._internal.controllers")
-    if getattr(getattr(controllers, "_ControllerState", None), "controller", None) is None:
-        raise RuntimeError("this process of the task has no controller, which records its traces")
-    io, trace = importlib.import_module("flyte.io"), sys.modules["flyte"].trace
-
-    # Of a retry it is another call: else it would be the first attempt's answer.
     def run_files(run_id: str, attempt: int) -> Any:  # noqa: ARG001
-        return io.Dir.from_local_sync(files)
+        return io.Dir.from_local_sync(directory)
 
     async def run_files_async(run_id: str, attempt: int) -> Any:  # noqa: ARG001
-        return await io.Dir.from_local(files)
+        return await io.Dir.from_local(directory)
 
     function: Any = run_files_async if is_async else run_files
     function.__name__ = "tracking_run_files"
     function.__annotations__ = {"run_id": str, "attempt": int, "return": io.Dir}
-    return trace(function)(run_id, task_context().attempt_number)
+    return function
 
 
-def _passing_on(tracker: str, passed_on: Mapping[str, Any]) -> Any:
-    runs = {**_runs(carried() or {}), tracker: passed_on}
-    return carrying({propagation.RUNS: propagation.write(runs, "the open run")})
-
-
-def _propagated(variables: Mapping[str, str] | None, carried: Mapping[str, str], action_name: str) -> dict[str, Any]:
+def _propagated(
+    variables: Mapping[str, str] | None, custom_context: Mapping[str, str], action_name: str
+) -> dict[str, Any]:
     """The arguments that reach a task. An id is the run's of the first task; below it, each task's run has its own.
 
     Args:
         variables: Those of the task's environment; None where the task runs, with them and with its own.
-        carried: What its caller hands to it.
+        custom_context: The custom context that its caller passes to it.
         action_name: Its own.
     """
     if variables is None:
-        found = propagation.read(propagation.CONFIG, carried)
+        found = propagation.read(propagation.CONFIG, custom_context)
     else:
-        layers = [variables.get(propagation.CONFIG), carried.get(propagation.CONFIG)]
+        layers = [variables.get(propagation.CONFIG), custom_context.get(propagation.CONFIG)]
         found = merged(*(propagation.parse(layer, propagation.CONFIG) for layer in layers))
-    if found.get("id") and _runs(carried):
+    if found.get("id") and _runs(custom_context):
         found["id"] = f"{found['id']}-{action_name}"
     return found
 
 
-def _runs(carried: Mapping[str, str]) -> dict[str, Any]:
-    runs = propagation.parse(carried.get(propagation.RUNS), propagation.RUNS)
+def _runs(custom_context: Mapping[str, str]) -> dict[str, Any]:
+    runs = propagation.parse(custom_context.get(propagation.RUNS), propagation.RUNS)
     if not all(isinstance(run, Mapping) and isinstance(run.get("id"), str) for run in runs.values()):
         raise ConfigError(f"{propagation.RUNS} in the custom context of the Flyte run is not what a tracked task sets")
     return runs
@@ -280,18 +307,18 @@ def _workers(task: Any) -> Workers | None:
     return None
 
 
-def _facts(context: Any, action: Any) -> dict[str, Any]:
-    found = {
+def _run_metadata(task: Any, action: Any) -> dict[str, Any]:
+    values = {
         "run": action.run_name,
         "action": action.name,
         "project": action.project,
         "domain": action.domain,
         "task": os.environ.get("FLYTE_INTERNAL_TASK_NAME"),
-        "attempt": context.attempt_number,
+        "attempt": task.attempt_number,
         "url": os.environ.get("FLYTE_EXECUTION_URL") or _url(action),
     }
-    known = {name: value for name, value in found.items() if value is not None}
-    return {"flyte": known, "attempt_number": context.attempt_number}
+    known = {name: value for name, value in values.items() if value is not None}
+    return {"flyte": known, "attempt_number": task.attempt_number}
 
 
 def _url(action: Any) -> str | None:
@@ -307,23 +334,6 @@ def _url(action: Any) -> str | None:
     host = "localhost:8080" if host == "localhost:8090" else host
     runs = f"{scheme}://{host}/v2/domain/{action.domain}/project/{action.project}/runs"
     return f"{runs}/{action.run_name}?i={action.name}"
-
-
-def _read_secret(secret: Any, on_cluster: bool) -> str | None:
-    """The value of a `flyte.Secret`. At home, where it may not be set, the tracker's own credentials will do."""
-    variable, mount = getattr(secret, "as_env_var", None), getattr(secret, "mount", None)
-    if variable and os.environ.get(variable):
-        return os.environ[variable]
-    path = os.path.join(mount, *filter(None, [secret.group, secret.key])) if mount else ""
-    if os.path.isfile(path):
-        with open(path) as file:
-            return file.read()
-    if not on_cluster:
-        return None
-    raise TrackerUnavailableError(
-        f"the secret with the key {secret.key!r} is not there: add "
-        f"secrets=flyte.Secret(key={secret.key!r}, as_env_var=...) to the TaskEnvironment, and pass the same as secret="
-    )
 
 
 def _class_names(target: Any) -> set[str]:

@@ -37,7 +37,7 @@ class Propagated(dict[str, str]):
     def __enter__(self) -> Propagated:
         """Enter the block."""
         over = {key: merged(flyte_context.propagated(key), propagation.parse(self[key], key)) for key in self}
-        block = flyte2.carrying({key: propagation.write(value, key) for key, value in over.items()})
+        block = flyte2.propagate({key: propagation.write(value, key) for key, value in over.items()})
         block.__enter__()
         entered = (self, block)
         self._entered.append(entered)

@@ -67,6 +67,18 @@ class Page:
     worker_index: int | None = None
 
 
+def opens_run(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
+    """Return whether the rank `info` gets a run. The run's id is not needed for that.
+
+    Raises:
+        TopologyError: As `plan`.
+    """
+    if info is None:
+        return True
+    _require_worker(info, rank_scope)
+    return run_mode != "auto" or _is_first(info, rank_scope)
+
+
 def plan(
     info: DistributedInfo | None,
     run_mode: RunMode,
@@ -95,8 +107,7 @@ def plan(
         return RunPlan(opens=True, run_id=parent_id, writers=None)
     if info is None:
         return RunPlan(opens=True, run_id=base_id, primary=True, writers=1)
-    _require_worker(info, rank_scope)
-    if run_mode == "auto" and not _is_first(info, rank_scope):
+    if not opens_run(info, run_mode, rank_scope):
         return RunPlan(opens=False)
     suffix, group_suffix = _suffixes(info, run_mode, rank_scope)
     return RunPlan(

@@ -1,4 +1,4 @@
-"""The decorated functions that run in this process, and which run is the current one.
+"""The decorated functions that run in this process, and the runs that they have open.
 
 The state lives here, in a module that wrappers import, never in a wrapper: Elastic's spawn pickles those.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RunPlan
+from flyteplugins_tracking._runs.context import ExecutionContext
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """What is known of a task of Flyte when it is decorated.
+    """The facts about a Flyte task that are known when it is decorated.
 
     Attributes:
-        has_workers: Whether it asks for workers of its own; None where it may, and that makes no difference.
+        has_workers: Whether it asks for workers of its own; None if that is unknown and makes no difference.
         has_report: Whether it has a report (Flyte 2) or a deck (Flyte 1).
     """
 
@@ -39,151 +40,117 @@ class Task:
 
 
 @dataclass(frozen=True)
-class EndedRun:
-    """What a platform needs to show a run that has ended.
+class Override:
+    """Test doubles for the tracker and for the execution context.
 
     Attributes:
-        tracker: The tracker's name.
-        id: The run's id.
-        url: The run's page; None if it has none.
-        exit_code: The status that the run ended with.
-        summary: The run's last values.
-        info: The rank whose run it was; None outside a distributed job.
-        other_runs: How many runs the job has beside rank 0's.
-        attempt: Which attempt of the task this is, from 0.
-    """
-
-    tracker: str
-    id: str
-    url: str | None
-    exit_code: int
-    summary: Mapping[str, Any]
-    info: DistributedInfo | None
-    other_runs: int
-    attempt: int
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What the system that called the function knows.
-
-    Attributes:
-        base_id: The base id that it gives; None for none.
-        group: The group of the runs where the plan gives none, since a retry cannot have the same base id.
-        label: What this process is called among several that write to one run.
-        propagated: Arguments that reach this function from outside, where it is not given its own.
-        parents: What is known of the runs that the calling task has open, by tracker.
-        has_children: Whether tasks that the function calls run in other processes.
-        entered: How many decorated functions this attempt of the task has entered, by tracker; None to count them over
-            the process's life.
-        show: Shows a run that has ended in the task's report or deck. None outside of a task.
-        has_report: Whether the task has one, as far as can be told when it runs.
-        keep: Copies a local directory to where the execution keeps its data, which outlives this machine, and returns
-            the address. None where there is no such place, or this machine stays.
-        hand_out: Makes the files of a run, by their local directory and the run's id, an output of the task. It returns
-            something to await where its third argument is True. None outside of a task.
-        passing_on: Has the tasks that are called in its block find an open run: by its tracker's name, and by what the
-            tracker passes on. None where nothing is called that could.
-        facts: What it adds to the run's config.
-        on_cluster: Whether nobody sits at this process's terminal.
-        read_secret: Gives the value of the system's own secret objects.
-        successes: Exceptions that are its way of ending well.
-        is_simulated: Whether no process is at stake: no signal is watched for, and no other process kept from the run.
-        at_end: Called in the run when the function has returned: what it raises, the function has raised.
-    """
-
-    base_id: str | None = None
-    group: str | None = None
-    label: str | None = None
-    propagated: Mapping[str, Any] = field(default_factory=dict)
-    parents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    has_children: bool = False
-    entered: Counter[str] | None = None
-    show: Callable[[EndedRun], None] | None = None
-    has_report: bool = False
-    keep: Callable[[str], str] | None = None
-    hand_out: Callable[[str, str, bool], Any] | None = None
-    passing_on: Callable[[str, Mapping[str, Any]], AbstractContextManager[None]] | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    on_cluster: bool = False
-    read_secret: Callable[[Any], str | None] = lambda _: None
-    successes: tuple[type[BaseException], ...] = ()
-    is_simulated: bool = False
-    at_end: Callable[[Entry], None] | None = None
-
-
-@dataclass(frozen=True)
-class StandIn:
-    """What takes the place of the world outside: see `testing`.
-
-    Attributes:
-        tracker: Gives the tracker that stands in for another one.
-        around: Gives the surroundings that stand in for those that were found.
+        tracker: Returns the tracker to use instead of the given one.
+        context: Returns the execution context to use instead of the given one.
     """
 
     tracker: Callable[[Tracker], Tracker]
-    around: Callable[[Surroundings], Surroundings]
+    context: Callable[[ExecutionContext], ExecutionContext]
 
 
 @dataclass(eq=False)
-class Entry:
-    """One decorated function that is running."""
+class OpenRun:
+    """A run that this process has open.
+
+    The call that opened it and the calls that joined it share it. The last of them finishes it, with the status of the
+    opener.
+
+    Attributes:
+        tracker: The tracker's name.
+        handle: The tracker's handle.
+        vendor_run: The vendor's run object, as `get_run` returns it.
+        plan: The plan of this rank.
+        config: The arguments that the run was opened with.
+        info: This rank; None outside a distributed job.
+        context: The execution context that the run was opened in.
+        lock: Keeps other processes from opening the run.
+        shows_report: Whether the run is to be shown in the task's report.
+        published_dir: The local directory that becomes an output of the task when the run has ended; None for none.
+        joined: The number of calls that use the run besides the opener.
+        opener_exit_code: The status of the call that opened the run; None while it runs.
+    """
 
     tracker: str
-    parent: Entry | None
-    stand_in: StandIn | None = None
-    run: Any = None
-    handle: Handle | None = None
-    claim: Claim | None = None
-    around: Surroundings = field(default_factory=Surroundings)
-    config: TrackingConfig | None = None
-    info: DistributedInfo | None = None
-    plan: RunPlan | None = None
-    has_report: bool = False
-    files: tuple[str, str] | None = None  # what is to become an output, and of which run
-    watch: SigtermWatcher | AsyncioSigtermWatcher | None = None
-    # The entry that has opened the run: this one, or one that this one has joined. A run whose opener is left first is
-    # ended then, and let go by the last that has joined.
-    owner: Entry | None = None
+    handle: Handle
+    vendor_run: Any
+    plan: RunPlan
+    config: TrackingConfig
+    info: DistributedInfo | None
+    context: ExecutionContext
+    lock: Claim
+    shows_report: bool
+    published_dir: str | None
     joined: int = 0
-    left_with: int | None = None
+    opener_exit_code: int | None = None
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a call still uses the run."""
+        return self.opener_exit_code is None or self.joined > 0
+
+
+@dataclass(frozen=True, eq=False)
+class TrackedCall:
+    """One call of a decorated function.
+
+    Attributes:
+        tracker: The tracker's name.
+        parent: The tracked call around this one, of any tracker.
+        override: The test doubles that were active when it began.
+        run: The run that it has opened or joined; None on a rank without a run.
+        is_opener: Whether it has opened the run.
+        watcher: Watches for SIGTERM during the call. Each call has its own start and stop.
+        restore: Undoes what the tracker has done on a rank without a run.
+        pid: The process that the call began in; a forked child must not end it.
+    """
+
+    tracker: str
+    parent: TrackedCall | None
+    override: Override | None
+    run: OpenRun | None = None
+    is_opener: bool = False
+    watcher: SigtermWatcher | AsyncioSigtermWatcher | None = None
+    restore: Callable[[], object] | None = None
     pid: int = field(default_factory=os.getpid)
-    aside: Callable[[], object] | None = None  # what undoes `Tracker.on_inactive_rank`
 
 
-# The entry of this thread or task; and all of this process, for threads that a decorated function starts: they do
+# The call of this thread or task; and all calls of this process, for threads that a decorated function starts: they do
 # not inherit the context.
-current: ContextVar[Entry | None] = ContextVar("flyteplugins_tracking_entry", default=None)
-_running: list[Entry] = []
-_entered: Counter[str] = Counter()
-# Who stands in for this thread or task; and, the last one, for threads that do not inherit the context.
-_stand_in: ContextVar[StandIn | None] = ContextVar("flyteplugins_tracking_stand_in", default=None)
-_stand_ins: list[StandIn] = []
+current: ContextVar[TrackedCall | None] = ContextVar("flyteplugins_tracking_call", default=None)
+_running: list[TrackedCall] = []
+_call_counts: Counter[str] = Counter()
+# The override of this thread or task; and all overrides, the last one for threads that do not inherit the context.
+_thread_override: ContextVar[Override | None] = ContextVar("flyteplugins_tracking_override", default=None)
+_overrides: list[Override] = []
 _lock = threading.Lock()
 
 
 def get_run(tracker: str | None = None) -> Any:
-    """The tracker's own run object.
+    """Return the tracker's own run object.
 
     Args:
-        tracker: The tracker's name, where several are stacked; None for the innermost decorated function's.
+        tracker: The tracker's name, if several are stacked; None for that of the innermost decorated function.
 
     Returns:
         None on ranks that have no run, outside a decorated function, and in a forked child such as a DataLoader's
-        worker. Threads started inside the function see its run; where several trainings run at once in threads, theirs
+        worker. Threads started inside the function see its run; if several trainings run at once in threads, theirs
         must be started with `contextvars.copy_context().run`, and get None without.
     """
-    entry = current.get()
-    if entry is None and _running:
-        entry = _innermost()
+    call = current.get()
+    if call is None and _running:
+        call = _innermost()
     if tracker is not None:
-        entry = _nearest(entry, tracker)
-    return None if entry is None else entry.run
+        call = _nearest(call, tracker)
+    return None if call is None or call.run is None else call.run.vendor_run
 
 
 @contextmanager
-def apart() -> Iterator[None]:
-    """Have functions in the block join none that is around it, as in a thread of their own."""
+def detached() -> Iterator[None]:
+    """Make functions in the block join no call around it, as in a thread of their own."""
     token = current.set(None)
     try:
         yield
@@ -192,129 +159,137 @@ def apart() -> Iterator[None]:
 
 
 @contextmanager
-def standing_in(stand_in: StandIn) -> Iterator[None]:
-    """Have `stand_in` take the place of the world outside for the functions that are called in the block."""
-    _stand_ins.append(stand_in)
+def override(doubles: Override) -> Iterator[None]:
+    """Use test doubles for the functions that are called in the block, in every thread."""
+    _overrides.append(doubles)
     try:
         yield
     finally:
-        _stand_ins.remove(stand_in)
-        with _lock:  # what still runs, in a thread that waits in vain, is nobody's current run any more
-            _running[:] = [entry for entry in _running if entry.stand_in is not stand_in]
+        _overrides.remove(doubles)
+        with _lock:  # a call that still runs, in a thread that waits in vain, must not be anybody's current one
+            _running[:] = [call for call in _running if call.override is not doubles]
 
 
 @contextmanager
-def standing_in_here(stand_in: StandIn) -> Iterator[None]:
-    """As `standing_in`, for this thread or task alone, which goes before; its functions join none around the block."""
-    token = _stand_in.set(stand_in)
+def override_here(doubles: Override) -> Iterator[None]:
+    """Use test doubles in this thread or task only. They take precedence over `override`.
+
+    Functions in the block join no call around it.
+    """
+    token = _thread_override.set(doubles)
     try:
-        with apart():
+        with detached():
             yield
     finally:
-        _stand_in.reset(token)
+        _thread_override.reset(token)
 
 
-def stand_in() -> StandIn | None:
-    """Who takes the place of the world outside for what is called here."""
-    return _stand_in.get() or next(reversed(_stand_ins), None)
+def active_override() -> Override | None:
+    """Return the test doubles for functions that are called here."""
+    return _thread_override.get() or next(reversed(_overrides), None)
 
 
-def count(tracker: str, entered: Counter[str] | None) -> int:
-    """Count one more function that is entered, in this process or where the surroundings count, and return how many."""
-    counted = _entered if entered is None else entered
+def count(tracker: str, call_counts: Counter[str] | None) -> int:
+    """Count one more call, in `call_counts` or else in this process, and return the number of calls."""
+    counts = _call_counts if call_counts is None else call_counts
     with _lock:
-        counted[tracker] += 1
-        return counted[tracker]
+        counts[tracker] += 1
+        return counts[tracker]
 
 
-def begin(entry: Entry) -> None:
-    """The function of `entry` runs from now on."""
+def begin(call: TrackedCall) -> None:
+    """Register a call as running."""
     with _lock:
-        if entry not in _running:
-            _running.append(entry)
+        _running.append(call)
 
 
-def end(entry: Entry, exit_code: int) -> bool:
-    """The function of `entry` has ended. Whether its run, if it has one, is nobody's any more."""
+def end(call: TrackedCall, exit_code: int) -> bool:
+    """Unregister a call that has ended with `exit_code`.
+
+    Returns:
+        Whether it had a run that no other call uses any more.
+    """
     with _lock:
-        if entry in _running:
-            _running.remove(entry)
-        owner = entry.owner
-        if owner is entry:
-            entry.left_with = exit_code
-        elif owner is not None:
-            owner.joined -= 1
-        return owner is None or (owner.joined == 0 and owner.left_with is not None)
+        if call in _running:
+            _running.remove(call)
+        if call.run is None:
+            return False
+        if call.is_opener:
+            call.run.opener_exit_code = exit_code
+        else:
+            call.run.joined -= 1
+        return not call.run.is_in_use
 
 
-def owners() -> list[Entry]:
-    """Those that have opened the runs that are open here, whichever thread's."""
+def open_runs() -> list[OpenRun]:
+    """Return the runs that running calls use, of all threads."""
     with _lock:
-        return list({id(entry.owner): entry.owner for entry in _running if entry.owner is not None}.values())
+        return _open_runs()
 
 
-def join_enclosing(entry: Entry) -> bool:
-    """Join the nearest function around this one that has not ended; a task or thread may outlive what has begun it."""
+def _open_runs() -> list[OpenRun]:
+    return list({id(call.run): call.run for call in _running if call.run is not None}.values())
+
+
+def join_enclosing(parent: TrackedCall | None, tracker: str) -> TrackedCall | None:
+    """Join the run of the nearest call around this one that has not ended.
+
+    Returns:
+        The call whose run, if it has one, is joined. None if all have ended: a task or thread may outlive its starter.
+    """
     with _lock:
-        enclosing = _nearest(entry.parent, entry.tracker)
+        enclosing = _nearest(parent, tracker)
         while enclosing is not None:
-            owner = enclosing.owner
-            if enclosing in _running or (owner is not None and (owner in _running or owner.joined > 0)):
-                _join(entry, enclosing)
-                return True
-            enclosing = _nearest(enclosing.parent, entry.tracker)
-    return False
+            run = enclosing.run
+            if enclosing in _running or (run is not None and run.is_in_use):
+                if run is not None:
+                    run.joined += 1
+                return enclosing
+            enclosing = _nearest(enclosing.parent, tracker)
+    return None
 
 
-def _join(entry: Entry, other: Entry) -> None:
-    entry.run, entry.owner = other.run, other.owner
-    if other.owner is not None:
-        other.owner.joined += 1
-
-
-def join_here(entry: Entry, run_id: str) -> bool:
-    """Join the run where this process has it open: a container may run several tasks, of one parent or with it."""
+def join_open_run(tracker: str, run_id: str) -> OpenRun | None:
+    """Join the run if this process has it open: a container may run several tasks, of one parent or with it."""
     with _lock:
-        owners = [other.owner for other in _running if other.owner is not None and other.tracker == entry.tracker]
-        for owner in owners:
-            if owner.handle is not None and owner.handle.id == run_id:
-                _join(entry, owner)
-                return True
-    return False
+        for run in _open_runs():
+            if run.tracker == tracker and run.handle.id == run_id:
+                run.joined += 1
+                return run
+    return None
 
 
-def _innermost() -> Entry | None:
-    """The one that is running, for a thread without a context; None where it could be either of several trainings."""
-    running = _running[:]  # at once, without the lock: threads ask for each row that they log
+def _innermost() -> TrackedCall | None:
+    """Return the running call for a thread without a context; None if several trainings run at once."""
+    running = _running[:]  # a copy without the lock: threads ask for each row that they log
     last = running[-1] if running else None
-    if len(running) > 1 and any(entry is not last and not _encloses(entry, last) for entry in running):
+    if len(running) > 1 and any(call is not last and not _encloses(call, last) for call in running):
         return None
     return last
 
 
-def _encloses(entry: Entry, inner: Entry | None) -> bool:
-    while inner is not None and inner.parent is not entry:
+def _encloses(call: TrackedCall, inner: TrackedCall | None) -> bool:
+    while inner is not None and inner.parent is not call:
         inner = inner.parent
     return inner is not None
 
 
-def _nearest(entry: Entry | None, tracker: str) -> Entry | None:
-    while entry is not None and entry.tracker != tracker:
-        entry = entry.parent
-    return entry
+def _nearest(call: TrackedCall | None, tracker: str) -> TrackedCall | None:
+    while call is not None and call.tracker != tracker:
+        call = call.parent
+    return call
 
 
-def _forget_the_parents() -> None:
-    """In a forked child: the runs are the parent's. The lock may be held by a thread that is not there any more."""
+def _reset_after_fork() -> None:
+    """Forget the calls in a forked child: the runs are the parent's, and a lost thread may hold the lock."""
     global _lock
     _lock = threading.Lock()
-    for claim in [one.claim for entry in _running for one in (entry, entry.owner) if one is not None]:
-        if claim is not None:
-            claim.release()
+    for run in _open_runs():
+        run.lock.release()
     _running.clear()
-    _entered.clear()
+    _call_counts.clear()
     current.set(None)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_the_parents)
+    os.register_at_fork(after_in_child=_reset_after_fork)

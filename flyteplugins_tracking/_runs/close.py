@@ -5,175 +5,172 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._runs import calls
-from flyteplugins_tracking._runs.calls import EndedRun, Entry, Surroundings
+from flyteplugins_tracking._runs.calls import OpenRun, TrackedCall
+from flyteplugins_tracking._runs.context import EndedRun, ExecutionContext
 from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking._util.timeout import run_with_timeout
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking.trackers.base import Handle, Tracker
+    from flyteplugins_tracking.trackers.base import Tracker
 
 logger = logging.getLogger(__name__)
 
 
-def hand_out(entry: Entry, is_async: bool) -> Any:
-    """See `lifecycle.hand_out`."""
-    if entry.files is None or entry.around.hand_out is None:
-        return None
+def publish_files(run: OpenRun, directory: str, is_async: bool) -> Any:
+    """Implement `lifecycle.publish_files` for a run with files."""
     try:
-        handed_out = entry.around.hand_out(*entry.files, is_async)
+        published = run.context.publish_files(directory, run.handle.id, is_async)
     except Exception:
-        logger.warning("%s: download_logs=True: the files are no output of the task", entry.tracker, exc_info=True)
+        _warn_unpublished(run.tracker)
         return None
-    return _handed_out(entry.tracker, handed_out) if is_async and handed_out is not None else None
+    return _awaited(run.tracker, published) if is_async and published is not None else None
 
 
-async def _handed_out(tracker: str, handed_out: Any) -> None:
+async def _awaited(tracker: str, published: Any) -> None:
     try:
-        await handed_out
+        await published
     except Exception:
-        logger.warning("%s: download_logs=True: the files are no output of the task", tracker, exc_info=True)
+        _warn_unpublished(tracker)
 
 
-def started_watch(
-    tracker: Tracker, config: TrackingConfig, around: Surroundings
+def _warn_unpublished(tracker: str) -> None:
+    logger.warning("%s: download_logs=True: the files did not become an output of the task", tracker, exc_info=True)
+
+
+def started_watcher(
+    tracker: Tracker, config: TrackingConfig, context: ExecutionContext
 ) -> SigtermWatcher | AsyncioSigtermWatcher | None:
-    """The watcher that can watch for this thread's run, if one can."""
-    if around.is_simulated:
+    """Return the watcher that can watch in this thread, started; None if neither can."""
+    if context.is_simulated:
         return None
-    watches = (WATCH, _ASYNCIO_WATCH)
-    return next((watch for watch in watches if watch.start(tracker.package, config.finish_timeout_s)), None)
+    watchers = (WATCHER, _ASYNCIO_WATCHER)
+    return next((watcher for watcher in watchers if watcher.start(tracker.package, config.finish_timeout_s)), None)
 
 
-def close(entry: Entry, exit_code: int) -> None:
-    """Close the run of a function that has ended with `exit_code`: finish it, unless other functions go on in it."""
+def close(call: TrackedCall, run: OpenRun, exit_code: int) -> None:
+    """Close `run` for a call that has ended with `exit_code`: finish it, unless other calls still use it."""
     try:
-        with nullcontext() if entry.watch is None else entry.watch.closing():
-            _close(entry, TERMINATED if WATCH.terminated or _ASYNCIO_WATCH.terminated else exit_code)
+        with nullcontext() if call.watcher is None else call.watcher.closing():
+            _close(call, run, TERMINATED if WATCHER.terminated or _ASYNCIO_WATCHER.terminated else exit_code)
     finally:
-        if entry.watch is not None:
-            entry.watch.stop()
-        if entry.aside is not None:
-            entry.aside()
+        if call.watcher is not None:
+            call.watcher.stop()
 
 
-def _close(entry: Entry, exit_code: int) -> None:
-    is_last = calls.end(entry, exit_code)  # from here on a signal does not finish the run, but waits for this call
-    owner = entry.owner
+def _close(call: TrackedCall, run: OpenRun, exit_code: int) -> None:
+    is_last = calls.end(call, exit_code)  # from here on a signal does not finish the run, but waits for this call
     if is_last:
         # A run that was opened again since its opener left is ended with that one's status, unless a signal ends it.
-        opener_code = None if owner is None else owner.left_with
-        _finish(owner or entry, exit_code if opener_code is None or exit_code == TERMINATED else opener_code)
-    elif owner is entry and entry.handle is not None and entry.plan is not None and entry.plan.primary:
-        _finish_on_signal(entry.tracker, entry.handle, exit_code)  # what the others log opens it again
+        opener_code = run.opener_exit_code
+        _finish(run, exit_code if opener_code is None or exit_code == TERMINATED else opener_code)
+    elif call.is_opener and run.plan.primary:
+        _finish_on_signal(run, exit_code)  # what the others log opens it again
 
 
-def _finish(entry: Entry, exit_code: int) -> None:
-    summary = _summary(entry, exit_code)
+def _finish(run: OpenRun, exit_code: int) -> None:
+    summary = _summary(run, exit_code)
     try:
-        if entry.handle is not None:
-            entry.handle.finish(exit_code)
+        run.handle.finish(exit_code)
     except Exception:
-        # The training has ended as it has: its tracker does not change that.
-        logger.warning("%s: the run could not be finished with status %d", entry.tracker, exit_code, exc_info=True)
+        # Tracker errors must not change the training's outcome.
+        logger.warning("%s: the run could not be finished with status %d", run.tracker, exit_code, exc_info=True)
     finally:
-        if entry.claim is not None:
-            entry.claim.release()
-    if entry.handle is None or entry.config is None:
-        return
-    if entry.around.keep is not None:
-        run_with_timeout(entry.config.finish_timeout_s, _keep, entry.tracker, entry.handle, entry.around.keep)
+        run.lock.release()
+    if run.context.can_persist:
+        run_with_timeout(run.config.finish_timeout_s, _persist, run)
     if summary is not None:
-        run_with_timeout(entry.config.finish_timeout_s, _show, entry, exit_code, summary)
+        run_with_timeout(run.config.finish_timeout_s, _render_report, run, exit_code, summary)
 
 
-def _summary(entry: Entry, exit_code: int) -> Mapping[str, Any] | None:
-    """The run's last values, if its task shows them. A task that is terminated has no time for that."""
-    is_shown = entry.has_report and entry.around.show is not None and exit_code != TERMINATED
-    if not is_shown or entry.handle is None or entry.plan is None or not entry.plan.primary:
+def _summary(run: OpenRun, exit_code: int) -> Mapping[str, Any] | None:
+    """Return the run's last values, if its task shows them. A task that is terminated has no time for that."""
+    if not run.shows_report or exit_code == TERMINATED or not run.plan.primary:
         return None
     try:
-        return entry.handle.summary()
+        return run.handle.summary()
     except Exception:
-        logger.warning("%s: the task's report has no values of the run", entry.tracker, exc_info=True)
+        logger.warning("%s: the task's report shows no values of the run", run.tracker, exc_info=True)
         return {}
 
 
-def _show(entry: Entry, exit_code: int, summary: Mapping[str, Any]) -> None:
-    assert entry.config is not None
-    assert entry.handle is not None
-    assert entry.around.show is not None
-    entry.around.show(
+def _render_report(run: OpenRun, exit_code: int, summary: Mapping[str, Any]) -> None:
+    run.context.render_report(
         EndedRun(
-            tracker=entry.tracker,
-            id=entry.handle.id,
-            url=entry.handle.url,
+            tracker=run.tracker,
+            id=run.handle.id,
+            url=run.handle.url,
             exit_code=exit_code,
             summary=summary,
-            info=entry.info,
-            other_runs=_other_runs(entry.config, entry.info),
-            attempt=entry.around.facts.get("attempt_number", 0),
+            info=run.info,
+            other_runs=_other_runs(run.config, run.info),
+            attempt=run.context.run_metadata.get("attempt_number", 0),
         )
     )
 
 
 def _other_runs(config: TrackingConfig, info: DistributedInfo | None) -> int:
-    """How many runs the job has beside rank 0's."""
+    """Return the number of runs that the job has besides rank 0's."""
     if info is None or (config.run_mode != "new" and config.rank_scope == "global"):
         return 0
     return (info.world_size if config.run_mode == "new" else info.num_workers or 1) - 1
 
 
-def _keep(tracker: str, handle: Handle, keep: Callable[[str], str]) -> None:
-    """Copy to safety what the service has not got: this machine's files end with it."""
-    for directory in handle.unsent():
+def _persist(run: OpenRun) -> None:
+    """Copy what the service has not received to storage: this machine's files end with it."""
+    for directory in run.handle.unsent():
         try:
-            kept = keep(directory)
+            address = run.context.persist(directory)
         except Exception:
-            logger.warning("%s: %s could not be kept, and is lost with this machine", tracker, directory, exc_info=True)
-        else:
             logger.warning(
-                "%s: what the service has not got is kept at %s. Download it to %s, and send it: %s",
-                tracker,
-                kept,
-                os.path.basename(directory),
-                handle.how_to_send(os.path.basename(directory)),
+                "%s: %s could not be copied to storage, and is lost with this machine",
+                run.tracker,
+                directory,
+                exc_info=True,
+            )
+        else:
+            name = os.path.basename(directory)
+            logger.warning(
+                "%s: what the service has not received is kept at %s. Download it to %s, and send it: %s",
+                run.tracker,
+                address,
+                name,
+                run.handle.how_to_send(name),
             )
 
 
 def finish_on_signal(exit_code: int) -> None:
     """Finish all runs that are open in this process, also those of other threads, while the functions may go on."""
-    owners = calls.owners()
-    opened = [(owner.tracker, owner.handle) for owner in owners if owner.handle is not None]
-    threads = [threading.Thread(target=_finish_on_signal, args=(*one, exit_code), daemon=True) for one in opened]
+    runs = calls.open_runs()
+    threads = [threading.Thread(target=_finish_on_signal, args=(run, exit_code), daemon=True) for run in runs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _finish_on_signal(tracker: str, handle: Handle, exit_code: int) -> None:
+def _finish_on_signal(run: OpenRun, exit_code: int) -> None:
     try:
-        handle.finish_on_signal(exit_code)
+        run.handle.finish_on_signal(exit_code)
     except Exception:
-        logger.warning("%s: the run could not be ended with status %d", tracker, exit_code, exc_info=True)
+        logger.warning("%s: the run could not be finished with status %d", run.tracker, exit_code, exc_info=True)
 
 
-WATCH = SigtermWatcher(finish_on_signal)
-_ASYNCIO_WATCH = AsyncioSigtermWatcher(finish_on_signal)
+WATCHER = SigtermWatcher(finish_on_signal)
+_ASYNCIO_WATCHER = AsyncioSigtermWatcher(finish_on_signal)
 
 if hasattr(os, "register_at_fork"):
-    for each in (WATCH, _ASYNCIO_WATCH):
+    for watcher in (WATCHER, _ASYNCIO_WATCHER):
         os.register_at_fork(
-            before=each.before_fork,
-            after_in_parent=each.after_fork_in_parent,
-            after_in_child=each.after_fork_in_child,
+            before=watcher.before_fork,
+            after_in_parent=watcher.after_fork_in_parent,
+            after_in_child=watcher.after_fork_in_child,
         )

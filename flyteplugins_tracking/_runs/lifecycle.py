@@ -6,15 +6,18 @@ Every rank comes here. What only ranks with a run need is in `open` and `close`,
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.plan import plan
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.plan import opens_run
 from flyteplugins_tracking._job.topology import detect
 from flyteplugins_tracking._runs import calls
-from flyteplugins_tracking._runs.calls import Entry, Surroundings, Task
+from flyteplugins_tracking._runs.calls import Task, TrackedCall
+from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
@@ -39,20 +42,20 @@ class RunScope:
     """
 
     def __init__(
-        self, config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None = None
+        self, config: TrackingConfig, tracker: Tracker, context: ExecutionContext, task: Task | None = None
     ) -> None:
-        """Nothing happens yet.
+        """Store the arguments; the run is opened on entry.
 
         Args:
-            config: What the user asked for.
-            tracker: The service.
-            around: What the system that called the function knows.
-            task: The task that the block is, if it was decorated as one.
+            config: The user's arguments.
+            tracker: The tracker.
+            context: The platform's side of the call.
+            task: The task whose function the block is, if it was decorated as one.
         """
-        self._block = _open_run(config, tracker, around, task)
+        self._block = _tracked(config, tracker, context, task)
 
     @critical_section(_PATIENCE_S)
-    def __enter__(self) -> Entry:
+    def __enter__(self) -> TrackedCall:
         return self._block.__enter__()
 
     @critical_section(_PATIENCE_S)
@@ -63,49 +66,50 @@ class RunScope:
 
 
 @contextmanager
-def _open_run(config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None) -> Iterator[Entry]:
-    stand_in = calls.stand_in()
-    if stand_in is not None:
-        tracker, around = stand_in.tracker(tracker), stand_in.around(around)
+def _tracked(
+    config: TrackingConfig, tracker: Tracker, context: ExecutionContext, task: Task | None
+) -> Iterator[TrackedCall]:
+    override = calls.active_override()
+    if override is not None:
+        tracker, context = override.tracker(tracker), override.context(context)
     # Only this thread's own parent: decorated functions in several threads at once are several trainings.
-    entry = Entry(tracker.name, parent=calls.current.get(), stand_in=stand_in)
+    start = _Start(tracker, config, context, task, calls.current.get(), override)
     token = None
     exit_code = 0
+    call = start.call()
     try:
-        _enter(entry, config, tracker, around, task)
-        token = calls.current.set(entry)
-        if entry.watch is not None:
-            entry.watch.run_opened()
-        with _passing_on(entry, tracker, around):
-            yield entry
-            if around.at_end is not None:
-                around.at_end(entry)
+        token = calls.current.set(call)
+        if call.watcher is not None:
+            call.watcher.run_opened()
+        with _propagated_run(call, tracker, context):
+            yield call
+            context.on_return(call)
     except BaseException as error:
-        exit_code = exit_code_of(error, entry.around.successes)
+        exit_code = exit_code_of(error, context.success_exceptions)
         raise
     finally:
         try:
-            _close(entry, exit_code)
+            _close(call, exit_code)
         finally:
             if token is not None:
                 calls.current.reset(token)
 
 
-def hand_out(entry: Entry, is_async: bool = False) -> Any:
-    """Make the files of a run that has ended an output of its task, if that was asked for. That fails no training.
+def publish_files(call: TrackedCall, is_async: bool = False) -> Any:
+    """Make the files of a run that has ended an output of its task, if `download_logs` is set. Raises nothing.
 
     Returns:
-        Something to await if `is_async`; None where there is nothing to do.
+        An awaitable if `is_async` and there are files; else None.
     """
-    if entry.files is None:
+    if call.run is None or not call.is_opener or call.run.published_dir is None:
         return None
     from flyteplugins_tracking._runs import close as closing
 
-    return closing.hand_out(entry, is_async)
+    return closing.publish_files(call.run, call.run.published_dir, is_async)
 
 
 def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...] = ()) -> int:
-    """The status that a process which ends with `error` reports."""
+    """Return the status of a process that ends with `error`."""
     if isinstance(error, successes):
         return 0
     if isinstance(error, KeyboardInterrupt):
@@ -117,73 +121,95 @@ def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...
     return 1
 
 
-def _enter(entry: Entry, config: TrackingConfig, tracker: Tracker, around: Surroundings, task: Task | None) -> None:
-    has_workers = None if task is None else task.has_workers
-    is_joining = config.run_mode != "new" and not has_workers
-    if is_joining and calls.join_enclosing(entry):
-        _watch_for_the_owner(entry, tracker, around)
-    else:
-        entry.has_report = around.has_report if task is None else task.has_report
-        _open(entry, config, tracker, around, has_workers)
-    calls.begin(entry)
+@dataclass(frozen=True)
+class _Start:
+    """Makes the call: it joins a run, opens one, or has none."""
+
+    tracker: Tracker
+    config: TrackingConfig
+    context: ExecutionContext
+    task: Task | None
+    parent: TrackedCall | None
+    override: calls.Override | None
+
+    @property
+    def _has_workers(self) -> bool | None:
+        return None if self.task is None else self.task.has_workers
+
+    def call(self) -> TrackedCall:
+        """Return the call, which is registered as running.
+
+        Raises:
+            TrackingError: The run cannot be opened. Nothing is left open then.
+        """
+        if self.config.run_mode != "new" and not self._has_workers:
+            enclosing = calls.join_enclosing(self.parent, self.tracker.name)
+            if enclosing is not None:
+                return self._joined(enclosing)
+        return self._opened()
+
+    def _joined(self, enclosing: TrackedCall) -> TrackedCall:
+        if enclosing.run is None:
+            call = self._without_run(None)
+        else:
+            from flyteplugins_tracking._runs import open as opening
+
+            call = opening.call_of_joined_run(self.tracker, enclosing.run, self.context, self.parent, self.override)
+        calls.begin(call)
+        return call
+
+    def _without_run(self, restore: Callable[[], object] | None) -> TrackedCall:
+        return TrackedCall(self.tracker.name, self.parent, self.override, restore=restore)
+
+    def _opened(self) -> TrackedCall:
+        call_index = calls.count(self.tracker.name, self.context.call_counts)
+        info = detect(os.environ)
+        config, parent_run = self._config_and_parent_run(info)
+        # A rank without a run asks nobody for an id: that would cost it imports and waits.
+        if not opens_run(info, config.run_mode, config.rank_scope):
+            call = self._without_run(self.tracker.on_inactive_rank(config, info))
+            calls.begin(call)
+            return call
+        from flyteplugins_tracking._runs import open as opening
+
+        parent_id = None if parent_run is None else parent_run["id"]
+        plan = opening.plan_run(config, self.tracker, self.context, info, call_index, parent_id)
+        has_report = self.context.has_report if self.task is None else self.task.has_report
+        opener = opening.Opener(self.tracker, plan, config, info, self.context, has_report)
+        return opener.open(self.parent, self.override)
+
+    def _config_and_parent_run(self, info: DistributedInfo | None) -> tuple[TrackingConfig, Mapping[str, Any] | None]:
+        """Return the arguments of this call, and the run of the calling task if this task continues it."""
+        config, name = self.config, self.tracker.name
+        is_distributed = self._has_workers or info is not None
+        parent_run = None if is_distributed or config.run_mode == "new" else self.context.parents.get(name)
+        if parent_run is not None:
+            return config.joining(parent_run), parent_run
+        if self._has_workers is False and info is None and config.run_mode == "shared":
+            raise ConfigError(
+                "run_mode='shared' in a task without workers of its own continues the run of the task that calls it, "
+                f"and that task has no {name} run: put tracking_init on that task too, or use run_mode='auto'"
+            )
+        return config, None
 
 
-def _watch_for_the_owner(entry: Entry, tracker: Tracker, around: Surroundings) -> None:
-    if entry.owner is not None and entry.owner.config is not None:
-        from flyteplugins_tracking._runs import close as closing
-
-        entry.watch = closing.started_watch(tracker, entry.owner.config, around)
-
-
-def _passing_on(entry: Entry, tracker: Tracker, around: Surroundings) -> AbstractContextManager[None]:
-    """Tasks that the function calls go on in the run that it has opened."""
-    if entry.handle is None or around.passing_on is None:
+def _propagated_run(call: TrackedCall, tracker: Tracker, context: ExecutionContext) -> AbstractContextManager[None]:
+    """Let tasks that the function calls continue the run that it has opened."""
+    if call.run is None or not call.is_opener:
         return nullcontext()
-    passed_on = tracker.export_run(entry.run)
-    return nullcontext() if passed_on is None else around.passing_on(tracker.name, passed_on)
+    return context.propagate_run(tracker, call.run.vendor_run)
 
 
-def _open(
-    entry: Entry, config: TrackingConfig, tracker: Tracker, around: Surroundings, has_workers: bool | None
-) -> None:
-    ordinal = calls.count(tracker.name, around.entered)
-    info = detect(os.environ)
-    parent = _parent(config, tracker, around, has_workers or info is not None)
-    if parent is not None:
-        config = config.joining(parent)
-    elif has_workers is False and info is None and config.run_mode == "shared":
-        raise ConfigError(
-            "run_mode='shared' in a task without workers of its own is for going on in the run of the task that calls "
-            f"it, and that has no {tracker.name} run: put tracking_init on that task too, or use run_mode='auto'"
-        )
-    # A rank that gets no run asks nobody for an id: that would cost it imports and waits.
-    unnamed = plan(info, config.run_mode, config.rank_scope, None, None if parent is None else parent["id"])
-    if not unnamed.opens:
-        entry.aside = tracker.on_inactive_rank(config, info)
+def _close(call: TrackedCall, exit_code: int) -> None:
+    if call.pid != os.getpid():
         return
-    from flyteplugins_tracking._runs import open as opening
-
-    entry.around, entry.config, entry.info = around, config, info
-    entry.plan = opening.named(unnamed, config, tracker, around, info, ordinal)
-    opening.open_for(entry, tracker)
-
-
-def _parent(
-    config: TrackingConfig, tracker: Tracker, around: Surroundings, has_workers: bool
-) -> Mapping[str, Any] | None:
-    return None if has_workers or config.run_mode == "new" else around.parents.get(tracker.name)
-
-
-def _close(entry: Entry, exit_code: int) -> None:
-    if entry.pid != os.getpid():
-        return
-    if entry.config is None and entry.owner is None:  # it has no run
+    if call.run is None:
         try:
-            calls.end(entry, exit_code)
+            calls.end(call, exit_code)
         finally:
-            if entry.aside is not None:
-                entry.aside()
+            if call.restore is not None:
+                call.restore()
         return
     from flyteplugins_tracking._runs import close as closing
 
-    closing.close(entry, exit_code)
+    closing.close(call, call.run, exit_code)

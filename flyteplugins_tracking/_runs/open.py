@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
@@ -16,67 +17,125 @@ from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RunPlan, needs_agreement, plan
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs import close as closing
-from flyteplugins_tracking._runs.calls import Entry, Surroundings
+from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
+from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._util.lock import Claim
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking.trackers.base import Tracker
+    from flyteplugins_tracking.trackers.base import Handle, SigtermWatch, Tracker
 
 logger = logging.getLogger(__name__)
 # Vendors' own set-up is not made for several threads at once: wandb's settings are seen half read.
 _opening = threading.RLock()
 
 
-def open_for(entry: Entry, tracker: Tracker) -> None:
-    """Open the run that the entry's plan asks for, or join it where this process has it open.
+@dataclass(frozen=True)
+class Opener:
+    """Opens the run of one call.
 
-    Raises:
-        TrackerNotInstalledError: The vendor's package is missing.
-        TrackerUnavailableError: The service, or a key for it, is not there.
+    Attributes:
+        tracker: The tracker.
+        plan: The plan of this rank, with the run's id.
+        config: The user's arguments.
+        info: This rank; None outside a distributed job.
+        context: The platform's side of the call.
+        has_report: Whether the task has a report.
     """
-    config, info, around, run_plan = entry.config, entry.info, entry.around, entry.plan
-    assert config is not None
-    assert run_plan is not None
-    entry.watch = closing.started_watch(tracker, config, around)
-    with _opening:
-        if not run_plan.primary and info is None and calls.join_here(entry, str(run_plan.run_id)):
-            return
-        deadline = time.monotonic() + config.init_timeout_s
-        known_id = run_plan.run_id
-        run_plan, entry.claim = _claim(tracker, run_plan, config, around)
-        request = RunRequest(
+
+    tracker: Tracker
+    plan: RunPlan
+    config: TrackingConfig
+    info: DistributedInfo | None
+    context: ExecutionContext
+    has_report: bool
+
+    def open(self, parent: TrackedCall | None, override: Override | None) -> TrackedCall:
+        """Open the run, or join it if this process has it open, and return the call, registered as running.
+
+        Raises:
+            TrackerNotInstalledError: The vendor's package is missing.
+            TrackerUnavailableError: The service, or a key for it, is missing.
+        """
+        watcher = closing.started_watcher(self.tracker, self.config, self.context)
+        try:
+            with _opening:
+                run = self._joined_run()
+                is_opener = run is None
+                run = run or self._opened_run(watcher)
+                call = TrackedCall(self.tracker.name, parent, override, run, is_opener, watcher)
+                calls.begin(call)
+                return call
+        except BaseException:
+            if watcher is not None:
+                watcher.stop()
+            raise
+
+    def _joined_run(self) -> OpenRun | None:
+        """Join the run of the calling task if this process has it open."""
+        if self.plan.primary or self.info is not None:
+            return None
+        return calls.join_open_run(self.tracker.name, str(self.plan.run_id))
+
+    def _opened_run(self, watcher: SigtermWatch | None) -> OpenRun:
+        deadline = time.monotonic() + self.config.init_timeout_s
+        run_plan, lock = _lock_run(self.tracker, self.plan, self.config, self.context)
+        try:
+            request = self._request(run_plan, watcher or closing.WATCHER, deadline)
+            require(self.tracker)
+            handle = self.tracker.open(request)
+        except BaseException:
+            lock.release()
+            raise
+        return OpenRun(
+            tracker=self.tracker.name,
+            handle=handle,
+            vendor_run=handle.run,
             plan=run_plan,
-            known_id=known_id,
-            config=config,
-            info=info,
-            has_other_writers=_has_other_writers(config, around, info),
-            facts={**_job_facts(info), **around.facts},
-            read_secret=lambda: _read_secret(config.secret, around),
-            may_prompt=may_prompt(info, around),
-            watch=entry.watch or closing.WATCH,
+            config=self.config,
+            info=self.info,
+            context=self.context,
+            lock=lock,
+            shows_report=self.has_report and self.context.can_render_report,
+            published_dir=self._published_dir(handle) if self.config.download_logs else None,
+        )
+
+    def _request(self, run_plan: RunPlan, watch: SigtermWatch, deadline: float) -> RunRequest:
+        return RunRequest(
+            plan=run_plan,
+            known_id=self.plan.run_id,
+            config=self.config,
+            info=self.info,
+            has_other_writers=_has_other_writers(self.config, self.context, self.info),
+            facts={**_job_metadata(self.info), **self.context.run_metadata},
+            read_secret=lambda: _read_secret(self.config.secret, self.context),
+            may_prompt=may_prompt(self.info, self.context),
+            watch=watch,
             deadline=deadline,
         )
-        require(tracker)
-        entry.handle = tracker.open(request)
-        entry.run, entry.owner = entry.handle.run, entry
-        calls.begin(entry)
-    if config.download_logs:
-        entry.files = _files(entry, info)
+
+    def _published_dir(self, handle: Handle) -> str | None:
+        reason = None
+        if self.info is not None:
+            reason = f"the training has {self.info.world_size} ranks, and a task's output comes from one process"
+        elif not self.context.can_publish_files:
+            reason = "the function does not run as a Flyte task"
+        if reason is not None and (self.info is None or self.info.rank == 0):
+            logger.warning("%s: download_logs=True is ignored: %s", self.tracker.name, reason)
+        return handle.files if reason is None else None
 
 
-def _files(entry: Entry, info: DistributedInfo | None) -> tuple[str, str] | None:
-    handle = entry.handle
-    files = handle.files if handle is not None else None
-    reason = None
-    if info is not None:
-        reason = f"the training has {info.world_size} ranks, and a task's output is one process's"
-    elif entry.around.hand_out is None:
-        reason = "this is no task of Flyte"
-    if reason is not None and (info is None or info.rank == 0):
-        logger.warning("%s: download_logs=True is left out: %s", entry.tracker, reason)
-    return (files, handle.id) if handle is not None and files is not None and reason is None else None
+def call_of_joined_run(
+    tracker: Tracker, run: OpenRun, context: ExecutionContext, parent: TrackedCall | None, override: Override | None
+) -> TrackedCall:
+    """Return a call for a run that has just been joined. If its watcher cannot start, the run is left again."""
+    call = functools.partial(TrackedCall, tracker.name, parent, override, run)
+    try:
+        return call(watcher=closing.started_watcher(tracker, run.config, context))
+    except BaseException:
+        closing.close(call(), run, exit_code=1)
+        raise
 
 
 def require(tracker: Tracker) -> None:
@@ -91,26 +150,28 @@ def require(tracker: Tracker) -> None:
         raise TrackerNotInstalledError(f"pip install {tracker.distribution or tracker.package}")
 
 
-def may_prompt(info: DistributedInfo | None, around: Surroundings) -> bool:
+def may_prompt(info: DistributedInfo | None, context: ExecutionContext) -> bool:
     """Whether somebody sits at this process's terminal, alone."""
-    return info is None and not around.on_cluster and sys.stdin is not None and sys.stdin.isatty()
+    return info is None and not context.on_cluster and sys.stdin is not None and sys.stdin.isatty()
 
 
-def _has_other_writers(config: TrackingConfig, around: Surroundings, info: DistributedInfo | None) -> bool:
-    return around.has_children if info is None else config.run_mode == "shared" and is_elastic(info, os.environ)
+def _has_other_writers(config: TrackingConfig, context: ExecutionContext, info: DistributedInfo | None) -> bool:
+    return context.has_children if info is None else config.run_mode == "shared" and is_elastic(info, os.environ)
 
 
-def _claim(tracker: Tracker, run_plan: RunPlan, config: TrackingConfig, around: Surroundings) -> tuple[RunPlan, Claim]:
+def _lock_run(
+    tracker: Tracker, run_plan: RunPlan, config: TrackingConfig, context: ExecutionContext
+) -> tuple[RunPlan, Claim]:
     """Make sure that no other process or thread here has the run open: two writers lose each other's rows.
 
     A rank's own child processes look like the rank itself, and a user's id may be in use: theirs are runs beside it. An
     earlier attempt that is still ending is waited for.
     """
-    if run_plan.run_id is None or not run_plan.primary or around.is_simulated:
+    if run_plan.run_id is None or not run_plan.primary or context.is_simulated:
         return run_plan, Claim()
-    claim = Claim.take(f"{tracker.name}/{config.project}/{run_plan.run_id}", timeout_s=config.init_timeout_s / 2)
-    if claim is not None:
-        return run_plan, claim
+    lock = Claim.take(f"{tracker.name}/{config.project}/{run_plan.run_id}", timeout_s=config.init_timeout_s / 2)
+    if lock is not None:
+        return run_plan, lock
     beside = f"{run_plan.run_id}-{os.urandom(3).hex()}"
     logger.warning(
         "%s: run %s is open in another process or thread: this one is %s", tracker.name, run_plan.run_id, beside
@@ -118,58 +179,58 @@ def _claim(tracker: Tracker, run_plan: RunPlan, config: TrackingConfig, around: 
     return replace(run_plan, run_id=beside), Claim()
 
 
-def named(
-    unnamed: RunPlan,
+def plan_run(
     config: TrackingConfig,
     tracker: Tracker,
-    around: Surroundings,
+    context: ExecutionContext,
     info: DistributedInfo | None,
-    ordinal: int,
+    call_index: int,
+    parent_id: str | None,
 ) -> RunPlan:
-    """The plan of this rank with its run's id, on which the ranks agree.
+    """Return the plan of a rank that opens a run, with the run's id, on which the ranks agree.
 
     Raises:
-        IdentityError: They cannot.
+        IdentityError: They cannot agree.
     """
-    if unnamed.run_id is not None:  # of the task that has called this one
-        return replace(unnamed, label=unnamed.label or around.label)
-    found = _identity(config, tracker, around, info, ordinal)
-    run_plan = plan(info, config.run_mode, config.rank_scope, found.base_id)
-    return replace(run_plan, group=run_plan.group or found.group, label=run_plan.label or around.label)
+    identity = Identity(None)
+    if parent_id is None:
+        identity = _identity(config, tracker, context, info, call_index)
+    run_plan = plan(info, config.run_mode, config.rank_scope, identity.base_id, parent_id)
+    return replace(run_plan, group=run_plan.group or identity.group, label=run_plan.label or context.label)
 
 
 def _identity(
-    config: TrackingConfig, tracker: Tracker, around: Surroundings, info: DistributedInfo | None, ordinal: int
+    config: TrackingConfig, tracker: Tracker, context: ExecutionContext, info: DistributedInfo | None, call_index: int
 ) -> Identity:
-    imposed = tracker.forced_run_id()
-    if imposed is not None or config.id is not None:
-        return Identity(imposed or config.id)
-    chosen = from_variables(os.environ, tracker.run_id_variables)
-    if chosen is not None:
-        return chosen
-    agreement = needs_agreement(info, config.run_mode, config.rank_scope)
-    if around.base_id is not None:
-        found = Identity(around.base_id, around.group)
+    forced_run_id = tracker.forced_run_id()
+    if forced_run_id is not None or config.id is not None:
+        return Identity(forced_run_id or config.id)
+    from_env = from_variables(os.environ, tracker.run_id_variables)
+    if from_env is not None:
+        return from_env
+    is_shared = needs_agreement(info, config.run_mode, config.rank_scope)
+    if context.base_id is not None:
+        identity = Identity(context.base_id, context.group)
     else:
-        found = from_launcher(info, os.environ, agreement=agreement)
-    if found.base_id is None or ordinal == 1:
-        return found
+        identity = from_launcher(info, os.environ, agreement=is_shared)
+    if identity.base_id is None or call_index == 1:
+        return identity
     # The second training of one process is another run, and a failure of the first stays one.
-    return Identity(f"{found.base_id}-{ordinal}", found.group)
+    return Identity(f"{identity.base_id}-{call_index}", identity.group)
 
 
-def _job_facts(info: DistributedInfo | None) -> dict[str, Any]:
+def _job_metadata(info: DistributedInfo | None) -> dict[str, Any]:
     if info is None:
         return {}
     shape = ("world_size", "num_workers", "local_world_size", "launcher")
     return {"distributed": {name: info[name] for name in shape}, "restart_count": info.restart_count}
 
 
-def _read_secret(secret: Any, around: Surroundings) -> str | None:
+def _read_secret(secret: Any, context: ExecutionContext) -> str | None:
     if secret is None:
         return None
     if not callable(secret):
-        return around.read_secret(secret)
+        return context.read_secret(secret)
     try:
         value = secret()
     except Exception as error:

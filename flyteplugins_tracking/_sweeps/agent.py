@@ -12,7 +12,7 @@ from typing import Any
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._job.topology import get_distributed_info
-from flyteplugins_tracking._runs.calls import apart
+from flyteplugins_tracking._runs.calls import detached
 from flyteplugins_tracking._runs.lifecycle import exit_code_of
 from flyteplugins_tracking._runs.open import may_prompt
 from flyteplugins_tracking._sweeps.sweep import log_in, session_kept
@@ -39,7 +39,7 @@ def sweep_agent(objective: Callable[[], Any], *, count: int | None = None, sweep
         objective: Called without arguments; `get_sweep_parameters()` is the trial's on each rank. Decorated with
             `tracking_init`, it has the trial's run.
         count: How many trials to run; None for as many as the sweep has.
-        sweep_id: The sweep's id or `entity/project/id`; None for that of the `tracking_sweep` around. Rank 0's counts.
+        sweep_id: The sweep's id or `entity/project/id`; None for that of the `tracking_sweep` context. Rank 0's counts.
 
     Raises:
         ConfigError: There is no sweep, several ranks have no process group, or the objective is async.
@@ -81,7 +81,7 @@ def _run_agent(function: Callable[[], Any], count: int | None, sweep_id: str | N
     if not sweep.get("id"):
         raise ConfigError("there is no sweep here: pass sweep_id=, or call sweep_agent in a tracking_sweep function")
     with session_kept():
-        log_in(None, may_prompt(get_distributed_info(), flyte_context.surroundings()))
+        log_in(None, may_prompt(get_distributed_info(), flyte_context.current_context()))
         import wandb
 
         wandb.agent(
@@ -119,7 +119,7 @@ def _follow(ranks: _Ranks, objective: Callable[[], Any]) -> None:
             return
         error = None
         try:
-            with _following(*told), apart():
+            with _following(*told), detached():
                 objective()
         except (Exception, SystemExit) as raised:
             if isinstance(raised, SystemExit) and exit_code_of(raised) == TERMINATED:

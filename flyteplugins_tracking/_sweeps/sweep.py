@@ -273,7 +273,7 @@ def _sweep_of(given: Mapping[str, Any]) -> Iterator[None]:
             return
         # For `wandb.agent(get_sweep_id(), ...)`, before and in whose trials the settings are read anew.
         _set_place({name: sweep[name] for name in ("project", "entity") if sweep.get(name)})
-        with flyte2.carrying({propagation.SWEEP_ID: propagation.write(sweep, "the sweep")}):
+        with flyte2.propagate({propagation.SWEEP_ID: propagation.write(sweep, "the sweep")}):
             yield
 
 
@@ -288,15 +288,15 @@ def _set_place(place: Mapping[str, str]) -> None:
 
 def _made(given: Mapping[str, Any]) -> dict[str, Any]:
     """A new sweep's id, project and entity; empty on ranks that make none."""
-    around, info = flyte_context.surroundings(), get_distributed_info()
-    wanted = _wanted(given, around.propagated)
+    context, info = flyte_context.current_context(), get_distributed_info()
+    wanted = _wanted(given, context.propagated)
     if info is not None and info.rank != 0:
         return {}
-    if around.base_id is not None:
-        wanted.setdefault("name", around.base_id)
+    if context.base_id is not None:
+        wanted.setdefault("name", context.base_id)
     host = wanted.get("host")
-    log_in(None if host is None or os.environ.get("WANDB_BASE_URL") else host, may_prompt(info, around))
-    timeout_s = TrackingConfig.of({}).over(around.propagated).init_timeout_s
+    log_in(None if host is None or os.environ.get("WANDB_BASE_URL") else host, may_prompt(info, context))
+    timeout_s = TrackingConfig.of({}).over(context.propagated).init_timeout_s
     return _make_with_timeout(functools.partial(_make, wanted), timeout_s)
 
 

@@ -178,7 +178,7 @@ def _run_address(run_id: str | None) -> _Address:
     """The run `run_id`: its place is that of an open run of this id, or else what is propagated."""
     opened, of_parent = (
         _opened(),
-        propagation.parse((flyte2.carried() or {}).get(propagation.RUNS), propagation.RUNS).get("wandb"),
+        propagation.parse((flyte2.custom_context() or {}).get(propagation.RUNS), propagation.RUNS).get("wandb"),
     )
     for known in (opened, of_parent or {}):
         if known.get("id") and run_id in (None, known["id"]):

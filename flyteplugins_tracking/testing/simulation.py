@@ -24,7 +24,8 @@ from flyteplugins_tracking._flyte import flyte1, flyte2
 from flyteplugins_tracking._job.info import DistributedInfo, every_rank
 from flyteplugins_tracking._job.plan import Workers
 from flyteplugins_tracking._job.topology import override_distributed_info
-from flyteplugins_tracking._runs.calls import Entry, StandIn, Surroundings, standing_in, standing_in_here
+from flyteplugins_tracking._runs.calls import Override, TrackedCall, override, override_here
+from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.lifecycle import exit_code_of
 from flyteplugins_tracking._util.checks import check_flag, check_seconds
 from flyteplugins_tracking.errors import ConfigError
@@ -175,7 +176,7 @@ def simulate(
     call_all = functools.partial(_in_threads, timeout_s=timeout_s) if in_threads else _one_by_one
     for stores in _shown_to:
         stores.append(job.store)
-    with _variables(), standing_in(job.stand_in):  # also for threads that do not inherit the context
+    with _variables(), override(job.override):  # also for threads that do not inherit the context
         attempts = [call_all(job.ranks(0, max_restarts, failures))]
         job.refuse_what_is_not_tracked(attempts[0])
         while len(attempts) <= max_restarts and _failed(attempts[-1]):
@@ -193,12 +194,12 @@ def recording() -> Iterator[RecordedRuns]:
     Yields:
         The runs so far, as they are when they are looked at.
     """
-    stores, entered = [Store()], Counter[str]()
-    around = Surroundings(base_id=RECORDED, entered=entered, is_simulated=True)
+    stores, call_counts = [Store()], Counter[str]()
+    context = SimulatedContext(base_id=RECORDED, call_counts=call_counts)
     runs = RecordedRuns(lambda: [run for store in list(stores) for run in store.read()])
     _shown_to.append(stores)
     try:
-        with _variables(), standing_in(_stand_in(stores[0], lambda: around)):
+        with _variables(), override(_override(stores[0], lambda: context)):
             yield runs
     finally:
         _shown_to[:] = [other for other in _shown_to if other is not stores]
@@ -208,13 +209,33 @@ def recording() -> Iterator[RecordedRuns]:
 _shown_to: list[list[Store]] = []
 
 
-def _stand_in(store: Store, around: Callable[[], Surroundings]) -> StandIn:
-    """Of the surroundings that are found, what a function may end with counts; the rest is `around`."""
+@dataclass(frozen=True, kw_only=True)
+class SimulatedContext(ExecutionContext):
+    """The context of a function that is called in a simulation or a recording. No secret is read.
 
-    def surroundings(found: Surroundings) -> Surroundings:
-        return replace(around(), successes=found.successes)
+    Attributes:
+        rank: The simulated rank; None outside of a simulation.
+    """
 
-    return StandIn(lambda tracker: RecordingTracker(tracker, store), surroundings)
+    is_simulated: bool = True
+    rank: _Rank | None = None
+
+    def read_secret(self, secret: Any) -> str | None:  # noqa: ARG002
+        return None
+
+    def on_return(self, call: TrackedCall) -> None:
+        """Raise the error with which the rank is to fail."""
+        if self.rank is not None:
+            self.rank.fail(call)
+
+
+def _override(store: Store, simulated: Callable[[], SimulatedContext]) -> Override:
+    """Return the test doubles of a simulation. Of the real context only the success exceptions are used."""
+
+    def context(real: ExecutionContext) -> ExecutionContext:
+        return replace(simulated(), success_exceptions=real.success_exceptions)
+
+    return Override(lambda tracker: RecordingTracker(tracker, store), context)
 
 
 @dataclass(eq=False)
@@ -223,11 +244,11 @@ class _Rank:
 
     info: DistributedInfo
     call: Callable[[], Any]
-    stand_in: StandIn
+    override: Override
     is_distributed: bool
     variables: Mapping[str, str]
     failure: BaseException | None = None
-    entered: Counter[str] = field(default_factory=Counter)
+    call_counts: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> RankResult:
         """Call the function as this rank, in a context of its own."""
@@ -237,7 +258,7 @@ class _Rank:
         result = functools.partial(RankResult, self.info.rank, self.info.local_rank or 0, self.info.worker_index or 0)
         failure = self.failure
         _current.set(self)
-        with standing_in_here(self.stand_in), override_distributed_info(self.info if self.is_distributed else None):
+        with override_here(self.override), override_distributed_info(self.info if self.is_distributed else None):
             try:
                 value = self.call()
                 self.fail()  # where the function has called no tracked one to its end
@@ -248,9 +269,9 @@ class _Rank:
                 return result(error=error)
         return result(value)
 
-    def fail(self, entry: Entry | None = None) -> None:
+    def fail(self, call: TrackedCall | None = None) -> None:
         """Raise what this rank fails with, if it does: not in a function that another one waits for."""
-        if self.failure is not None and not _is_inner(entry):
+        if self.failure is not None and not _is_inner(call):
             failure, self.failure = self.failure, None
             raise failure
 
@@ -267,14 +288,14 @@ class _Job:
         self._sizes = sizes
         self._is_distributed = is_distributed
         self._has_tracked = False
-        self._without_rank = Surroundings(base_id=RECORDED, entered=Counter(), is_simulated=True)
-        self.stand_in = _stand_in(self.store, self._around)
+        self._without_rank = SimulatedContext(base_id=RECORDED, call_counts=Counter())
+        self.override = _override(self.store, self._context)
 
     def ranks(self, attempt: int, max_restarts: int, failures: Mapping[int, BaseException]) -> Iterator[_Rank]:
         """The ranks of an attempt, made one by one."""
         for info in every_rank(self._sizes, restart_count=attempt, launcher=SIMULATED, job_id=SIMULATED):
             variables = _torchrun(info, max_restarts) if self._is_distributed else {}
-            yield _Rank(info, self._call, self.stand_in, self._is_distributed, variables, failures.get(info.rank))
+            yield _Rank(info, self._call, self.override, self._is_distributed, variables, failures.get(info.rank))
 
     def refuse_what_is_not_tracked(self, results: Sequence[RankResult]) -> None:
         """Say so where the simulation has shown nothing, with what the first rank has raised, if it has."""
@@ -288,24 +309,24 @@ class _Job:
         outcome = self._function()
         return asyncio.run(_awaited(outcome)) if inspect.isawaitable(outcome) else outcome
 
-    def _around(self) -> Surroundings:
+    def _context(self) -> SimulatedContext:
         self._has_tracked = True
         rank = _current.get()
         if rank is None:  # in a thread that does not inherit the context
             return self._without_rank
-        return Surroundings(base_id=SIMULATED, entered=rank.entered, is_simulated=True, at_end=rank.fail)
+        return SimulatedContext(base_id=SIMULATED, call_counts=rank.call_counts, rank=rank)
 
 
 async def _awaited(outcome: Any) -> Any:
     return await outcome
 
 
-def _is_inner(entry: Entry | None) -> bool:
-    """Whether another function of this tracker's is around it; those of other trackers may be stacked on it."""
-    around = None if entry is None else entry.parent
-    while around is not None and entry is not None and around.tracker != entry.tracker:
-        around = around.parent
-    return around is not None
+def _is_inner(call: TrackedCall | None) -> bool:
+    """Whether another call with this tracker is around it; those of other trackers may be stacked on it."""
+    parent = None if call is None else call.parent
+    while parent is not None and call is not None and parent.tracker != call.tracker:
+        parent = parent.parent
+    return parent is not None
 
 
 def _one_by_one(ranks: Iterator[_Rank]) -> tuple[RankResult, ...]:

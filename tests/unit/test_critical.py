@@ -82,7 +82,7 @@ def state() -> tuple[Any, ...]:
     """What a function leaves as it was."""
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
-    return signal.getsignal(signal.SIGTERM), wakeup, threading.active_count(), calls.owners(), calls.current.get()
+    return signal.getsignal(signal.SIGTERM), wakeup, threading.active_count(), calls.open_runs(), calls.current.get()
 
 
 def exit_with_5(*_: Any) -> None:

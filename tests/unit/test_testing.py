@@ -32,7 +32,7 @@ from flyteplugins_tracking import (
 )
 from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking._job.topology import detect
-from flyteplugins_tracking._runs.calls import _running, _stand_ins
+from flyteplugins_tracking._runs.calls import _overrides, _running
 from flyteplugins_tracking._util.lock import Claim
 from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recording, simulate
 from flyteplugins_tracking.testing.simulation import _VARIABLES
@@ -63,7 +63,7 @@ def nothing_leaves_and_nothing_stays(monkeypatch, tmp_path):
         patched.setattr(Claim, "take", lambda *_, **__: pytest.fail("a run was claimed on this machine"))
         yield
     assert list(tmp_path.iterdir()) == []
-    assert (_running, _stand_ins, get_run()) == ([], [], None)
+    assert (_running, _overrides, get_run()) == ([], [], None)
     monkeypatch.undo()
     assert environment() == before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -236,12 +235,11 @@ def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(ba
 
     @tracking_init(tracker=tracker, id="i")
     def train():
-        entry = calls.current.get()
-        shown = dataclasses.replace(entry.around, show=lambda *_: None)
-        entry.around, entry.has_report, tracker.handle.summary = shown, True, lambda: 1 / 0
-        return entry
+        run = calls.current.get().run
+        run.shows_report, tracker.handle.summary = True, lambda: 1 / 0
+        return run
 
-    assert train().claim._bound is None
+    assert train().lock._bound is None
     assert tracker.handle.events == [0]
 
 

@@ -1,0 +1,132 @@
+"""The execution context of a call: what the platform that runs the function knows and can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from flyteplugins_tracking._config import propagation
+from flyteplugins_tracking._job.info import DistributedInfo
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.calls import TrackedCall
+    from flyteplugins_tracking.trackers.base import Tracker
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """The values that a platform needs to show a run that has ended.
+
+    Attributes:
+        tracker: The tracker's name.
+        id: The run's id.
+        url: The run's page; None if it has none.
+        exit_code: The status that the run ended with.
+        summary: The run's last values.
+        info: The rank that had the run; None outside a distributed job.
+        other_runs: The number of runs that the job has besides rank 0's.
+        attempt: The attempt of the task, from 0.
+    """
+
+    tracker: str
+    id: str
+    url: str | None
+    exit_code: int
+    summary: Mapping[str, Any]
+    info: DistributedInfo | None
+    other_runs: int
+    attempt: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionContext(ABC):
+    """The platform's side of one call. Each platform has a subclass; what it does not override, it does not offer.
+
+    Attributes:
+        base_id: The base id that the platform gives; None for none.
+        group: The group of the runs if the plan gives none. It is set if a retry cannot have the same base id.
+        label: The name of this process among several that write to one run.
+        propagated: Arguments that reach this function from outside. The decorator's own arguments take precedence.
+        parents: The runs that the calling task has open, by tracker.
+        has_children: Whether tasks that the function calls run in other processes.
+        call_counts: The number of decorated functions that this attempt of the task has entered, by tracker; None to
+            count them over the life of the process.
+        has_report: Whether the task has a report, as far as this is known when it runs.
+        can_render_report: Whether `render_report` works here.
+        can_persist: Whether `persist` works here. False if there is no storage, or if this machine's files stay.
+        can_publish_files: Whether `publish_files` works here.
+        run_metadata: The values that the platform adds to the run's config.
+        on_cluster: Whether nobody sits at this process's terminal.
+        success_exceptions: The exceptions that end a function of this platform successfully.
+        is_simulated: Whether the process stands for a rank of a test: signals are not watched, and the run is not
+            locked against other processes.
+    """
+
+    base_id: str | None = None
+    group: str | None = None
+    label: str | None = None
+    propagated: Mapping[str, Any] = field(default_factory=dict)
+    parents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    has_children: bool = False
+    call_counts: Counter[str] | None = None
+    has_report: bool = False
+    can_render_report: bool = False
+    can_persist: bool = False
+    can_publish_files: bool = False
+    run_metadata: Mapping[str, Any] = field(default_factory=dict)
+    on_cluster: bool = False
+    success_exceptions: tuple[type[BaseException], ...] = ()
+    is_simulated: bool = False
+
+    @abstractmethod
+    def read_secret(self, secret: Any) -> str | None:
+        """Return the value of one of the platform's secret objects; None to use the tracker's own credentials.
+
+        Raises:
+            TrackerUnavailableError: The secret is missing on a cluster.
+        """
+
+    def render_report(self, run: EndedRun) -> None:
+        """Show a run that has ended in the task's report or deck."""
+        raise NotImplementedError
+
+    def persist(self, directory: str) -> str:
+        """Copy a local directory to storage that outlives this machine, and return the address."""
+        raise NotImplementedError
+
+    def publish_files(self, directory: str, run_id: str, is_async: bool) -> Any:
+        """Make the files of a run an output of the task.
+
+        Args:
+            directory: The local directory with the run's files.
+            run_id: The run's id.
+            is_async: Whether to return an awaitable.
+        """
+        raise NotImplementedError
+
+    def propagate_run(self, tracker: Tracker, run: Any) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Let the tasks that are called in the block continue `run`."""
+        return nullcontext()
+
+    def on_return(self, call: TrackedCall) -> None:  # noqa: B027 most platforms do nothing
+        """Hook for the moment when the function has returned and its run is open. An error here is the function's."""
+
+
+class ProcessContext(ExecutionContext):
+    """A plain process: a script, a notebook, or a rank of a launcher."""
+
+    @classmethod
+    def current(cls) -> ProcessContext:
+        """Return the context of this process.
+
+        Raises:
+            ConfigError: The propagated arguments are malformed.
+        """
+        return cls(propagated=propagation.read(propagation.CONFIG, None))
+
+    def read_secret(self, secret: Any) -> str | None:  # noqa: ARG002
+        return None
