@@ -25,7 +25,7 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import find_tracker, propagated_to
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.close import EndedRun
+    from flyteplugins_tracking._runs.calls import EndedRun
 
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"
 _ANY_TASK = "flyte._task.TaskTemplate"

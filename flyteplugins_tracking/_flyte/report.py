@@ -13,7 +13,7 @@ from typing import Any
 
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.store import job_store
-from flyteplugins_tracking._runs.close import EndedRun
+from flyteplugins_tracking._runs.calls import EndedRun
 
 TITLE = "Tracking"
 # How long rank 0 waits for the others' runs to end, and how many values of a summary are shown.
