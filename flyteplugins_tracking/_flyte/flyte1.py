@@ -26,7 +26,6 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import find_tracker
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.close import EndedRun
 
 logger = logging.getLogger(__name__)
 

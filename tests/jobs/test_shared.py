@@ -482,7 +482,7 @@ def test_an_uncommitted_row_is_logged_with_its_step(tmp_path):
             {"told": 1, "global_step": 3},
         ]
         assert (done.returncode, run.exit_codes) == (0, [0]), done.output
-        assert "what was logged with commit=False is lost: bad" in done.output
+        assert "values that were logged with commit=False are lost: bad" in done.output
 
 
 def test_a_rank_that_cannot_attach_leaves_nothing_behind(tmp_path):
