@@ -15,7 +15,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
@@ -24,8 +24,6 @@ from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import EndedRun, ExecutionContext
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import find_tracker
-
-if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
