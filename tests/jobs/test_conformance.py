@@ -208,7 +208,7 @@ def test_a_service_that_is_not_there_is_said_and_can_be_done_without(backend, tm
     assert job.runs == []
     if not backend.can_degrade:
         return
-    (command,) = {match[1] for match in re.finditer(r"(?:is there|answers): (.+)$", done.output, re.MULTILINE)}
+    (command,) = {match[1] for match in re.finditer(r"(?:is available, run|answers): (.+)$", done.output, re.MULTILINE)}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     sent = subprocess.run(
         shlex.split(command),

@@ -186,7 +186,7 @@ def test_a_child_that_changes_the_config_is_told_that_it_is_the_parents(pod, ser
     assert done.error is None, done.output
     run = server.run("r1-parent_of_a_changer")
     assert (run.config["of"], "child" in run.config) == ("parent", False)
-    assert "the config of its parent's run" in done.output
+    assert "belongs to the task that has called this one: this task's changes of its config are not" in done.output
     # The other child reads it, and says nothing about a run that is not its own.
     assert json.loads(done.outputs[0]).items() >= {"of": "parent", "lr": 3}.items()
     assert (run.group, run.name, run.tags, run.job_type, run.notes) == ("parent", "parent", ["parent"], "", "")

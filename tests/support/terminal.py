@@ -52,10 +52,10 @@ class Terminal:
         """All that it has written so far, without escape sequences."""
         return _ESCAPES.sub("", self._output.decode(errors="replace"))
 
-    def wait_for(self, *texts: str, timeout_s: float = 60) -> None:
-        """Wait until each of `texts` has been written."""
+    def wait_for(self, *patterns: str, timeout_s: float = 60) -> None:
+        """Wait until each of the regular expressions has been found in the text."""
         deadline = time.monotonic() + timeout_s
-        while missing := [text for text in texts if text not in self.text]:
+        while missing := [pattern for pattern in patterns if not re.search(pattern, self.text)]:
             assert time.monotonic() < deadline, f"{missing} not in:\n{self.text}"
             if select.select([self._ours], [], [], 0.2)[0]:
                 try:
