@@ -87,7 +87,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         TrackerUnavailableError: At the call: the service, or a key for it, is not there.
         TrackerNotInstalledError: At the call: the tracker's package is missing.
     """
-    decorate = decorator_of(TrackingConfig.of(options), tracked_function)
+    decorate = decorator_of(TrackingConfig.from_arguments(options), tracked_function)
     return decorate if function is None else decorate(function)
 
 

@@ -84,7 +84,7 @@ class TrackingConfig:
             object.__setattr__(self, "config", plain_config(self.config))
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> TrackingConfig:
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> TrackingConfig:
         """From arguments by their names: those above, and the tracker's own.
 
         Raises:
@@ -96,33 +96,33 @@ class TrackingConfig:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `of` makes this from."""
+        """What `from_arguments` makes this from."""
         return {**self.options, **{name: getattr(self, name) for name in self.given}}
 
-    def over(self, propagated: Mapping[str, Any]) -> TrackingConfig:
+    def with_defaults(self, propagated: Mapping[str, Any]) -> TrackingConfig:
         """This, with what `propagated` says where this says nothing.
 
         Raises:
-            ConfigError: As `of`.
+            ConfigError: As `from_arguments`.
         """
-        return TrackingConfig.of(merged(propagated, self.arguments)) if propagated else self
+        return TrackingConfig.from_arguments(merged(propagated, self.arguments)) if propagated else self
 
-    def under(self, arguments: Mapping[str, Any]) -> TrackingConfig:
+    def with_overrides(self, arguments: Mapping[str, Any]) -> TrackingConfig:
         """This, with `arguments` in place of what this says.
 
         Raises:
-            ConfigError: As `of`.
+            ConfigError: As `from_arguments`.
         """
-        return TrackingConfig.of(merged(self.arguments, arguments))
+        return TrackingConfig.from_arguments(merged(self.arguments, arguments))
 
-    def joining(self, parent: Mapping[str, Any]) -> TrackingConfig:
+    def for_parent(self, parent: Mapping[str, Any]) -> TrackingConfig:
         """This, in the run that a calling task has passed on: where that is, and with its config for this one's.
 
         Raises:
-            ConfigError: As `of`.
+            ConfigError: As `from_arguments`.
         """
         passed_on = {name: value for name, value in parent.items() if name != "id"}
-        return replace(self, config={}).under(passed_on)
+        return replace(self, config={}).with_overrides(passed_on)
 
 
 # What `tracking_init` takes by name.

@@ -11,7 +11,7 @@ from typing import Any
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.plan import Workers
+from flyteplugins_tracking._job.plan import NodeRequest
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext, ProcessContext
 from flyteplugins_tracking.errors import ConfigError
@@ -28,14 +28,14 @@ class Decorator:
     """
 
     name: str
-    links: Callable[[Workers | None, Any], Iterable[Any]]
+    links: Callable[[NodeRequest | None, Any], Iterable[Any]]
     link: Callable[[Any], Mapping[str, str]]
 
     @classmethod
     def of_runs(cls, name: str, config: TrackingConfig) -> Decorator:
         """One whose links lead to the runs that `config` asks for."""
 
-        def links(workers: Workers | None, task: Any) -> Iterable[Any]:
+        def links(workers: NodeRequest | None, task: Any) -> Iterable[Any]:
             from flyteplugins_tracking._flyte import flyte2
 
             return flyte2.run_links(config, workers, task)

@@ -19,7 +19,7 @@ from typing import Any
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.plan import Page, Workers, pages
+from flyteplugins_tracking._job.plan import NodeRequest, Page, pages
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import EndedRun, ExecutionContext
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
@@ -105,7 +105,7 @@ def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], name: str, link: Cal
     return task
 
 
-def function_of(task: Any) -> tuple[Callable[..., Any], Workers | None]:
+def function_of(task: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
     """The function of `task`, and its Elastic workers.
 
     Raises:
@@ -146,11 +146,11 @@ def _pages(task: Any, config: TrackingConfig) -> Sequence[Page] | None:
     return pages(None, config.run_mode, config.rank_scope, "") if one_run else None
 
 
-def workers_of(elastic: Any) -> Workers:
+def workers_of(elastic: Any) -> NodeRequest:
     """The workers of an `Elastic` configuration, of either SDK."""
     fewest, _, most = str(elastic.nnodes).partition(":")
     processes = str(elastic.nproc_per_node)
-    return Workers(int(fewest), int(most or fewest), int(processes) if processes.isdecimal() else 1)
+    return NodeRequest(int(fewest), int(most or fewest), int(processes) if processes.isdecimal() else 1)
 
 
 class Flyte1Context(ExecutionContext):

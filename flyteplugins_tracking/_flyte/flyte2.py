@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig, merged
 from flyteplugins_tracking._flyte.flyte1 import workers_of
-from flyteplugins_tracking._job.plan import Workers, pages
+from flyteplugins_tracking._job.plan import NodeRequest, pages
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import EndedRun, ExecutionContext
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
@@ -50,7 +50,7 @@ class TrackingLink:
 
     name: str
     config: TrackingConfig
-    workers: Workers | None = None
+    workers: NodeRequest | None = None
     index: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
     icon_uri: str = ""
@@ -77,7 +77,7 @@ class TrackingLink:
         tracker = find_tracker(config.tracker)
         parent = _runs(custom_context).get(tracker.name) if self.workers is None and config.run_mode != "new" else None
         if parent is not None:
-            config = config.joining(parent)
+            config = config.for_parent(parent)
         elif config.run_mode == "shared" and self.workers is None:
             return tracker.page(config, None) or ""
         chosen = next((self.variables[name] for name in tracker.run_id_variables if self.variables.get(name)), None)
@@ -92,7 +92,7 @@ def is_entity(target: Any) -> bool:
 
 
 def adapt_task(
-    task: Any, wrap: Callable[[Any, Task], Any], name: str, links: Callable[[Workers | None, Any], Iterable[Any]]
+    task: Any, wrap: Callable[[Any, Task], Any], name: str, links: Callable[[NodeRequest | None, Any], Iterable[Any]]
 ) -> Any:
     """Put `wrap` around the function of `task`, add its links, and return the same task.
 
@@ -112,7 +112,7 @@ def adapt_task(
     return task
 
 
-def function_of(task: Any) -> tuple[Callable[..., Any], Workers | None]:
+def function_of(task: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
     """The function of `task`, and the workers that it asks for.
 
     Raises:
@@ -281,7 +281,7 @@ def _runs(custom_context: Mapping[str, str]) -> dict[str, Any]:
     return runs
 
 
-def run_links(config: TrackingConfig, workers: Workers | None, task: Any) -> Iterator[TrackingLink]:
+def run_links(config: TrackingConfig, workers: NodeRequest | None, task: Any) -> Iterator[TrackingLink]:
     """The links to the runs of `task`, which has these workers."""
     tracker = find_tracker(config.tracker)
     if tracker.page(config, None) is None:
@@ -294,7 +294,7 @@ def run_links(config: TrackingConfig, workers: Workers | None, task: Any) -> Ite
         yield TrackingLink(name, config, workers, index, variables)
 
 
-def _workers(task: Any) -> Workers | None:
+def _workers(task: Any) -> NodeRequest | None:
     """The workers that the task asks for; None for a task that runs in one process."""
     config = task.plugin_config
     if config is None:
@@ -303,7 +303,7 @@ def _workers(task: Any) -> Workers | None:
         return workers_of(config)
     settings = getattr(config, "settings", config)
     if hasattr(settings, "replicas") and hasattr(settings, "nproc_per_node"):  # flyte.clustered
-        return Workers(settings.replicas, settings.replicas, settings.nproc_per_node)
+        return NodeRequest(settings.replicas, settings.replicas, settings.nproc_per_node)
     return None
 
 

@@ -15,11 +15,11 @@ from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.registry import check_propagated
 
 # The blocks that this thread or coroutine is in. Several may be in one object's at once.
-_Entered = tuple["Propagated", AbstractContextManager[None]]
+_Entered = tuple["PropagatedConfig", AbstractContextManager[None]]
 _entered: ContextVar[tuple[_Entered, ...]] = ContextVar("flyteplugins_tracking_blocks", default=())
 
 
-class Propagated(dict[str, str]):
+class PropagatedConfig(dict[str, str]):
     """A mapping for `flyte.with_runcontext(custom_context=...)` or environment variables; and a context manager.
 
     In its block it reaches the decorated functions and the tasks of Flyte 2 that are called there, and the processes
@@ -34,7 +34,7 @@ class Propagated(dict[str, str]):
         """A mapping is what travels."""
         return dict, (dict(self),)
 
-    def __enter__(self) -> Propagated:
+    def __enter__(self) -> PropagatedConfig:
         """Enter the block."""
         over = {key: merged(flyte_context.propagated(key), propagation.parse(self[key], key)) for key in self}
         block = flyte2.propagate({key: propagation.write(value, key) for key, value in over.items()})
@@ -53,7 +53,7 @@ class Propagated(dict[str, str]):
         entered[1].__exit__(*error)
 
 
-def tracking_config(**options: Any) -> Propagated:
+def tracking_config(**options: Any) -> PropagatedConfig:
     """Arguments for the decorated functions and tasks that are called, where their decorators say nothing.
 
     As a context manager, for what is called in its block. As a mapping, for a whole run of Flyte 2:
@@ -72,6 +72,6 @@ def tracking_config(**options: Any) -> Propagated:
     """
     if "secret" in options:
         raise ConfigError("secret= is read where the run is opened, and is not propagated: pass it to tracking_init")
-    config = TrackingConfig.of(options)
+    config = TrackingConfig.from_arguments(options)
     check_propagated(config)
-    return Propagated(propagation.CONFIG, config.arguments, "tracking_config")
+    return PropagatedConfig(propagation.CONFIG, config.arguments, "tracking_config")

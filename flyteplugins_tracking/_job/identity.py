@@ -58,7 +58,7 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
     if info is None:
         return Identity(None)
     alone = info.num_workers == 1 or not agreement
-    base_id = _OFFERS.get(info.launcher, _nameless)(info, env, alone)
+    base_id = RUN_ID_SOURCES.get(info.launcher, _nameless)(info, env, alone)
     if base_id is None and agreement:
         if info.launcher == "lightning":
             # Where it starts the ranks, the first one's run is open already, as that of a single process.
@@ -153,7 +153,7 @@ def _launcher_process(info: DistributedInfo) -> str | None:
     return _digest(proc.machine(), pid, proc.start_time(pid))
 
 
-_OFFERS: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
+RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
     "torchelastic": _torchelastic,
     "slurm": _slurm,
     "konduktor": _job_name,

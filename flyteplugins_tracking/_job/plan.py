@@ -38,18 +38,18 @@ class RunPlan:
 
 
 @dataclass(frozen=True)
-class Workers:
+class NodeRequest:
     """The workers that a task asks for, before there are any.
 
     Attributes:
-        fewest: How many nodes there are at least.
-        most: How many there are at most: another number for an elastic job.
-        processes: How many processes each has.
+        min_nodes: How many nodes there are at least.
+        max_nodes: How many there are at most: another number for an elastic job.
+        nproc_per_node: How many processes each has.
     """
 
-    fewest: int
-    most: int
-    processes: int
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def plan(
 
 
 def pages(
-    workers: Workers | None,
+    workers: NodeRequest | None,
     run_mode: RunMode,
     rank_scope: RankScope,
     base_id: str,
@@ -140,32 +140,32 @@ def pages(
         return (Page("run", plan(None, run_mode, rank_scope, base_id, parent_id).run_id or ""),)
     if rank_scope == "global":
         return (_page(workers, 0, run_mode, rank_scope, base_id),)
-    if workers.fewest != workers.most and run_mode != "new":
+    if workers.min_nodes != workers.max_nodes and run_mode != "new":
         group = _first(workers, 0, run_mode, rank_scope, base_id).group
         return (Page("group", group or ""),)  # of all workers that there will be
-    of_workers = [_page(workers, index, run_mode, rank_scope, base_id) for index in range(workers.fewest)]
+    of_workers = [_page(workers, index, run_mode, rank_scope, base_id) for index in range(workers.min_nodes)]
     return tuple(replace(page, worker_index=index) for index, page in enumerate(of_workers))
 
 
-def _page(workers: Workers, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> Page:
+def _page(workers: NodeRequest, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> Page:
     planned = _first(workers, index, run_mode, rank_scope, base_id)
     return Page("group", planned.group or "") if run_mode == "new" else Page("run", planned.run_id or "")
 
 
-def _first(workers: Workers, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> RunPlan:
+def _first(workers: NodeRequest, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> RunPlan:
     """The plan of this worker's first rank."""
     info = DistributedInfo(
-        rank=index * workers.processes,
-        world_size=workers.most * workers.processes,
+        rank=index * workers.nproc_per_node,
+        world_size=workers.max_nodes * workers.nproc_per_node,
         local_rank=0,
-        local_world_size=workers.processes,
+        local_world_size=workers.nproc_per_node,
         worker_index=index,
-        num_workers=workers.most,
+        num_workers=workers.max_nodes,
     )
     return plan(info, run_mode, rank_scope, base_id)
 
 
-def needs_agreement(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
+def needs_shared_id(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
     """Whether several ranks must know the same base id: not where one rank alone has a run."""
     return info is not None and (run_mode, rank_scope) != ("auto", "global")
 

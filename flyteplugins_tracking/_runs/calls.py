@@ -22,7 +22,7 @@ from flyteplugins_tracking._runs.context import ExecutionContext
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
     from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
-    from flyteplugins_tracking._util.lock import Claim
+    from flyteplugins_tracking._util.lock import RunLock
     from flyteplugins_tracking.trackers.base import Handle, Tracker
 
 
@@ -81,7 +81,7 @@ class OpenRun:
     config: TrackingConfig
     info: DistributedInfo | None
     context: ExecutionContext
-    lock: Claim
+    lock: RunLock
     shows_report: bool
     published_dir: str | None
     joined: int = 0

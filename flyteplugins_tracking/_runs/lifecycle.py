@@ -184,7 +184,7 @@ class _Start:
         is_distributed = self._has_workers or info is not None
         parent_run = None if is_distributed or config.run_mode == "new" else self.context.parents.get(name)
         if parent_run is not None:
-            return config.joining(parent_run), parent_run
+            return config.for_parent(parent_run), parent_run
         if self._has_workers is False and info is None and config.run_mode == "shared":
             raise ConfigError(
                 "run_mode='shared' in a task without workers of its own continues the run of the task that calls it, "

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.identity import Identity, from_launcher, from_variables, is_elastic
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.plan import RunPlan, needs_agreement, plan
+from flyteplugins_tracking._job.plan import RunPlan, needs_shared_id, plan
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
-from flyteplugins_tracking._util.lock import Claim
+from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 
@@ -104,11 +104,11 @@ class Opener:
     def _request(self, run_plan: RunPlan, watch: SigtermWatch, deadline: float) -> RunRequest:
         return RunRequest(
             plan=run_plan,
-            known_id=self.plan.run_id,
+            planned_run_id=self.plan.run_id,
             config=self.config,
             info=self.info,
             has_other_writers=_has_other_writers(self.config, self.context, self.info),
-            facts={**_job_metadata(self.info), **self.context.run_metadata},
+            run_metadata={**_job_metadata(self.info), **self.context.run_metadata},
             read_secret=lambda: _read_secret(self.config.secret, self.context),
             may_prompt=may_prompt(self.info, self.context),
             watch=watch,
@@ -161,22 +161,22 @@ def _has_other_writers(config: TrackingConfig, context: ExecutionContext, info: 
 
 def _lock_run(
     tracker: Tracker, run_plan: RunPlan, config: TrackingConfig, context: ExecutionContext
-) -> tuple[RunPlan, Claim]:
+) -> tuple[RunPlan, RunLock]:
     """Make sure that no other process or thread here has the run open: two writers lose each other's rows.
 
     A rank's own child processes look like the rank itself, and a user's id may be in use: theirs are runs beside it. An
     earlier attempt that is still ending is waited for.
     """
     if run_plan.run_id is None or not run_plan.primary or context.is_simulated:
-        return run_plan, Claim()
-    lock = Claim.take(f"{tracker.name}/{config.project}/{run_plan.run_id}", timeout_s=config.init_timeout_s / 2)
+        return run_plan, RunLock()
+    lock = RunLock.acquire(f"{tracker.name}/{config.project}/{run_plan.run_id}", timeout_s=config.init_timeout_s / 2)
     if lock is not None:
         return run_plan, lock
     beside = f"{run_plan.run_id}-{os.urandom(3).hex()}"
     logger.warning(
         "%s: run %s is open in another process or thread: this one is %s", tracker.name, run_plan.run_id, beside
     )
-    return replace(run_plan, run_id=beside), Claim()
+    return replace(run_plan, run_id=beside), RunLock()
 
 
 def plan_run(
@@ -208,7 +208,7 @@ def _identity(
     from_env = from_variables(os.environ, tracker.run_id_variables)
     if from_env is not None:
         return from_env
-    is_shared = needs_agreement(info, config.run_mode, config.rank_scope)
+    is_shared = needs_shared_id(info, config.run_mode, config.rank_scope)
     if context.base_id is not None:
         identity = Identity(context.base_id, context.group)
     else:

@@ -15,8 +15,8 @@ from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig, merged, plain_config
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
-from flyteplugins_tracking._flyte.tracking_config import Propagated
-from flyteplugins_tracking._job.plan import Workers
+from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig
+from flyteplugins_tracking._job.plan import NodeRequest
 from flyteplugins_tracking._job.topology import get_distributed_info
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.open import may_prompt, require
@@ -66,7 +66,7 @@ def tracking_sweep_config(
     prior_runs: Iterable[str] | None = None,
     name: str | None = None,
     **more: Any,
-) -> Propagated:
+) -> PropagatedConfig:
     """The configuration of the sweeps of what is called, where the decorator `tracking_sweep` says nothing.
 
     A context manager and a mapping, as `tracking_config` is, with the one key `FLYTE_TRACKING_SWEEP`.
@@ -94,7 +94,7 @@ def tracking_sweep_config(
         "name": name,
     }
     value = _checked("tracking_sweep_config", {**named, **more})
-    return Propagated(propagation.SWEEP, value, "tracking_sweep_config")
+    return PropagatedConfig(propagation.SWEEP, value, "tracking_sweep_config")
 
 
 @overload
@@ -136,7 +136,7 @@ def tracking_sweep(function: Any = None, /, **options: Any) -> Any:
     given = _checked("tracking_sweep", options)
     link = SweepLink(_place(given))
 
-    def links(workers: Workers | None, task: Any) -> tuple[SweepLink]:  # noqa: ARG001
+    def links(workers: NodeRequest | None, task: Any) -> tuple[SweepLink]:  # noqa: ARG001
         return (link,)
 
     def decorate(target: Any) -> Any:
@@ -188,9 +188,11 @@ class SweepLink:
             keys = (propagation.CONFIG, propagation.SWEEP)
             layers = [_place(propagation.parse(carried.get(key), key)) for key in keys]
             sweep = propagation.parse(carried.get(propagation.SWEEP_ID), propagation.SWEEP_ID)
-            config = TrackingConfig.of(merged(*layers, _place(self.place), _place({} if "id" in self.place else sweep)))
+            config = TrackingConfig.from_arguments(
+                merged(*layers, _place(self.place), _place({} if "id" in self.place else sweep))
+            )
         except ConfigError:  # which the task itself will say
-            config, sweep = TrackingConfig.of(_place(self.place)), {}
+            config, sweep = TrackingConfig.from_arguments(_place(self.place)), {}
         address = find_tracker("wandb").page(config, None) or ""
         if not config.project or not config.options.get("entity"):
             return address
@@ -205,7 +207,7 @@ def _checked(owner: str, options: Mapping[str, Any], allowed: Collection[str] = 
     """
     given = {name: value for name, value in options.items() if value is not None}
     check_arguments(owner, given, allowed)
-    check_config(TrackingConfig.of(_place(given)))
+    check_config(TrackingConfig.from_arguments(_place(given)))
     for name in _TEXTS:
         check_text(name, given.get(name))
     for name in _MAPPINGS:
@@ -296,7 +298,7 @@ def _made(given: Mapping[str, Any]) -> dict[str, Any]:
         wanted.setdefault("name", context.base_id)
     host = wanted.get("host")
     log_in(None if host is None or os.environ.get("WANDB_BASE_URL") else host, may_prompt(info, context))
-    timeout_s = TrackingConfig.of({}).over(context.propagated).init_timeout_s
+    timeout_s = TrackingConfig.from_arguments({}).with_defaults(context.propagated).init_timeout_s
     return _make_with_timeout(functools.partial(_make, wanted), timeout_s)
 
 

@@ -17,15 +17,15 @@ import time
 from flyteplugins_tracking._util.proc import parent
 
 
-class Claim:
+class RunLock:
     """A name that this process alone has."""
 
     def __init__(self, bound: socket.socket | None = None) -> None:
         self._bound = bound
 
     @classmethod
-    def take(cls, name: str, timeout_s: float = 0) -> Claim | None:
-        """Claim `name` among this user's processes here.
+    def acquire(cls, name: str, timeout_s: float = 0) -> RunLock | None:
+        """Lock `name` among this user's processes here.
 
         Args:
             name: What to claim.

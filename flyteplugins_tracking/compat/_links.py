@@ -119,6 +119,6 @@ def _place(link: Wandb | WandbSweep) -> dict[str, Any]:
 
 
 def _checked(arguments: Mapping[str, Any]) -> TrackingConfig:
-    config = TrackingConfig.of({name: value for name, value in arguments.items() if value is not None})
+    config = TrackingConfig.from_arguments({name: value for name, value in arguments.items() if value is not None})
     check_config(config)
     return config

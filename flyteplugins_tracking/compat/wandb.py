@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte import context as flyte_context
-from flyteplugins_tracking._flyte.tracking_config import Propagated, tracking_config
+from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig, tracking_config
 from flyteplugins_tracking._job import topology
 from flyteplugins_tracking._job.plan import RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Task
@@ -108,7 +108,7 @@ def wandb_init(function: Any = None, /, *, secret: Any = None, api_host: str | N
     if api_host is not None and api_host.rstrip("/") != _API:
         options["settings"] = _with_server(options.get("settings"), api_host)
     wrap = _wrap if _is_name(options.get("dir")) else tracked_function
-    decorate = decorator_of(TrackingConfig.of(options), wrap)
+    decorate = decorator_of(TrackingConfig.from_arguments(options), wrap)
     return decorate if function is None else decorate(function)
 
 
@@ -126,7 +126,7 @@ def wandb_config(
     rank_scope: RankScope | None = None,
     download_logs: bool | None = None,
     **kwargs: Any,
-) -> Propagated:
+) -> PropagatedConfig:
     """`tracking_config`, with the arguments of flyteplugins-wandb's `wandb_config`.
 
     Returns:
@@ -196,7 +196,7 @@ def wandb_sweep_config(
     name: str | None = None,
     download_logs: bool = False,
     **kwargs: Any,
-) -> Propagated:
+) -> PropagatedConfig:
     """`tracking_sweep_config`, with the arguments of flyteplugins-wandb's `wandb_sweep_config`.
 
     Returns:
@@ -218,7 +218,7 @@ def wandb_sweep_config(
     )
     value = propagation.parse(given[propagation.SWEEP], propagation.SWEEP)
     more = {"download_logs": True} if download_logs else {}
-    return Propagated(propagation.SWEEP, {**value, **more}, "wandb_sweep_config")
+    return PropagatedConfig(propagation.SWEEP, {**value, **more}, "wandb_sweep_config")
 
 
 def get_wandb_sweep_id() -> str | None:

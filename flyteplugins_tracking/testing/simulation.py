@@ -22,7 +22,7 @@ from typing import Any
 from flyteplugins_tracking._config.propagation import set_variables
 from flyteplugins_tracking._flyte import flyte1, flyte2
 from flyteplugins_tracking._job.info import DistributedInfo, every_rank
-from flyteplugins_tracking._job.plan import Workers
+from flyteplugins_tracking._job.plan import NodeRequest
 from flyteplugins_tracking._job.topology import override_distributed_info
 from flyteplugins_tracking._runs.calls import Override, TrackedCall, override, override_here
 from flyteplugins_tracking._runs.context import ExecutionContext
@@ -415,7 +415,7 @@ class _Callee:
 
     function: Callable[..., Any]
     is_task: bool = False
-    workers: Workers | None = None
+    workers: NodeRequest | None = None
 
 
 def _callee_of(target: Any) -> _Callee:
@@ -460,7 +460,7 @@ def _sizes(num_workers: Any, nproc_per_node: Any, callee: _Callee) -> tuple[int,
     if nproc_per_node is not None:
         _check_whole("nproc_per_node", nproc_per_node)
     asked = callee.workers
-    workers, processes = (asked.most, asked.processes) if asked else (1, 1) if callee.is_task else (2, 4)
+    workers, processes = (asked.max_nodes, asked.nproc_per_node) if asked else (1, 1) if callee.is_task else (2, 4)
     return (nproc_per_node or processes,) * (num_workers or workers)
 
 

@@ -59,13 +59,13 @@ class RunRequest:
 
     Attributes:
         plan: What this rank does; it opens a run.
-        known_id: The run's id by the job's plan, which all its ranks know; the one in `plan` is another where that one
-            is open in another process.
+        planned_run_id: The run's id by the job's plan, which all its ranks know. `plan.run_id` differs if another
+            process has that run open.
         config: What the user asked for.
         info: This rank; None outside a distributed job.
         has_other_writers: Whether processes that are none of the job's present ranks may write to the run, now or
             later: other nodes of an elastic job, the tasks that a Flyte task calls, or the one that has called it.
-        facts: What the run's config gains: the job's shape, its restarts, the Flyte execution.
+        run_metadata: What the run's config gains: the job's shape, its restarts, the Flyte execution.
         read_secret: Gives the API key, or None where the user named no secret. For the tracker to call once, if at all.
         may_prompt: Whether somebody sits at this process's terminal, alone, and can be asked for a key.
         watch: Watches for SIGTERM. See `SigtermWatch` for what a tracker calls, and when.
@@ -73,11 +73,11 @@ class RunRequest:
     """
 
     plan: RunPlan
-    known_id: str | None
+    planned_run_id: str | None
     config: TrackingConfig
     info: DistributedInfo | None
     has_other_writers: bool
-    facts: Mapping[str, Any]
+    run_metadata: Mapping[str, Any]
     read_secret: Callable[[], str | None]
     may_prompt: bool
     watch: SigtermWatch
@@ -86,8 +86,8 @@ class RunRequest:
     @property
     def is_retry(self) -> bool:
         """Whether this is a later attempt of the job, after a restart of its workers or a retry of Flyte's."""
-        flyte = self.facts.get("flyte") or {}
-        return bool(self.facts.get("restart_count") or flyte.get("attempt"))
+        flyte = self.run_metadata.get("flyte") or {}
+        return bool(self.run_metadata.get("restart_count") or flyte.get("attempt"))
 
 
 class Handle(Protocol):

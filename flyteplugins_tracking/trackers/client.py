@@ -211,7 +211,7 @@ def prefix_of(request: RunRequest) -> str:
 def run_config(request: RunRequest) -> dict[str, Any]:
     """Return the run's config, for the primary rank to pass: the user's config, and the run's metadata."""
     config = request.config.config
-    return {**request.facts, **(config if isinstance(config, Mapping) else {})}
+    return {**request.run_metadata, **(config if isinstance(config, Mapping) else {})}
 
 
 def new_id() -> str:

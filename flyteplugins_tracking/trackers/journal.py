@@ -233,24 +233,24 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "id": run_id,
         "group": request.plan.group,
         "primary": request.plan.primary,
-        "attempt": request.facts.get("restart_count", 0) + request.facts.get("attempt_number", 0),
+        "attempt": request.run_metadata.get("restart_count", 0) + request.run_metadata.get("attempt_number", 0),
         "arguments": {**arguments, "run_mode": "auto", "if_unavailable": "raise", "rank_prefix": False},
-        "facts": dict(request.facts),
+        "facts": dict(request.run_metadata),
     }
 
 
 def _open(header: Mapping[str, Any]) -> ClientHandle:
     tracker = find_tracker(header["tracker"])
-    config = TrackingConfig.of({**header["arguments"], "tracker": header["tracker"]})
+    config = TrackingConfig.from_arguments({**header["arguments"], "tracker": header["tracker"]})
     plan = RunPlan(opens=True, run_id=header["id"], group=header["group"], primary=header["primary"], writers=1)
     handle = tracker.open(
         RunRequest(
             plan=plan,
-            known_id=plan.run_id,
+            planned_run_id=plan.run_id,
             config=config,
             info=None,
             has_other_writers=False,
-            facts=header["facts"],
+            run_metadata=header["facts"],
             read_secret=lambda: None,
             may_prompt=sys.stdin is not None and sys.stdin.isatty(),
             watch=Unwatched(),

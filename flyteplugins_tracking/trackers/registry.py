@@ -79,7 +79,7 @@ def propagated_to(wanted: TrackingConfig, propagated: Mapping[str, Any]) -> Trac
     if named.name != tracker.name:  # what has two trackers' name is meant for the one that is named
         foreign |= {*named.arguments} - OWN_ARGUMENTS
     foreign |= {name for name in ("allow_config", "download_logs") if name in tracker.unsupported}
-    config = wanted.over({name: value for name, value in propagated.items() if name not in foreign})
+    config = wanted.with_defaults({name: value for name, value in propagated.items() if name not in foreign})
     check_config(config)
     return config
 

@@ -25,7 +25,7 @@ from wandb_files import read_runs
 
 import flyteplugins_tracking
 from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig
-from flyteplugins_tracking._job.plan import Workers, pages
+from flyteplugins_tracking._job.plan import NodeRequest, pages
 from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
 from flyteplugins_tracking.trackers.wandb.leftovers import has_rows, remove_failed_run
 
@@ -380,11 +380,11 @@ def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path):
 )
 def test_flytekits_links_lead_to_the_runs_that_are_planned(run_mode, rank_scope, link_type):
     config = TrackingConfig(run_mode=run_mode, rank_scope=rank_scope, project="p", options={"entity": "e"})
-    assert TRACKER.link(config, pages(Workers(2, 2, 8), run_mode, rank_scope, ""))["link_type"] == link_type
+    assert TRACKER.link(config, pages(NodeRequest(2, 2, 8), run_mode, rank_scope, ""))["link_type"] == link_type
     assert TRACKER.link(config, None)["link_type"] == "tracking-wandb-project"
 
 
 def test_a_group_of_the_users_is_what_flytekits_link_leads_to():
     config = TrackingConfig(run_mode="new", rank_scope="worker", project="p", group="g", options={"entity": "e"})
-    link = TRACKER.link(config, pages(Workers(2, 2, 8), "new", "worker", ""))
+    link = TRACKER.link(config, pages(NodeRequest(2, 2, 8), "new", "worker", ""))
     assert (link["link_type"], link["wandb_group"]) == ("tracking-wandb-group-id", "g")

@@ -102,11 +102,11 @@ def as_a_called_task() -> None:
     passed_on = json.loads(json.dumps(tracker.export_run(get_run())))
     request = RunRequest(
         plan=plan(None, "auto", "global", None, passed_on["id"]),
-        known_id=passed_on["id"],
-        config=TrackingConfig.of({"tracker": "mlflow", "experiment_name": "another"}).joining(passed_on),
+        planned_run_id=passed_on["id"],
+        config=TrackingConfig.from_arguments({"tracker": "mlflow", "experiment_name": "another"}).for_parent(passed_on),
         info=None,
         has_other_writers=True,
-        facts={},
+        run_metadata={},
         read_secret=lambda: None,
         may_prompt=False,
         watch=Unwatched(),

@@ -196,11 +196,11 @@ def late() -> None:
     """Two ranks' handles of one run in this process: rank 1 logs a row after a signal has ended the run."""
     first = RunRequest(
         plan=RunPlan(opens=True, run_id="late", primary=True, writers=1),
-        known_id="late",
+        planned_run_id="late",
         config=TrackingConfig(tracker="pluto"),
         info=None,
         has_other_writers=False,
-        facts={},
+        run_metadata={},
         read_secret=lambda: None,
         may_prompt=False,
         watch=Unwatched(),

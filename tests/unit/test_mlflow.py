@@ -117,7 +117,7 @@ def test_arguments_can_be_propagated_to_several_trackers(bare_environment):
 
 
 def page(page: Page | None, **arguments: object) -> str | None:
-    return find_tracker("mlflow").page(TrackingConfig.of({"tracker": "mlflow", **arguments}), page)
+    return find_tracker("mlflow").page(TrackingConfig.from_arguments({"tracker": "mlflow", **arguments}), page)
 
 
 def test_a_page_is_the_experiments_runs_with_a_filter_by_our_tag(bare_environment):
@@ -138,7 +138,9 @@ def test_flytekits_links_lead_to_the_experiment_where_its_id_is_known(bare_envir
     tracker = find_tracker("mlflow")
 
     def link(pages, **arguments):
-        return tracker.link(TrackingConfig.of({"tracker": "mlflow", "tracking_uri": ADDRESS, **arguments}), pages)
+        return tracker.link(
+            TrackingConfig.from_arguments({"tracker": "mlflow", "tracking_uri": ADDRESS, **arguments}), pages
+        )
 
     run, group = (Page("run", ""),), (Page("group", ""),)
     known = {"mlflow_host": ADDRESS, "mlflow_experiment_id": "7"}
@@ -147,7 +149,7 @@ def test_flytekits_links_lead_to_the_experiment_where_its_id_is_known(bare_envir
     assert link(group, experiment_id=7) == {"link_type": "tracking-mlflow-group", **known}
     assert link(None, experiment_id=7) == {"link_type": "tracking-mlflow-experiment", **known}
     assert link(run, project="named") == {"link_type": "tracking-mlflow-host", "mlflow_host": ADDRESS}
-    assert tracker.link(TrackingConfig.of({"tracker": "mlflow"}), run) == {}
+    assert tracker.link(TrackingConfig.from_arguments({"tracker": "mlflow"}), run) == {}
 
 
 @pytest.mark.parametrize(("status", "body"), [(404, "default backend"), (200, "<html>log in</html>")])

@@ -55,11 +55,11 @@ def _request(run_id: str) -> Any:
 
     return RunRequest(
         plan=RunPlan(opens=True, run_id=run_id, primary=True, writers=1),
-        known_id=run_id,
+        planned_run_id=run_id,
         config=TrackingConfig(tracker="pluto"),
         info=None,
         has_other_writers=False,
-        facts={},
+        run_metadata={},
         read_secret=lambda: None,
         may_prompt=False,
         watch=Unwatched(),
@@ -78,7 +78,7 @@ def _request(run_id: str) -> Any:
     ],
 )
 def test_pages(bare_environment, arguments, address):
-    assert TRACKER.page(TrackingConfig.of({"tracker": "pluto", **arguments}), None) == address
+    assert TRACKER.page(TrackingConfig.from_arguments({"tracker": "pluto", **arguments}), None) == address
 
 
 def test_tasks_of_both_sdks_have_a_link():

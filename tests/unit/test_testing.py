@@ -33,7 +33,7 @@ from flyteplugins_tracking import (
 from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking._job.topology import detect
 from flyteplugins_tracking._runs.calls import _overrides, _running
-from flyteplugins_tracking._util.lock import Claim
+from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recording, simulate
 from flyteplugins_tracking.testing.simulation import _VARIABLES
 
@@ -60,7 +60,7 @@ def nothing_leaves_and_nothing_stays(monkeypatch, tmp_path):
     before = environment()
     with monkeypatch.context() as patched:
         patched.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was made"))
-        patched.setattr(Claim, "take", lambda *_, **__: pytest.fail("a run was claimed on this machine"))
+        patched.setattr(RunLock, "acquire", lambda *_, **__: pytest.fail("a run was claimed on this machine"))
         yield
     assert list(tmp_path.iterdir()) == []
     assert (_running, _overrides, get_run()) == ([], [], None)

@@ -101,7 +101,7 @@ def test_a_handle_that_is_its_own_run_has_no_page(bare_environment):
 @pytest.mark.parametrize("given", [Noting, Noting()])
 def test_the_link_of_a_tracker_that_is_given_itself_leads_to_the_calling_tasks_run(monkeypatch, given):
     monkeypatch.setattr(Noting, "page", lambda _, config, page: f"https://noting/{page.id}")
-    link = TrackingLink("Noting", TrackingConfig.of({"tracker": given}))
+    link = TrackingLink("Noting", TrackingConfig.from_arguments({"tracker": given}))
     runs = {propagation.RUNS: json.dumps({"noting": {"id": "the-parents"}})}
     address = link.get_link("r", "p", "d", runs, "", "a1", "")
     assert address == "https://noting/the-parents"

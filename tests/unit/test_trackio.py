@@ -116,6 +116,6 @@ def test_links_lead_to_the_server_if_there_is_one(monkeypatch, arguments, variab
     monkeypatch.delenv("TRACKIO_SERVER_URL", raising=False)
     if variable:
         monkeypatch.setenv("TRACKIO_SERVER_URL", variable)
-    wanted = TrackingConfig.of({"tracker": "trackio", **arguments})
+    wanted = TrackingConfig.from_arguments({"tracker": "trackio", **arguments})
     assert TRACKER.page(wanted, page) == address
     assert TOKEN not in json.dumps(dict(TRACKER.link(wanted, None)))

@@ -273,4 +273,4 @@ def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, 
 def _config_tag(request: RunRequest) -> str:
     """Return the whole config as JSON. If that is too long for a tag, leave out the user's config: params have it."""
     whole = json.dumps(run_config(request))
-    return whole if len(whole) <= _LONGEST_TAG else json.dumps(dict(request.facts))[:_LONGEST_TAG]
+    return whole if len(whole) <= _LONGEST_TAG else json.dumps(dict(request.run_metadata))[:_LONGEST_TAG]

@@ -22,11 +22,11 @@ def alone_with(uri: str, deadline: float | None) -> Iterator[None]:
         uri: The tracking URI. For anything but a SQLite file, there is no lock.
         deadline: When the block runs without the lock, in seconds of `time.monotonic`; None for never.
     """
-    from flyteplugins_tracking._util.lock import Claim
+    from flyteplugins_tracking._util.lock import RunLock
 
     claim = None
     while uri.startswith(_SCHEME) and claim is None and (deadline is None or time.monotonic() < deadline):
-        claim = Claim.take(f"mlflow-tables/{os.path.abspath(_path(uri))}")
+        claim = RunLock.acquire(f"mlflow-tables/{os.path.abspath(_path(uri))}")
         if claim is None:
             time.sleep(_PAUSE_S)
     try:

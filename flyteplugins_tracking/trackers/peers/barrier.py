@@ -58,7 +58,7 @@ class WriterBarrier:
             others: The names of all the writers that the primary waits for.
         """
         store = None if request.info is None else job_store(request.info, os.environ)
-        barrier = cls(store, f"{title}/{request.known_id}", label, others)
+        barrier = cls(store, f"{title}/{request.planned_run_id}", label, others)
         if request.plan.primary:
             barrier.enter_as_primary()
         else:

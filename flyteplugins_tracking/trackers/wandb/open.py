@@ -78,7 +78,7 @@ def _open_own(request: RunRequest) -> Any:
             vendor.restart_service()
         run = _open_degraded(request, unavailable)
     if isinstance(request.config.config, str) and request.plan.primary:
-        run.config.update(dict(request.facts), allow_val_change=True)
+        run.config.update(dict(request.run_metadata), allow_val_change=True)
     return run
 
 
@@ -242,7 +242,7 @@ def _is_joined(request: RunRequest) -> bool:
 
 def _run_description(request: RunRequest) -> dict[str, Any]:
     config = request.config
-    values = config.config if isinstance(config.config, str) else {**request.facts, **config.config}
+    values = config.config if isinstance(config.config, str) else {**request.run_metadata, **config.config}
     return {"name": config.name, "tags": config.tags, "notes": config.notes, "config": values}
 
 

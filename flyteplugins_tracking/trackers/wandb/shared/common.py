@@ -23,7 +23,7 @@ def node_name(request: RunRequest) -> str:
     """
     info = request.info
     assert info is not None
-    run = (request.config.project, request.known_id, info.worker_index)
+    run = (request.config.project, request.planned_run_id, info.worker_index)
     attempt = (
         info.launcher,
         info.job_id,

@@ -133,7 +133,7 @@ def _connect(request: RunRequest) -> NodeClient:
         return NodeClient.connect(node_name(request), info.rank, request.deadline, config.init_timeout_s)
     except NodeError as error:
         raise TrackerUnavailableError(
-            f"W&B: rank {info.rank} waited for run {request.known_id}, which local rank 0 of worker "
+            f"W&B: rank {info.rank} waited for run {request.planned_run_id}, which local rank 0 of worker "
             f"{info.worker_index} opens for its node: {error}. Call the decorated function on every rank of the node; "
             f"or pass a longer init_timeout_s than {config.init_timeout_s:g}."
         ) from error
