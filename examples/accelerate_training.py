@@ -27,6 +27,8 @@ def train(steps: int) -> None:
         accelerator.backward(loss)
         optimizer.step()
         accelerator.log({"loss": loss.item()}, step=step)
+    # DDP's gloo threads may need the GIL to end: https://github.com/pytorch/pytorch/issues/56297
+    model, optimizer = accelerator.free_memory(model, optimizer)
     accelerator.end_training()  # ends the process group, and not the run: a failure below is still recorded
 
 

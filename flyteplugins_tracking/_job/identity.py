@@ -187,8 +187,8 @@ def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
         store.wait([_STORE_KEY], STORE_TIMEOUT)
     except RuntimeError as error:
         raise IdentityError(
-            f"rank 0 has named no run id for rank {info.rank} within {STORE_TIMEOUT.seconds} s: call the decorated "
-            "function on every rank, or pass id=..."
+            f"rank {info.rank} has got no run id from rank 0, which did not answer for {STORE_TIMEOUT.seconds} s or has "
+            "ended: call the decorated function on every rank, or pass id=..."
         ) from error
     return _agree(store, "")
 

@@ -24,6 +24,8 @@ def worker(rank: int, port: str) -> None:
     know_each_other(rank, port)
     for _ in range(2):
         train()
+    if dist.is_initialized():
+        dist.barrier()  # rank 0 has the store, and the others read it
 
 
 def know_each_other(rank: int, port: str) -> None:
