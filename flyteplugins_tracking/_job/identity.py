@@ -187,7 +187,7 @@ def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
         store.wait([_STORE_KEY], STORE_TIMEOUT)
     except RuntimeError as error:
         raise IdentityError(
-            f"rank {info.rank} has got no run id from rank 0, which did not answer for {STORE_TIMEOUT.seconds} s or has "
+            f"rank {info.rank} has no run id from rank 0, which did not answer for {STORE_TIMEOUT.seconds} s or has "
             "ended: call the decorated function on every rank, or pass id=..."
         ) from error
     return _agree(store, "")
