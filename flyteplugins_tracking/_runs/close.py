@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -80,6 +81,7 @@ def _finish(run: OpenRun, exit_code: int) -> None:
     summary = _summary(run, exit_code)
     try:
         run.handle.finish(exit_code)
+        _print_how_to_view(run)
     except Exception:
         # Tracker errors must not change the training's outcome.
         logger.warning("%s: the run could not be finished with status %d", run.tracker, exit_code, exc_info=True)
@@ -89,6 +91,16 @@ def _finish(run: OpenRun, exit_code: int) -> None:
         run_with_timeout(run.config.finish_timeout_s, _persist, run)
     if summary is not None:
         run_with_timeout(run.config.finish_timeout_s, _render_report, run, exit_code, summary)
+
+
+def _print_how_to_view(run: OpenRun) -> None:
+    """Print how to look at the run: one line a job, or one a worker where each worker has its run."""
+    is_first = run.info is None or run.config.run_mode != "new" or run.info.rank == 0
+    if not run.plan.primary or not is_first or run.context.is_simulated:
+        return
+    command = run.handle.how_to_view()
+    if command:
+        print(f"{run.tracker}: to look at run {run.handle.id}: {command}", file=sys.stderr)  # noqa: T201
 
 
 def _summary(run: OpenRun, exit_code: int) -> Mapping[str, Any] | None:

@@ -19,7 +19,7 @@ from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import Task, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._util.critical import critical_section
-from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.errors import ConfigError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
 
 if TYPE_CHECKING:
@@ -56,7 +56,11 @@ class RunScope:
 
     @critical_section(_PATIENCE_S)
     def __enter__(self) -> TrackedCall:
-        return self._block.__enter__()
+        try:
+            return self._block.__enter__()
+        except TrackingError as error:
+            # Its message says what to do. Its frames are ours, and would stand between the user's call and the message.
+            raise error.with_traceback(None)  # noqa: B904 its cause is kept
 
     @critical_section(_PATIENCE_S)
     def __exit__(

@@ -79,6 +79,7 @@ class Opener:
         return calls.join_open_run(self.tracker.name, str(self.plan.run_id))
 
     def _opened_run(self, watcher: SigtermWatch | None) -> OpenRun:
+        self._warn_of_unused_prefix()
         deadline = time.monotonic() + self.config.init_timeout_s
         run_plan, lock = _lock_run(self.tracker, self.plan, self.config, self.context)
         try:
@@ -114,6 +115,12 @@ class Opener:
             watch=watch,
             deadline=deadline,
         )
+
+    def _warn_of_unused_prefix(self) -> None:
+        is_first = self.info is None or self.info.rank == 0
+        if self.config.rank_prefix and self.config.run_mode != "shared" and is_first:
+            text = "%s: rank_prefix=True is ignored: with run_mode=%r each run has one writer. Use run_mode='shared'"
+            logger.warning(text, self.tracker.name, self.config.run_mode)
 
     def _published_dir(self, handle: Handle) -> str | None:
         reason = None

@@ -123,6 +123,10 @@ class Handle(Protocol):
         """The command that sends what is in such a directory."""
         return ""
 
+    def how_to_view(self) -> str:
+        """The page of the run that has ended, or the command that shows it; empty if the client prints it itself."""
+        return self.url or ""
+
     def finish(self, exit_code: int) -> None:
         """End the run, which the function's end is: 0 is success, anything else is failure. Called once, and last."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -96,6 +97,9 @@ class MlflowHandle(ClientHandle):
 
     def how_to_send(self, directory: str) -> str:
         return how_to_send(directory)
+
+    def how_to_view(self) -> str:
+        return self.url or f"mlflow ui --backend-store-uri {shlex.quote(without_credentials(self.uri))}"
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         self._write_at(row, step, now_ms())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,6 +94,11 @@ class TrackioHandle(ClientHandle):
 
         is_journal = self._journal is not None and directory.endswith(os.path.basename(self._journal.directory))
         return how_to_send(directory) if is_journal else f"TRACKIO_DIR={directory} trackio show"
+
+    def how_to_view(self) -> str:
+        directory = os.environ.get("TRACKIO_DIR")
+        place = f"TRACKIO_DIR={shlex.quote(directory)} " if directory else ""
+        return self.url or f"{place}trackio show --project {shlex.quote(self.run.project)}"
 
     def warn_of_delay(self, error: Exception) -> None:
         """Warn, once, that rows could not be written and are kept in memory."""

@@ -8,6 +8,7 @@ import inspect
 import json
 import logging
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -78,6 +79,11 @@ class WandbHandle(Handle):
 
     def how_to_send(self, directory: str) -> str:
         return f"wandb sync {directory}"
+
+    def how_to_view(self) -> str:
+        # W&B itself prints the page of a run that it has sent.
+        is_local = self.run.offline and not self.run.settings.silent and self.files is not None
+        return f"wandb leet {shlex.quote(directory(self.run))}" if is_local else ""
 
     def finish(self, exit_code: int) -> None:
         with self._lock:
