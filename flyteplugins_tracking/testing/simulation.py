@@ -21,7 +21,7 @@ from typing import Any
 
 from flyteplugins_tracking._config.propagation import set_variables
 from flyteplugins_tracking._flyte import flyte1, flyte2
-from flyteplugins_tracking._job.info import DistributedInfo, every_rank
+from flyteplugins_tracking._job.info import DistributedInfo, iter_ranks
 from flyteplugins_tracking._job.plan import NodeRequest
 from flyteplugins_tracking._job.topology import override_distributed_info
 from flyteplugins_tracking._runs.calls import Override, TrackedCall, override, override_here
@@ -293,7 +293,7 @@ class _Job:
 
     def ranks(self, attempt: int, max_restarts: int, failures: Mapping[int, BaseException]) -> Iterator[_Rank]:
         """The ranks of an attempt, made one by one."""
-        for info in every_rank(self._sizes, restart_count=attempt, launcher=SIMULATED, job_id=SIMULATED):
+        for info in iter_ranks(self._sizes, restart_count=attempt, launcher=SIMULATED, job_id=SIMULATED):
             variables = _torchrun(info, max_restarts) if self._is_distributed else {}
             yield _Rank(info, self._call, self.override, self._is_distributed, variables, failures.get(info.rank))
 
