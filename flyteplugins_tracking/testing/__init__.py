@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 else:  # without the `else`, a type checker would accept every misspelt name
 
     def __getattr__(name: str) -> object:
-        """See https://peps.python.org/pep-0562."""
+        """Load a public name on first use (PEP 562)."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value = getattr(import_module(f"{__name__}.simulation"), name)
