@@ -26,11 +26,11 @@ MOST_PLAN_S, MOST_SIMULATION_S, MOST_EXPONENT = 1.0, 10.0, 1.15
 def plan_all() -> None:
     """Print the seconds that all plans of a job take, by kind and number of ranks."""
     from flyteplugins_tracking import plan
-    from flyteplugins_tracking._job.info import every_rank
+    from flyteplugins_tracking._job.info import iter_ranks
 
     found = {}
     for ranks in PLANNED:
-        infos = list(every_rank([PER_NODE] * (ranks // PER_NODE)))
+        infos = list(iter_ranks([PER_NODE] * (ranks // PER_NODE)))
         for mode, scope in KINDS:
             began = time.perf_counter()
             for info in infos:

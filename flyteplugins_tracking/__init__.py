@@ -1,6 +1,7 @@
 """One decorator gives a training function its experiment-tracking run, on exactly the ranks that should have one.
 
-Importing the package loads what a rank without a run needs. The other public names are loaded on first use.
+Importing the package loads only the modules that a rank without a run needs. The other public names are loaded on first
+use.
 """
 
 from importlib import import_module
@@ -48,7 +49,7 @@ __all__ = [
     "tracking_sweep_config",
 ]
 
-# Those that are loaded on first use. With them, importing the package would take half as much time again.
+# These are loaded on first use: with them, importing the package would take 1.5 times as long.
 if TYPE_CHECKING:
     from flyteplugins_tracking._flyte.tracking_config import tracking_config
     from flyteplugins_tracking._job.metrics import gather_metrics, prefix_metrics
@@ -65,7 +66,7 @@ else:  # without the `else`, a type checker would accept every misspelt name
     }
 
     def __getattr__(name: str) -> object:
-        """See https://peps.python.org/pep-0562."""
+        """Load a public name on first use (PEP 562)."""
         for module, names in _MODULES.items():
             if name in names:
                 globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""`tracking_init`: gives a training function its tracking run."""
+"""The decorator `tracking_init`, which gives a training function its tracking run."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def tracking_init(
 def tracking_init(function: Any = None, /, **options: Any) -> Any:
     """Give a training function its tracking run, on exactly the ranks that should have one.
 
-    Works on a plain function, sync or async, under any launcher or none, on a Flyte 1 task, above or below `@task`, and
-    above `@env.task` of Flyte 2. Inside, `get_run()` is the tracker's own run object on the ranks that have a run, and
-    None on the others.
-    The run ends when the function ends, with its true status.
+    It works on a plain function, sync or async, under any launcher or none; on a Flyte 1 task, above or below `@task`;
+    and above `@env.task` of Flyte 2. In the function, `get_run()` returns the tracker's own run object on the ranks
+    that have a run, and None on the others. The run ends when the function ends, with its true status.
 
     Args:
-        function: The function or task, where the decorator is used without arguments.
+        function: The function or task, if the decorator is used without arguments.
         tracker: The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry
             point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`.
         run_mode: "auto": one run for the scope, on its first rank. "new": a run for every rank. "shared": one run
             for the scope, on all its ranks.
         rank_scope: "global": the scope is the whole job. "worker": it is each worker (= node).
-        id: The base of the run ids; the same on every rank, and another for each job. Left out, the ranks agree on one.
+        id: The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on
+            one.
         project: The runs' project.
         group: The runs' group, in place of the planned one.
-        name: The run's name, passed by the primary rank alone, like `tags`, `notes` and `config`.
+        name: The run's name. Only the primary rank passes it, as it does `tags`, `notes` and `config`.
         tags: The run's tags.
         notes: The run's notes.
         config: The run's config: a mapping, dataclass or namespace that JSON can hold.
@@ -72,19 +72,19 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         if_unavailable: "raise" a `TrackerUnavailableError` when the service cannot be used at the start, or "degrade"
             to the tracker's local fallback, with one warning.
         init_timeout_s: Seconds that opening the run may take.
-        finish_timeout_s: Seconds that ending it may take; and that the rank which ends a shared run waits for the
-            others, once its own function has returned.
+        finish_timeout_s: Seconds that finishing the run may take. The rank that finishes a shared run also waits this
+            long for the other ranks, after its own function returned.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
         allow_config: In a shared run, let all ranks change its config, and not only the primary.
-        step_metric: In a shared run, the column that the `step=` of `log` becomes: the ranks share one step counter.
-        download_logs: After a task of Flyte without workers of its own, have the run's files as an output of the task.
+        step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter.
+        download_logs: Make the run's files an output of the Flyte task, if the task has no workers of its own.
         **options: The tracker's own arguments: for W&B those of `wandb.init`, and `host=`, the address of a server.
 
     Raises:
-        ConfigError: At decoration: an argument that cannot work, or something that cannot be tracked.
-        TopologyError: At the call: the launcher's variables contradict each other, or do not tell what is needed.
-        IdentityError: At the call: nothing that the ranks could agree on as a run id.
-        TrackerUnavailableError: At the call: the service, or a key for it, is not there.
+        ConfigError: At decoration: an argument is invalid, or the object cannot be tracked.
+        TopologyError: At the call: the launcher's variables are incomplete or contradict each other.
+        IdentityError: At the call: the ranks cannot agree on a run id.
+        TrackerUnavailableError: At the call: the service cannot be reached, or has no valid API key.
         TrackerNotInstalledError: At the call: the tracker's package is missing.
     """
     decorate = decorator_of(TrackingConfig.from_arguments(options), tracked_function)
@@ -92,29 +92,29 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
 
 
 def decorator_of(
-    wanted: TrackingConfig, wrap: Callable[[TrackingConfig, Any, Task | None], Any]
+    config: TrackingConfig, wrap: Callable[[TrackingConfig, Any, Task | None], Any]
 ) -> Callable[[Any], Any]:
-    """A decorator of functions and tasks, which puts `wrap` around the function with what is `wanted`.
+    """Return a decorator of functions and tasks, which calls `wrap` with `config` and the function.
 
     Raises:
-        ConfigError: What is wanted cannot work.
+        ConfigError: The config is invalid.
     """
-    check_config(wanted)
+    check_config(config)
 
     def decorate(target: Any) -> Any:
-        of_runs = flyte_context.Decorator.of_runs("tracking_init", wanted)
-        return flyte_context.adapt(target, functools.partial(wrap, wanted), of_runs)
+        decorator = flyte_context.Decorator.of_runs("tracking_init", config)
+        return flyte_context.adapt(target, functools.partial(wrap, config), decorator)
 
     return decorate
 
 
-def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
-    """A real function, so that it pickles, binds and shows itself like the one that it wraps."""
+def tracked_function(config: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
+    """Return a real function, so that it pickles, binds and is inspected like the one that it wraps."""
     if flyte_context.is_async(function):
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
-            with _run_of(wanted, task) as call:
+            with _run_scope(config, task) as call:
                 result = await function(*args, **kwargs)
             published = publish_files(call, is_async=True)
             if published is not None:
@@ -125,7 +125,7 @@ def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task:
 
     @functools.wraps(function)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        with _run_of(wanted, task) as call:
+        with _run_scope(config, task) as call:
             result = function(*args, **kwargs)
         publish_files(call)
         return result
@@ -133,8 +133,8 @@ def tracked_function(wanted: TrackingConfig, function: Callable[..., Any], task:
     return tracked
 
 
-def _run_of(wanted: TrackingConfig, task: Task | None) -> RunScope:
-    """The run that one call has: what is propagated to it counts where the decorator says nothing."""
+def _run_scope(config: TrackingConfig, task: Task | None) -> RunScope:
+    """Return the scope of one call's run, with the propagated arguments for those that the decorator does not set."""
     context = flyte_context.current_context()
-    config = propagated_to(wanted, context.propagated)
+    config = propagated_to(config, context.propagated)
     return RunScope(config, find_tracker(config.tracker), context, task)

@@ -1,12 +1,12 @@
-"""What this library raises.
+"""The exceptions of this library.
 
 ```
-TrackingError                  catch this one to catch them all
+TrackingError                  the base of all: catch this to catch every one
 ├── TopologyError              the launcher's variables are malformed or contradict each other
-├── IdentityError              the ranks have no run id that they agree on
-├── ConfigError                an argument that cannot work; raised at decoration where it can be
-├── TrackerUnavailableError    the tracking service, or the key for it, is not there
-└── TrackerNotInstalledError   the tracker's own package is missing; the text is the command to run
+├── IdentityError              the ranks cannot agree on a run id
+├── ConfigError                an argument is invalid; raised at decoration if possible
+├── TrackerUnavailableError    the tracking service cannot be reached, or has no valid API key
+└── TrackerNotInstalledError   the tracker's own package is missing; the message has the command to run
 ```
 """
 
@@ -14,30 +14,30 @@ from __future__ import annotations
 
 
 class TrackingError(Exception):
-    """The base of everything that this library raises."""
+    """The base of all exceptions of this library."""
 
 
 class TopologyError(TrackingError):
     """The launcher's variables are malformed or contradict each other.
 
-    Nobody becomes rank 0 by default: a wrong rank 0 is silent, this is not.
+    No process becomes rank 0 by default: a wrong rank 0 would go unnoticed.
     """
 
 
 class IdentityError(TrackingError):
-    """The ranks of this job have no run id that they agree on."""
+    """The ranks of this job cannot agree on a run id."""
 
 
 class ConfigError(TrackingError):
-    """An argument that cannot work."""
+    """An argument is invalid."""
 
 
 class TrackerUnavailableError(TrackingError):
-    """The tracking service cannot be used: unreachable, or no (valid) key for it.
+    """The tracking service cannot be reached, or has no valid API key.
 
     Attributes:
-        reason: What is wrong, and how to fix it.
-        alternative: How to do without the service, as a part of a sentence. Not for one who does so already.
+        reason: The problem, and how to fix it.
+        alternative: How to do without the service, as a part of a sentence. Empty if the user does so already.
     """
 
     def __init__(self, reason: str, alternative: str = "") -> None:

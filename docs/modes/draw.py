@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from flyteplugins_tracking import DistributedInfo, RankScope, RunMode, RunPlan, plan
-from flyteplugins_tracking._job.info import every_rank
+from flyteplugins_tracking._job.info import iter_ranks
 
 WORKERS, RANKS_EACH = 2, 4
 # Lengths are in pixels.
@@ -34,7 +34,7 @@ def drawings() -> dict[str, str]:
 
 def draw(mode: RunMode, scope: RankScope) -> str:
     """The drawing of one mode and scope."""
-    plans = {info: plan(info, mode, scope, "{base}") for info in every_rank([RANKS_EACH] * WORKERS)}
+    plans = {info: plan(info, mode, scope, "{base}") for info in iter_ranks([RANKS_EACH] * WORKERS)}
     runs = {run_id: [info for info, planned in plans.items() if planned.run_id == run_id] for run_id in ids(plans)}
     height = rank_y(WORKERS * RANKS_EACH - 1) + ROW + 58
     parts = [

@@ -1,4 +1,4 @@
-"""What the user has asked for.
+"""The user's configuration.
 
 In the room: the arguments of `tracking_init`, checked and merged (`config`), and how they reach other processes as text
 (`propagation`).

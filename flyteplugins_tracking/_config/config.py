@@ -1,4 +1,4 @@
-"""What the user asked for: `TrackingConfig`, checked when the decorator is applied."""
+"""The user's configuration: `TrackingConfig`, checked when the decorator is applied."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flyteplugins_tracking._util.checks import check_choice, check_flag, check_s
 from flyteplugins_tracking.errors import ConfigError
 
 IfUnavailable = Literal["raise", "degrade"]
-"""What happens where the service cannot be used when a run is opened."""
+"""Whether to raise an error or to degrade if the service cannot be used when a run is opened."""
 
 
 @dataclass(frozen=True)
@@ -23,25 +23,25 @@ class TrackingConfig:
 
     Attributes:
         tracker: The tracker's name, or a `Tracker`.
-        run_mode: See `flyteplugins_tracking._job.plan.plan`.
-        rank_scope: See `flyteplugins_tracking._job.plan.plan`.
-        id: The base id; None for one that the ranks agree on by themselves.
-        project: The project of the runs; None for the tracker's own default.
+        run_mode: Which ranks of the scope have a run: as for `flyteplugins_tracking.plan`.
+        rank_scope: Whether the scope is the job or the worker: as for `flyteplugins_tracking.plan`.
+        id: The base id; None if the ranks shall agree on one.
+        project: The project of the runs; None for the tracker's default.
         group: The group of the runs; None for the plan's.
         name: The run's name; None for the tracker's choice.
         tags: The run's tags.
         notes: The run's notes.
-        config: The run's config, held as plain JSON values; or the path of a file that the tracker reads.
-        secret: Gives the API key, inside the worker.
-        if_unavailable: What happens when the service cannot be reached, or there is no key for it, at opening.
+        config: The run's config as plain JSON values, or the path of a file that the tracker reads.
+        secret: Returns the API key, inside the worker.
+        if_unavailable: Whether to raise or to degrade if the service or its API key is missing when the run is opened.
         init_timeout_s: Seconds that opening may take.
         finish_timeout_s: Seconds that finishing may take.
-        rank_prefix: Whether the keys that a rank logs to a shared run gain its `rank_{rank}/`.
+        rank_prefix: Whether the keys that a rank logs to a shared run get the prefix `rank_{rank}/`.
         allow_config: Whether all ranks of a shared run may change its config.
         step_metric: The column that `step=` becomes in a shared run.
         download_logs: Whether the run's files become an output of its Flyte task.
-        options: The tracker's own arguments, passed through.
-        given: The names of those above, but for `options`, that were asked for; the others have their defaults.
+        options: The arguments that only this tracker has, passed through.
+        given: The names of the fields above that the user set, without `options`; the others have their defaults.
     """
 
     tracker: Any = "wandb"
@@ -76,7 +76,7 @@ class TrackingConfig:
         for name in ("id", "project", "group", "name", "notes"):
             check_text(name, getattr(self, name))
         if self.step_metric is None:
-            raise ConfigError("step_metric=None is no text")
+            raise ConfigError("step_metric must be a non-empty string, got None")
         check_text("step_metric", self.step_metric)
         _check_secret(self.secret)
         object.__setattr__(self, "tags", check_texts("tags", self.tags))
@@ -85,22 +85,22 @@ class TrackingConfig:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> TrackingConfig:
-        """From arguments by their names: those above, and the tracker's own.
+        """Return the config of these arguments by name; those that are not fields become `options`.
 
         Raises:
-            ConfigError: One of those above cannot work.
+            ConfigError: The value of a field is invalid.
         """
-        own = {name: value for name, value in arguments.items() if name in OWN_ARGUMENTS}
+        field_values = {name: value for name, value in arguments.items() if name in OWN_ARGUMENTS}
         options = {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS}
-        return cls(**own, options=options, given=frozenset(own))
+        return cls(**field_values, options=options, given=frozenset(field_values))
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What `from_arguments` makes this from."""
+        """The arguments from which `from_arguments` makes an equal config."""
         return {**self.options, **{name: getattr(self, name) for name in self.given}}
 
     def with_defaults(self, propagated: Mapping[str, Any]) -> TrackingConfig:
-        """This, with what `propagated` says where this says nothing.
+        """Return this config, with the `propagated` arguments for those that it does not set.
 
         Raises:
             ConfigError: As `from_arguments`.
@@ -108,7 +108,7 @@ class TrackingConfig:
         return TrackingConfig.from_arguments(merged(propagated, self.arguments)) if propagated else self
 
     def with_overrides(self, arguments: Mapping[str, Any]) -> TrackingConfig:
-        """This, with `arguments` in place of what this says.
+        """Return this config, with `arguments` in place of its own.
 
         Raises:
             ConfigError: As `from_arguments`.
@@ -116,97 +116,98 @@ class TrackingConfig:
         return TrackingConfig.from_arguments(merged(self.arguments, arguments))
 
     def for_parent(self, parent: Mapping[str, Any]) -> TrackingConfig:
-        """This, in the run that a calling task has passed on: where that is, and with its config for this one's.
+        """Return this config for the run of a calling task: at that run's place, and with that run's `config`.
 
         Raises:
             ConfigError: As `from_arguments`.
         """
-        passed_on = {name: value for name, value in parent.items() if name != "id"}
-        return replace(self, config={}).with_overrides(passed_on)
+        overrides = {name: value for name, value in parent.items() if name != "id"}
+        return replace(self, config={}).with_overrides(overrides)
 
 
-# What `tracking_init` takes by name.
-OWN_ARGUMENTS = frozenset(one.name for one in fields(TrackingConfig)) - {"options", "given"}
+# The arguments that `tracking_init` has for every tracker.
+OWN_ARGUMENTS = frozenset(config_field.name for config_field in fields(TrackingConfig)) - {"options", "given"}
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of all `layers`: a later one goes before an earlier one, but where it is None.
+    """Merge arguments: a later layer takes precedence over an earlier one, except for values that are None.
 
-    The run's `config` is merged in turn, key by key.
+    The run's `config` is merged key by key.
     """
     result: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
             if value is None:
                 continue
-            lower = result.get(name)
-            both = name == "config" and isinstance(value, Mapping) and isinstance(lower, Mapping)
-            result[name] = {**lower, **value} if both and lower else value
+            earlier = result.get(name)
+            are_configs = name == "config" and isinstance(value, Mapping) and isinstance(earlier, Mapping)
+            result[name] = {**earlier, **value} if are_configs and earlier else value
     return result
 
 
 def plain_config(config: object, name: str = "config") -> dict[str, Any]:
-    """`config` as plain JSON values: a copy, so that a later change of the original does nothing.
+    """Return a copy of `config` as plain JSON values.
 
-    Takes mappings, dataclasses and namespaces; in them also NumPy and torch scalars and arrays, paths and enums.
+    It may be a mapping, a dataclass or a namespace. Its values may also be NumPy and torch scalars and arrays, paths
+    and enums.
 
     Raises:
-        ConfigError: JSON cannot hold it; the text says where.
+        ConfigError: JSON cannot hold a value; the message has its key.
     """
     if config is None:
         return {}
-    if is_dataclass(config) and not isinstance(config, type):  # first: it may be a mapping too, of other things
+    if is_dataclass(config) and not isinstance(config, type):  # first, since a dataclass may also be a mapping
         config = asdict(config)
     elif not isinstance(config, Mapping) and hasattr(config, "__dict__") and not callable(config):
         config = vars(config)  # argparse.Namespace, types.SimpleNamespace
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{name}= takes a mapping, a dataclass or a namespace, not {type(config).__name__}")
+        raise ConfigError(f"{name} must be a mapping, a dataclass or a namespace, got {type(config).__name__}")
     plain: dict[str, Any] = _plain(config, name, ())
     return plain
 
 
-def _plain(value: Any, where: str, parents: tuple[int, ...]) -> Any:
+def _plain(value: Any, path: str, parents: tuple[int, ...]) -> Any:
     if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
         return value
     if id(value) in parents:
-        raise ConfigError(f"{where} contains itself: JSON cannot hold it")
+        raise ConfigError(f"{path} contains itself: JSON cannot hold it")
     parents = (*parents, id(value))
     if isinstance(value, Mapping):
-        return {_plain_key(key, where): _plain(v, f"{where}[{key!r}]", parents) for key, v in value.items()}
+        return {_plain_key(key, path): _plain(v, f"{path}[{key!r}]", parents) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v, f"{where}[{i}]", parents) for i, v in enumerate(value)]
-    return _plain_object(value, where, parents)
+        return [_plain(v, f"{path}[{i}]", parents) for i, v in enumerate(value)]
+    return _plain_object(value, path, parents)
 
 
-def _plain_key(key: Any, where: str) -> str:
+def _plain_key(key: Any, path: str) -> str:
     if isinstance(key, str):
         return key
     if isinstance(key, (int, float, bool)):
         return json.dumps(key)
-    raise ConfigError(f"{where} has the key {key!r} of type {type(key).__name__}: JSON keys are text")
+    raise ConfigError(f"{path} has the key {key!r} of type {type(key).__name__}: JSON keys must be text")
 
 
-def _plain_object(value: Any, where: str, parents: tuple[int, ...]) -> Any:
+def _plain_object(value: Any, path: str, parents: tuple[int, ...]) -> Any:
     if isinstance(value, enum.Enum):
-        return _plain(value.value, where, parents)
+        return _plain(value.value, path, parents)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value), where, parents)
+        return _plain(asdict(value), path, parents)
     if callable(getattr(value, "tolist", None)):  # NumPy and torch, scalars and arrays
-        return _plain(value.tolist(), where, parents)
+        return _plain(value.tolist(), path, parents)
     if isinstance(value, (int, float)):  # a subclass
         return float(value) if isinstance(value, float) else int(value)
     raise ConfigError(
-        f"{where} is a {type(value).__name__}: JSON cannot hold it. Pass text, numbers, lists or mappings."
+        f"{path} is a {type(value).__name__}: JSON cannot hold it. Pass text, numbers, lists or mappings."
     )
 
 
 def _check_secret(secret: object) -> None:
-    """The value is never shown: it may be a key."""
+    """Refuse what is not a source of a key, without showing the value: it may be the key."""
     if secret is None or callable(secret) or (hasattr(secret, "group") and hasattr(secret, "key")):
         return
     raise ConfigError(
-        f"secret= takes a flytekit Secret or a callable that returns the key, not a {type(secret).__name__}: "
+        f"secret must be a flytekit Secret or a callable that returns the key, got a {type(secret).__name__}: "
         "a key in the source would be pickled and registered with the task"
     )

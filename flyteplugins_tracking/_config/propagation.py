@@ -1,7 +1,7 @@
-"""What reaches the functions and tasks that are called: text values by their keys, each one JSON object.
+"""Configuration for the functions and tasks that are called: text values by key, each of them a JSON object.
 
-They travel in what Flyte 2 hands to child tasks, in this process, and in environment variables of the same names.
-Text in them stays the text it was: "2024", "null" and "1e5" too.
+The values reach child tasks of Flyte 2 in their custom context, functions in this process by `propagate` blocks, and
+other processes by environment variables of the same names. Strings in them stay strings: "2024", "null" and "1e5" too.
 """
 
 from __future__ import annotations
@@ -20,86 +20,101 @@ from typing import Any
 from flyteplugins_tracking._config.config import merged
 from flyteplugins_tracking.errors import ConfigError
 
-# What `tracking_config` and `tracking_sweep_config` set.
+# Set by `tracking_config` and `tracking_sweep_config`.
 CONFIG = "FLYTE_TRACKING_CONFIG"
 SWEEP = "FLYTE_TRACKING_SWEEP"
 # The open runs of a Flyte 2 task, by tracker, for the tasks that it calls.
 RUNS = "FLYTE_TRACKING_RUNS"
-# What a `tracking_sweep` that is running has made.
+# The sweep of the `tracking_sweep` function that is running.
 SWEEP_ID = "FLYTE_TRACKING_SWEEP_ID"
 EXPORTED = (CONFIG, SWEEP, SWEEP_ID)
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """An open block: the one around it, the threads that were there before it, and what it says."""
+    """An open `propagate` block.
 
-    around: _Block | None
-    older: weakref.WeakSet[threading.Thread]
+    Attributes:
+        parent: The block in which it was entered.
+        older_threads: The threads that were running when it was entered.
+        values: Its values, and those of its parent for other keys.
+    """
+
+    parent: _Block | None
+    older_threads: weakref.WeakSet[threading.Thread]
     values: Mapping[str, str]
 
 
 _in_block: ContextVar[_Block | None] = ContextVar("flyteplugins_tracking_propagated", default=None)
-# The blocks that are open in this process; what they have set the variables to; and what these are without them.
+# The blocks that are open in this process, the variables as the blocks set them, and the variables without the blocks.
 _blocks: list[_Block] = []
 _exported: dict[str, str | None] = {}
 _outside: dict[str, str | None] = {}
 _lock = threading.Lock()
 
 
-def read(key: str, carried: Mapping[str, str] | None) -> dict[str, Any]:
-    """What is propagated under `key`: by the variable, over it by the open `propagate` blocks, and by `carried`.
+def read(key: str, custom_context: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the values that are propagated under `key`.
+
+    The custom context takes precedence over the open `propagate` blocks, and these over the environment variable.
 
     Args:
-        key: One of those above.
-        carried: What Flyte 2 has handed to the task that runs here; None outside of one.
+        key: One of the keys above.
+        custom_context: The custom context of the Flyte 2 task that runs here; None outside of a task.
 
     Raises:
-        ConfigError: One of them is no JSON object.
+        ConfigError: One of the texts is not a JSON object.
     """
     with _lock:
-        _see_changes()
+        _record_outside_changes()
         variable = _outside.get(key) if _blocks else os.environ.get(key)
-        # A task's own context says what reaches it, whatever other tasks of this process do.
-        block = _current_block() if carried is None else _in_block.get()
+        # Blocks of other tasks in this process do not reach a task.
+        block = _current_block() if custom_context is None else _in_block.get()
     return merged(
         parse(variable, f"the variable {key}"),
         parse(None if block is None else block.values.get(key), key),
-        parse((carried or {}).get(key), f"{key} in the custom context of the Flyte run"),
+        parse((custom_context or {}).get(key), f"{key} in the custom context of the Flyte run"),
     )
 
 
 def _current_block() -> _Block | None:
-    """The innermost open block; also for a thread that was started in it, as by `wandb.agent`, if that is clear."""
-    own = _in_block.get()
-    if own is not None or not _blocks or threading.current_thread() in _blocks[0].older:
-        return own
-    are_nested = all(inner.around is outer for outer, inner in itertools.pairwise(_blocks))
+    """Return the innermost open block.
+
+    A thread that was started in a block, for instance by `wandb.agent`, gets it if all open blocks are nested.
+    """
+    context_block = _in_block.get()
+    if context_block is not None or not _blocks or threading.current_thread() in _blocks[0].older_threads:
+        return context_block
+    are_nested = all(inner.parent is outer for outer, inner in itertools.pairwise(_blocks))
     return _blocks[-1] if are_nested else None
 
 
-def parse(text: str | None, where: str) -> dict[str, Any]:
-    """The JSON object in `text`; empty for none.
+def parse(text: str | None, source: str) -> dict[str, Any]:
+    """Return the JSON object in `text`; empty if there is no text.
+
+    Args:
+        text: The JSON text.
+        source: The name of its source, for messages.
 
     Raises:
-        ConfigError: It is something else. The message does not have it: it may be anything.
+        ConfigError: It is not a JSON object. The message does not show the text: it may hold a key.
     """
     if not text:
         return {}
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{where} is no JSON: {error}. {_HOW}") from None
+        raise ConfigError(f"{source} is not valid JSON: {error}. {_HINT}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is a JSON {type(value).__name__}, no object. {_HOW}")
+        raise ConfigError(f"{source} must be a JSON object, got a {type(value).__name__}. {_HINT}")
     return value
 
 
-_HOW = "Make it with json.dumps(...), or with flyteplugins_tracking.tracking_config(...)[...]"
+_HINT = "Make it with json.dumps(...), or with flyteplugins_tracking.tracking_config(...)[...]"
 
 
-def write(value: Mapping[str, Any], what: str) -> str:
-    """`value` as one JSON object.
+def write(value: Mapping[str, Any], name: str) -> str:
+    """Return `value` as JSON text.
 
     Raises:
         ConfigError: JSON cannot hold it.
@@ -108,12 +123,12 @@ def write(value: Mapping[str, Any], what: str) -> str:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{what} cannot reach other processes: {error}. Pass text, numbers, lists or mappings"
+            f"{name} cannot reach other processes: {error}. Pass text, numbers, lists or mappings"
         ) from None
 
 
 def _new_lock() -> None:
-    """In a forked child: the lock may be held by a thread that is not there any more."""
+    """Replace the lock in a forked child: a thread of the parent may have held it."""
     global _lock
     _lock = threading.Lock()
 
@@ -124,12 +139,12 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def propagate(values: Mapping[str, str]) -> Iterator[None]:
-    """Have functions that are called in the block, and processes that are started in it, find `values`."""
-    older = weakref.WeakSet(threading.enumerate())
+    """Propagate `values` to the functions that are called, and the processes that are started, in the block."""
+    older_threads = weakref.WeakSet(threading.enumerate())
     with _lock:
-        around = _current_block()
-        block = _Block(around, older, {**({} if around is None else around.values), **values})
-        _see_changes()
+        parent = _current_block()
+        block = _Block(parent, older_threads, {**({} if parent is None else parent.values), **values})
+        _record_outside_changes()
         _blocks.append(block)
         _export()
     token = _in_block.set(block)
@@ -137,15 +152,15 @@ def propagate(values: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _see_changes()
+            _record_outside_changes()
             _blocks.remove(block)
             _export()
-        with suppress(ValueError):  # left in another context than it was entered in, which ends with its own
+        with suppress(ValueError):  # left in another context than it was entered in
             _in_block.reset(token)
 
 
-def _see_changes() -> None:
-    """What somebody else has set a variable to since is what it is without the blocks."""
+def _record_outside_changes() -> None:
+    """Keep variables that other code set in a block: they stay when the block ends."""
     for key in EXPORTED:
         current = os.environ.get(key)
         if not _blocks or current != _exported.get(key):
@@ -153,14 +168,14 @@ def _see_changes() -> None:
 
 
 def _export() -> None:
-    """Set the variables for processes that are started now. Blocks of several threads at once share them."""
+    """Set the variables for processes that are started now. All threads share the variables."""
     innermost = _blocks[-1].values if _blocks else {}
     _exported.update({key: innermost.get(key, outside) for key, outside in _outside.items()})
     set_variables(_exported)
 
 
 def set_variables(values: Mapping[str, str | None]) -> None:
-    """Set environment variables; None is for one that is not to be set."""
+    """Set environment variables, or unset those whose value is None."""
     for name, value in values.items():
         if value is None:
             os.environ.pop(name, None)

@@ -1,7 +1,7 @@
-"""The base id: one name for this invocation of the job, that every rank agrees on and that restarts keep.
+"""The base id: one name for this invocation of the job, which all ranks agree on and restarts keep.
 
-Another invocation gets another one, also with a constant `--rdzv-id`. What the user or Flyte gives stands first; then
-what the launcher that gave the topology offers.
+Another invocation gets another id, even with a constant `--rdzv-id`. An id from the user or from Flyte takes precedence
+over the launcher's.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MAX_LENGTH = 39
 
 @dataclass(frozen=True)
 class Identity:
-    """A base id, and the group that its runs belong to where the plan gives none.
+    """A base id, and the group of its runs if the plan gives none.
 
     Attributes:
-        base_id: None for a random id of the tracker's.
-        group: Set where a retry cannot have the same base id.
+        base_id: None if the tracker shall make a random id.
+        group: Set if a retry cannot have the same base id.
     """
 
     base_id: str | None
@@ -40,31 +40,31 @@ class Identity:
 
 
 def from_variables(env: Env, names: tuple[str, ...]) -> Identity | None:
-    """The id that the tracker's own variables give, for instance `WANDB_RUN_ID`."""
+    """Return the id in the tracker's own variables, for instance `WANDB_RUN_ID`."""
     return next((Identity(env[name]) for name in names if env.get(name)), None)
 
 
 def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) -> Identity:
-    """What the launcher that gave the topology offers.
+    """Return the identity that this rank's launcher provides.
 
     Args:
         info: This rank; None outside a distributed job.
-        env: The environment's variables.
-        agreement: Whether several ranks need the id. Where one rank alone does, a random one will do.
+        env: The environment variables.
+        agreement: Whether several ranks need the same id. If only one rank needs it, it may be random.
 
     Raises:
-        IdentityError: There is nothing that all nodes agree on.
+        IdentityError: The launcher provides nothing that is the same on all nodes.
     """
     if info is None:
         return Identity(None)
     alone = info.num_workers == 1 or not agreement
-    base_id = RUN_ID_SOURCES.get(info.launcher, _nameless)(info, env, alone)
+    base_id = RUN_ID_SOURCES.get(info.launcher, _without_job_name)(info, env, alone)
     if base_id is None and agreement:
         if info.launcher == "lightning":
-            # Where it starts the ranks, the first one's run is open already, as that of a single process.
+            # It starts the other ranks when the first one's run is already open, as the run of a single process.
             raise IdentityError(
-                "Lightning's own launcher starts the other ranks in the function of the first, whose run is open then. "
-                "For run_mode='new' or 'shared' start with torchrun --nproc-per-node=..., or srun."
+                "Lightning's own launcher starts the other ranks inside the function of the first, whose run is then "
+                "already open. For run_mode='new' or 'shared' start with torchrun --nproc-per-node=..., or srun."
             )
         nodes = "all nodes" if info.num_workers is None else f"all {info.num_workers} nodes"
         raise IdentityError(
@@ -76,7 +76,7 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
 
 
 def readable(*parts: str | None) -> str:
-    """Join `parts` to an id that every tracker takes: letters, digits, '.', '_' and '-', at most 39 characters."""
+    """Join `parts` to an id that every tracker accepts: letters, digits, '.', '_' and '-', at most 39 characters."""
     text = re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(part for part in parts if part)).strip("-.")
     if len(text) <= _MAX_LENGTH:
         return text
@@ -84,7 +84,7 @@ def readable(*parts: str | None) -> str:
 
 
 def _torchelastic(info: DistributedInfo, env: Env, alone: bool) -> str | None:
-    """The run id ("none" for a static rendezvous), and a token: constant run ids are common."""
+    """Join the run id ("none" for a static rendezvous) and a token, since constant run ids are common."""
     name = info.job_id if info.job_id not in (None, "none") else "torchrun"
     rendezvous, agents = rendezvous_store(env), agents_store(env)
     token = None
@@ -98,41 +98,44 @@ def _torchelastic(info: DistributedInfo, env: Env, alone: bool) -> str | None:
 
 
 def is_elastic(info: DistributedInfo | None, env: Env) -> bool:
-    """Whether torchelastic may change the number of nodes, as far as its command line or its variables tell."""
+    """Return whether its command line or its variables allow torchelastic to change the number of nodes."""
     if info is None or info.launcher != "torchelastic":
         return False
     agent = proc.command_line(proc.nearest_without("TORCHELASTIC_RUN_ID"))
-    fewest, _, most = (agent_option(agent, "nnodes") or env.get("PET_NNODES") or "").partition(":")
-    return most not in ("", fewest)
+    min_nodes, _, max_nodes = (agent_option(agent, "nnodes") or env.get("PET_NNODES") or "").partition(":")
+    return max_nodes not in ("", min_nodes)
 
 
 def _agent_token(env: Env) -> str | None:
-    """Where the agents' store is not shared: this worker's agent, by its private directory of this invocation.
+    """Identify this worker's agent by its private directory, for agents that share no store.
 
-    The agent makes `{run_id}_{random}` once and a subfolder in it for each attempt.
+    An agent creates `{run_id}_{random}` once for each invocation, with a subfolder for each attempt.
     """
     match = re.match(r"(.+)/attempt_\d+/\d+/error\.json$", env.get("TORCHELASTIC_ERROR_FILE", ""))
     return _digest(proc.machine(), match[1]) if match else None
 
 
 def _slurm(info: DistributedInfo, env: Env, _: bool) -> str | None:
-    """Job and step: a requeued job keeps its number, and several steps of one job are several trainings."""
+    """Join job and step: a requeued job keeps its number, and each step of a job is a training of its own."""
     return readable("slurm", env.get("SLURM_CLUSTER_NAME"), info.job_id, env.get("SLURM_STEP_ID"))
 
 
 def _job_name(info: DistributedInfo, env: Env, alone: bool) -> str | None:
-    return readable(info.job_id) if info.job_id else _nameless(info, env, alone)
+    return readable(info.job_id) if info.job_id else _without_job_name(info, env, alone)
 
 
 def _openmpi(info: DistributedInfo, env: Env, alone: bool) -> str | None:
-    """The namespace that all nodes have; it is made from mpirun's host and process id, which can come again."""
+    """Join the namespace and, on one node, mpirun's process.
+
+    The namespace is the same on all nodes. It is made from mpirun's host and process id, which may be reused.
+    """
     if not info.job_id:
-        return _nameless(info, env, alone)
+        return _without_job_name(info, env, alone)
     return readable("mpi", info.job_id, _launcher_process(info) if info.num_workers == 1 else None)
 
 
-def _nameless(info: DistributedInfo, _: Env, alone: bool) -> str | None:
-    """A launcher that gives its job no name: the ranks' process group or, on one node, the launcher's process."""
+def _without_job_name(info: DistributedInfo, _: Env, alone: bool) -> str | None:
+    """Use the ranks' process group or, on one node, the launcher's process."""
     token = _from_rank_0(info, _random_token())
     if token is not None:
         return readable(info.launcher, token)
@@ -141,10 +144,10 @@ def _nameless(info: DistributedInfo, _: Env, alone: bool) -> str | None:
 
 
 def _launcher_process(info: DistributedInfo) -> str | None:
-    """On one node: the process that started the ranks, by its id and start.
+    """On one node, identify the process that started the ranks by its id and start time.
 
-    Not for ranks that a script, a shell or multiprocessing's parent may have started: those start one job after the
-    other.
+    None for ranks that a script, a shell or multiprocessing's parent may have started, since one such process may start
+    several jobs.
     """
     marker = _RANK_VARIABLES.get(info.launcher)
     if marker is None:
@@ -160,7 +163,7 @@ RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = 
     "skypilot": _job_name,
     "openmpi": _openmpi,
 }
-# Launchers that are one process per job, and what only the processes below that one have.
+# For launchers that run one process per job: a variable that only the processes below that one have.
 _RANK_VARIABLES = {
     "horovod": "HOROVOD_RANK",
     "openmpi": "OMPI_COMM_WORLD_RANK",
@@ -170,10 +173,10 @@ _RANK_VARIABLES = {
 
 
 def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
-    """Rank 0's `token`, through the store of a process group that the user's code has initialised for the whole world.
+    """Return rank 0's `token`, through the store of a process group that the user's code initialised for all ranks.
 
     Raises:
-        IdentityError: Rank 0 has not called the decorated function.
+        IdentityError: Rank 0 did not call the decorated function in time.
     """
     dist: Any = sys.modules.get("torch.distributed")
     if token is None or dist is None or not dist.is_available() or not dist.is_initialized():
@@ -187,16 +190,16 @@ def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
         store.wait([_STORE_KEY], STORE_TIMEOUT)
     except RuntimeError as error:
         raise IdentityError(
-            f"rank {info.rank} has no run id from rank 0, which did not answer for {STORE_TIMEOUT.seconds} s or has "
-            "ended: call the decorated function on every rank, or pass id=..."
+            f"rank {info.rank} received no run id from rank 0, which did not answer for {STORE_TIMEOUT.seconds} s or "
+            "has ended: call the decorated function on every rank, or pass id=..."
         ) from error
     return _agree(store, "")
 
 
 def _agree(store: Any, token: str, key: str = _STORE_KEY) -> str:
-    """The token of the first to come: `compare_set` writes where nothing is written, and returns what is."""
-    agreed: bytes = store.compare_set(key, "", token)
-    return agreed.decode()
+    """Return the token of the first caller: `compare_set` writes only if the key is empty, and returns its value."""
+    first_token: bytes = store.compare_set(key, "", token)
+    return first_token.decode()
 
 
 def _random_token() -> str:

@@ -16,14 +16,14 @@ class DistributedInfo:
     Attributes:
         rank: This process among all, `0 <= rank < world_size`.
         world_size: Processes in the job.
-        local_rank: This process among those of its worker (= node). None where the launcher does not tell.
-        local_world_size: Processes on this worker; workers may differ. None where the launcher does not tell.
-        worker_index: This worker among all. None where the launcher does not tell (MPI on several nodes).
-        num_workers: Workers in the job. None where the launcher does not tell.
-        restart_count: Restarts so far, as this worker's agent counts them. Agents that joined later count less.
-        launcher: Whose variables these are: "torchelastic", "env" (RANK, WORLD_SIZE and LOCAL_RANK), "lightning",
-            "horovod", "openmpi", "mvapich", "jsm", "mpich", "slurm", "process_group", "kubeflow", "konduktor",
-            "skypilot", "simulated" (`flyteplugins_tracking.testing`) or "override".
+        local_rank: This process among those of its worker (= node). None if the launcher does not set it.
+        local_world_size: Processes on this worker; workers may differ. None if the launcher does not set it.
+        worker_index: This worker among all. None if the launcher does not set it (MPI on several nodes).
+        num_workers: Workers in the job. None if the launcher does not set it.
+        restart_count: Restarts so far, as counted by this worker's agent. An agent that joined later has a lower count.
+        launcher: The launcher whose variables were read: "torchelastic", "env" (RANK, WORLD_SIZE and LOCAL_RANK),
+            "lightning", "horovod", "openmpi", "mvapich", "jsm", "mpich", "slurm", "process_group", "kubeflow",
+            "konduktor", "skypilot", "simulated" (`flyteplugins_tracking.testing`) or "override".
         job_id: The launcher's own name for the job, if it has one.
     """
 
@@ -46,12 +46,12 @@ class DistributedInfo:
         return getattr(self, name)
 
     def keys(self) -> tuple[str, ...]:
-        """Names of the fields, so that `dict(info)` works."""
+        """Return the names of the fields, so that `dict(info)` works."""
         return _FIELDS
 
 
 _FIELDS = tuple(field.name for field in fields(DistributedInfo))
-# Pairs of fields of which the first must be below the second.
+# In each pair the first field must be less than the second.
 _ORDERED = (
     ("rank", "world_size"),
     ("local_rank", "local_world_size"),
@@ -61,8 +61,13 @@ _ORDERED = (
 )
 
 
-def every_rank(sizes: Sequence[int], **common: Any) -> Iterator[DistributedInfo]:
-    """Each rank of a job whose workers (= nodes) have `sizes` processes; `common` are the fields that all share."""
+def iter_ranks(sizes: Sequence[int], **common: Any) -> Iterator[DistributedInfo]:
+    """Yield each rank of a job.
+
+    Args:
+        sizes: The number of processes on each worker (= node).
+        **common: The fields that have the same value on all ranks.
+    """
     world_size, rank = sum(sizes), 0
     for worker_index, size in enumerate(sizes):
         for local_rank in range(size):
@@ -71,13 +76,21 @@ def every_rank(sizes: Sequence[int], **common: Any) -> Iterator[DistributedInfo]
 
 
 def check_orders(values: Mapping[str, Any], names: Mapping[str, str]) -> None:
-    """Refuse values that contradict each other, by the names of their variables where there are any."""
+    """Refuse values that contradict each other.
+
+    Args:
+        values: The values by field.
+        names: The variable of each field, for the message; the field's own name if there is none.
+
+    Raises:
+        TopologyError: A value is too low, or one that must be below another is not.
+    """
     for low_field, high_field in _ORDERED:
         low, high = values[low_field], values[high_field]
         low_name, high_name = names.get(low_field) or low_field, names.get(high_field) or high_field
-        for name, value, least in ((low_name, low, 0), (high_name, high, 1)):
-            if value is not None and value < least:
-                raise TopologyError(f"{name}={value} is below {least}")
+        for name, value, minimum in ((low_name, low, 0), (high_name, high, 1)):
+            if value is not None and value < minimum:
+                raise TopologyError(f"{name}={value} is below {minimum}")
         if low is not None and high is not None and low >= high:
             raise TopologyError(
                 f"{low_name}={low} and {high_name}={high} contradict each other: {low} is not below {high}"

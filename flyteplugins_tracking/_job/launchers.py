@@ -1,7 +1,7 @@
 """The launchers that are known: one detector each, in one ordered list.
 
-Every detector takes *all* its fields from one launcher's variables. A launcher that is there with bad values is an
-error, never rank 0: every process being rank 0 is the bug this module exists to prevent.
+Every detector reads *all* its fields from one launcher's variables. Bad values of a launcher are an error, never rank
+0: this module exists to prevent the bug that every process is rank 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _torchelastic(env: Env) -> DistributedInfo | None:
     """
     if "TORCHELASTIC_RUN_ID" not in env:
         return None
-    # Flyte 2 Clustered sets NODE_RANK only; elsewhere a NODE_RANK beside GROUP_RANK is left over from outside.
+    # Flyte 2 Clustered sets NODE_RANK only. Elsewhere a NODE_RANK beside GROUP_RANK comes from an outer launcher.
     worker_index = "GROUP_RANK" if "GROUP_RANK" in env else "NODE_RANK"
     return _from_env(
         env,
@@ -43,9 +43,10 @@ def _torchelastic(env: Env) -> DistributedInfo | None:
 
 
 def _true_local_rank(env: Env) -> int | None:
-    """The local rank under `--virtual-local-rank`, which tells every process LOCAL_RANK=0; else None.
+    """Return the local rank under `--virtual-local-rank`, which sets LOCAL_RANK=0 in every process; else None.
 
-    The agent's error file has the true one in its path; failing that, equal workers have consecutive ranks.
+    The path of the agent's error file contains the true one. Without that file: workers of equal size have consecutive
+    ranks.
     """
     rank, local_world_size = _integer(env, "RANK"), _integer(env, "LOCAL_WORLD_SIZE")
     if env.get("LOCAL_RANK") != "0" or not rank or not local_world_size:
@@ -101,7 +102,7 @@ def _slurm(env: Env) -> DistributedInfo | None:
 
 
 def _slurm_step_is_ours(env: Env) -> bool:
-    """A task that calls sbatch hands its step on to the new job's shell, whose own SLURM_GTIDS is shorter."""
+    """Return False in an sbatch shell that a task submitted: it inherits the step, but its SLURM_GTIDS is shorter."""
     tasks, ranks_here = _slurm_tasks_on_this_node(env), env.get("SLURM_GTIDS")
     return tasks is None or ranks_here is None or len(ranks_here.split(",")) == tasks
 
@@ -124,8 +125,8 @@ def _slurm_tasks_on_this_node(env: Env) -> int | None:
 def _lightning(env: Env) -> DistributedInfo | None:
     """A child of Lightning's own launcher: LOCAL_RANK and WORLD_SIZE, and no RANK.
 
-    On the first node the local rank is the rank. On others the rank takes the number of processes per node, which
-    nothing tells here.
+    On the first node the local rank is the rank. On other nodes the rank depends on the number of processes per node,
+    which no variable has.
     """
     if "RANK" in env or not _are_set(env, "LOCAL_RANK", "WORLD_SIZE"):
         return None
@@ -147,7 +148,7 @@ def _lightning(env: Env) -> DistributedInfo | None:
 
 
 def _process_group(_: Env) -> DistributedInfo | None:
-    """A process group that the user's code has initialised, with ranks that no variable tells."""
+    """A process group that the user's code initialised, whose ranks are in no variable."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -157,7 +158,7 @@ def _process_group(_: Env) -> DistributedInfo | None:
 def _kubeflow(env: Env) -> DistributedInfo | None:
     """A PyTorchJob pod, or a pod of Kubeflow's Trainer v2, without torchrun in it: one process per node.
 
-    There RANK is the node. It is the process's rank only where one process runs per node.
+    There RANK is the node. It is the process's rank only if one process runs per node.
     """
     if _are_set(env, "RANK", "WORLD_SIZE"):
         rank, world_size = "RANK", "WORLD_SIZE"
@@ -235,7 +236,7 @@ def _one_process_per_node(
 
 
 def refuse_ranks_that_disagree(info: DistributedInfo, env: Env) -> None:
-    """RANK=0 exported once for all processes of mpirun or srun: the same world, and another rank."""
+    """Refuse a RANK that differs from mpirun's or srun's, for instance RANK=0 exported once for all processes."""
     for name in ("openmpi", "mvapich", "jsm", "mpich", "slurm"):
         other = None
         with suppress(TopologyError):
@@ -248,7 +249,7 @@ def refuse_ranks_that_disagree(info: DistributedInfo, env: Env) -> None:
 
 
 def refuse_leftovers(env: Env) -> None:
-    """Variables of a launcher that is not there: nobody becomes rank 0 by default."""
+    """Refuse the variables of an incomplete launcher: no process becomes rank 0 by default."""
     if "RANK" in env and "WORLD_SIZE" not in env and env.get("NUM_NODES") != "1":
         raise TopologyError(
             f"RANK={env['RANK']} is set and WORLD_SIZE is not: is it a process or a node? Start the job with torchrun, "
@@ -256,8 +257,8 @@ def refuse_leftovers(env: Env) -> None:
         )
     if (_integer(env, "PMI_SIZE") or 1) > 1 and "SLURM_JOB_ID" not in env:
         raise TopologyError(
-            f"PMI_RANK={env.get('PMI_RANK')} of PMI_SIZE={env['PMI_SIZE']} without MPI_LOCALRANKID is no launcher that "
-            "is known here: set RANK, WORLD_SIZE and LOCAL_RANK in each process."
+            f"PMI_RANK={env.get('PMI_RANK')} of PMI_SIZE={env['PMI_SIZE']} without MPI_LOCALRANKID does not come "
+            "from a known launcher: set RANK, WORLD_SIZE and LOCAL_RANK in each process."
         )
     for name in ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK"):
         if (_integer(env, name) or 0) > 0 and "RANK" not in env:
@@ -270,17 +271,17 @@ def refuse_leftovers(env: Env) -> None:
 Detector = Callable[[Env], DistributedInfo | None]
 
 
-def _plain(launcher: str, *marks: str, **names: str) -> Detector:
-    """The detector of a launcher that has a variable for each field, and nothing to work out.
+def _plain(launcher: str, *markers: str, **names: str) -> Detector:
+    """Return the detector of a launcher that has a plain variable for each field.
 
     Args:
-        launcher: Its name.
-        *marks: The variables that are set if, and only if, it has started the process.
-        **names: The variable of each field: see `_from_env`.
+        launcher: The launcher's name.
+        *markers: The variables that are set if, and only if, it started the process.
+        **names: The variable of each field, as for `_from_env`.
     """
 
     def detector(env: Env) -> DistributedInfo | None:
-        return _from_env(env, launcher, **names) if _are_set(env, *marks) else None  # type: ignore[arg-type]
+        return _from_env(env, launcher, **names) if _are_set(env, *markers) else None  # type: ignore[arg-type]
 
     return detector
 
@@ -334,8 +335,8 @@ _PLAIN = {
         local_world_size="MPI_LOCALNRANKS",
     ),
 }
-# By the launcher's name, the innermost first: what an outer launcher set describes the agent, not this process. Sources
-# that tell the rank of a process stand before those that tell only the node's.
+# By the launcher's name, the innermost first: the variables of an outer launcher describe the agent, not this process.
+# Launchers that set the rank of a process come before those that set only the node's.
 DETECTORS: dict[str, Detector] = {
     "torchelastic": _torchelastic,
     "env": _rank_variables,
@@ -365,7 +366,7 @@ def _from_env(
     local_world_size_value: int | None = None,
     worker_index_value: int | None = None,
 ) -> DistributedInfo:
-    """Read the named variables. The `_value` arguments are for what a variable does not give as a plain number."""
+    """Read the named variables. A `_value` argument replaces a variable that does not have the plain number."""
     names = {
         "rank": rank,
         "world_size": world_size,
@@ -374,12 +375,12 @@ def _from_env(
         "worker_index": worker_index,
         "num_workers": num_workers,
     }
-    given = {
+    computed = {
         "local_rank": local_rank_value,
         "local_world_size": local_world_size_value,
         "worker_index": worker_index_value,
     }
-    values = {field: _given_or_read(env, name, given.get(field)) for field, name in names.items()}
+    values = {field: _computed_or_read(env, name, computed.get(field)) for field, name in names.items()}
     _fill_in_a_single_worker(values)
     for required in ("rank", "world_size"):
         if values[required] is None:
@@ -394,12 +395,12 @@ def _from_env(
     )
 
 
-def _given_or_read(env: Env, name: str, given: int | None) -> int | None:
-    return given if given is not None else _integer(env, name)
+def _computed_or_read(env: Env, name: str, computed: int | None) -> int | None:
+    return computed if computed is not None else _integer(env, name)
 
 
 def _fill_in_a_single_worker(values: dict[str, int | None]) -> None:
-    """Where all processes are on this worker, it is the only one."""
+    """Make this worker the only one if all processes are on it."""
     if values["local_world_size"] is None or values["local_world_size"] != values["world_size"]:
         return
     if values["worker_index"] is None:
@@ -419,10 +420,10 @@ def _integer(env: Env, name: str) -> int | None:
 
 
 def _are_set(env: Env, *names: str) -> bool:
-    """Whether all are. They are looked at in their order, which the doctor shows."""
+    """Return whether all are set. They are read in their order, which the doctor shows."""
     return all(name in env for name in names)
 
 
 def _first(env: Env, *names: str) -> str:
-    """The first of `names` that is set; the first of all where none is."""
+    """Return the first of `names` that is set, or `names[0]` if none is."""
     return next((name for name in names if name in env), names[0])

@@ -9,24 +9,24 @@ from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.errors import TopologyError
 
 RunMode = Literal["auto", "shared", "new"]
-"""Which ranks of the scope have a run: the first one, all of them one run, or each its own."""
+"""Which ranks of the scope have a run: only the first, all in one run, or each its own."""
 RankScope = Literal["global", "worker"]
-"""What a run is for: the whole job, or each worker (= node)."""
+"""The scope of a run: the whole job, or each worker (= node)."""
 RUN_MODES: tuple[RunMode, ...] = get_args(RunMode)
 RANK_SCOPES: tuple[RankScope, ...] = get_args(RankScope)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What one rank does about runs.
+    """The run of one rank, if it has one.
 
     Attributes:
-        opens: Whether this rank gets a run.
-        run_id: The run's id. None where this rank gets no run, and where the tracker shall make a random one.
+        opens: Whether this rank has a run.
+        run_id: The run's id. None if this rank has no run, or if the tracker shall make a random id.
         group: The group that the run belongs to, if any.
-        primary: Whether this rank's end is the run's end. One rank of each run is primary.
+        primary: Whether the run ends when this rank ends. One rank of each run is primary.
         label: This rank's name among the writers of its run, for instance "worker-0". None outside a distributed job.
-        writers: How many ranks write to the run; 0 where this rank gets none. None where the launcher does not tell.
+        writers: How many ranks write to the run; 0 if this rank has no run. None if the launcher does not set it.
     """
 
     opens: bool
@@ -39,12 +39,12 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """The workers that a task asks for, before there are any.
+    """The workers (= nodes) that a task requests, before they exist.
 
     Attributes:
-        min_nodes: How many nodes there are at least.
-        max_nodes: How many there are at most: another number for an elastic job.
-        nproc_per_node: How many processes each has.
+        min_nodes: The lowest number of nodes.
+        max_nodes: The highest number of nodes. It differs from `min_nodes` for an elastic job.
+        nproc_per_node: The number of processes on each node.
     """
 
     min_nodes: int
@@ -54,12 +54,12 @@ class NodeRequest:
 
 @dataclass(frozen=True)
 class Page:
-    """A page of the tracker's that shows what a job logs.
+    """A page of the tracker that shows a run or a group of runs.
 
     Attributes:
         kind: Whether it is the page of a run or of a group.
         id: The run's id, or the group's.
-        worker_index: The one worker that it belongs to; None for one of the whole job.
+        worker_index: The worker that it belongs to; None if it belongs to the whole job.
     """
 
     kind: Literal["run", "group"]
@@ -68,7 +68,7 @@ class Page:
 
 
 def opens_run(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
-    """Return whether the rank `info` gets a run. The run's id is not needed for that.
+    """Return whether the rank `info` has a run. No run id is needed for that.
 
     Raises:
         TopologyError: As `plan`.
@@ -86,22 +86,22 @@ def plan(
     base_id: str | None,
     parent_id: str | None = None,
 ) -> RunPlan:
-    """Decide what the rank `info` does, without looking at anything else.
+    """Return the plan of the rank `info`. It depends on the arguments alone.
 
-    The suffix of an id follows the scope that was asked for, never the world's size today: an elastic job that
-    shrinks to one node keeps its ids.
+    The suffix of an id depends on the requested scope, never on the current world size: an elastic job that shrinks to
+    one node keeps its ids.
 
     Args:
         info: The rank; None outside a distributed job.
         run_mode: "auto": the scope's first rank has the run. "shared": all ranks of the scope have the same run.
             "new": every rank has its own.
         rank_scope: "global": the scope is the job. "worker": it is a worker (= node).
-        base_id: The id that all ranks of the job agree on. None for a random one of the tracker's.
-        parent_id: The run of the task that has called this one, if it has one: a task without workers of its own goes
-            on in it, unless `run_mode` is "new". It is that task's to end.
+        base_id: The id that all ranks of the job agree on. None if the tracker shall make a random id.
+        parent_id: The run of the calling task, if it has one. A task without workers of its own continues that run,
+            unless `run_mode` is "new". The calling task ends it.
 
     Raises:
-        TopologyError: `rank_scope` is "worker" and the launcher does not tell which worker this is.
+        TopologyError: `rank_scope` is "worker", and the launcher does not set which worker this is.
     """
     if info is None and parent_id is not None and run_mode != "new":
         return RunPlan(opens=True, run_id=parent_id, writers=None)
@@ -127,33 +127,34 @@ def pages(
     base_id: str,
     parent_id: str | None = None,
 ) -> tuple[Page, ...]:
-    """The pages that a link to a job leads to: of runs and groups that `plan` gives, whatever size it comes up with.
+    """Return the pages that links to a job lead to: of the runs and groups of `plan`, for every size of the job.
 
     Args:
         workers: None for a task without workers of its own.
-        run_mode: See `plan`.
-        rank_scope: See `plan`.
-        base_id: See `plan`.
-        parent_id: See `plan`.
+        run_mode: As for `plan`.
+        rank_scope: As for `plan`.
+        base_id: As for `plan`.
+        parent_id: As for `plan`.
     """
     if workers is None:
         return (Page("run", plan(None, run_mode, rank_scope, base_id, parent_id).run_id or ""),)
     if rank_scope == "global":
         return (_page(workers, 0, run_mode, rank_scope, base_id),)
     if workers.min_nodes != workers.max_nodes and run_mode != "new":
-        group = _first(workers, 0, run_mode, rank_scope, base_id).group
-        return (Page("group", group or ""),)  # of all workers that there will be
-    of_workers = [_page(workers, index, run_mode, rank_scope, base_id) for index in range(workers.min_nodes)]
-    return tuple(replace(page, worker_index=index) for index, page in enumerate(of_workers))
+        group = _plan_of_first_rank(workers, 0, run_mode, rank_scope, base_id).group
+        return (Page("group", group or ""),)  # the number of workers is not known yet
+    worker_pages = [_page(workers, index, run_mode, rank_scope, base_id) for index in range(workers.min_nodes)]
+    return tuple(replace(page, worker_index=index) for index, page in enumerate(worker_pages))
 
 
 def _page(workers: NodeRequest, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> Page:
-    planned = _first(workers, index, run_mode, rank_scope, base_id)
+    planned = _plan_of_first_rank(workers, index, run_mode, rank_scope, base_id)
     return Page("group", planned.group or "") if run_mode == "new" else Page("run", planned.run_id or "")
 
 
-def _first(workers: NodeRequest, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> RunPlan:
-    """The plan of this worker's first rank."""
+def _plan_of_first_rank(
+    workers: NodeRequest, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str
+) -> RunPlan:
     info = DistributedInfo(
         rank=index * workers.nproc_per_node,
         world_size=workers.max_nodes * workers.nproc_per_node,
@@ -166,7 +167,7 @@ def _first(workers: NodeRequest, index: int, run_mode: RunMode, rank_scope: Rank
 
 
 def needs_shared_id(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
-    """Whether several ranks must know the same base id: not where one rank alone has a run."""
+    """Return whether several ranks must know the same base id. False if only one rank has a run."""
     return info is not None and (run_mode, rank_scope) != ("auto", "global")
 
 
@@ -177,14 +178,14 @@ def _is_first(info: DistributedInfo, rank_scope: RankScope) -> bool:
 def _require_worker(info: DistributedInfo, rank_scope: RankScope) -> None:
     if rank_scope == "worker" and (info.worker_index is None or info.local_rank is None):
         raise TopologyError(
-            f"rank_scope='worker', but {info.launcher} does not tell which worker (node) and which local rank rank "
-            f"{info.rank} is: worker_index={info.worker_index}, local_rank={info.local_rank}. Use rank_scope='global', "
+            f"rank_scope='worker', but {info.launcher} does not set the worker (node) and the local rank of rank "
+            f"{info.rank}: worker_index={info.worker_index}, local_rank={info.local_rank}. Use rank_scope='global', "
             "start with torchrun or srun, or set NODE_RANK, LOCAL_RANK, RANK and WORLD_SIZE in each process."
         )
 
 
 def _suffixes(info: DistributedInfo, run_mode: RunMode, rank_scope: RankScope) -> tuple[str, str | None]:
-    """What is put behind the base id for the run's id and for its group (None: no group)."""
+    """Return the suffixes of the base id for the run's id and for its group (None for no group)."""
     worker = f"-worker-{info.worker_index}"
     if run_mode == "new":
         return (f"{worker}-rank-{info.local_rank}", worker) if rank_scope == "worker" else (f"-rank-{info.rank}", "")

@@ -15,12 +15,12 @@ from flyteplugins_tracking.errors import IdentityError
 Env = Mapping[str, str]
 
 STORE_TIMEOUT = timedelta(seconds=30)
-# For what is not worth more of a job's start.
+# For uses that must not delay the start of the job for longer.
 _SHORT_TIMEOUT = timedelta(seconds=5)
 
 
 def job_store(info: DistributedInfo, env: Env) -> Any:
-    """A `torch.distributed.Store` that all nodes of the job share; None where there is none that is known."""
+    """Return a `torch.distributed.Store` that all nodes of the job share; None if none is known."""
     store = None
     if info.launcher == "torchelastic":
         with contextlib.suppress(IdentityError):
@@ -32,9 +32,9 @@ def job_store(info: DistributedInfo, env: Env) -> Any:
 
 
 def rendezvous_store(env: Env, timeout: timedelta = STORE_TIMEOUT) -> Any:
-    """The store of a c10d rendezvous, if it is that: it is the same when rank 0 has moved to another node.
+    """Return the store of a c10d rendezvous; None for another rendezvous. It stays when rank 0 moves to another node.
 
-    Workers are not told where it is. The agent is, by its command line or by variables that its workers inherit.
+    Workers do not get its address. The agent does, on its command line or in variables that its workers inherit.
     """
     agent = proc.command_line(proc.nearest_without("TORCHELASTIC_RUN_ID"))
     backend = agent_option(agent, "rdzv-backend") or env.get("PET_RDZV_BACKEND")
@@ -47,7 +47,7 @@ def rendezvous_store(env: Env, timeout: timedelta = STORE_TIMEOUT) -> Any:
 
 
 def agents_store(env: Env, timeout: timedelta = STORE_TIMEOUT) -> Any:
-    """The store of the agents, if they share it: it outlives worker-group restarts and ends with the invocation.
+    """Return the store that the agents share, if any. It outlives worker-group restarts and ends with the invocation.
 
     torch 2.5 and later: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/rendezvous.py
     """
@@ -57,23 +57,23 @@ def agents_store(env: Env, timeout: timedelta = STORE_TIMEOUT) -> Any:
     return _store(f"the torchelastic agents at MASTER_ADDR={host} MASTER_PORT={port}", host, port, timeout)
 
 
-def _store(whose: str, host: str, port: str, timeout: timedelta) -> Any:
+def _store(owner: str, host: str, port: str, timeout: timedelta) -> Any:
     from torch.distributed import TCPStore
 
     try:
         return TCPStore(host, int(port), is_master=False, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise IdentityError(
-            f"the store of {whose} does not answer, so the ranks cannot agree on a run id: {error}. "
-            "Pass id=... to do without."
+            f"the store of {owner} does not answer, so the ranks cannot agree on a run id: {error}. "
+            "Pass id=... to do without it."
         ) from error
 
 
 def agent_option(command_line: list[str], name: str) -> str | None:
-    """The last value of `--name=value` or `--name value`, with '-' or '_' in it."""
-    found = None
+    """Return the last value of `--name=value` or `--name value`; '-' and '_' in the name are the same."""
+    last_value = None
     for argument, following in zip(command_line, [*command_line[1:], ""], strict=True):
-        given, equals, value = argument.partition("=")
-        if given.replace("_", "-") == f"--{name}":
-            found = value if equals else following
-    return found
+        option, equals, value = argument.partition("=")
+        if option.replace("_", "-") == f"--{name}":
+            last_value = value if equals else following
+    return last_value

@@ -1,7 +1,7 @@
-"""Who am I in this job: what the user has said, or else the innermost launcher.
+"""This process's place in its job: from the user's override, or else from the innermost launcher.
 
-The innermost launcher wins: what an outer one set describes the agent, not this process (torchrun inside srun, mpirun
-or a PyTorchJob).
+The innermost launcher wins: the variables of an outer one describe the agent, not this process (torchrun inside srun,
+mpirun or a PyTorchJob).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from flyteplugins_tracking._job.launchers import DETECTORS, refuse_leftovers, re
 
 Env = Mapping[str, str]
 
-# What is said goes before everything else; it may be None.
+# Set by `override_distributed_info`. In a tuple, since the override itself may be None.
 _override: ContextVar[tuple[DistributedInfo | None] | None] = ContextVar("flyteplugins_tracking_topology", default=None)
 
 
 def get_distributed_info() -> DistributedInfo | None:
-    """This process's place in its distributed job, read from the launcher's variables at the time of the call.
+    """Return this process's place in its distributed job, read from the launcher's variables at the time of the call.
 
     Returns:
         None outside a distributed job and for a world of one process.
@@ -35,10 +35,12 @@ def get_distributed_info() -> DistributedInfo | None:
 
 @contextmanager
 def override_distributed_info(info: DistributedInfo | None) -> Iterator[None]:
-    """Say who this process is, for a launcher that this library does not know. It goes before everything else.
+    """Set this process's place in its job, for a launcher that this library does not know.
+
+    It takes precedence over all variables.
 
     Args:
-        info: This process; None for one that is in no distributed job, whatever the variables say.
+        info: This process; None if it is not in a distributed job.
 
     Example:
         ```python
@@ -54,13 +56,13 @@ def override_distributed_info(info: DistributedInfo | None) -> Iterator[None]:
 
 
 def detect(env: Env) -> DistributedInfo | None:
-    """Like `get_distributed_info`, from `env`, but a torchelastic world of one process counts.
+    """Return this process's place according to `env`, as `get_distributed_info`; also for one process of torchelastic.
 
-    Such a job may have shrunk to one process, or be restarted: it keeps its identity.
+    A torchelastic job may have shrunk to one process, or be restarted: it keeps its identity.
     """
-    chosen = _override.get()
-    if chosen is not None:
-        return chosen[0]
+    override = _override.get()
+    if override is not None:
+        return override[0]
     for detector in DETECTORS.values():
         info = detector(env)
         if info is None:
@@ -70,6 +72,6 @@ def detect(env: Env) -> DistributedInfo | None:
         if info.world_size > 1 or info.launcher == "torchelastic":
             return info
         if info.launcher == "env":
-            return None  # a job of one process inside another launcher's, which is not asked
+            return None  # a job of one process inside another launcher's job: the outer launcher does not count
     refuse_leftovers(env)
     return None

@@ -1,4 +1,4 @@
-"""`sweep_agent`: runs the trials of a sweep, on every rank of a distributed job."""
+"""`sweep_agent`, which runs the trials of a sweep on every rank of a distributed job."""
 
 from __future__ import annotations
 
@@ -15,46 +15,47 @@ from flyteplugins_tracking._job.topology import get_distributed_info
 from flyteplugins_tracking._runs.calls import detached
 from flyteplugins_tracking._runs.lifecycle import exit_code_of
 from flyteplugins_tracking._runs.open import may_prompt
-from flyteplugins_tracking._sweeps.sweep import log_in, session_kept
+from flyteplugins_tracking._sweeps.sweep import log_in, restored_session
 from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# What the other ranks have of the trial's, beside its parameters: the base of their runs' ids, and where these go.
-_TRIAL = ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_ENTITY")
-# The parameters of the trial that this rank runs with rank 0.
-_followed: dict[str, Any] | None = None
+# The variables of a trial that the other ranks need for their runs: the base of the ids, the project and the entity.
+_TRIAL_VARIABLES = ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_ENTITY")
+# The parameters that rank 0 sent for the current trial; None on rank 0 and outside a trial.
+_received_parameters: dict[str, Any] | None = None
 
 
 def sweep_agent(objective: Callable[[], Any], *, count: int | None = None, sweep_id: str | None = None) -> None:
-    """Run trials of a sweep on every rank: `wandb.agent`, for distributed jobs too.
+    """Run trials of a sweep on every rank. Like `wandb.agent`, but also for distributed jobs.
 
-    Rank 0 alone has the agent, which calls the objective in a thread. The other ranks call it for the same trials, in
-    step, and return when the agent has ended. A trial in which it raises on another rank has failed. A rank that raises
-    while others wait for it in a collective leaves these waiting until the process group's timeout: pass a short one to
+    Only rank 0 has the agent, which calls the objective in a thread. The other ranks call it for the same trials, in
+    step, and return when the agent has ended. A trial fails if the objective raises on any rank. If a rank raises while
+    others wait for it in a collective, those wait until the process group's timeout: pass a short one to
     `init_process_group`.
 
     Args:
-        objective: Called without arguments; `get_sweep_parameters()` is the trial's on each rank. Decorated with
-            `tracking_init`, it has the trial's run.
-        count: How many trials to run; None for as many as the sweep has.
-        sweep_id: The sweep's id or `entity/project/id`; None for that of the `tracking_sweep` context. Rank 0's counts.
+        objective: Called without arguments. In it `get_sweep_parameters()` returns the trial's parameters on each rank.
+            If it is decorated with `tracking_init`, it has the trial's run.
+        count: How many trials to run; None for all trials of the sweep.
+        sweep_id: The sweep's id or `entity/project/id`; None for the sweep of the enclosing `tracking_sweep`. Only the
+            argument of rank 0 is used.
 
     Raises:
         ConfigError: There is no sweep, several ranks have no process group, or the objective is async.
-        TrackerUnavailableError: There is no key for the service.
+        TrackerUnavailableError: The service has no API key.
         TrackerNotInstalledError: wandb is missing.
     """
     if flyte_context.is_async(objective):
-        raise ConfigError("the agent calls its objective in a thread, and awaits nothing: write `def`, not `async def`")
+        raise ConfigError("the objective of sweep_agent must be a plain function: write `def`, not `async def`")
     info = get_distributed_info()
     if info is None or info.world_size == 1:
         _run_agent(objective, count, sweep_id)
         return
     ranks = _Ranks()
     try:
-        if ranks.leads:
+        if ranks.is_leader:
             _lead(ranks, objective, count, sweep_id)
         else:
             _follow(ranks, objective)
@@ -63,9 +64,12 @@ def sweep_agent(objective: Callable[[], Any], *, count: int | None = None, sweep
 
 
 def get_sweep_parameters() -> dict[str, Any]:
-    """The parameters of the trial that runs in this process: on every rank in `sweep_agent`. Empty outside of one."""
-    if _followed is not None:
-        return dict(_followed)
+    """Return the parameters of the trial that runs in this process, on every rank of `sweep_agent`.
+
+    The dict is empty outside a trial.
+    """
+    if _received_parameters is not None:
+        return dict(_received_parameters)
     path = os.environ.get("WANDB_SWEEP_PARAM_PATH")
     if not path:
         return {}
@@ -79,8 +83,8 @@ def _run_agent(function: Callable[[], Any], count: int | None, sweep_id: str | N
     if sweep_id is not None and sweep_id != sweep.get("id"):
         sweep = {"id": sweep_id}
     if not sweep.get("id"):
-        raise ConfigError("there is no sweep here: pass sweep_id=, or call sweep_agent in a tracking_sweep function")
-    with session_kept():
+        raise ConfigError("sweep_agent has no sweep: pass sweep_id=..., or call it in a tracking_sweep function")
+    with restored_session():
         log_in(None, may_prompt(get_distributed_info(), flyte_context.current_context()))
         import wandb
 
@@ -94,70 +98,70 @@ def _lead(ranks: _Ranks, objective: Callable[[], Any], count: int | None, sweep_
 
     def trial() -> None:
         _use_cuda_device(device)
-        variables = {name: os.environ[name] for name in _TRIAL if name in os.environ}
-        ranks.tell((variables, get_sweep_parameters()))
+        variables = {name: os.environ[name] for name in _TRIAL_VARIABLES if name in os.environ}
+        ranks.send((variables, get_sweep_parameters()))
         try:
             objective()
         except BaseException as error:
-            ranks.outcomes(error)
+            ranks.gather_errors(error)
             raise
-        failures = [f"rank {rank}: {failure}" for rank, failure in enumerate(ranks.outcomes(None)) if failure]
+        failures = [f"rank {rank}: {failure}" for rank, failure in enumerate(ranks.gather_errors(None)) if failure]
         if failures:
             _fail_run()
-            raise RuntimeError("the objective has failed on " + "; ".join(failures))
+            raise RuntimeError("the objective failed on " + "; ".join(failures))
 
     try:
         _run_agent(trial, count, sweep_id)
     finally:
-        ranks.tell(None)
+        ranks.send(None)
 
 
 def _follow(ranks: _Ranks, objective: Callable[[], Any]) -> None:
     while True:
-        told = ranks.told()
-        if told is None:
+        trial = ranks.receive()
+        if trial is None:
             return
         error = None
         try:
-            with _following(*told), detached():
+            with _trial_of_rank_0(*trial), detached():
                 objective()
         except (Exception, SystemExit) as raised:
             if isinstance(raised, SystemExit) and exit_code_of(raised) == TERMINATED:
                 raise
             error = raised
-            logger.error("the objective has failed in trial %s", told[0]["WANDB_RUN_ID"], exc_info=True)
-        ranks.outcomes(error)
+            logger.error("the objective failed in trial %s", trial[0]["WANDB_RUN_ID"], exc_info=True)
+        ranks.gather_errors(error)
 
 
 @contextmanager
-def _following(variables: Mapping[str, str], parameters: dict[str, Any]) -> Iterator[None]:
-    """Have the trial's parameters and variables here."""
-    global _followed
+def _trial_of_rank_0(variables: Mapping[str, str], parameters: dict[str, Any]) -> Iterator[None]:
+    """Set the trial's parameters and variables on this rank."""
+    global _received_parameters
     before = {name: os.environ.get(name) for name in variables}
-    _followed = parameters
+    _received_parameters = parameters
     os.environ.update(variables)
     try:
         yield
     finally:
-        _followed = None
+        _received_parameters = None
         propagation.set_variables(before)
 
 
 def _fail_run() -> None:
-    """End the trial's run as failed, where the objective has ended it already as rank 0 has."""
+    """Finish the trial's run as failed. The objective may have finished it with rank 0's status."""
     import wandb
 
     run = wandb.run
     if run is not None and run.id == os.environ["WANDB_RUN_ID"] and not run._is_finished:
-        return  # the agent ends it
+        return  # the agent finishes it
     wandb.init(resume="allow", reinit="create_new").finish(exit_code=1)
 
 
 class _Ranks:
-    """The other ranks, by a process group of its own: the objective's collectives are not mixed with these.
+    """The other ranks, in a separate process group, so that its collectives do not mix with the objective's.
 
     Raises:
-        ConfigError: There is no process group to make it from.
+        ConfigError: torch's default process group is not initialised.
     """
 
     def __init__(self) -> None:
@@ -169,29 +173,29 @@ class _Ranks:
         from datetime import timedelta
 
         self._distributed: Any = distributed
-        # Of gloo also beside NCCL: no CUDA device is used from the agent's thread. A sweep may have no trial for hours.
+        # gloo even beside NCCL: the agent's thread must not use a CUDA device. A sweep may have no trial for hours.
         self._group = distributed.new_group(backend="gloo", timeout=timedelta(days=7))
-        self.leads = distributed.get_rank() == 0
+        self.is_leader = distributed.get_rank() == 0
 
-    def tell(self, message: Any) -> None:
-        """Have the other ranks return `message` from `told`."""
+    def send(self, message: Any) -> None:
+        """Send `message` to the other ranks, which get it from `receive`."""
         self._distributed.broadcast_object_list([message], src=0, group=self._group)
 
-    def told(self) -> Any:
-        """What rank 0 tells."""
+    def receive(self) -> Any:
+        """Return the next message of rank 0."""
         messages = [None]
         self._distributed.broadcast_object_list(messages, src=0, group=self._group)
         return messages[0]
 
-    def outcomes(self, error: BaseException | None) -> list[str | None]:
-        """How the trial has ended on each rank: None where nothing was raised. Returns when it has ended on all."""
-        outcomes: list[str | None] = [None] * self._distributed.get_world_size()
-        own = None if error is None else f"{type(error).__name__}: {error}"
-        self._distributed.all_gather_object(outcomes, own, group=self._group)
-        return outcomes
+    def gather_errors(self, error: BaseException | None) -> list[str | None]:
+        """Return the trial's error on each rank, or None for success, when the trial has ended on all ranks."""
+        errors: list[str | None] = [None] * self._distributed.get_world_size()
+        error_text = None if error is None else f"{type(error).__name__}: {error}"
+        self._distributed.all_gather_object(errors, error_text, group=self._group)
+        return errors
 
     def close(self) -> None:
-        """Give the group back."""
+        """Destroy the group."""
         if self._distributed.is_initialized():
             self._distributed.destroy_process_group(self._group)
 
@@ -202,6 +206,6 @@ def _cuda_device() -> int | None:
 
 
 def _use_cuda_device(device: int | None) -> None:
-    """Each thread has a current device of its own, at first the first one."""
+    """Set this thread's CUDA device: a new thread starts with device 0."""
     if device is not None:
         sys.modules["torch"].cuda.set_device(device)

@@ -1,4 +1,4 @@
-"""`tracking_sweep`: makes a sweep, W&B's search over parameters, where a function is called."""
+"""`tracking_sweep`, which creates a W&B sweep (a search over parameters) when a function is called."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from flyteplugins_tracking.trackers.registry import check_config, find_tracker
 F = TypeVar("F", bound=Callable[..., Any])
 
 METHODS = ("bayes", "custom", "grid", "random")
-_PLACE = ("project", "entity", "host")
-# https://docs.wandb.ai/models/sweeps/sweep-config-keys, and what the client itself looks at.
+_LOCATION = ("project", "entity", "host")
+# https://docs.wandb.ai/models/sweeps/sweep-config-keys, and the keys that the client itself reads.
 _KEYS = frozenset(
     {
         "command",
@@ -47,13 +47,13 @@ _KEYS = frozenset(
         "scheduler",
     }
 )
-_ARGUMENTS = _KEYS | {*_PLACE, "prior_runs"}
-# What `compat.wandb` propagates with them.
+_ARGUMENTS = _KEYS | {*_LOCATION, "prior_runs"}
+# `compat.wandb` propagates `download_logs` too.
 _PROPAGATED = _ARGUMENTS | {"download_logs"}
 _TEXTS = ("entity", "name", "description", "program", "job", "image_uri")
 _MAPPINGS = ("metric", "parameters", "early_terminate", "controller", "scheduler")
-# What `wandb.sweep` and `wandb.agent` leave set for what comes after them, and the settings that are read from it.
-_LEFT = {"WANDB_PROJECT": "project", "WANDB_ENTITY": "entity", "WANDB_BASE_URL": "base_url", "WANDB_DIR": None}
+# The variables that `wandb.sweep` and `wandb.agent` leave changed, and the settings that W&B reads from them.
+_CHANGED = {"WANDB_PROJECT": "project", "WANDB_ENTITY": "entity", "WANDB_BASE_URL": "base_url", "WANDB_DIR": None}
 
 
 def tracking_sweep_config(
@@ -65,26 +65,26 @@ def tracking_sweep_config(
     entity: str | None = None,
     prior_runs: Iterable[str] | None = None,
     name: str | None = None,
-    **more: Any,
+    **options: Any,
 ) -> PropagatedConfig:
-    """The configuration of the sweeps of what is called, where the decorator `tracking_sweep` says nothing.
+    """Propagate the configuration of sweeps. The arguments of the decorator `tracking_sweep` take precedence.
 
-    A context manager and a mapping, as `tracking_config` is, with the one key `FLYTE_TRACKING_SWEEP`.
+    Like `tracking_config` it returns a context manager and mapping, with the one key `FLYTE_TRACKING_SWEEP`.
 
     Args:
         method: How the parameters of a trial are chosen: "grid", "random", "bayes", or "custom" for a local controller.
-        metric: What is optimised, as `{"name": "loss", "goal": "minimize"}`.
-        parameters: By its name, how each parameter is searched: `{"lr": {"min": 1e-5, "max": 1e-2}}`.
+        metric: The metric to optimise, as `{"name": "loss", "goal": "minimize"}`.
+        parameters: The search range of each parameter: `{"lr": {"min": 1e-5, "max": 1e-2}}`.
         project: The project of the sweep and of its runs.
-        entity: The team or user that it belongs to.
-        prior_runs: The ids of runs that count as trials of it.
-        name: The sweep's name; None for `{run_name}-{action_name}` in a task of Flyte.
-        **more: The other keys of W&B's sweep configuration, such as `early_terminate` and `run_cap`.
+        entity: The team or user that owns the sweep.
+        prior_runs: The ids of runs that count as trials of the sweep.
+        name: The sweep's name; None for `{run_name}-{action_name}` in a Flyte task.
+        **options: The other keys of W&B's sweep configuration, such as `early_terminate` and `run_cap`.
 
     Raises:
-        ConfigError: An argument that cannot work, or that JSON cannot hold.
+        ConfigError: An argument is invalid, or JSON cannot hold it.
     """
-    named = {
+    arguments = {
         "method": method,
         "metric": metric,
         "parameters": parameters,
@@ -93,7 +93,7 @@ def tracking_sweep_config(
         "prior_runs": prior_runs,
         "name": name,
     }
-    value = _checked("tracking_sweep_config", {**named, **more})
+    value = _checked("tracking_sweep_config", {**arguments, **options})
     return PropagatedConfig(propagation.SWEEP, value, "tracking_sweep_config")
 
 
@@ -112,47 +112,48 @@ def tracking_sweep(
 
 
 def tracking_sweep(function: Any = None, /, **options: Any) -> Any:
-    """Make a W&B sweep when a function is called, and have it found in the function and by the tasks that it calls.
+    """Create a W&B sweep when a function is called, for the function and the tasks that it calls.
 
-    Works where `tracking_init` does, above or below it. In the function `get_sweep_id()` is the sweep's id, and
-    `sweep_agent(objective)` or W&B's own `wandb.agent` runs its trials. Where the caller carries a sweep, the function
-    has that one. In a distributed job rank 0 alone makes and has it. The service is needed, and a key for it that each
-    trial finds anew: in WANDB_API_KEY or by `wandb login`.
+    It works on the same functions and tasks as `tracking_init`, above or below it. In the function `get_sweep_id()`
+    returns the sweep's id, and `sweep_agent(objective)` or W&B's own `wandb.agent` runs its trials. If the caller
+    already has a sweep, the function uses that one. In a distributed job only rank 0 creates and has it. The service
+    must be available, with an API key that each trial can read: in WANDB_API_KEY or from `wandb login`.
 
     Args:
-        function: The function or task, where the decorator is used without arguments.
+        function: The function or task, if the decorator is used without arguments.
         project: The project of the sweep and of its runs.
-        entity: The team or user that it belongs to.
+        entity: The team or user that owns the sweep.
         host: The address of a server.
-        **options: The other arguments of `tracking_sweep_config`. These go before what that says, and it before the
-            project, entity and host of `tracking_config`.
+        **options: The other arguments of `tracking_sweep_config`. The decorator's arguments take precedence over that
+            configuration, which takes precedence over the project, entity and host of `tracking_config`.
 
     Raises:
-        ConfigError: At decoration: an argument that cannot work, or something that cannot be decorated. At the call:
-            the sweep has no method or no parameters.
-        TrackerUnavailableError: At the call: the service, or a key for it, is not there.
+        ConfigError: At decoration: an argument is invalid, or the object cannot be decorated. At the call: the sweep
+            has no method or no parameters.
+        TrackerUnavailableError: At the call: the service cannot be reached, or has no valid API key.
         TrackerNotInstalledError: At the call: wandb is missing.
     """
-    given = _checked("tracking_sweep", options)
-    link = SweepLink(_place(given))
+    arguments = _checked("tracking_sweep", options)
+    link = SweepLink(_location(arguments))
 
     def links(workers: NodeRequest | None, task: Any) -> tuple[SweepLink]:  # noqa: ARG001
         return (link,)
 
     def decorate(target: Any) -> Any:
-        wrap = functools.partial(_wrap, given)
+        wrap = functools.partial(_wrap, arguments)
         return flyte_context.adapt(target, wrap, flyte_context.Decorator("tracking_sweep", links, lambda _: {}))
 
     return decorate if function is None else decorate(function)
 
 
 def get_sweep_id() -> str | None:
-    """The id of the sweep of the `tracking_sweep` that is running, also in threads and in the tasks that it calls.
+    """Return the id of the current sweep, or None.
 
-    In a trial of another agent's, it is that one's. None without either.
+    It is the sweep of the `tracking_sweep` function that is running, also in threads and in the tasks that it calls;
+    otherwise the sweep of the W&B agent that runs this trial.
 
     Raises:
-        ConfigError: What is propagated is malformed.
+        ConfigError: The propagated sweep is malformed.
     """
     return flyte_context.propagated(propagation.SWEEP_ID).get("id") or os.environ.get("WANDB_SWEEP_ID")
 
@@ -162,12 +163,12 @@ class SweepLink:
     """A link of a Flyte 2 task to its sweep's page: a `flyte.Link`.
 
     Attributes:
-        place: The project, entity and host that the decorator was given; and an id, of a sweep that is there already.
-        name: What the console shows.
+        location: The decorator's project, entity and host, and the id of an existing sweep.
+        name: The link's name in the console.
         icon_uri: The address of an icon.
     """
 
-    place: Mapping[str, str]
+    location: Mapping[str, str]
     name: str = "Weights & Biases sweep"
     icon_uri: str = ""
 
@@ -182,49 +183,53 @@ class SweepLink:
         pod_name: str,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> str:
-        """The page's address; before the sweep is made, that of the project's sweeps. Nothing is raised."""
-        carried = context or {}
+        """Return the address of the sweep's page, or of the project's sweeps before the sweep is created.
+
+        Nothing is raised.
+        """
+        custom_context = context or {}
         try:
             keys = (propagation.CONFIG, propagation.SWEEP)
-            layers = [_place(propagation.parse(carried.get(key), key)) for key in keys]
-            sweep = propagation.parse(carried.get(propagation.SWEEP_ID), propagation.SWEEP_ID)
+            layers = [_location(propagation.parse(custom_context.get(key), key)) for key in keys]
+            sweep = propagation.parse(custom_context.get(propagation.SWEEP_ID), propagation.SWEEP_ID)
             config = TrackingConfig.from_arguments(
-                merged(*layers, _place(self.place), _place({} if "id" in self.place else sweep))
+                merged(*layers, _location(self.location), _location({} if "id" in self.location else sweep))
             )
-        except ConfigError:  # which the task itself will say
-            config, sweep = TrackingConfig.from_arguments(_place(self.place)), {}
+        except ConfigError:  # the task itself will raise it
+            config, sweep = TrackingConfig.from_arguments(_location(self.location)), {}
         address = find_tracker("wandb").page(config, None) or ""
         if not config.project or not config.options.get("entity"):
             return address
-        return "/".join([address, "sweeps", *filter(None, [self.place.get("id") or sweep.get("id")])])
+        return "/".join([address, "sweeps", *filter(None, [self.location.get("id") or sweep.get("id")])])
 
 
 def _checked(owner: str, options: Mapping[str, Any], allowed: Collection[str] = _ARGUMENTS) -> dict[str, Any]:
-    """The `options` that are given, as plain values.
+    """Return the `options` that are not None, as plain values.
 
     Raises:
-        ConfigError: One of them cannot work.
+        ConfigError: One of them is invalid.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    check_arguments(owner, given, allowed)
-    check_config(TrackingConfig.from_arguments(_place(given)))
+    arguments = {name: value for name, value in options.items() if value is not None}
+    check_arguments(owner, arguments, allowed)
+    check_config(TrackingConfig.from_arguments(_location(arguments)))
     for name in _TEXTS:
-        check_text(name, given.get(name))
+        check_text(name, arguments.get(name))
     for name in _MAPPINGS:
-        if not isinstance(given.get(name, {}), Mapping):
-            raise ConfigError(f"{name}= takes a mapping, not {type(given[name]).__name__}{_EXAMPLES.get(name, '')}")
-    if "method" in given:
-        check_choice("method", given["method"], METHODS)
-    if "prior_runs" in given:
-        given["prior_runs"] = check_texts("prior_runs", given["prior_runs"])
-    _check_metric(given.get("metric", {}))
-    _check_parameters(given.get("parameters", {}))
-    return plain_config(given, owner)
+        value = arguments.get(name, {})
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} must be a mapping{_EXAMPLES.get(name, '')}, got {type(value).__name__}")
+    if "method" in arguments:
+        check_choice("method", arguments["method"], METHODS)
+    if "prior_runs" in arguments:
+        arguments["prior_runs"] = check_texts("prior_runs", arguments["prior_runs"])
+    _check_metric(arguments.get("metric", {}))
+    _check_parameters(arguments.get("parameters", {}))
+    return plain_config(arguments, owner)
 
 
 _EXAMPLES = {
-    "metric": ", as in metric={'name': 'loss', 'goal': 'minimize'}",
-    "parameters": ", as in parameters={'lr': {'values': [0.1, 0.01]}}",
+    "metric": " such as {'name': 'loss', 'goal': 'minimize'}",
+    "parameters": " such as {'lr': {'values': [0.1, 0.01]}}",
 }
 
 
@@ -232,107 +237,108 @@ def _check_metric(metric: Mapping[str, Any]) -> None:
     if "goal" in metric:
         check_choice("the goal of metric", metric["goal"], ("maximize", "minimize"))
     if metric and "name" not in metric:
-        raise ConfigError(f"metric= names no metric{_EXAMPLES['metric']}")
+        raise ConfigError(f"metric must be a mapping with a name{_EXAMPLES['metric']}, got {metric!r}")
 
 
 def _check_parameters(parameters: Mapping[str, Any]) -> None:
-    for name, searched in parameters.items():
-        if not isinstance(searched, Mapping):
-            hint = "'values': [...]" if isinstance(searched, (list, tuple)) else f"'value': {searched!r}"
-            raise ConfigError(f"the parameter {name!r} is no mapping: write {{{hint}}}")
+    for name, specification in parameters.items():
+        if not isinstance(specification, Mapping):
+            is_list = isinstance(specification, (list, tuple))
+            hint = "'values': [...]" if is_list else f"'value': {specification!r}"
+            raise ConfigError(f"the parameter {name!r} must be a mapping, got {specification!r}: write {{{hint}}}")
 
 
-def _place(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: options[name] for name in _PLACE if options.get(name) is not None}
+def _location(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name in _LOCATION if options.get(name) is not None}
 
 
-def _wrap(given: Mapping[str, Any], function: Callable[..., Any], _: Task | None) -> Callable[..., Any]:
-    """A real function, as `tracking_init` makes it."""
+def _wrap(arguments: Mapping[str, Any], function: Callable[..., Any], _: Task | None) -> Callable[..., Any]:
+    """Return a real function, as `tracking_init` does."""
     if flyte_context.is_async(function):
 
         @functools.wraps(function)
         async def swept_async(*args: Any, **kwargs: Any) -> Any:
-            with _sweep_of(given):
+            with _sweep_scope(arguments):
                 return await function(*args, **kwargs)
 
         return swept_async
 
     @functools.wraps(function)
     def swept(*args: Any, **kwargs: Any) -> Any:
-        with _sweep_of(given):
+        with _sweep_scope(arguments):
             return function(*args, **kwargs)
 
     return swept
 
 
 @contextmanager
-def _sweep_of(given: Mapping[str, Any]) -> Iterator[None]:
-    """Have the sweep of one call found in its block: the one that is carried, or a new one."""
-    with session_kept():
-        sweep = flyte_context.propagated(propagation.SWEEP_ID) or _made(given)
+def _sweep_scope(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Propagate the sweep of one call: the caller's sweep, or a new one."""
+    with restored_session():
+        sweep = flyte_context.propagated(propagation.SWEEP_ID) or _new_sweep(arguments)
         if not sweep:
             yield
             return
-        # For `wandb.agent(get_sweep_id(), ...)`, before and in whose trials the settings are read anew.
-        _set_place({name: sweep[name] for name in ("project", "entity") if sweep.get(name)})
+        # For `wandb.agent(get_sweep_id(), ...)`, which reads the settings again before and in each trial.
+        _set_location({name: sweep[name] for name in ("project", "entity") if sweep.get(name)})
         with flyte2.propagate({propagation.SWEEP_ID: propagation.write(sweep, "the sweep")}):
             yield
 
 
-def _set_place(place: Mapping[str, str]) -> None:
-    os.environ.update({f"WANDB_{name.upper()}": value for name, value in place.items()})
+def _set_location(location: Mapping[str, str]) -> None:
+    os.environ.update({f"WANDB_{name.upper()}": value for name, value in location.items()})
     if "wandb" in sys.modules:
         from wandb.sdk import wandb_setup
 
-        for name, value in place.items():
+        for name, value in location.items():
             setattr(wandb_setup.singleton().settings, name, value)
 
 
-def _made(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A new sweep's id, project and entity; empty on ranks that make none."""
+def _new_sweep(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Create a sweep and return its id, project and entity; empty on ranks other than 0."""
     context, info = flyte_context.current_context(), get_distributed_info()
-    wanted = _wanted(given, context.propagated)
+    configuration = _configuration(arguments, context.propagated)
     if info is not None and info.rank != 0:
         return {}
     if context.base_id is not None:
-        wanted.setdefault("name", context.base_id)
-    host = wanted.get("host")
+        configuration.setdefault("name", context.base_id)
+    host = configuration.get("host")
     log_in(None if host is None or os.environ.get("WANDB_BASE_URL") else host, may_prompt(info, context))
     timeout_s = TrackingConfig.from_arguments({}).with_defaults(context.propagated).init_timeout_s
-    return _make_with_timeout(functools.partial(_make, wanted), timeout_s)
+    return _create_with_timeout(functools.partial(_create, configuration), timeout_s)
 
 
-def _wanted(given: Mapping[str, Any], tracking: Mapping[str, Any]) -> dict[str, Any]:
+def _configuration(arguments: Mapping[str, Any], tracking_arguments: Mapping[str, Any]) -> dict[str, Any]:
     propagated = _checked("tracking_sweep_config", flyte_context.propagated(propagation.SWEEP), _PROPAGATED)
-    wanted = merged(_place(tracking), propagated, given)
-    missing = [f"{name}=" for name in ("method", "parameters") if not wanted.get(name)]
+    configuration = merged(_location(tracking_arguments), propagated, arguments)
+    missing = [f"{name}=" for name in ("method", "parameters") if not configuration.get(name)]
     if missing:
         raise ConfigError(
             f"the sweep has no {' and no '.join(missing)}: pass them to tracking_sweep, or call this in "
             "`with tracking_sweep_config(method=..., parameters=...):`"
         )
-    return wanted
+    return configuration
 
 
-def _make(wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _create(configuration: Mapping[str, Any]) -> dict[str, Any]:
     import wandb
 
     from flyteplugins_tracking.trackers.wandb.vendor import without_error_reports
 
-    configuration = {name: value for name, value in wanted.items() if name in _KEYS}
-    place = {name: wanted.get(name) for name in ("project", "entity")}
+    sweep_config = {name: value for name, value in configuration.items() if name in _KEYS}
+    location = {name: configuration.get(name) for name in ("project", "entity")}
     with without_error_reports():
-        sweep_id = wandb.sweep(configuration, **place, prior_runs=wanted.get("prior_runs"))
-    # Where the server has put it, `wandb.sweep` leaves in the variables.
-    found = {name: os.environ.get(f"WANDB_{name.upper()}") or place[name] for name in place}
-    return {"id": sweep_id, **{name: value for name, value in found.items() if value}}
+        sweep_id = wandb.sweep(sweep_config, **location, prior_runs=configuration.get("prior_runs"))
+    # `wandb.sweep` sets the variables to the project and entity that the server chose.
+    actual_location = {name: os.environ.get(f"WANDB_{name.upper()}") or location[name] for name in location}
+    return {"id": sweep_id, **{name: value for name, value in actual_location.items() if value}}
 
 
 def log_in(host: str | None, may_ask: bool) -> None:
-    """Make sure that W&B finds a key rather than prompt on a rank; the session's server is `host` from here on.
+    """Make sure that W&B has an API key, so that it does not prompt on a rank, and set the session's server to `host`.
 
     Raises:
-        TrackerUnavailableError: There is no key.
+        TrackerUnavailableError: There is no API key.
         TrackerNotInstalledError: wandb is missing.
     """
     from flyteplugins_tracking.trackers.wandb.options import api_of
@@ -345,7 +351,7 @@ def log_in(host: str | None, may_ask: bool) -> None:
     drop_unusable_service()
     settings = wandb_setup.singleton().settings
     with _lock:
-        _kept[1].update({**_settings(), **_kept[1]})
+        _saved[1].update({**_settings(), **_saved[1]})
     server = None if host is None else api_of(host)
     if server is not None:
         settings.base_url = os.environ["WANDB_BASE_URL"] = server
@@ -353,7 +359,7 @@ def log_in(host: str | None, may_ask: bool) -> None:
         if has_credentials(settings.base_url):
             return
     except Exception as error:  # its text may hold the key
-        raise TrackerUnavailableError(f"W&B does not take the API key: {type(error).__name__}") from None
+        raise TrackerUnavailableError(f"W&B does not accept the API key: {type(error).__name__}") from None
     if not may_ask:
         raise TrackerUnavailableError(
             "W&B: there is no API key for this process, and a sweep needs one. Run `wandb login`, or set WANDB_API_KEY"
@@ -361,14 +367,14 @@ def log_in(host: str | None, may_ask: bool) -> None:
     wandb.login()
 
 
-def _make_with_timeout(make: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, Any]:
-    """W&B's client itself asks a mute server for minutes."""
+def _create_with_timeout(create: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, Any]:
+    """Call `create` with a timeout: W&B's client itself retries for minutes if a server does not answer."""
     results: list[dict[str, Any]] = []
     errors: list[Exception] = []
 
     def run() -> None:
         try:
-            results.append(make())
+            results.append(create())
         except Exception as error:
             errors.append(error)
 
@@ -377,32 +383,32 @@ def _make_with_timeout(make: Callable[[], dict[str, Any]], timeout_s: float) -> 
         return results[0]
     cause = (str(errors[0]).strip().splitlines() or [repr(errors[0])])[0] if errors else f"no answer in {timeout_s:g} s"
     raise TrackerUnavailableError(
-        f"W&B has made no sweep: {cause.rstrip('.')}. Check the sweep's configuration, WANDB_BASE_URL, the API key and "
-        "the network."
+        f"W&B did not create the sweep: {cause.rstrip('.')}. Check the sweep's configuration, WANDB_BASE_URL, the API "
+        "key and the network."
     ) from (errors[0] if errors else None)
 
 
-# What the variables and settings were before the first of the blocks that are open, of all threads.
-_kept: tuple[dict[str, str | None], dict[str, Any]] = ({}, {})
-_keepers = 0
+# The number of blocks that are open in any thread; the variables and settings before the first of them.
+_open_blocks = 0
+_saved: tuple[dict[str, str | None], dict[str, Any]] = ({}, {})
 _lock = threading.Lock()
 
 
 @contextmanager
-def session_kept() -> Iterator[None]:
-    """Undo what W&B's sweeps leave set in this process, when the last block of several at once ends."""
-    global _kept, _keepers
+def restored_session() -> Iterator[None]:
+    """Restore the variables and settings that W&B's sweeps change, when the last open block ends."""
+    global _saved, _open_blocks
     with _lock:
-        if not _keepers:
-            _kept = ({name: os.environ.get(name) for name in _LEFT}, _settings())
-        _keepers += 1
+        if not _open_blocks:
+            _saved = ({name: os.environ.get(name) for name in _CHANGED}, _settings())
+        _open_blocks += 1
     try:
         yield
     finally:
         with _lock:
-            _keepers -= 1
-            if not _keepers:
-                _restore(*_kept)
+            _open_blocks -= 1
+            if not _open_blocks:
+                _restore(*_saved)
 
 
 def _restore(variables: Mapping[str, str | None], settings: Mapping[str, Any]) -> None:
@@ -410,16 +416,16 @@ def _restore(variables: Mapping[str, str | None], settings: Mapping[str, Any]) -
     if "wandb" in sys.modules:
         from wandb.sdk import wandb_setup
 
-        loaded_here = {name: os.environ.get(f"WANDB_{name.upper()}") for name in ("project", "entity")}
-        for name, value in (settings or loaded_here).items():
+        from_variables = {name: os.environ.get(f"WANDB_{name.upper()}") for name in ("project", "entity")}
+        for name, value in (settings or from_variables).items():
             setattr(wandb_setup.singleton().settings, name, value)
 
 
 def _settings() -> dict[str, Any]:
-    """Those of the session that a sweep changes; none where wandb is still to be loaded by this process."""
+    """Return the session's settings that a sweep changes; empty if wandb is not loaded in this process."""
     if "wandb" not in sys.modules:
         return {}
     from wandb.sdk import wandb_setup
 
     settings = wandb_setup.singleton().settings
-    return {name: getattr(settings, name) for name in _LEFT.values() if name is not None}
+    return {name: getattr(settings, name) for name in _CHANGED.values() if name is not None}

@@ -1,1 +1,1 @@
-"""The public names of other plugins, on top of this library's own: one module for each tracker."""
+"""The public names of other plugins, implemented with this library: one module for each tracker."""

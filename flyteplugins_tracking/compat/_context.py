@@ -1,4 +1,4 @@
-"""What a task is told about its runs and its sweep, in the shape that the other plugins give it."""
+"""The contexts of a task's run and sweep, with the attributes that they have in the other plugins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flyteplugins_tracking._runs.calls import get_run
 
 @dataclass(frozen=True)
 class WandbContext:
-    """What `wandb_config` says to the task that runs here. `kwargs` are the arguments that have no attribute."""
+    """The propagated arguments of `wandb_config`. `kwargs` holds the arguments that have no attribute."""
 
     project: str | None = None
     entity: str | None = None
@@ -34,7 +34,7 @@ class WandbContext:
 
 @dataclass(frozen=True)
 class WandbSweepContext:
-    """What `wandb_sweep_config` says to the task that runs here. `kwargs` are the keys that have no attribute."""
+    """The propagated arguments of `wandb_sweep_config`. `kwargs` holds the keys that have no attribute."""
 
     name: str | None = None
     method: str | None = None
@@ -47,28 +47,28 @@ class WandbSweepContext:
     kwargs: dict[str, Any] | None = None
 
     def to_sweep_config(self) -> dict[str, Any]:
-        """What `wandb.sweep` takes as the sweep's configuration."""
+        """Return the sweep configuration for `wandb.sweep`."""
         values = asdict(self)
-        more = values.pop("kwargs") or {}
+        other_keys = values.pop("kwargs") or {}
         for name in ("project", "entity", "prior_runs", "download_logs"):
             del values[name]
-        return {name: value for name, value in {**values, **more}.items() if value is not None}
+        return {name: value for name, value in {**values, **other_keys}.items() if value is not None}
 
 
 def get_wandb_context() -> WandbContext | None:
-    """What is propagated to this task, function or process by `wandb_config`; None for nothing."""
+    """Return what `wandb_config` propagates to this task, function or process; None if it propagates nothing."""
     arguments = _arguments(propagation.CONFIG, WandbContext)
     return WandbContext(**arguments) if arguments else None
 
 
 def get_wandb_sweep_context() -> WandbSweepContext | None:
-    """What is propagated to this task, function or process by `wandb_sweep_config`; None for nothing."""
+    """Return what `wandb_sweep_config` propagates to this task, function or process; None if it propagates nothing."""
     arguments = _arguments(propagation.SWEEP, WandbSweepContext)
     return WandbSweepContext(**arguments) if arguments else None
 
 
 def get_wandb_run() -> Any:
-    """The W&B run of the decorated function that runs here, or one that was opened without it; None for none."""
+    """Return the W&B run of the decorated function, or one opened without the decorator; None without a run."""
     run = get_run("wandb")
     if run is None and "wandb" in sys.modules:
         run = sys.modules["wandb"].run
@@ -78,9 +78,9 @@ def get_wandb_run() -> Any:
 
 
 def _arguments(key: str, kind: type) -> dict[str, Any]:
-    """What is propagated under `key`, as the arguments of `kind`; empty for nothing."""
-    given = flyte_context.propagated(key)
+    """Return what is propagated under `key`, as the arguments of `kind`; empty if nothing is."""
+    propagated = flyte_context.propagated(key)
     names = set(kind.__dataclass_fields__) - {"kwargs"}  # type: ignore[attr-defined]
-    more = {name: value for name, value in given.items() if name not in names}
-    known = {name: value for name, value in given.items() if name in names}
-    return {**known, "kwargs": more or None} if given else {}
+    others = {name: value for name, value in propagated.items() if name not in names}
+    known = {name: value for name, value in propagated.items() if name in names}
+    return {**known, "kwargs": others or None} if propagated else {}

@@ -1,4 +1,4 @@
-"""What W&B keeps of a run or a sweep, as local files and as Flyte's own directories."""
+"""Downloads of a run or a sweep from W&B, as local files and as Flyte directories."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _APP = "https://wandb.ai"
 
 @dataclass(frozen=True)
 class _Address:
-    """Where W&B has a run or a sweep; what is None is W&B's own default."""
+    """The address of a run or a sweep. None stands for W&B's default."""
 
     id: str
     project: str | None = None
@@ -47,19 +47,18 @@ class _Address:
 def download_wandb_run_dir(run_id: str | None = None, path: str | None = None, include_history: bool = True) -> str:
     """Download a run's files, its summary and its rows.
 
-    What a run has logged just now may not be there yet: for the files of the run that is open see
-    `get_wandb_run_dir`.
+    The last rows of a run that is still open may be missing. `get_wandb_run_dir` has the local files of an open run.
 
     Args:
-        run_id: The run; None for the one that is open here, or in the task that has called this one.
+        run_id: The run; None for the run that is open here or in the calling task.
         path: The directory to download to; None for `wandb_runs/{run_id}` in the system's temporary directory.
         include_history: Whether all rows are written to `metrics_history.json`.
 
     Returns:
-        The directory: with the files that W&B has of the run, and `summary.json`.
+        The directory, with the run's files and `summary.json`.
 
     Raises:
-        RuntimeError: There is no run, or W&B does not give it. W&B's own error is the cause.
+        RuntimeError: There is no run, or W&B does not return it. W&B's own error is the cause.
     """
     run = _run_address(run_id)
     path = path or os.path.join(_default_base(), run.id)
@@ -72,49 +71,49 @@ def download_wandb_sweep_dirs(
     """Download all runs of a sweep, each to a directory of its id.
 
     Args:
-        sweep_id: The sweep; None for that of the `wandb_sweep` task that runs here, or has called this one.
-        base_path: Where the directories are put; None for `wandb_runs` in the system's temporary directory.
-        include_history: See `download_wandb_run_dir`.
+        sweep_id: The sweep; None for that of the `wandb_sweep` task that runs here or calls this task.
+        base_path: The parent of the directories; None for `wandb_runs` in the system's temporary directory.
+        include_history: As for `download_wandb_run_dir`.
 
     Returns:
         The directories. Runs that cannot be downloaded are left out, with a warning.
 
     Raises:
-        RuntimeError: There is no sweep, W&B does not give it, or none of its runs. W&B's own error is the cause.
+        RuntimeError: There is no sweep, or W&B does not return it or any of its runs. W&B's own error is the cause.
     """
     sweep = _sweep_address(sweep_id)
     api = _open_api(sweep, "sweep")
-    with _explained(f"W&B does not give the sweep {sweep.path!r}"):
+    with _runtime_error(f"W&B did not return the sweep {sweep.path!r}"):
         run_ids = [run.id for run in api.sweep(sweep.path).runs]
-    done, failures = [], {}
+    directories, failures = [], {}
     for run_id in run_ids:
         run = _Address(run_id, sweep.project, sweep.entity)
         try:
-            done.append(_download(api, run, os.path.join(base_path or _default_base(), run_id), include_history))
+            directories.append(_download(api, run, os.path.join(base_path or _default_base(), run_id), include_history))
         except RuntimeError as error:
             failures[run_id] = error
     if failures:
         summary = f"{len(failures)} of the {len(run_ids)} runs of sweep {sweep.id!r} could not be downloaded: " + (
             "; ".join(str(error) for error in failures.values())
         )
-        if not done:
+        if not directories:
             raise RuntimeError(summary) from next(iter(failures.values()))
         logger.warning("%s", summary)
-    return done
+    return directories
 
 
 Downloading = Callable[[str], Coroutine[Any, Any, "Dir"]]
 
 
 def _traced(function: Downloading) -> Downloading:
-    """`flyte.trace`, from the first call on: before it flyte may not be installed."""
+    """Apply `flyte.trace` at the call, since flyte may not be installed."""
 
     @functools.wraps(function)
     async def call(id: str) -> Dir:
         import flyte
         from flyte.io import Dir
 
-        function.__annotations__["return"] = Dir  # by which flyte stores what it returns
+        function.__annotations__["return"] = Dir  # flyte stores the result by its annotation
         result: Dir = await flyte.trace(function)(id)
         return result
 
@@ -132,13 +131,13 @@ async def download_wandb_run_logs(run_id: str) -> Dir:
         The directory that `download_wandb_run_dir` fills.
 
     Raises:
-        RuntimeError: See `download_wandb_run_dir`.
+        RuntimeError: As `download_wandb_run_dir`.
     """
     import asyncio
 
     from flyte.io import Dir
 
-    path = os.path.join(_own_directory(), run_id)
+    path = os.path.join(_new_directory(), run_id)
     return await Dir.from_local(await asyncio.to_thread(download_wandb_run_dir, run_id, path))
 
 
@@ -153,20 +152,20 @@ async def download_wandb_sweep_logs(sweep_id: str) -> Dir:
         A directory with those that `download_wandb_sweep_dirs` fills.
 
     Raises:
-        RuntimeError: See `download_wandb_sweep_dirs`.
+        RuntimeError: As `download_wandb_sweep_dirs`.
     """
     import asyncio
 
     from flyte.io import Dir
 
-    base = os.path.join(_own_directory(), sweep_id)
+    base = os.path.join(_new_directory(), sweep_id)
     os.makedirs(base)
     await asyncio.to_thread(download_wandb_sweep_dirs, sweep_id, base)
     return await Dir.from_local(base)
 
 
-def _own_directory() -> str:
-    """One that holds nothing of another download's, as the default directory may."""
+def _new_directory() -> str:
+    """Create an empty directory. The default directory may hold files of another download."""
     return tempfile.mkdtemp(prefix="wandb_runs_")
 
 
@@ -175,20 +174,17 @@ def _default_base() -> str:
 
 
 def _run_address(run_id: str | None) -> _Address:
-    """The run `run_id`: its place is that of an open run of this id, or else what is propagated."""
-    opened, of_parent = (
-        _opened(),
-        propagation.parse((flyte2.custom_context() or {}).get(propagation.RUNS), propagation.RUNS).get("wandb"),
-    )
-    for known in (opened, of_parent or {}):
-        if known.get("id") and run_id in (None, known["id"]):
-            return _Address(**merged(_propagated(), known))
+    """Return the address of `run_id`: that of an open run with this id, or else the propagated one."""
+    parent_runs = propagation.parse((flyte2.custom_context() or {}).get(propagation.RUNS), propagation.RUNS)
+    for open_run in (_open_run(), parent_runs.get("wandb") or {}):
+        if open_run.get("id") and run_id in (None, open_run["id"]):
+            return _Address(**merged(_propagated(), open_run))
     if run_id is None:
-        raise RuntimeError("no W&B run is open here: pass run_id=, or call this in a task with @wandb_init")
+        raise RuntimeError("no W&B run is open: pass run_id=..., or call this in a task with @wandb_init")
     return _Address(run_id, **_propagated())
 
 
-def _opened() -> dict[str, Any]:
+def _open_run() -> dict[str, Any]:
     run = get_wandb_run()
     if run is None:
         return {}
@@ -197,47 +193,47 @@ def _opened() -> dict[str, Any]:
 
 
 def _sweep_address(sweep_id: str | None) -> _Address:
-    opened = flyte_context.propagated(propagation.SWEEP_ID)
-    sweep = get_wandb_sweep_context()
-    place = {} if sweep is None else {"project": sweep.project, "entity": sweep.entity}
-    if opened.get("id") and sweep_id in (None, opened["id"]):
-        place = {**place, **{name: opened.get(name) for name in ("project", "entity")}}
-        sweep_id = opened["id"]
+    current_sweep = flyte_context.propagated(propagation.SWEEP_ID)
+    context = get_wandb_sweep_context()
+    location = {} if context is None else {"project": context.project, "entity": context.entity}
+    if current_sweep.get("id") and sweep_id in (None, current_sweep["id"]):
+        location = {**location, **{name: current_sweep.get(name) for name in ("project", "entity")}}
+        sweep_id = current_sweep["id"]
     if sweep_id is None:
-        raise RuntimeError("no W&B sweep is open here: pass sweep_id=, or call this in a task with @wandb_sweep")
-    return _Address(sweep_id, **merged(_propagated(), place))
+        raise RuntimeError("no W&B sweep is open: pass sweep_id=..., or call this in a task with @wandb_sweep")
+    return _Address(sweep_id, **merged(_propagated(), location))
 
 
 def _propagated() -> dict[str, str | None]:
     context = get_wandb_context()
     if context is None:
         return {}
-    # As for runs: the variable goes before host=, and W&B's own page is not its server.
-    is_own = context.host is None or context.host.rstrip("/") == _APP or os.environ.get("WANDB_BASE_URL")
-    return {"project": context.project, "entity": context.entity, "server": None if is_own else context.host}
+    # As for runs: the variable takes precedence over host=, and https://wandb.ai is a page and not a server.
+    is_default = context.host is None or context.host.rstrip("/") == _APP or os.environ.get("WANDB_BASE_URL")
+    return {"project": context.project, "entity": context.entity, "server": None if is_default else context.host}
 
 
-def _open_api(of: _Address, kind: str) -> Any:
+def _open_api(address: _Address, kind: str) -> Any:
     import wandb
 
-    with _explained(f"W&B does not give the {kind} {of.path!r}"):
-        return wandb.Api(overrides=None if of.server is None else {"base_url": of.server})
+    with _runtime_error(f"W&B did not return the {kind} {address.path!r}"):
+        return wandb.Api(overrides=None if address.server is None else {"base_url": address.server})
 
 
 def _download(api: Any, run: _Address, path: str, include_history: bool) -> str:
-    with _explained(f"the directory {path} cannot be made"):
+    with _runtime_error(f"the directory {path} could not be created"):
         os.makedirs(path, exist_ok=True)
-    with _explained(f"W&B does not give the run {run.path!r}"):
-        found = api.run(run.path)
-    with _explained(f"the files of run {run.path!r} could not be downloaded"):
-        for file in found.files():
+    with _runtime_error(f"W&B did not return the run {run.path!r}"):
+        api_run = api.run(run.path)
+    with _runtime_error(f"the files of run {run.path!r} could not be downloaded"):
+        for file in api_run.files():
             file.download(root=path, replace=True)
-    with _explained(f"the summary of run {run.path!r} could not be written"):
-        _write(path, "summary.json", found.summary_metrics)
+    with _runtime_error(f"the summary of run {run.path!r} could not be written"):
+        _write(path, "summary.json", api_run.summary_metrics)
     if include_history:
-        with _explained(f"the rows of run {run.path!r} could not be written"):
-            # Not `history`, which samples 500 of them; and what was read of it before may be old.
-            _write(path, "metrics_history.json", list(found.scan_history(use_cache=False)))
+        with _runtime_error(f"the rows of run {run.path!r} could not be written"):
+            # Not `history`, which samples 500 rows. Not the cache, which may be outdated.
+            _write(path, "metrics_history.json", list(api_run.scan_history(use_cache=False)))
     return path
 
 
@@ -247,12 +243,12 @@ def _write(path: str, name: str, value: Any) -> None:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Errors of the block as a RuntimeError that says `what` has failed."""
+def _runtime_error(failure: str) -> Iterator[None]:
+    """Raise errors of the block as a RuntimeError whose message starts with `failure`."""
     from wandb.errors import AuthenticationError
 
     try:
         yield
     except Exception as error:
         hint = "; check WANDB_API_KEY" if isinstance(error, AuthenticationError) else ""
-        raise RuntimeError(f"{what}: {error}{hint}") from error
+        raise RuntimeError(f"{failure}: {error}{hint}") from error

@@ -20,13 +20,13 @@ class Wandb:
     """A link to the run of a task, as `@wandb_init` adds it by itself.
 
     Attributes:
-        host: The address of W&B. Another than the default goes before what is propagated to the task.
+        host: The address of W&B. If it is not the default, it takes precedence over the propagated one.
         project: The run's project; None for the propagated one.
         entity: Its entity; None for the propagated one.
-        run_mode: In "auto" and "shared" the link is to the run of the task that calls this one, if it has one.
-        rank_scope: Without effect: the link is to one run.
+        run_mode: With "auto" and "shared" the link leads to the run of the calling task, if it has one.
+        rank_scope: Has no effect: the link leads to one run.
         id: The run's id; None for `{run}-{action}`.
-        name: What the console shows.
+        name: The link's name in the console.
         icon_uri: The address of an icon.
     """
 
@@ -40,10 +40,10 @@ class Wandb:
     icon_uri: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work now, and not when the task is submitted.
+        """Refuse invalid arguments now rather than when the task is submitted.
 
         Raises:
-            ConfigError: An argument that cannot work.
+            ConfigError: An argument is invalid.
         """
         self._config()
 
@@ -58,13 +58,13 @@ class Wandb:
         pod_name: str,
         **kwargs: Any,
     ) -> str:
-        """The run's page; the project's or W&B's where the run or the project is not known."""
+        """Return the run's page, or the project's or W&B's if the run or the project is not known."""
         link = TrackingLink(self.name, self._config())
         return link.get_link(run_name, project, domain, context, parent_action_name, action_name, pod_name, **kwargs)
 
     def _config(self) -> TrackingConfig:
-        given = {"run_mode": self.run_mode, "rank_scope": self.rank_scope, "id": self.id}
-        return _checked({**given, **_place(self)})
+        run_arguments = {"run_mode": self.run_mode, "rank_scope": self.rank_scope, "id": self.id}
+        return _checked({**run_arguments, **_location(self)})
 
 
 @dataclass
@@ -72,11 +72,11 @@ class WandbSweep:
     """A link to the sweep of a task.
 
     Attributes:
-        host: The address of W&B. Another than the default goes before what is propagated to the task.
+        host: The address of W&B. If it is not the default, it takes precedence over the propagated one.
         project: The sweep's project; None for the propagated one.
         entity: Its entity; None for the propagated one.
-        id: The sweep's id; None for that of the task's sweep, or of the task that calls it.
-        name: What the console shows.
+        id: The sweep's id; None for the sweep of the task or of the task that calls it.
+        name: The link's name in the console.
         icon_uri: The address of an icon.
     """
 
@@ -88,12 +88,12 @@ class WandbSweep:
     icon_uri: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work now, and not when the task is submitted.
+        """Refuse invalid arguments now rather than when the task is submitted.
 
         Raises:
-            ConfigError: An argument that cannot work.
+            ConfigError: An argument is invalid.
         """
-        _checked(_place(self))
+        _checked(_location(self))
 
     def get_link(
         self,
@@ -106,16 +106,16 @@ class WandbSweep:
         pod_name: str,
         **kwargs: Any,
     ) -> str:
-        """The sweep's page; the page of all sweeps, or W&B's, where the sweep or the project is not known."""
-        link = SweepLink({**_place(self), **({"id": self.id} if self.id else {})}, self.name)
+        """Return the sweep's page, or the page of all sweeps or W&B's if the sweep or the project is not known."""
+        link = SweepLink({**_location(self), **({"id": self.id} if self.id else {})}, self.name)
         return link.get_link(run_name, project, domain, context, parent_action_name, action_name, pod_name, **kwargs)
 
 
-def _place(link: Wandb | WandbSweep) -> dict[str, Any]:
-    """Where the link says that its run or sweep is."""
+def _location(link: Wandb | WandbSweep) -> dict[str, Any]:
+    """Return the project, entity and host that are set on the link."""
     host = None if link.host == _HOST else link.host
-    place = {"project": link.project, "entity": link.entity, "host": host}
-    return {name: value for name, value in place.items() if value is not None}
+    location = {"project": link.project, "entity": link.entity, "host": host}
+    return {name: value for name, value in location.items() if value is not None}
 
 
 def _checked(arguments: Mapping[str, Any]) -> TrackingConfig:

@@ -1,7 +1,7 @@
-"""The public names of flyteplugins-wandb and flytekitplugins-wandb, on top of this library's own.
+"""The public names of flyteplugins-wandb and flytekitplugins-wandb, implemented with this library.
 
-Who used one of them changes the import line: `from flyteplugins_tracking.compat.wandb import wandb_init`. What behaves
-differently is in docs/migration.md.
+Users of these plugins change the import line: `from flyteplugins_tracking.compat.wandb import wandb_init`. Differences
+in behaviour are in docs/migration.md.
 """
 
 from __future__ import annotations
@@ -86,18 +86,18 @@ def wandb_init(function: Any = None, /, *, secret: Any = None, api_host: str | N
     """`tracking_init`, with the arguments of both plugins' `wandb_init`.
 
     Args:
-        function: The function or task, where the decorator is used without arguments.
+        function: The function or task, if the decorator is used without arguments.
         project: The run's project; None for the propagated one.
         entity: Its entity; None for the propagated one.
         secret: A flytekit `Secret`, or a callable without arguments that returns the API key.
-        id: See `tracking_init`.
-        host: The address of W&B's pages, and of its server where `api_host` names no other.
+        id: The base of the run ids, as for `tracking_init`.
+        host: The address of W&B's pages, and of its server if there is no `api_host`.
         api_host: The address of W&B's server.
-        run_mode: See `tracking_init`; None for the propagated one, or "auto".
-        rank_scope: See `tracking_init`; None for the propagated one, or "global".
-        download_logs: See `tracking_init`; None for what is propagated, or False.
-        **kwargs: What else `tracking_init` and `wandb.init` take. `dir` may name a parameter of the function: then it
-            is that parameter's value, which is downloaded where it is a `FlyteDirectory`.
+        run_mode: As for `tracking_init`; None for the propagated one, or "auto".
+        rank_scope: As for `tracking_init`; None for the propagated one, or "global".
+        download_logs: As for `tracking_init`; None for the propagated value, or False.
+        **kwargs: The other arguments of `tracking_init` and `wandb.init`. `dir` may be the name of a parameter of the
+            function: then that parameter's value is the directory. A `FlyteDirectory` is downloaded.
 
     Raises:
         ConfigError: As `tracking_init`.
@@ -135,7 +135,7 @@ def wandb_config(
     Raises:
         ConfigError: As `tracking_config`.
     """
-    given = {
+    arguments = {
         "project": project,
         "entity": entity,
         "host": host,
@@ -150,7 +150,7 @@ def wandb_config(
         "download_logs": download_logs,
         **kwargs,
     }
-    return tracking_config(**{name: value for name, value in given.items() if value is not None})
+    return tracking_config(**{name: value for name, value in arguments.items() if value is not None})
 
 
 @overload
@@ -164,13 +164,13 @@ def wandb_sweep(
 
 
 def wandb_sweep(function: Any = None, /, *, download_logs: bool | None = None, **kwargs: Any) -> Any:
-    """`tracking_sweep`, with the argument that it does not have.
+    """`tracking_sweep` with the additional argument `download_logs`.
 
     Args:
-        function: The function or task, where the decorator is used without arguments.
-        download_logs: Whether `download_wandb_sweep_logs` is called when the task has returned; None for what
-            `wandb_sweep_config` says.
-        **kwargs: What else `tracking_sweep` takes.
+        function: The function or task, if the decorator is used without arguments.
+        download_logs: Whether to call `download_wandb_sweep_logs` after the task has returned; None for the value of
+            `wandb_sweep_config`.
+        **kwargs: The arguments of `tracking_sweep`.
 
     Raises:
         ConfigError: As `tracking_sweep`.
@@ -206,7 +206,7 @@ def wandb_sweep_config(
         ConfigError: As `tracking_sweep_config`.
     """
     check_flag("download_logs", download_logs)
-    given = tracking_sweep_config(
+    propagated = tracking_sweep_config(
         method=method,
         metric=metric,
         parameters=parameters,
@@ -216,28 +216,29 @@ def wandb_sweep_config(
         name=name,
         **kwargs,
     )
-    value = propagation.parse(given[propagation.SWEEP], propagation.SWEEP)
-    more = {"download_logs": True} if download_logs else {}
-    return PropagatedConfig(propagation.SWEEP, {**value, **more}, "wandb_sweep_config")
+    configuration = propagation.parse(propagated[propagation.SWEEP], propagation.SWEEP)
+    if download_logs:
+        configuration["download_logs"] = True
+    return PropagatedConfig(propagation.SWEEP, configuration, "wandb_sweep_config")
 
 
 def get_wandb_sweep_id() -> str | None:
-    """The id of the sweep of the `wandb_sweep` task that runs here, or has called this one; None without."""
+    """Return the id of the sweep of the `wandb_sweep` task that runs here or calls this task; None without one."""
     return get_sweep_id()
 
 
 def get_wandb_run_dir() -> str | None:
-    """The local directory of the run that `get_wandb_run` gives; None without one."""
+    """Return the local directory of the run of `get_wandb_run`; None without a run."""
     run = get_wandb_run()
     return None if run is None else str(run.dir)
 
 
 def get_distributed_info() -> dict[str, Any] | None:
-    """This rank's place in its job; None where there is one process.
+    """Return this rank's place in its job; None for a job of one process.
 
     Returns:
-        A dict with `rank`, `local_rank`, `world_size`, `local_world_size`, `worker_index` and `num_workers`. What the
-        launcher does not tell is None.
+        A dict with `rank`, `local_rank`, `world_size`, `local_world_size`, `worker_index` and `num_workers`. Values
+        that the launcher does not set are None.
 
     Raises:
         TopologyError: The launcher's variables contradict each other.
@@ -247,7 +248,7 @@ def get_distributed_info() -> dict[str, Any] | None:
 
 
 def _downloading(download_logs: bool | None, function: Callable[..., Any], _: Task | None) -> Callable[..., Any]:
-    """The function, after which its sweep is downloaded, if it has one and that was asked for."""
+    """Wrap the function: download its sweep after it has returned, if it has one and `download_logs` is set."""
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
@@ -264,32 +265,36 @@ def _downloading(download_logs: bool | None, function: Callable[..., Any], _: Ta
         if _is_to_download(download_logs):
             import asyncio
 
-            # In a thread: a notebook's has a loop that runs.
+            # In a thread, since a notebook's thread already has a running loop.
             run_with_timeout(None, asyncio.run, _download_sweep(download_logs))
         return result
 
     return then_download
 
 
-def _is_to_download(asked: bool | None) -> bool:
-    context = get_wandb_sweep_context() if asked is None else None
-    return (asked or (context is not None and context.download_logs)) and get_sweep_id() is not None
+def _is_to_download(download_logs: bool | None) -> bool:
+    context = get_wandb_sweep_context() if download_logs is None else None
+    return (download_logs or (context is not None and context.download_logs)) and get_sweep_id() is not None
 
 
-async def _download_sweep(asked: bool | None) -> None:
-    """A sweep that cannot be downloaded fails no task."""
+async def _download_sweep(download_logs: bool | None) -> None:
+    """Download the sweep, with a warning if that fails: the task must not fail because of it."""
     sweep_id = get_sweep_id()
-    if sweep_id is None or not _is_to_download(asked):
+    if sweep_id is None or not _is_to_download(download_logs):
         return
     try:
         await download_wandb_sweep_logs(sweep_id)
     except Exception:
-        logger.warning("download_logs=True: sweep %s is no output of the task", sweep_id, exc_info=True)
+        logger.warning(
+            "download_logs=True: sweep %s could not be downloaded, and is not an output of the task",
+            sweep_id,
+            exc_info=True,
+        )
 
 
 @dataclass(frozen=True)
 class _ClusterSecret:
-    """Gives the key, and nothing where it cannot be read and this is no pod: W&B's own credentials will do there."""
+    """Return the key. Outside a pod return None if it cannot be read: W&B uses its own credentials there."""
 
     read: Callable[[], Any]
 
@@ -303,7 +308,7 @@ class _ClusterSecret:
 
 
 def _with_server(settings: Any, address: str) -> Any:
-    """The user's `settings` with the address of the server, where they have none."""
+    """Return the user's `settings`, with the address of the server if they have none."""
     if settings is None or isinstance(settings, Mapping):
         return {"base_url": address, **(settings or {})}
     if "base_url" in settings.model_fields_set:
@@ -315,26 +320,26 @@ def _is_name(value: object) -> bool:
     return isinstance(value, str) and value.isidentifier()
 
 
-def _wrap(wanted: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
-    """The tracked function: each call has its own directory, where `dir` is a parameter's name."""
-    if wanted.options["dir"] not in inspect.signature(function).parameters:
-        return tracked_function(wanted, function, task)
+def _wrap(config: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
+    """Return the tracked function. If `dir` is the name of a parameter, each call has its own directory."""
+    if config.options["dir"] not in inspect.signature(function).parameters:
+        return tracked_function(config, function, task)
 
-    def of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        here = replace(wanted, options=_options_of_call(wanted.options, function, args, kwargs))
-        return tracked_function(here, function, task)
+    def tracked_for_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        call_config = replace(config, options=_options_of_call(config.options, function, args, kwargs))
+        return tracked_function(call_config, function, task)
 
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
-            return await of_call(args, kwargs)(*args, **kwargs)
+            return await tracked_for_call(args, kwargs)(*args, **kwargs)
 
         return tracked_async
 
     @functools.wraps(function)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        return of_call(args, kwargs)(*args, **kwargs)
+        return tracked_for_call(args, kwargs)(*args, **kwargs)
 
     return tracked
 
@@ -342,7 +347,7 @@ def _wrap(wanted: TrackingConfig, function: Callable[..., Any], task: Task | Non
 def _options_of_call(
     options: Mapping[str, Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """`options` with the value of the parameter that `dir` names."""
+    """Return `options` with the value of the parameter whose name is in `dir`."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return {**options, "dir": bound.arguments[options["dir"]]}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from flyteplugins_tracking._job.info import DistributedInfo, every_rank
+from flyteplugins_tracking._job.info import DistributedInfo, iter_ranks
 from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES, RankScope, RunMode, plan
 from flyteplugins_tracking.doctor.report import PlanRow
 from flyteplugins_tracking.errors import TopologyError
@@ -53,7 +53,7 @@ def _world(info: DistributedInfo | None) -> Iterator[DistributedInfo | None]:
         for rank in range(info.world_size):
             yield DistributedInfo(rank, info.world_size, launcher=info.launcher)
     else:
-        yield from every_rank(_sizes(info, info.worker_index), launcher=info.launcher)
+        yield from iter_ranks(_sizes(info, info.worker_index), launcher=info.launcher)
 
 
 def _sizes(info: DistributedInfo, worker_index: int) -> list[int]:

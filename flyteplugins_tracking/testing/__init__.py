@@ -1,9 +1,9 @@
-"""Test code that uses the decorator, without a launcher, a service or an account.
+"""Tools to test code that uses the decorator, without a launcher, a service or an account.
 
-In the room: `simulation` calls a tracked function once a rank, `recorder` is the tracker that keeps runs in memory, and
-`pytest_plugin` has the fixtures. The names in `__all__` are public. They are loaded on first use, because pytest loads
-the plugin in every project that has this package.
-May enter: test doubles that users need. Must not: tests of this package, and whatever a training needs.
+In the room: `simulation` calls a tracked function once per rank, `recorder` is the tracker that keeps runs in memory,
+and `pytest_plugin` has the fixtures. The names in `__all__` are public. They are loaded on first use, because pytest
+loads the plugin in every project that has this package.
+May enter: test doubles that users need. Must not: tests of this package, or code that a training needs.
 It may import every other room. No other room may import this one.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 else:  # without the `else`, a type checker would accept every misspelt name
 
     def __getattr__(name: str) -> object:
-        """See https://peps.python.org/pep-0562."""
+        """Load a public name on first use (PEP 562)."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value = getattr(import_module(f"{__name__}.simulation"), name)

@@ -1,4 +1,4 @@
-"""The fixtures of the test kit. Every pytest session of its users loads this, so it imports the kit on use."""
+"""The fixtures of the test kit. Every pytest session of a user loads this module, so it imports the kit on use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def recorded_runs() -> Iterator[RecordedRuns]:
-    """The runs of the functions under `@tracking_init` that this process calls, which are recorded and not sent."""
+    """Record the runs of the decorated functions that this process calls, instead of sending them."""
     from flyteplugins_tracking.testing import recording
 
     with recording() as runs:
@@ -22,7 +22,7 @@ def recorded_runs() -> Iterator[RecordedRuns]:
 
 @pytest.fixture
 def simulated_ranks(recorded_runs: RecordedRuns) -> Callable[..., Simulation]:  # noqa: ARG001 nothing is sent
-    """`flyteplugins_tracking.testing.simulate`, whose runs are in `recorded_runs` too."""
+    """Provide `flyteplugins_tracking.testing.simulate`. Its runs are in `recorded_runs` too."""
     from flyteplugins_tracking.testing import simulate
 
     return simulate

@@ -1,4 +1,4 @@
-"""A tracker that keeps its runs in memory, to be looked at by tests: see `flyteplugins_tracking.testing`."""
+"""A tracker that keeps its runs in memory, for assertions in tests."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Status = Literal["running", "finished", "failed", "killed"]
 
 @dataclass(frozen=True)
 class Row:
-    """What one call of `log` has logged.
+    """The row of one call of `log`.
 
     Attributes:
-        values: The values by their keys.
+        values: The values by key.
         step: The `step=` of the call.
-        rank: Who has logged it; 0 outside a distributed job.
-        attempt: The restarts before it.
+        rank: The rank that logged it; 0 outside a distributed job.
+        attempt: The number of restarts before it.
     """
 
     values: Mapping[str, Any]
@@ -41,13 +41,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one of the run's methods that the recording has no use for, such as `log_artifact`.
+    """A call of a method of the run that the recording does not interpret, such as `log_artifact`.
 
     Attributes:
         name: The method's name.
-        args: What it was called with.
-        kwargs: What it was called with by name.
-        rank: Who has called it.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        rank: The rank that called it.
     """
 
     name: str
@@ -58,23 +58,23 @@ class Call:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What the tracker would have of one run.
+    """One run, as the tracker would have it.
 
     Attributes:
         id: The run's id.
         tracker: The name of its tracker.
-        ranks: The ranks that opened it, in their order; rank 0 outside a distributed job.
-        primary: The rank whose end is the run's; None where that rank has not opened it.
-        rows: What was logged, in the order of the calls.
-        config: The run's config, with what the library adds to it.
-        summary: The last values, and what was set in `summary`.
+        ranks: The ranks that opened it, sorted; rank 0 outside a distributed job.
+        primary: The rank whose end is the run's end; None if that rank did not open it.
+        rows: The logged rows, in the order of the calls.
+        config: The run's config, with the library's additions.
+        summary: The last value of each key, and the values that were set in `summary`.
         name: The run's name.
         project: The run's project.
         group: The run's group.
         tags: The run's tags.
         notes: The run's notes.
-        attempts: How often it was opened: 1, and 1 for each restart and each later call with the same id.
-        exit_codes: The status of each end.
+        attempts: How often it was opened: once, and once more for each restart and each later call with the same id.
+        exit_codes: The exit code of each end.
         calls: The calls of other methods.
     """
 
@@ -96,51 +96,51 @@ class RecordedRun:
 
     @property
     def exit_code(self) -> int | None:
-        """The status of its last end; None while it is open."""
+        """The exit code of its last end; None while it is open."""
         return self.exit_codes[-1] if len(self.exit_codes) >= self.attempts else None
 
     @property
     def status(self) -> Status:
-        """How it has ended: "finished" with 0, "killed" with 130 (Ctrl-C) or 143 (SIGTERM), "failed" with others."""
+        """Its status by exit code: "finished" for 0, "killed" for 130 (Ctrl-C) and 143 (SIGTERM), else "failed"."""
         names: dict[int | None, Status] = {None: "running", 0: "finished", 130: "killed", 143: "killed"}
         return names.get(self.exit_code, "failed")
 
     def logged(self, key: str, rank: int | None = None) -> tuple[Any, ...]:
-        """The values that were logged under `key`, in their order.
+        """Return the values that were logged under `key`, in the order of the calls.
 
         Args:
             key: The key, with its prefix if it has one.
-            rank: Whose; None for all ranks'.
+            rank: The rank that logged them; None for all ranks.
         """
         return tuple(row.values[key] for row in self.rows if key in row.values and rank in (None, row.rank))
 
 
 class RecordedRuns(Sequence[RecordedRun]):
-    """The runs, rank 0's first and each rank's in its order: `runs[0]`, `runs["their-id"]`, `(run,) = runs`."""
+    """The runs by lowest rank, then in the order of opening: `runs[0]`, `runs["their-id"]`, `(run,) = runs`."""
 
     def __init__(self, read: Callable[[], Sequence[RecordedRun]]) -> None:
-        """`read` gives the runs as they are now."""
+        """Create the sequence of the runs that `read` returns at each use."""
         self._read = read
 
     @overload
-    def __getitem__(self, which: int | str) -> RecordedRun: ...
+    def __getitem__(self, key: int | str) -> RecordedRun: ...
     @overload
-    def __getitem__(self, which: slice) -> Sequence[RecordedRun]: ...
-    def __getitem__(self, which: int | str | slice) -> RecordedRun | Sequence[RecordedRun]:
-        """By the position or the id.
+    def __getitem__(self, key: slice) -> Sequence[RecordedRun]: ...
+    def __getitem__(self, key: int | str | slice) -> RecordedRun | Sequence[RecordedRun]:
+        """Return the run with this position or id.
 
         Raises:
             KeyError: No run has that id, or several have.
         """
         runs = self._read()
-        if not isinstance(which, str):
-            return runs[which]
-        found = [run for run in runs if run.id == which]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise KeyError(f"{len(found)} runs have the id {which!r}: use of(tracker), or the position")
-        raise KeyError(f"no run has the id {which!r}; there are {', '.join(self.ids[:20]) or 'none'}")
+        if not isinstance(key, str):
+            return runs[key]
+        matching = [run for run in runs if run.id == key]
+        if len(matching) == 1:
+            return matching[0]
+        if matching:
+            raise KeyError(f"{len(matching)} runs have the id {key!r}: use of(tracker), or the position")
+        raise KeyError(f"no run has the id {key!r}; the ids are {', '.join(self.ids[:20]) or 'none'}")
 
     def __len__(self) -> int:
         return len(self._read())
@@ -157,12 +157,12 @@ class RecordedRuns(Sequence[RecordedRun]):
         return tuple(run.id for run in self)
 
     def of(self, tracker: str) -> RecordedRuns:
-        """Those of one tracker, where several are stacked."""
+        """Return the runs of one tracker, if several decorators are stacked."""
         return RecordedRuns(lambda: [run for run in self if run.tracker == tracker])
 
 
 class RecordingTracker(Tracker):
-    """Keeps its runs in memory. It makes no request and no file.
+    """A tracker that keeps its runs in memory. It sends no request and writes no file.
 
     Example:
         ```python
@@ -182,11 +182,11 @@ class RecordingTracker(Tracker):
     title = "the recording"
 
     def __init__(self, instead_of: Tracker | None = None, store: Store | None = None) -> None:
-        """Called without arguments by users.
+        """Create a tracker. Users pass no arguments.
 
         Args:
-            instead_of: The tracker that this one stands in for, by its name.
-            store: Where the runs are kept, beside those of other trackers.
+            instead_of: The tracker that this one replaces, under its name.
+            store: The store for the runs, which other trackers may share.
         """
         self._store = store or Store()
         if instead_of is not None:
@@ -200,22 +200,22 @@ class RecordingTracker(Tracker):
         return RecordedRuns(self._store.read)
 
     def check(self, config: TrackingConfig) -> None:
-        """Everything can be recorded."""
+        """Accept every config."""
 
     def open(self, request: RunRequest) -> Handle:
-        """See `Tracker.open`."""
+        """Open a recorded run, or continue the one with the same id."""
         return _Handle(self, request, self._store.open(self.name, request))
 
 
 class Store:
-    """Where runs are kept, by their trackers and ids."""
+    """The recorded runs, by tracker and id."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple[str, str], _State] = {}
         self._lock = threading.Lock()
 
     def open(self, tracker: str, request: RunRequest) -> _State:
-        """The run that is asked for; it goes on where it is there already."""
+        """Return the requested run: an existing one with the same id, or a new one."""
         run_id = request.plan.run_id or new_id()
         with self._lock:
             state = self._runs.setdefault((tracker, run_id), _State(run_id, tracker))
@@ -223,14 +223,14 @@ class Store:
         return state
 
     def read(self) -> list[RecordedRun]:
-        """The runs as they are now, by the lowest rank that opened them: ranks in threads open theirs in any order."""
+        """Return the current runs, sorted by the lowest rank that opened each: threads open theirs in any order."""
         with self._lock:
             states = list(self._runs.values())
         return sorted((state.frozen() for state in states), key=lambda run: run.ranks[0])
 
 
 class Dictionary(dict[str, Any]):
-    """A config or a summary: keys are attributes too."""
+    """A config or a summary, whose keys are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -241,25 +241,25 @@ class Dictionary(dict[str, Any]):
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
-    def update(self, values: Any = None, allow_val_change: bool | None = None, **more: Any) -> None:  # type: ignore[override] # noqa: ARG002 as W&B's
-        """Set several."""
-        if hasattr(values, "__dict__") and not isinstance(values, Mapping):  # what argparse has parsed, for one
+    def update(self, values: Any = None, allow_val_change: bool | None = None, **items: Any) -> None:  # type: ignore[override] # noqa: ARG002 as W&B's
+        """Set several values."""
+        if hasattr(values, "__dict__") and not isinstance(values, Mapping):  # for instance an argparse.Namespace
             values = vars(values)
-        for key, value in {**dict(values or {}), **more}.items():
+        for key, value in {**dict(values or {}), **items}.items():
             self[key] = value
 
     def setdefaults(self, values: Mapping[str, Any]) -> None:
-        """Set those that are not set."""
+        """Set the values whose keys are not set yet."""
         for key, value in values.items():
             self.setdefault(key, value)
 
     def as_dict(self) -> dict[str, Any]:
-        """A copy."""
+        """Return a copy."""
         return dict(self)
 
 
 class _ReadOnly(Mapping[str, Any]):
-    """A shared run's config, on a rank that may only read it: also what the primary sets later."""
+    """A read-only view of a shared run's config, for ranks that may not change it."""
 
     def __init__(self, config: Dictionary) -> None:
         object.__setattr__(self, "_config", config)
@@ -274,18 +274,18 @@ class _ReadOnly(Mapping[str, Any]):
         return len(self._config)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a copy that is being made has no `_config` yet
+        if name.startswith("_"):  # while it is being copied, it has no `_config` yet
             raise AttributeError(name)
         return Dictionary.__getattr__(self._config, name)
 
     def as_dict(self) -> dict[str, Any]:
-        """A copy."""
+        """Return a copy."""
         return dict(self)
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise ConfigError(
-            "this rank cannot change the config of its shared run, which is the primary's: change it on rank 0 "
-            "(local rank 0 with rank_scope='worker'), pass config= to tracking_init, or allow_config=True"
+            "only the primary rank may change the config of a shared run: change it on rank 0 (local rank 0 with "
+            "rank_scope='worker'), pass config= to tracking_init, or pass allow_config=True"
         )
 
     __setitem__ = __setattr__ = update = setdefaults = setdefault = _refuse
@@ -293,7 +293,7 @@ class _ReadOnly(Mapping[str, Any]):
 
 @dataclass(eq=False)
 class _State:
-    """A run, while it is recorded."""
+    """The state of a run while it is recorded."""
 
     id: str
     tracker: str
@@ -327,7 +327,7 @@ class _State:
 
 
 class Run:
-    """What `get_run` gives: what users call on the runs of trackers. Other methods are recorded as `calls`."""
+    """The object that `get_run` returns, with the usual methods of runs. Calls of other methods are recorded."""
 
     def __init__(self, request: RunRequest, state: _State, log: Callable[..., None]) -> None:
         config = request.config
@@ -346,11 +346,11 @@ class Run:
         self._log = log
 
     def log(self, data: Mapping[str, Any], step: Any = None, commit: bool | None = None, **_: Any) -> None:
-        """Log a row: values by their keys."""
+        """Log a row of values by key."""
         self._log(data, step, commit)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: Any = None, **_: Any) -> None:
-        """MLflow's name for it."""
+        """Log a row, under MLflow's name."""
         self._log(metrics, step, None)
 
     def log_metric(self, key: str, value: Any, step: Any = None, **_: Any) -> None:
@@ -358,11 +358,11 @@ class Run:
         self._log({key: value}, step, None)
 
     def log_params(self, params: Mapping[str, Any], **_: Any) -> None:
-        """MLflow's name for a part of the config."""
+        """Add values to the config, under MLflow's name."""
         self.config.update(params)
 
     def log_param(self, key: str, value: Any, **_: Any) -> None:
-        """Set one value of the config."""
+        """Set one value in the config."""
         self.config[key] = value
 
     def finish(self, *_: Any, **__: Any) -> None:
@@ -372,7 +372,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing, as `finish`."""
+        """Do nothing: the run ends when the decorated function does."""
 
     def __reduce__(self) -> Any:
         refuse_to_pickle()
@@ -384,7 +384,7 @@ class Run:
 
 
 class _Unknown:
-    """Something of a run that is only called, perhaps on what another call has returned."""
+    """An attribute of a run, or of a call's result, whose calls are only recorded."""
 
     def __init__(self, calls: list[Call], name: str, rank: int) -> None:
         self._calls = calls
@@ -404,14 +404,14 @@ class _Unknown:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def __repr__(self) -> str:
         return f"<{self._name} of a recorded run>"
 
 
 class _Handle(Handle):
-    """One rank's part in a run."""
+    """The handle of one rank."""
 
     def __init__(self, tracker: Tracker, request: RunRequest, state: _State) -> None:
         self.id = state.id
@@ -420,71 +420,70 @@ class _Handle(Handle):
         self._is_primary = request.plan.primary
         self._attempt = request.info.restart_count if request.info is not None else 0
         self._prefix = prefix_of(request)
-        self._waiting: dict[str, Any] = {}
+        self._pending_row: dict[str, Any] = {}
         self._finished = False
         is_shared = request.config.run_mode == "shared" and request.info is not None
-        # W&B's shared runs have steps of their own.
+        # In W&B's shared runs `step=` becomes a column.
         self._step_metric = request.config.step_metric if is_shared and tracker.name == "wandb" else None
         self._rows = RowBuffer(request.config.step_metric, self._prefix, lambda: None)
-        config = copy.deepcopy(run_config(request))  # each rank's process would have its own
+        config = copy.deepcopy(run_config(request))  # a copy, since each rank's process would have its own
         if self._is_primary:
             self._describe(config)
             return
-        state.config.setdefaults(config)  # of a shared run whose primary is still to come: it is the same
+        state.config.setdefaults(config)  # the primary of a shared run may open it later, with the same config
         if is_shared and "allow_config" not in tracker.unsupported and not request.config.allow_config:
             self.run.config = _ReadOnly(state.config)
 
     def _describe(self, config: Mapping[str, Any]) -> None:
-        """What the primary alone passes. An attempt that goes on with the run keeps what was set in it."""
-        before, self._state.primary = self._state.primary, self.run
-        if before is not None:
-            self.run.name = self.run.name or before.name
-            self.run.tags, self.run.notes = self.run.tags or before.tags, self.run.notes or before.notes
+        """Set the values that only the primary passes. A later attempt keeps the values of the run."""
+        previous, self._state.primary = self._state.primary, self.run
+        if previous is not None:
+            self.run.name = self.run.name or previous.name
+            self.run.tags, self.run.notes = self.run.tags or previous.tags, self.run.notes or previous.notes
         self._state.config.update(config)
 
     def _log(self, data: Mapping[str, Any], step: Any, commit: bool | None) -> None:
-        """Keep a row.
+        """Record a row.
 
         Raises:
-            TypeError: `data` is no mapping of text to values.
+            TypeError: `data` is not a mapping of text to values.
         """
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-            raise TypeError(f"log() takes a mapping of text to values, not {data!r:.100}")
-        data = _as_it_is_now(data)
+            raise TypeError(f"log() needs a mapping of text to values, got {data!r:.100}")
+        data = _snapshot(data)
         if self._finished:
-            logger.warning("run %s is not open here, and what is logged is lost: its function has ended", self.id)
+            logger.warning("run %s has ended with its function: this call of log() is lost", self.id)
         elif self._step_metric is not None:
             self._rows.log(lambda row: self._add(row, row.get(self._step_metric)), data, step, commit)
         else:
-            self._waiting.update({self._prefix + key: value for key, value in data.items()})
+            self._pending_row.update({self._prefix + key: value for key, value in data.items()})
             if commit is not False:
-                waiting, self._waiting = self._waiting, {}
-                self._add(waiting, step)
+                row, self._pending_row = self._pending_row, {}
+                self._add(row, step)
 
     def _add(self, values: Mapping[str, Any], step: Any) -> None:
         self._state.rows.append(Row(values, step, self.run.rank, self._attempt))
         self._state.summary.update(values)
 
     def finish(self, exit_code: int) -> None:
-        """See `Handle.finish`. The primary's end is the run's."""
         self._rows.commit(lambda row: self._add(row, row.get(self._step_metric)))
-        if self._waiting:
-            self._add(self._waiting, None)
+        if self._pending_row:
+            self._add(self._pending_row, None)
         self._finished = True
         if self._is_primary:
             self._state.exit_codes.append(exit_code)
 
     def finish_on_signal(self, exit_code: int) -> None:
-        """Leave it open: functions that have joined the run may go on with it, and `finish` is still to come."""
+        """Do nothing: functions that joined the run may still use it, and `finish` follows."""
 
 
-def _as_it_is_now(value: Any) -> Any:
-    """What a service would read: the number in a tensor or array of one, which the training may change in place."""
+def _snapshot(value: Any) -> Any:
+    """Replace tensors and arrays of one element by their number, since the training may change them in place."""
     if isinstance(value, Mapping):
-        return {key: _as_it_is_now(each) for key, each in value.items()}
+        return {key: _snapshot(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_as_it_is_now(each) for each in value]
-    if callable(getattr(value, "item", None)):  # raises where there is more than one element
+        return [_snapshot(item) for item in value]
+    if callable(getattr(value, "item", None)):  # raises if there is more than one element
         with contextlib.suppress(ValueError, RuntimeError, TypeError):
             return value.item()
     return value

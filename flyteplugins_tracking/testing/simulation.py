@@ -1,7 +1,7 @@
 """The test kit: `simulate` calls a tracked function once per rank in this process, and records its runs.
 
-What decides about runs is the library's own code, as in a job: topology, policy and lifecycle. What is outside of the
-process has stand-ins: the launcher, the tracker and its service, signals, and other processes.
+The library's own code decides about runs, as in a job: topology, plan and lifecycle. Test doubles replace everything
+outside the process: the launcher, the tracker and its service, signals, and other processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from flyteplugins_tracking._config.propagation import set_variables
 from flyteplugins_tracking._flyte import flyte1, flyte2
-from flyteplugins_tracking._job.info import DistributedInfo, every_rank
+from flyteplugins_tracking._job.info import DistributedInfo, iter_ranks
 from flyteplugins_tracking._job.plan import NodeRequest
 from flyteplugins_tracking._job.topology import override_distributed_info
 from flyteplugins_tracking._runs.calls import Override, TrackedCall, override, override_here
@@ -43,13 +43,13 @@ __all__ = [
     "simulate",
 ]
 
-# The base ids of simulated jobs, and of functions that are called by themselves.
+# The base ids of simulated jobs, and of functions that are called outside a simulation.
 SIMULATED = "simulated"
 RECORDED = "recorded"
-# More ranks than these are called one after another.
-_MOST_THREADS = 64
-# What torchrun sets for each process, and what marks the processes of other launchers; those of torchrun's that lead to
-# a store are left unset, since nobody listens there.
+# More ranks than this are called one after another.
+_MAX_THREADS = 64
+# The variables that torchrun sets for each process, and those by which other launchers are detected. The address of a
+# store stays unset, since there is no store.
 _OF_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
 _OF_WORLD = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE")
 _OF_JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
@@ -63,14 +63,14 @@ _VARIABLES = (*_OF_RANK, *_OF_WORLD, *_OF_JOB, *_UNSET)
 
 @dataclass(frozen=True)
 class RankResult:
-    """What came of the function on one rank. It has failed if its `exit_code` is not 0.
+    """The result of the function on one rank. The rank has failed if its `exit_code` is not 0.
 
     Attributes:
         rank: The rank.
         local_rank: The rank on its worker.
         worker_index: The worker (= node).
-        value: What the function has returned; None where it has raised.
-        error: What it has raised; None where it has returned.
+        value: The return value; None if the function raised.
+        error: The exception that it raised; None if it returned.
     """
 
     rank: int
@@ -81,17 +81,17 @@ class RankResult:
 
     @property
     def exit_code(self) -> int:
-        """The status with which the rank's process would have ended."""
+        """The exit code that the rank's process would have."""
         return 0 if self.error is None else exit_code_of(self.error)
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came of a simulated job.
+    """The result of a simulated job.
 
     Attributes:
         attempts: The results of all ranks, for each attempt: the first one, and one for each restart.
-        runs: The runs that the job has had.
+        runs: The runs of the job.
     """
 
     attempts: tuple[tuple[RankResult, ...], ...]
@@ -104,15 +104,15 @@ class Simulation:
 
     @property
     def failed(self) -> tuple[RankResult, ...]:
-        """Those of them that have raised anything but a `SystemExit` of success."""
+        """The results of the ranks that raised anything but a successful `SystemExit`, in the last attempt."""
         return _failed(self.ranks)
 
     @property
     def returned(self) -> tuple[Any, ...]:
-        """What each rank has returned in the last attempt.
+        """The return value of each rank in the last attempt.
 
         Raises:
-            BaseException: What the first of the ranks that have failed has raised.
+            BaseException: A rank has failed: this is the error of the first such rank.
         """
         for result in self.failed:
             if result.error is not None:
@@ -138,47 +138,50 @@ def simulate(
     threads: bool | None = None,
     timeout_s: float = 60.0,
 ) -> Simulation:
-    """Call a tracked function once per rank in this process, and tell what each rank and each run came to.
+    """Call a tracked function once per rank in this process, and return the results and the runs.
 
     Args:
-        function: A function under `@tracking_init`, sync or async, or one that calls such; or a task of Flyte 1 or 2.
-        num_workers: How many workers (= nodes) there are: 2, or those that the task asks for.
-        nproc_per_node: How many ranks each has, or a sequence with a number for each worker: 4, or what the task asks
-            for. A task without Elastic workers is in no distributed job, unless a number is given here.
-        args: What the function is called with, on each rank.
-        kwargs: What it is called with by name.
-        failing: Errors by ranks: each is raised at the end of the rank's function, in the first attempt.
-        max_restarts: As torchrun's: while a rank has failed, all are called again, at most so often.
-        distributed: False: as `python train.py`, in no distributed job, where `get_distributed_info()` is None.
-        threads: Whether each rank has a thread of its own, so that they can wait for each other; None for up to 64
-            ranks. Otherwise they are called one after another, each with the variables that torchrun sets.
+        function: A function under `@tracking_init`, sync or async, or one that calls such a function; or a task of
+            Flyte 1 or 2.
+        num_workers: The number of workers (= nodes). By default 2, or the number that the task requests.
+        nproc_per_node: The number of ranks on each worker, or a sequence with a number for each worker. By default 4,
+            or the number that the task requests. A task without Elastic workers is not distributed, unless this or
+            `num_workers` is set.
+        args: The positional arguments of the function, on each rank.
+        kwargs: The keyword arguments of the function.
+        failing: Errors by rank: each is raised at the end of that rank's function, in the first attempt.
+        max_restarts: As for torchrun: while a rank fails, all ranks are called again, at most this many times.
+        distributed: If False, the function is called once, as by `python train.py`, and `get_distributed_info()` is
+            None.
+        threads: Whether each rank has its own thread, so that ranks can wait for each other; None for up to 64 ranks.
+            Otherwise they are called one after another, each with the variables that torchrun sets.
         timeout_s: Seconds that the ranks' threads may take, in each attempt.
 
     Returns:
-        What each rank has returned or raised. Errors of ranks are not raised here, but by the `returned` of the result.
+        The result of each rank, and the runs. Errors of ranks are not raised here, but by the result's `returned`.
 
     Raises:
-        ConfigError: An argument that cannot work, or no rank has called a function under `@tracking_init`.
-        TimeoutError: Ranks have not ended in time: they wait for each other, perhaps for one that has raised.
+        ConfigError: An argument is invalid, or no rank has called a function under `@tracking_init`.
+        TimeoutError: Ranks did not end in time: they may wait for each other, or for a rank that has raised.
     """
     callee = _callee_of(function)
     check_flag("distributed", distributed)
     if callee.is_task and callee.workers is None and num_workers is None is nproc_per_node:
         distributed = False
     sizes = (_sizes if distributed else _single)(num_workers, nproc_per_node, callee)
-    _check_whole("max_restarts", max_restarts, least=0)
+    _check_integer("max_restarts", max_restarts, minimum=0)
     if max_restarts and not distributed:
-        raise ConfigError(f"max_restarts={max_restarts}: nobody restarts what is in no distributed job")
+        raise ConfigError(f"max_restarts={max_restarts} needs a distributed job: leave it out, or distributed=False")
     _check_call(args, kwargs, threads, timeout_s)
     failures = _checked_failures(failing, sum(sizes))
-    in_threads = sum(sizes) <= _MOST_THREADS if threads is None else threads
+    in_threads = sum(sizes) <= _MAX_THREADS if threads is None else threads
     job = _Job(functools.partial(callee.function, *args, **(kwargs or {})), sizes, distributed)
     call_all = functools.partial(_in_threads, timeout_s=timeout_s) if in_threads else _one_by_one
-    for stores in _shown_to:
+    for stores in _open_recordings:
         stores.append(job.store)
     with _variables(), override(job.override):  # also for threads that do not inherit the context
         attempts = [call_all(job.ranks(0, max_restarts, failures))]
-        job.refuse_what_is_not_tracked(attempts[0])
+        job.refuse_untracked(attempts[0])
         while len(attempts) <= max_restarts and _failed(attempts[-1]):
             attempts.append(call_all(job.ranks(len(attempts), max_restarts, {})))
     runs = tuple(job.store.read())
@@ -187,34 +190,34 @@ def simulate(
 
 @contextlib.contextmanager
 def recording() -> Iterator[RecordedRuns]:
-    """Record what is called in the block instead of sending it: the fixture `recorded_runs`.
+    """Record the runs of the block instead of sending them. The fixture `recorded_runs` does this for a test.
 
-    Functions that are called by themselves are in no distributed job. The runs of simulations are among the runs.
+    Functions that are called outside `simulate` are not distributed. The runs of simulations are recorded too.
 
     Yields:
-        The runs so far, as they are when they are looked at.
+        The runs so far; each use of the sequence reads the current ones.
     """
     stores, call_counts = [Store()], Counter[str]()
     context = SimulatedContext(base_id=RECORDED, call_counts=call_counts)
     runs = RecordedRuns(lambda: [run for store in list(stores) for run in store.read()])
-    _shown_to.append(stores)
+    _open_recordings.append(stores)
     try:
         with _variables(), override(_override(stores[0], lambda: context)):
             yield runs
     finally:
-        _shown_to[:] = [other for other in _shown_to if other is not stores]
+        _open_recordings[:] = [other for other in _open_recordings if other is not stores]
 
 
-# The stores of the blocks of `recording` that are open.
-_shown_to: list[list[Store]] = []
+# The stores of each open block of `recording`.
+_open_recordings: list[list[Store]] = []
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedContext(ExecutionContext):
-    """The context of a function that is called in a simulation or a recording. No secret is read.
+    """The execution context of functions in a simulation or a recording. It reads no secret.
 
     Attributes:
-        rank: The simulated rank; None outside of a simulation.
+        rank: The simulated rank; None outside a simulation.
     """
 
     is_simulated: bool = True
@@ -224,13 +227,13 @@ class SimulatedContext(ExecutionContext):
         return None
 
     def on_return(self, call: TrackedCall) -> None:
-        """Raise the error with which the rank is to fail."""
+        """Raise the error of a rank that shall fail."""
         if self.rank is not None:
             self.rank.fail(call)
 
 
 def _override(store: Store, simulated: Callable[[], SimulatedContext]) -> Override:
-    """Return the test doubles of a simulation. Of the real context only the success exceptions are used."""
+    """Return the test doubles of a simulation. They use only the success exceptions of the real context."""
 
     def context(real: ExecutionContext) -> ExecutionContext:
         return replace(simulated(), success_exceptions=real.success_exceptions)
@@ -240,7 +243,7 @@ def _override(store: Store, simulated: Callable[[], SimulatedContext]) -> Overri
 
 @dataclass(eq=False)
 class _Rank:
-    """One rank in one attempt: what would be one process."""
+    """One rank in one attempt, which would be one process in a job."""
 
     info: DistributedInfo
     call: Callable[[], Any]
@@ -261,16 +264,16 @@ class _Rank:
         with override_here(self.override), override_distributed_info(self.info if self.is_distributed else None):
             try:
                 value = self.call()
-                self.fail()  # where the function has called no tracked one to its end
+                self.fail()  # if no tracked call has ended in the function
             except BaseException as error:
-                # What pytest and Ctrl-C raise is for the one who simulates.
+                # Exceptions of pytest and Ctrl-C are for the caller of `simulate`.
                 if not isinstance(error, (Exception, SystemExit)) and error is not failure:
                     raise
                 return result(error=error)
         return result(value)
 
     def fail(self, call: TrackedCall | None = None) -> None:
-        """Raise what this rank fails with, if it does: not in a function that another one waits for."""
+        """Raise this rank's error, if it has one and `call` is the outermost call of its tracker."""
         if self.failure is not None and not _is_inner(call):
             failure, self.failure = self.failure, None
             raise failure
@@ -280,7 +283,7 @@ _current: ContextVar[_Rank | None] = ContextVar("flyteplugins_tracking_rank", de
 
 
 class _Job:
-    """A job, and the record of its runs."""
+    """A simulated job and its runs."""
 
     def __init__(self, call: functools.partial[Any], sizes: Sequence[int], is_distributed: bool) -> None:
         self.store = Store()
@@ -292,18 +295,18 @@ class _Job:
         self.override = _override(self.store, self._context)
 
     def ranks(self, attempt: int, max_restarts: int, failures: Mapping[int, BaseException]) -> Iterator[_Rank]:
-        """The ranks of an attempt, made one by one."""
-        for info in every_rank(self._sizes, restart_count=attempt, launcher=SIMULATED, job_id=SIMULATED):
+        """Yield the ranks of an attempt."""
+        for info in iter_ranks(self._sizes, restart_count=attempt, launcher=SIMULATED, job_id=SIMULATED):
             variables = _torchrun(info, max_restarts) if self._is_distributed else {}
             yield _Rank(info, self._call, self.override, self._is_distributed, variables, failures.get(info.rank))
 
-    def refuse_what_is_not_tracked(self, results: Sequence[RankResult]) -> None:
-        """Say so where the simulation has shown nothing, with what the first rank has raised, if it has."""
+    def refuse_untracked(self, results: Sequence[RankResult]) -> None:
+        """Raise a `ConfigError` if no rank has called a tracked function. The first rank's error is its cause."""
         if not self._has_tracked:
             name = getattr(self._function.func, "__qualname__", self._function.func)
-            raise ConfigError(
-                f"{name} has called no tracked function on any rank: put @tracking_init on it"
-            ) from results[0].error
+            raise ConfigError(f"{name} called no tracked function on any rank: put @tracking_init on it") from results[
+                0
+            ].error
 
     def _call(self) -> Any:
         outcome = self._function()
@@ -322,7 +325,7 @@ async def _awaited(outcome: Any) -> Any:
 
 
 def _is_inner(call: TrackedCall | None) -> bool:
-    """Whether another call with this tracker is around it; those of other trackers may be stacked on it."""
+    """Return whether the call is inside another call with the same tracker."""
     parent = None if call is None else call.parent
     while parent is not None and call is not None and parent.tracker != call.tracker:
         parent = parent.parent
@@ -330,7 +333,7 @@ def _is_inner(call: TrackedCall | None) -> bool:
 
 
 def _one_by_one(ranks: Iterator[_Rank]) -> tuple[RankResult, ...]:
-    """Call all in their order: in this thread, or in one of its own where this one's has a loop that runs."""
+    """Call the ranks in order: in this thread, or in a new one if this thread has a running event loop."""
     if asyncio._get_running_loop() is None:
         return tuple(_with_variables(rank) for rank in ranks)
     from concurrent.futures import ThreadPoolExecutor
@@ -345,7 +348,7 @@ def _with_variables(rank: _Rank) -> RankResult:
 
 
 def _in_threads(ranks: Iterator[_Rank], timeout_s: float) -> tuple[RankResult, ...]:
-    """Call all at once, each in a thread of its own, with this one's context."""
+    """Call all ranks at once, each in its own thread, with a copy of this thread's context."""
     results: dict[int, RankResult | BaseException] = {}
 
     def run(rank: _Rank) -> None:
@@ -354,38 +357,38 @@ def _in_threads(ranks: Iterator[_Rank], timeout_s: float) -> tuple[RankResult, .
         except BaseException as error:
             results[rank.info.rank] = error
 
-    started = [
+    threads = [
         threading.Thread(target=copy_context().run, args=(run, rank), name=f"rank-{rank.info.rank}", daemon=True)
         for rank in ranks
     ]
-    until = time.monotonic() + timeout_s
-    for thread in started:
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
         thread.start()
-    for thread in started:
-        thread.join(max(0.0, until - time.monotonic()))
-    late = [str(rank) for rank in range(len(started)) if rank not in results]
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = [str(rank) for rank in range(len(threads)) if rank not in results]
     if late:
         raise TimeoutError(
-            f"rank {', '.join(late[:8])}{' ...' if late[8:] else ''} of {len(started)} did not end within "
-            f"{timeout_s:g} s: do they wait for a rank that has raised?{_first_error(results)}"
+            f"rank {', '.join(late[:8])}{' ...' if late[8:] else ''} of {len(threads)} did not end within "
+            f"{timeout_s:g} s: they may wait for a rank that has raised.{_first_error(results)}"
         )
-    return tuple(_result(results[rank]) for rank in range(len(started)))
+    return tuple(_result_or_raise(results[rank]) for rank in range(len(threads)))
 
 
-def _result(found: RankResult | BaseException) -> RankResult:
-    if isinstance(found, BaseException):
-        raise found
-    return found
+def _result_or_raise(result: RankResult | BaseException) -> RankResult:
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _first_error(results: Mapping[int, RankResult | BaseException]) -> str:
-    errors = [(rank, getattr(found, "error", found)) for rank, found in sorted(results.items())]
-    return next((f" Rank {rank} has raised {error!r}" for rank, error in errors if error is not None), "")
+    errors = [(rank, getattr(result, "error", result)) for rank, result in sorted(results.items())]
+    return next((f" Rank {rank} raised {error!r}" for rank, error in errors if error is not None), "")
 
 
 @contextlib.contextmanager
 def _variables() -> Iterator[None]:
-    """Without the launcher's variables of this process, if it has one; they come back."""
+    """Unset the variables of this process's launcher, and restore them at the end."""
     before = {name: os.environ.get(name) for name in _VARIABLES}
     set_variables(dict.fromkeys(_VARIABLES))
     try:
@@ -395,7 +398,7 @@ def _variables() -> Iterator[None]:
 
 
 def _torchrun(info: DistributedInfo, max_restarts: int) -> dict[str, str]:
-    """The variables of a worker: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables."""
+    """Return the variables of a rank: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables."""
     of_rank = (info.rank, info.local_rank, info.worker_index, info.rank)
     of_world = (info.world_size, info.local_world_size, info.num_workers, info.world_size)
     of_job = (SIMULATED, info.restart_count, max_restarts)
@@ -405,12 +408,12 @@ def _torchrun(info: DistributedInfo, max_restarts: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Callee:
-    """What runs in each process of a job.
+    """The function that each process of a job calls.
 
     Attributes:
         function: The function itself.
-        is_task: Whether it is of a task.
-        workers: The workers that the task asks for, as far as its configuration is known; None for none of its own.
+        is_task: Whether it is the function of a Flyte task.
+        workers: The workers that the task requests, if its configuration is known; None if it has none of its own.
     """
 
     function: Callable[..., Any]
@@ -419,17 +422,17 @@ class _Callee:
 
 
 def _callee_of(target: Any) -> _Callee:
-    """What the processes of a job call that runs `target`, a function or a task.
+    """Return the function that the processes of a job with `target` call.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The target is neither a function nor a Flyte task.
     """
     for sdk in (flyte2, flyte1):
         if sdk.is_entity(target):
             function, workers = sdk.function_of(target)
             return _Callee(function, True, workers)
     if not callable(target) or isinstance(target, type):
-        raise ConfigError(f"{target!r} is no function and no Flyte task")
+        raise ConfigError(f"simulate() needs a function or a Flyte task, got {target!r}")
     return _Callee(target)
 
 
@@ -441,57 +444,56 @@ def _single(num_workers: Any, nproc_per_node: Any, _: _Callee) -> tuple[int, ...
 
 
 def _sizes(num_workers: Any, nproc_per_node: Any, callee: _Callee) -> tuple[int, ...]:
-    """The number of ranks of each worker.
+    """Return the number of ranks of each worker.
 
     Raises:
-        ConfigError: The numbers are none, or contradict each other.
+        ConfigError: The numbers are invalid or contradict each other.
     """
     if num_workers is not None:
-        _check_whole("num_workers", num_workers)
+        _check_integer("num_workers", num_workers)
     if isinstance(nproc_per_node, Sequence) and not isinstance(nproc_per_node, str):
         for index, size in enumerate(nproc_per_node):
-            _check_whole(f"nproc_per_node[{index}]", size)
+            _check_integer(f"nproc_per_node[{index}]", size)
         if len(nproc_per_node) != (len(nproc_per_node) or 1 if num_workers is None else num_workers):
             raise ConfigError(
                 f"nproc_per_node={nproc_per_node!r} has {len(nproc_per_node)} numbers for {num_workers or 'no'} "
-                "workers: give one for each"
+                "workers: pass one for each"
             )
         return tuple(nproc_per_node)
     if nproc_per_node is not None:
-        _check_whole("nproc_per_node", nproc_per_node)
-    asked = callee.workers
-    workers, processes = (asked.max_nodes, asked.nproc_per_node) if asked else (1, 1) if callee.is_task else (2, 4)
-    return (nproc_per_node or processes,) * (num_workers or workers)
+        _check_integer("nproc_per_node", nproc_per_node)
+    request = callee.workers or (NodeRequest(1, 1, 1) if callee.is_task else NodeRequest(2, 2, 4))
+    return (nproc_per_node or request.nproc_per_node,) * (num_workers or request.max_nodes)
 
 
-def _check_whole(name: str, value: Any, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}={value!r} is no whole number of at least {least}")
+def _check_integer(name: str, value: Any, minimum: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 
 
 def _check_call(args: Any, kwargs: Any, threads: Any, timeout_s: Any) -> None:
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        raise ConfigError(f"args={args!r} is no sequence of arguments: write args=({args!r},)")
+        raise ConfigError(f"args must be a sequence of arguments such as ({args!r},), got {args!r}")
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
-        raise ConfigError(f"kwargs={kwargs!r} is no mapping of names to arguments")
+        raise ConfigError(f"kwargs must be a mapping of names to arguments, got {kwargs!r}")
     if threads is not None:
         check_flag("threads", threads)
     check_seconds("timeout_s", timeout_s)
 
 
 def _checked_failures(failing: Any, world_size: int) -> Mapping[int, BaseException]:
-    """`failing`, if it can work.
+    """Return `failing`, or an empty mapping for None.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: It is not a mapping of ranks of this job to exceptions.
     """
     if failing is None:
         return {}
     if not isinstance(failing, Mapping):
-        raise ConfigError(f"failing={failing!r} is no mapping of ranks to errors: write failing={{3: RuntimeError()}}")
+        raise ConfigError(f"failing must be a mapping such as {{3: RuntimeError()}}, got {failing!r}")
     for rank, error in failing.items():
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
-            raise ConfigError(f"failing has the rank {rank!r}, and there are the ranks 0 to {world_size - 1}")
+            raise ConfigError(f"failing has the rank {rank!r}, but the ranks are 0 to {world_size - 1}")
         if not isinstance(error, BaseException):
-            raise ConfigError(f"failing[{rank}]={error!r} is no error: write RuntimeError()")
+            raise ConfigError(f"failing[{rank}] must be an exception such as RuntimeError(), got {error!r}")
     return failing

@@ -205,11 +205,11 @@ def test_logs_are_downloaded_in_and_outside_of_tasks(tmp_path):
     assert script.returncode == 0, script.output
     (report,) = seen(tmp_path / "script", "downloads")
     assert report["none"] == [
-        "no W&B run is open here: pass run_id=, or call this in a task with @wandb_init",
+        "no W&B run is open: pass run_id=..., or call this in a task with @wandb_init",
         "NoneType",
     ]
     message, cause = report["unknown"]
-    assert message.startswith("W&B does not give the run 'e/p/nobody'")
+    assert message.startswith("W&B did not return the run 'e/p/nobody'")
     assert cause == "CommError"
     assert "summary.json" in report["open"]
     assert "metrics_history.json" not in report["open"]
@@ -227,8 +227,8 @@ def test_a_sweep_that_cannot_be_downloaded_is_a_runtime_error(tmp_path):
     with WandbServer() as server:
         done = jobs.python(tmp_path, jobs.PROGRAMS / "compat_missing_sweep.py", env=server.environment)
     refused = [line.removeprefix("REFUSED ") for line in done.output.splitlines() if line.startswith("REFUSED ")]
-    assert refused[0].startswith("no W&B sweep is open here"), done.output
-    assert refused[1].startswith("W&B does not give the sweep 'e/p/nobody'"), done.output
+    assert refused[0].startswith("no W&B sweep is open"), done.output
+    assert refused[1].startswith("W&B did not return the sweep 'e/p/nobody'"), done.output
     assert refused[1].endswith("BY CommError")
 
 

@@ -258,7 +258,7 @@ def test_the_deck_shows_the_runs_of_all_ranks_and_what_is_unsent_outlives_the_po
 
 def test_malformed_configuration_is_told_and_nothing_is_opened(tmp_path):
     done = flyte1_pods.run("above", tmp_path, FLYTE_TRACKING_CONFIG="[1]")
-    assert "the variable FLYTE_TRACKING_CONFIG is a JSON list, no object" in done.output
+    assert "the variable FLYTE_TRACKING_CONFIG must be a JSON object, got a list" in done.output
     assert done.runs == []
 
 

@@ -89,11 +89,11 @@ def test_what_is_gathered_has_the_primarys_statistics_of_the_ranks_that_have_the
         ("none", "ConfigError: metrics['loss'] is None, of type NoneType", ""),
         ("two elements", "ConfigError: metrics['loss'] is tensor([0., 0.]), of type Tensor", ""),
         ("array", "ConfigError: metrics['loss'] is array([0., 0.]), of type ndarray", ""),
-        ("no mapping", "ConfigError: metrics take a mapping of text to values, not 0.5", ""),
-        ("key", "ConfigError: metrics take a mapping of text to values, not {7: 0.5}", ""),
+        ("no mapping", "ConfigError: metrics must be a mapping of text to values, got 0.5", ""),
+        ("key", "ConfigError: metrics must be a mapping of text to values, got {7: 0.5}", ""),
         ("raises", "OSError: cannot be read", "OSError: cannot be read"),
         ("stat", "ConfigError: an entry of stats='maen' is not one of", ""),
-        ("stats", "ConfigError: stats='mean' is no sequence of names", ""),
+        ("stats", "ConfigError: stats must be a sequence of names such as ('mean',), got 'mean'", ""),
     ],
 )
 def test_what_one_rank_cannot_send_fails_there_and_on_the_primary(ranks, call, own, told):
@@ -121,9 +121,15 @@ def test_a_group_that_is_there_is_joined_and_left_alone(ranks):
 
 def test_a_group_that_is_there_and_not_the_one_asked_for_is_refused(ranks):
     for rank, seen in enumerate(ranks):
-        assert seen["another"].startswith("ConfigError: backend='nccl', and there is a process group of gloo already")
-        assert seen["another device"].startswith("ConfigError: device=0, and there is a process group on cpu already")
-        assert f"this is rank {rank} of 4, and for torchelastic it is rank {rank} of 5" in seen["another world"]
+        assert seen["another"].startswith(
+            "ConfigError: backend='nccl' does not match the existing process group of gloo"
+        )
+        assert seen["another device"].startswith(
+            "ConfigError: device=0 does not match the existing process group on cpu"
+        )
+        assert (
+            f"this is rank {rank} of 4, but according to torchelastic it is rank {rank} of 5" in seen["another world"]
+        )
 
 
 @pytest.mark.parametrize("call", ["again", "openmpi"])

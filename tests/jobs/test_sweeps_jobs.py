@@ -87,8 +87,8 @@ def test_nothing_of_a_sweep_is_left_behind(plain):
     ("fault", "env", "message"),
     [
         (None, {"WANDB_API_KEY": ""}, "TrackerUnavailableError W&B: there is no API key for this process, and a sweep"),
-        (Fault.mute(), {}, "TrackerUnavailableError W&B has made no sweep: no answer in 2 s"),
-        (Fault.status(400), {}, "TrackerUnavailableError W&B has made no sweep: "),
+        (Fault.mute(), {}, "TrackerUnavailableError W&B did not create the sweep: no answer in 2 s"),
+        (Fault.status(400), {}, "TrackerUnavailableError W&B did not create the sweep: "),
     ],
 )
 def test_without_a_key_or_an_answer_there_is_an_error_in_time(tmp_path, fault, env, message):
@@ -121,7 +121,7 @@ def test_all_ranks_run_the_trials_in_step(tmp_path, run_mode):
     assert first[1:] == [*([x, 2 * x, run.id, True] for x, run in enumerate(runs, 1)), sweep.id, {}]
     loaded = run_mode == "new"
     assert second[1:] == [*([x, 2 * x, own, loaded] for x, own in enumerate(of_second, 1)), None, {}]
-    assert "the objective has failed on rank 1: ValueError: made to fail" in done.output
+    assert "the objective failed on rank 1: ValueError: made to fail" in done.output
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ RAISING = {
     "RANK=0 and WORLD_SIZE=4 contradict openmpi": lambda: topology.detect(
         {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **OMPI}
     ),
-    "rank_scope='worker', but openmpi does not tell": lambda: plan(topology.detect(OMPI), "auto", "worker", None),
+    "rank_scope='worker', but openmpi does not set": lambda: plan(topology.detect(OMPI), "auto", "worker", None),
     "no run id that all 2 nodes agree on": lambda: from_launcher(
         DistributedInfo(rank=0, world_size=2, num_workers=2, launcher="env"), {}, agreement=True
     ),

@@ -52,11 +52,11 @@ def test_each_name_is_in_the_page_on_moving():
         ({"rank_scope": "node"}, "is not one of global, worker"),
         ({"projct": "p"}, "did you mean 'project'?"),
         ({"host": "wandb.example.com"}, "must be an address such as"),
-        ({"secret": "a" * 40}, "takes a flytekit Secret or a callable"),
+        ({"secret": "a" * 40}, "secret must be a flytekit Secret or a callable"),
         ({"dir": "directory", "entitty": "e"}, "did you mean 'entity'?"),
     ],
 )
-def test_what_cannot_work_is_refused_at_decoration(arguments, message):
+def test_invalid_arguments_are_refused_at_decoration(arguments, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         wandb_init(**arguments)
 

@@ -1,4 +1,4 @@
-"""Arguments: what is taken, and what is refused at decoration, before anything is opened."""
+"""Arguments: which are accepted, and which are refused at decoration, before anything is opened."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Settings:
         ({"rank_prefix": "yes"}, "rank_prefix='yes' is neither True nor False"),
         ({"allow_config": 1}, "allow_config=1 is neither True nor False"),
         ({"step_metric": ""}, "step_metric='' is no text"),
-        ({"step_metric": None}, "step_metric=None is no text"),
-        ({"config": 3}, "config= takes a mapping, a dataclass or a namespace, not int"),
+        ({"step_metric": None}, "step_metric must be a non-empty string, got None"),
+        ({"config": 3}, "config must be a mapping, a dataclass or a namespace, got int"),
         ({"config": {"a": {"b": [1, {2, 3}]}}}, "config['a']['b'][1] is a set: JSON cannot hold it"),
         ({"config": {"f": print}}, "config['f'] is a builtin_function_or_method: JSON cannot hold it"),
-        ({"config": {(1, 2): 3}}, "config has the key (1, 2) of type tuple: JSON keys are text"),
+        ({"config": {(1, 2): 3}}, "config has the key (1, 2) of type tuple: JSON keys must be text"),
     ],
 )
-def test_what_cannot_work_is_refused_at_decoration(arguments, message):
+def test_invalid_arguments_are_refused_at_decoration(arguments, message):
     with pytest.raises(ConfigError) as caught:
         tracking_init(**arguments)
     assert message in str(caught.value)
@@ -71,7 +71,7 @@ def test_a_config_that_contains_itself_is_refused():
 
 @pytest.mark.parametrize("key", ["0123456789" * 4, b"0123456789" * 4])
 def test_a_key_in_place_of_a_secret_is_refused_and_not_shown(key):
-    with pytest.raises(ConfigError, match="takes a flytekit Secret or a callable") as caught:
+    with pytest.raises(ConfigError, match="secret must be a flytekit Secret or a callable") as caught:
         tracking_init(secret=key)
     assert "0123456789" not in str(caught.value)
 
@@ -88,7 +88,7 @@ def test_secrets_and_options_stay_out_of_the_repr():
     assert "lambda" not in repr(config)
 
 
-def test_a_dataclass_that_is_a_mapping_too_is_taken_for_its_fields():
+def test_a_dataclass_that_is_also_a_mapping_gives_its_fields():
     @dataclasses.dataclass
     class Both(dict[str, float]):
         lr: float = 0.1

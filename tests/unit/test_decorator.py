@@ -1,4 +1,4 @@
-"""Decorated functions: their signature, errors, run, and what threads and tasks see of it."""
+"""Decorated functions: their signature, errors and run, also in threads and asyncio tasks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Trainer:
 
 
 @pytest.mark.parametrize("function", [bare, coroutine])
-def test_the_function_still_shows_itself(function):
+def test_the_function_keeps_its_name_signature_and_docstring(function):
     assert function.__module__ == __name__
     assert function.__name__ == function.__qualname__
     assert inspect.isfunction(function)
@@ -92,7 +92,7 @@ def test_the_run_of_an_async_object_is_open_while_it_runs(recorder):
         ("project", "write @tracking_init(project='project')"),
     ],
 )
-def test_what_is_no_function_is_refused(target, message):
+def test_a_target_that_is_not_a_function_is_refused(target, message):
     with pytest.raises(ConfigError) as caught:
         tracking_init(target)
     assert message in str(caught.value)
@@ -217,13 +217,13 @@ def test_a_helper_thread_does_not_get_the_run_of_another_training(recorder):
             return get_run(), without, within
 
     with ThreadPoolExecutor(2) as pool:
-        for own, without, within in [future.result() for future in [pool.submit(train), pool.submit(train)]]:
+        for run, without, within in [future.result() for future in [pool.submit(train), pool.submit(train)]]:
             assert without is None
-            assert within is own is not None
+            assert within is run is not None
 
 
 @pytest.mark.parametrize("secret", [lambda: 7, lambda: {"key": "canary"}, lambda: 1 / 0])
-def test_a_secret_that_is_no_text_is_told_and_not_shown(bare_environment, secret):
+def test_a_secret_that_is_not_text_is_reported_and_not_shown(bare_environment, secret):
     @tracking_init(tracker=RequestRecorder(), secret=secret)
     def train():
         with pytest.raises(TrackerUnavailableError, match=r"secret= (gave a|raised Zero)") as caught:
@@ -253,7 +253,7 @@ def test_trainings_in_several_tasks_at_once_see_their_own_runs(recorder):
     assert second is second_after
 
 
-def test_ranks_without_a_run_get_none_also_where_a_neighbour_thread_has_one(recorder):
+def test_ranks_without_a_run_get_none_even_if_another_thread_has_one(recorder):
     @tracking_init
     def train():
         return get_run()

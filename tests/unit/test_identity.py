@@ -1,4 +1,4 @@
-"""Base ids that need no running launcher to be seen; the others are in the torchrun and Flyte tests."""
+"""Base ids that can be tested without a running launcher. The others are in the torchrun and Flyte tests."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_several_nodes_that_share_nothing_cannot_agree(launcher):
         from_launcher(info, {}, agreement=True)
 
 
-def test_a_rank_of_lightnings_own_launcher_is_told_what_to_start_with():
-    """`id=` would not help: its first rank is one process, with a run that no other shares."""
+def test_the_error_of_lightnings_own_launcher_says_what_to_start_with():
+    """`id=` would not help: the first rank starts as a single process, whose run no other rank shares."""
     info = DistributedInfo(rank=1, world_size=2, local_rank=1, worker_index=0, launcher="lightning")
     with pytest.raises(IdentityError, match="For run_mode='new' or 'shared' start with torchrun"):
         from_launcher(info, {}, agreement=True)
@@ -48,7 +48,7 @@ def test_one_process_leaves_the_id_to_the_tracker():
     assert from_launcher(None, {}, agreement=False) == Identity(None)
 
 
-def test_a_store_that_does_not_answer_is_told(monkeypatch):
+def test_a_store_that_does_not_answer_is_an_identity_error(monkeypatch):
     pytest.importorskip("torch", reason='torch is not installed: pip install "flyteplugins-tracking[torch]"')
     monkeypatch.setattr(stores.agents_store, "__defaults__", (stores.timedelta(milliseconds=100),))
     info = DistributedInfo(rank=0, world_size=2, num_workers=2, launcher="torchelastic", job_id="job")
@@ -75,11 +75,11 @@ def test_the_first_variable_of_the_tracker_that_is_set_gives_the_id():
         (("--x--",), "x"),
     ],
 )
-def test_ids_are_what_every_tracker_takes(parts, expected):
+def test_ids_are_valid_for_every_tracker(parts, expected):
     assert readable(*parts) == expected
 
 
 def test_long_ids_are_cut_and_stay_different():
-    one, other = readable("x" * 60, "a"), readable("x" * 60, "b")
-    assert len(one) == len(other) == 39
-    assert one != other
+    first, second = readable("x" * 60, "a"), readable("x" * 60, "b")
+    assert len(first) == len(second) == 39
+    assert first != second

@@ -1,4 +1,4 @@
-"""Keys that say whose a value is, and metrics of one process. Those of several ranks: `test_process_group.py`."""
+"""Keys that name the rank, and metrics of one process. For several ranks see `test_process_group_jobs.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMBERS = st.one_of(st.integers(-(2**63), 2**63), st.floats(allow_nan=True, allo
 
 @pytest.fixture(autouse=True)
 def _bare(bare_environment):
-    """No launcher around these tests counts."""
+    """Hide the launcher that may have started these tests."""
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def test_one_process_is_rank_0_as_it_is_for_rank_prefix():
 
 @pytest.mark.parametrize("metrics", [None, 0.5, "loss", [("loss", 0.5)], {1: 0.5}, {None: 0.5}])
 @pytest.mark.parametrize("function", [prefix_metrics, gather_metrics])
-def test_metrics_that_are_no_mapping_of_text_are_refused(function, metrics):
-    with pytest.raises(ConfigError, match="metrics take a mapping of text to values, not "):
+def test_metrics_that_are_not_a_mapping_of_text_are_refused(function, metrics):
+    with pytest.raises(ConfigError, match="metrics must be a mapping of text to values, got "):
         function(metrics)
 
 
@@ -71,13 +71,13 @@ def test_without_torch_the_metrics_come_back(monkeypatch):
 @pytest.mark.parametrize(
     ("stats", "message"),
     [
-        ("mean", r"stats='mean' is no sequence of names: pass stats=\('mean',\)"),
-        (None, "stats=None is no sequence of names"),
+        ("mean", r"stats must be a sequence of names such as \('mean',\), got 'mean'"),
+        (None, "stats must be a sequence of names such as .*, got None"),
         (("maen",), "'maen' is not one of max, mean, min, std, sum; did you mean 'mean'"),
         ((max,), "is not one of"),
     ],
 )
-def test_statistics_that_are_not_offered_are_refused_without_a_group_too(stats, message):
+def test_unknown_statistics_are_refused_also_without_a_group(stats, message):
     with pytest.raises(ConfigError, match=message):
         gather_metrics({"loss": 0.5}, stats)
 

@@ -1,4 +1,4 @@
-"""The plan: the table of modes and scopes, and what holds over every topology."""
+"""The plan: the table of modes and scopes, and properties that hold for every topology."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCOPES = st.sampled_from(["global", "worker"])
 
 
 def world(sizes: list[int]) -> list[DistributedInfo]:
-    """Every rank of a job whose workers have `sizes` processes."""
+    """Return every rank of a job whose workers have `sizes` processes."""
     places = [(worker, local) for worker, size in enumerate(sizes) for local in range(size)]
     return [
         DistributedInfo(
@@ -74,7 +74,7 @@ def test_a_job_that_shrinks_to_one_process_keeps_its_ids():
 @pytest.mark.parametrize("run_mode", ["auto", "shared", "new"])
 def test_worker_scope_without_a_known_worker_is_refused(run_mode):
     unknown = DistributedInfo(rank=3, world_size=4, local_rank=1, local_world_size=2, launcher="openmpi")
-    with pytest.raises(TopologyError, match=r"rank_scope='worker', but openmpi does not tell .* rank 3 is"):
+    with pytest.raises(TopologyError, match=r"rank_scope='worker', but openmpi does not set .* rank 3: "):
         plan(unknown, run_mode, "worker", "b")
 
 

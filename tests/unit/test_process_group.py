@@ -1,4 +1,4 @@
-"""Real process groups: of 4 gloo ranks, of one process, on GPUs where there are any; and what is refused."""
+"""A process group of one process, and the arguments and variables that `process_group` refuses."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from flyteplugins_tracking import ConfigError, DistributedInfo, TopologyError, process_group
-from flyteplugins_tracking._job.process_group import _meet
+from flyteplugins_tracking._job.process_group import _group_store
 
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch):
-    """What is refused here is refused before this process waits for another."""
+    """Fail if this process waits for another one: the errors here must come before that."""
 
     def wait(*_: object, **__: object) -> None:
         raise AssertionError("waits for rank 0")
@@ -24,7 +24,7 @@ def _no_waiting(monkeypatch):
 
 @pytest.fixture
 def place(bare_environment):
-    """This process as a rank of a job, for what is refused before it waits for another."""
+    """Make this process a rank of a job that no other rank joins."""
 
     def set_variables(**variables: str) -> None:
         for name, value in variables.items():
@@ -76,18 +76,18 @@ def test_more_local_ranks_than_gpus_are_refused(place, gpus, backend):
     gpus(2)
     place(CUDA_VISIBLE_DEVICES="0,1", RANK="0", LOCAL_RANK="0")
     text = refusal(TopologyError, backend)
-    assert text.startswith("4 processes on this node, and torch sees 2 GPUs (CUDA_VISIBLE_DEVICES='0,1')")
+    assert text.startswith("4 processes on this node, but torch sees 2 GPUs (CUDA_VISIBLE_DEVICES='0,1')")
     assert "torchrun --nproc-per-node=2" in text
 
 
-def test_a_gpu_that_is_not_there_or_not_known_is_refused(place, gpus, monkeypatch):
+def test_a_gpu_that_does_not_exist_or_is_not_known_is_refused(place, gpus, monkeypatch):
     gpus(2)
-    assert "device=2, and torch sees 2 GPUs (CUDA_VISIBLE_DEVICES is not set)" in refusal(ConfigError, device=2)
-    assert "device=1 goes with NCCL, and backend='gloo'" in refusal(ConfigError, "gloo", device=1)
+    assert "device=2, but torch sees 2 GPUs (CUDA_VISIBLE_DEVICES is not set)" in refusal(ConfigError, device=2)
+    assert "device=1 needs NCCL, but backend='gloo'" in refusal(ConfigError, "gloo", device=1)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name)
     place(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
-    assert refusal(TopologyError).startswith("which GPU is this rank's is not known: set LOCAL_RANK")
+    assert refusal(TopologyError).startswith("the GPU of this rank is not known: set LOCAL_RANK")
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_a_gpu_that_is_not_there_or_not_known_is_refused(place, gpus, monkeypatc
         ({"RANK": "4"}, "RANK=4 and WORLD_SIZE=4 contradict each other"),
         ({"RANK": "1", "WORLD_SIZE": "1"}, "RANK=1 and WORLD_SIZE=1 contradict each other"),
         ({"RANK": "one"}, "RANK='one' is not a whole number"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR not set: env does not tell the 4 processes where rank 0 listens"),
-        ({"MASTER_PORT": ""}, "MASTER_PORT not set"),
-        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT not set: .*export MASTER_ADDR=HOST"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT='http' is no port: set a number from 1 to 65535"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT='0' is no port"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT='65536' is no port"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR must be set to where rank 0 listens, which env does not do"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT must be set"),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT must be set .*export MASTER_ADDR=HOST"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a number from 1 to 65535, the same on all ranks, got 'http'"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT must be a number from 1 to 65535, .*, got '0'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a number from 1 to 65535, .*, got '65536'"),
     ],
 )
 def test_ranks_that_cannot_meet_are_refused(place, gpus, variables, message):
@@ -124,7 +124,7 @@ def test_ranks_that_cannot_meet_are_refused(place, gpus, variables, message):
         ),
     ],
 )
-def test_a_launcher_that_tells_no_address_is_named_with_the_command(bare_environment, gpus, variables, how):
+def test_a_launcher_that_sets_no_address_is_named_with_the_command(bare_environment, gpus, variables, how):
     for name, value in variables.items():
         bare_environment.setenv(name, value)
     assert how in refusal(TopologyError)
@@ -136,12 +136,12 @@ def test_a_launcher_that_tells_no_address_is_named_with_the_command(bare_environ
         ({"backend": "ncl"}, r"backend='ncl': this torch has no 'ncl'\. It has: .*gloo"),
         ({"backend": "undefined"}, "this torch has no 'undefined'"),
         ({"backend": ""}, "this torch has no ''"),
-        ({"backend": 3}, "backend=3 is no name"),
+        ({"backend": 3}, "backend must be .*, got 3"),
         ({"timeout_s": 0}, "timeout_s=0 is no positive number of seconds"),
         ({"timeout_s": "60"}, "timeout_s='60' is no positive number of seconds"),
-        ({"device": "cuda:0"}, "device='cuda:0' is no index of a GPU"),
-        ({"device": -1}, "device=-1 is no index of a GPU"),
-        ({"device": True}, "device=True is no index of a GPU"),
+        ({"device": "cuda:0"}, r"device must be the index of a GPU \(0, 1, ...\) or None, got 'cuda:0'"),
+        ({"device": -1}, "device must be the index of a GPU .*, got -1"),
+        ({"device": True}, "device must be the index of a GPU .*, got True"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(place, gpus, arguments, message):
@@ -149,9 +149,9 @@ def test_arguments_that_cannot_work_are_refused(place, gpus, arguments, message)
         pytest.fail("not refused")
 
 
-@pytest.mark.parametrize(("num_workers", "is_there"), [(1, False), (2, True)])
-def test_after_a_restart_of_one_node_the_addresses_before_it_are_out_of_the_way(
-    monkeypatch, bare_environment, num_workers, is_there
+@pytest.mark.parametrize(("num_workers", "has_old_addresses"), [(1, False), (2, True)])
+def test_after_a_restart_of_one_node_no_rank_finds_the_old_addresses(
+    monkeypatch, bare_environment, num_workers, has_old_addresses
 ):
     store = dist.HashStore()  # torchrun's, which outlives its workers
     monkeypatch.setattr(
@@ -160,12 +160,11 @@ def test_after_a_restart_of_one_node_the_addresses_before_it_are_out_of_the_way(
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
 
-    def met(restart_count):
+    def store_after(restart_count):
         monkeypatch.setattr("flyteplugins_tracking._job.process_group._stores", {})  # a process of its own
         info = DistributedInfo(rank=0, world_size=2, num_workers=num_workers, restart_count=restart_count)
-        return _meet(dist, info, None)
+        return _group_store(dist, info, None)
 
-    met(0).set("address", "of a process that has ended")
-    assert (
-        met(1).check(["address"]) == is_there
-    )  # several nodes may tell different counts: they have to meet all the same
+    store_after(0).set("address", "of a process that has ended")
+    # With several nodes the keys stay the same: nodes that count different restarts must meet.
+    assert store_after(1).check(["address"]) == has_old_addresses

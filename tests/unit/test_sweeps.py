@@ -28,34 +28,37 @@ GRID = {"method": "grid", "parameters": {"x": {"values": [1]}}}
     ("arguments", "message"),
     [
         ({"method": "gird"}, "method='gird' is not one of bayes, custom, grid, random; did you mean 'grid'?"),
-        ({"parameters": [1]}, "parameters= takes a mapping, not list, as in parameters="),
-        ({"parameters": {"lr": [0.1, 1]}}, "the parameter 'lr' is no mapping: write {'values': [...]}"),
-        ({"parameters": {"lr": 0.1}}, "the parameter 'lr' is no mapping: write {'value': 0.1}"),
+        ({"parameters": [1]}, "parameters must be a mapping such as {'lr': "),
+        (
+            {"parameters": {"lr": [0.1, 1]}},
+            "the parameter 'lr' must be a mapping, got [0.1, 1]: write {'values': [...]}",
+        ),
+        ({"parameters": {"lr": 0.1}}, "the parameter 'lr' must be a mapping, got 0.1: write {'value': 0.1}"),
         ({"parameters": {"lr": {"value": object()}}}, "JSON cannot hold it"),
-        ({"metric": "loss"}, "metric= takes a mapping, not str, as in metric="),
-        ({"metric": {"goal": "minimize"}}, "metric= names no metric"),
+        ({"metric": "loss"}, "metric must be a mapping such as {'name': 'loss', 'goal': 'minimize'}, got str"),
+        ({"metric": {"goal": "minimize"}}, "metric must be a mapping with a name such as {'name': "),
         ({"metric": {"name": "loss", "goal": "min"}}, "the goal of metric='min' is not one of maximize, minimize"),
         ({"early_terminat": {}}, "has no argument 'early_terminat'; did you mean 'early_terminate'?"),
-        ({"early_terminate": 3}, "early_terminate= takes a mapping"),
+        ({"early_terminate": 3}, "early_terminate must be a mapping, got int"),
         ({"prior_runs": "one"}, "prior_runs='one' is no sequence of texts"),
         ({"project": 3}, "project=3 is no text"),
         ({"download_logs": True}, "has no argument 'download_logs'"),
     ],
 )
-@pytest.mark.parametrize("what", [tracking_sweep_config, tracking_sweep])
-def test_what_cannot_work_is_refused_where_it_is_written(what, arguments, message):
+@pytest.mark.parametrize("function", [tracking_sweep_config, tracking_sweep])
+def test_invalid_arguments_are_refused_at_once(function, arguments, message):
     with pytest.raises(ConfigError) as error:
-        what(**arguments)
+        function(**arguments)
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("target", ["p", print.__class__, 3, property(print)])
-def test_what_is_no_function_is_refused_by_name(target):
+def test_a_target_that_is_not_a_function_is_refused_by_name(target):
     with pytest.raises(ConfigError, match="tracking_sweep"):
         tracking_sweep(target)
 
 
-def test_a_sweep_without_method_or_parameters_is_not_made(bare_environment):
+def test_a_sweep_without_method_or_parameters_is_not_created(bare_environment):
     called = []
     with pytest.raises(ConfigError, match="no method= and no parameters=: pass them to tracking_sweep"):
         tracking_sweep(project="p")(called.append)(1)
@@ -67,9 +70,9 @@ def test_a_sweep_without_method_or_parameters_is_not_made(bare_environment):
 def test_an_agent_needs_a_sweep_and_an_objective_that_it_can_call(bare_environment):
     async def objective() -> None: ...
 
-    with pytest.raises(ConfigError, match="there is no sweep here"):
+    with pytest.raises(ConfigError, match="sweep_agent has no sweep: pass sweep_id="):
         sweep_agent(print)
-    with pytest.raises(ConfigError, match="awaits nothing"):
+    with pytest.raises(ConfigError, match="must be a plain function"):
         sweep_agent(objective)
     assert (get_sweep_id(), get_sweep_parameters()) == (None, {})
 
@@ -82,10 +85,10 @@ def test_the_configuration_is_one_value_that_blocks_add_to(bare_environment):
     assert inner == {"method": "grid", "name": "inner", "run_cap": 3}
 
 
-def test_the_link_leads_to_the_sweep_when_it_is_made_and_before_to_the_projects_sweeps(bare_environment):
+def test_the_link_leads_to_the_sweep_and_before_it_exists_to_the_projects_sweeps(bare_environment):
     def page(link: SweepLink, **context: dict) -> str:
-        carried = {key: json.dumps(value) for key, value in context.items()}
-        return link.get_link("r", "p", "d", carried, "a0", "a1", "pod")
+        custom_context = {key: json.dumps(value) for key, value in context.items()}
+        return link.get_link("r", "p", "d", custom_context, "a0", "a1", "pod")
 
     link = pickle.loads(pickle.dumps(SweepLink({"project": "p", "entity": "e"})))
     assert page(link) == "https://wandb.ai/e/p/sweeps"

@@ -1,4 +1,4 @@
-"""The test kit: what it shows is what the library does in a job, and nothing leaves the process."""
+"""The test kit shows what the library does in a job, and nothing leaves the process."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
 PLUGIN = pytest_plugin.__name__
 # Where the package is installed, pytest has loaded the plugin by its entry point.
-LOADED = [] if any(found.value == PLUGIN for found in entry_points(group="pytest11")) else ["-p", PLUGIN]
-# A launcher that pytest runs under: none of it is the simulated job's.
+LOADED = [] if any(entry.value == PLUGIN for entry in entry_points(group="pytest11")) else ["-p", PLUGIN]
+# The variables of a launcher that starts pytest: the simulated job must not see them.
 OUTER = {
     **{"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"},
     **{"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "outer", "TORCHELASTIC_RESTART_COUNT": "7"},
@@ -55,12 +55,12 @@ OUTER = {
 
 @pytest.fixture(autouse=True)
 def nothing_leaves_and_nothing_stays(monkeypatch, tmp_path):
-    """Every test here: no file, no connection, and no trace in the library or the environment."""
+    """Check that a test leaves no file, no connection, and no change in the library or the environment."""
     monkeypatch.chdir(tmp_path)
     before = environment()
     with monkeypatch.context() as patched:
         patched.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection was made"))
-        patched.setattr(RunLock, "acquire", lambda *_, **__: pytest.fail("a run was claimed on this machine"))
+        patched.setattr(RunLock, "acquire", lambda *_, **__: pytest.fail("a run was locked on this machine"))
         yield
     assert list(tmp_path.iterdir()) == []
     assert (_running, _overrides, get_run()) == ([], [], None)
@@ -125,9 +125,9 @@ def test_ranks_in_threads_can_wait_for_each_other_and_those_that_wait_in_vain_ar
             raise ValueError("lost")
         never.wait(60)
 
-    with pytest.raises(TimeoutError, match=r"^rank 0 of 2 did not .*Rank 1 has raised ValueError\('lost'\)"):
+    with pytest.raises(TimeoutError, match=r"^rank 0 of 2 did not .*Rank 1 raised ValueError\('lost'\)"):
         simulate(waits, num_workers=1, nproc_per_node=2, timeout_s=0.2)
-    # They still wait, and are in nobody's way: not in that of the next test.
+    # The threads still wait. They must not affect the next test.
     assert (_running, get_run()) == ([], None)
     never.set()
     for thread in threading.enumerate():
@@ -138,24 +138,25 @@ def test_ranks_in_threads_can_wait_for_each_other_and_those_that_wait_in_vain_ar
 def test_one_after_another_the_ranks_have_torchruns_variables(monkeypatch):
     for name, value in OUTER.items():
         monkeypatch.setenv(name, value)
-    found = []
+    infos = []
 
     @tracking_init
     def train() -> None:
-        info = contextvars.Context().run(detect, os.environ)  # which is not told by the simulation
-        assert (info.launcher, info.restart_count) == ("torchelastic", len(found) // 6)
+        info = contextvars.Context().run(detect, os.environ)  # without the simulation's override
+        assert (info.launcher, info.restart_count) == ("torchelastic", len(infos) // 6)
         assert info["rank"] == get_distributed_info().rank
         assert {*info.keys()} == {*get_distributed_info().keys()}
         assert "MASTER_ADDR" not in os.environ
-        found.append(info)
+        infos.append(info)
 
     simulate(train, nproc_per_node=[4, 2], threads=False, failing={5: OSError()}, max_restarts=1)
-    assert [(i.rank, i.local_rank, i.local_world_size, i.worker_index, i.num_workers) for i in found[6:]] == [
+    assert [(i.rank, i.local_rank, i.local_world_size, i.worker_index, i.num_workers) for i in infos[6:]] == [
         *((rank, rank, 4, 0, 2) for rank in range(4)),
         *((4 + rank, rank, 2, 1, 2) for rank in range(2)),
     ]
-    simulate(tracking_init(lambda: found.append(os.environ.get("RANK"))), threads=True)
-    assert found[12:] == [None] * 8
+    in_threads = []
+    simulate(tracking_init(lambda: in_threads.append(os.environ.get("RANK"))), threads=True)
+    assert in_threads == [None] * 8
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_a_restart_goes_on_with_the_run_until_none_fails():
     assert simulate(train, max_restarts=1).runs[0].exit_codes == (1, 1)
 
 
-def test_nested_stacked_and_repeated_functions_are_told_apart():
+def test_nested_stacked_and_repeated_functions_have_their_own_runs():
     @tracking_init(project="p")
     def inner(mode: str) -> str | None:
         return get_run() and get_run().id
@@ -239,20 +240,20 @@ def test_a_simulation_joins_nothing_around_it_and_is_among_what_is_recorded(monk
     monkeypatch.setenv("WANDB_RUN_ID", "named")
 
     @tracking_init
-    def around() -> tuple[str, ...]:
+    def outer() -> tuple[str, ...]:
         return simulate(tracked(id="inside")).runs.ids
 
     with recording() as runs:
-        assert around() == ("inside",)
+        assert outer() == ("inside",)
         thread = threading.Thread(target=tracked(id="of-a-thread"))
         thread.start()
         thread.join()
-        asyncio.run(asyncio.to_thread(around))
+        asyncio.run(asyncio.to_thread(outer))
         assert runs.ids == ("named", "of-a-thread", "inside", "inside")
         assert (runs[1].config, runs[1].ranks, runs[0].attempts) == ({}, (0,), 2)
         with pytest.raises(KeyError, match="2 runs have the id 'inside'"):
             runs["inside"]
-        with pytest.raises(KeyError, match="no run has the id 'none'; there are named, of-a-thread"):
+        with pytest.raises(KeyError, match="no run has the id 'none'; the ids are named, of-a-thread"):
             runs["none"]
 
 
@@ -337,8 +338,8 @@ def test_what_is_logged_after_the_end_is_lost_with_a_warning(caplog):
     tracking_init(tracker=recorder)(lambda: kept.append(get_run()))()
     kept[0].log({"late": 1})
     assert (recorder.runs[0].rows, recorder.runs[0].status, len(recorder.runs)) == ((), "finished", 1)
-    assert "is not open here" in caplog.text
-    with pytest.raises(TypeError, match="log\\(\\) takes a mapping"):
+    assert "has ended with its function: this call of log() is lost" in caplog.text
+    with pytest.raises(TypeError, match="log\\(\\) needs a mapping"):
         kept[0].log("late")
 
 
@@ -393,7 +394,7 @@ def test_what_is_propagated_reaches_the_ranks():
 
 
 @pytest.mark.parametrize("threads", [True, False])
-def test_what_pytest_raises_is_no_ranks_error(threads):
+def test_an_exception_of_pytest_is_not_the_error_of_a_rank(threads):
     with pytest.raises(pytest.fail.Exception, match="in the function"):
         simulate(tracking_init(lambda: pytest.fail("in the function")), threads=threads)
 
@@ -427,31 +428,31 @@ TRACKED = tracked()
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (TRACKED, {"num_workers": 0}, "num_workers=0 is no whole number of at least 1"),
-        (TRACKED, {"num_workers": True}, "num_workers=True is no whole number"),
-        (TRACKED, {"nproc_per_node": -1}, "nproc_per_node=-1 is no whole number of at least 1"),
-        (TRACKED, {"nproc_per_node": "4"}, "nproc_per_node='4' is no whole number"),
-        (TRACKED, {"nproc_per_node": [2, 0]}, r"nproc_per_node\[1\]=0 is no whole number"),
-        (TRACKED, {"nproc_per_node": []}, "has 0 numbers for no workers: give one for each"),
-        (TRACKED, {"num_workers": 3, "nproc_per_node": [2, 2]}, "has 2 numbers for 3 workers: give one for each"),
+        (TRACKED, {"num_workers": 0}, "num_workers must be an integer of at least 1, got 0"),
+        (TRACKED, {"num_workers": True}, "num_workers must be an integer of at least 1, got True"),
+        (TRACKED, {"nproc_per_node": -1}, "nproc_per_node must be an integer of at least 1, got -1"),
+        (TRACKED, {"nproc_per_node": "4"}, "nproc_per_node must be an integer of at least 1, got '4'"),
+        (TRACKED, {"nproc_per_node": [2, 0]}, r"nproc_per_node\[1\] must be an integer of at least 1, got 0"),
+        (TRACKED, {"nproc_per_node": []}, "has 0 numbers for no workers: pass one for each"),
+        (TRACKED, {"num_workers": 3, "nproc_per_node": [2, 2]}, "has 2 numbers for 3 workers: pass one for each"),
         (TRACKED, {"num_workers": 2, "distributed": False}, "num_workers=2 and distributed=False contradict"),
         (TRACKED, {"distributed": "no"}, "distributed='no' is neither True nor False"),
-        (TRACKED, {"max_restarts": 1, "distributed": False}, "max_restarts=1: nobody restarts what is in no"),
-        (TRACKED, {"max_restarts": -1}, "max_restarts=-1 is no whole number of at least 0"),
-        (TRACKED, {"failing": [3]}, "no mapping of ranks to errors"),
-        (TRACKED, {"failing": {8: OSError()}}, "failing has the rank 8, and there are the ranks 0 to 7"),
-        (TRACKED, {"failing": {0: OSError}}, "is no error: write RuntimeError"),
-        (TRACKED, {"args": "ab"}, "args='ab' is no sequence of arguments"),
-        (TRACKED, {"kwargs": ["x"]}, "no mapping of names"),
+        (TRACKED, {"max_restarts": 1, "distributed": False}, "max_restarts=1 needs a distributed job"),
+        (TRACKED, {"max_restarts": -1}, "max_restarts must be an integer of at least 0, got -1"),
+        (TRACKED, {"failing": [3]}, "failing must be a mapping such as {3: RuntimeError"),
+        (TRACKED, {"failing": {8: OSError()}}, "failing has the rank 8, but the ranks are 0 to 7"),
+        (TRACKED, {"failing": {0: OSError}}, r"failing\[0\] must be an exception such as RuntimeError"),
+        (TRACKED, {"args": "ab"}, "args must be a sequence of arguments .*, got 'ab'"),
+        (TRACKED, {"kwargs": ["x"]}, "kwargs must be a mapping of names to arguments"),
         (TRACKED, {"threads": 4}, "threads=4 is neither True nor False"),
         (TRACKED, {"timeout_s": 0}, "timeout_s=0 is no positive number of seconds"),
-        (plain, {}, "plain has called no tracked function on any rank: put @tracking_init on it"),
-        (raising, {}, "raising has called no tracked function on any rank: put @tracking_init on it"),
-        (3, {}, "3 is no function and no Flyte task"),
-        (RecordingTracker, {}, "is no function and no Flyte task"),
+        (plain, {}, "plain called no tracked function on any rank: put @tracking_init on it"),
+        (raising, {}, "raising called no tracked function on any rank: put @tracking_init on it"),
+        (3, {}, r"simulate\(\) needs a function or a Flyte task, got 3"),
+        (RecordingTracker, {}, "needs a function or a Flyte task, got <class"),
     ],
 )
-def test_what_cannot_be_simulated_is_refused_in_words(function, arguments, message):
+def test_invalid_simulations_are_refused(function, arguments, message):
     with pytest.raises(ConfigError, match=message):
         simulate(function, **arguments)
 
@@ -467,7 +468,7 @@ def test_the_plugin_imports_nothing_but_pytest_and_is_declared():
 
 @pytest.fixture(scope="module")
 def imported():
-    """Before `pytester`, which has this session forget what is imported after it: torch crashes at a second import."""
+    """Import torch before `pytester`, which unloads later imports: torch crashes at a second import."""
     for name in ("flytekitplugins.kfpytorch", "flyteplugins.pytorch.task", "torch"):
         importlib.import_module(name)
 

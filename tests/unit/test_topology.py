@@ -1,4 +1,4 @@
-"""The topology that each launcher's variables give, and variables that contradict each other."""
+"""The topology that each launcher's variables describe, and variables that contradict each other."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_each_launcher_is_understood(env, expected):
         pytest.param({"PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_NNODES": "1"}, id="a Trainer pod alone"),
     ],
 )
-def test_one_process_is_no_distributed_job(env):
+def test_one_process_is_not_a_distributed_job(env):
     assert detect(env) is None
 
 
@@ -282,7 +282,7 @@ def test_one_process_is_no_distributed_job(env):
         ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK=4 and OMPI_COMM_WORLD_SIZE=4 contradict"),
     ],
 )
-def test_bad_values_are_told_by_variable_and_value_and_nobody_becomes_rank_0(env, message):
+def test_bad_values_are_reported_by_variable_and_value_and_no_process_becomes_rank_0(env, message):
     with pytest.raises(TopologyError) as caught:
         detect(env)
     assert message in str(caught.value)
@@ -299,7 +299,7 @@ def test_variables_are_read_at_the_call(bare_environment):
         info["ranks"]
 
 
-def test_a_world_of_one_is_no_distributed_job_also_under_torchrun(bare_environment):
+def test_a_world_of_one_is_not_a_distributed_job_even_under_torchrun(bare_environment):
     for name, value in {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         bare_environment.setenv(name, value)
     bare_environment.setenv("LOCAL_WORLD_SIZE", "1")
@@ -322,22 +322,22 @@ class Group(types.ModuleType):
         return True
 
 
-def test_an_initialised_process_group_tells_where_no_variable_does(monkeypatch):
+def test_an_initialised_process_group_has_the_rank_if_no_variable_has_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed", Group(9, 16))
     assert detect({}) == DistributedInfo(9, 16, launcher="process_group")
     # mp.spawn in the pods of a PyTorchJob: RANK is the pod's.
     assert detect({"RANK": "1", "WORLD_SIZE": "2"}) == DistributedInfo(9, 16, launcher="process_group")
 
 
-def test_the_variables_keep_the_identity_where_a_process_group_disagrees(monkeypatch):
+def test_the_variables_take_precedence_over_a_process_group(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed", Group(0, 1))
     assert detect(TORCHRUN) == DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job")
 
 
-def test_an_override_goes_before_everything():
-    mine = DistributedInfo(rank=1, world_size=3)
-    with override_distributed_info(mine):
-        assert detect(TORCHRUN) == mine
+def test_an_override_takes_precedence():
+    override = DistributedInfo(rank=1, world_size=3)
+    with override_distributed_info(override):
+        assert detect(TORCHRUN) == override
     assert detect({}) is None
     with pytest.raises(TopologyError, match="rank=3 and world_size=3"):
         DistributedInfo(rank=3, world_size=3)
@@ -346,11 +346,11 @@ def test_an_override_goes_before_everything():
 @pytest.mark.parametrize("variable", ["GROUP_RANK", "NODE_RANK"])
 def test_an_incomplete_launcher_does_not_make_two_nodes_one(variable):
     """The launcher sets no LOCAL_WORLD_SIZE, and may set NODE_RANK instead of GROUP_RANK."""
-    found = []
+    infos = []
     for rank in range(4):
         node, local_rank = divmod(rank, 2)
-        found.append(detect({"RANK": f"{rank}", "WORLD_SIZE": "4", "LOCAL_RANK": f"{local_rank}", variable: f"{node}"}))
-    assert [(info.worker_index, info.local_rank) for info in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert all(info.num_workers != 1 for info in found)
-    ids = {plan(info, "new", "worker", "base").run_id for info in found}
+        infos.append(detect({"RANK": f"{rank}", "WORLD_SIZE": "4", "LOCAL_RANK": f"{local_rank}", variable: f"{node}"}))
+    assert [(info.worker_index, info.local_rank) for info in infos] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(info.num_workers != 1 for info in infos)
+    ids = {plan(info, "new", "worker", "base").run_id for info in infos}
     assert len(ids) == 4
