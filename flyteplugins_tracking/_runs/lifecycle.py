@@ -19,7 +19,7 @@ from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import Task, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._util.critical import critical_section
-from flyteplugins_tracking.errors import ConfigError, TrackingError
+from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # How long a signal waits for a run that is being opened or closed: it exists at the server, and would stay "running".
 _PATIENCE_S = 5.0
+_DOCTOR = "To see what each rank detects, put it in the place of the script: python -m flyteplugins_tracking"
 
 
 class RunScope:
@@ -59,6 +60,8 @@ class RunScope:
         try:
             return self._block.__enter__()
         except TrackingError as error:
+            if isinstance(error, (TopologyError, IdentityError)):
+                error.args = (f"{error}\n{_DOCTOR}",)
             # Its message says what to do. Its frames are ours, and would stand between the user's call and the message.
             raise error.with_traceback(None)  # noqa: B904 its cause is kept
 
