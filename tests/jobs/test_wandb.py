@@ -317,7 +317,7 @@ def test_a_secret_reaches_the_server_and_nothing_else(tmp_path):
 
 def test_a_secret_that_raises_is_reported(tmp_path):
     done = train(tmp_path, **ONLINE, SECRET_FROM="NOT_THERE")
-    assert "TrackerUnavailableError: secret= raised KeyError and gave no API key" in done.output
+    assert "TrackerUnavailableError: secret= raised KeyError and returned no API key" in done.output
     assert done.runs == []
 
 
