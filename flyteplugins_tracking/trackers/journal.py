@@ -174,10 +174,10 @@ def send(directory: Path) -> str:
         kept_again |= _send_attempt([files[path] for path in paths])
         _mark_as_sent(paths)
     _mark_as_sent(there.keys() - files.keys())
-    left = sorted(str(one) for one in kept_again if any(one.glob("*.jsonl")))
-    if left:
+    unsent = sorted(str(path) for path in kept_again if any(path.glob("*.jsonl")))
+    if unsent:
         raise TrackerUnavailableError(
-            f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(left))}"
+            f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(unsent))}"
         )
     return str(next(iter(files.values()))[0]["id"])
 
