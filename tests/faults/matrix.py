@@ -258,7 +258,7 @@ def until_logged(job: Job, but_not: set[int], rows: int = FIRST_ROWS + 10) -> No
 def flyte_pod(job: Job) -> Outcome:
     """A Flyte 1 task's pod is told to end."""
     process = job.start(
-        flyte1_pods.command("plain", job.directory, module="flyte_ends"),
+        flyte1_pods.command("plain", job.directory, module="flyte_scripted"),
         flyte1_pods.environment("plain"),
         **ends("loop"),
     )
@@ -270,7 +270,7 @@ def flyte_pod(job: Job) -> Outcome:
 def flyte_retry(job: Job) -> Outcome:
     """Two attempts of a Flyte 1 task's pod; the first one fails."""
     for attempt in (0, 1):
-        command = flyte1_pods.command("plain", job.directory, attempt, module="flyte_ends")
+        command = flyte1_pods.command("plain", job.directory, attempt, module="flyte_scripted")
         job.start(command, flyte1_pods.environment("plain", attempt), **ends("raise")).wait(240)
     return job.outcome()
 

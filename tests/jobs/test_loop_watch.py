@@ -62,7 +62,7 @@ def told(process: subprocess.Popen[str], directory: Path, server: WandbServer, c
 
 
 @contextmanager
-def pod(task: str, directory: Path, count: int = 1, module: str = "flyte2_told") -> Iterator[Told]:
+def pod(task: str, directory: Path, count: int = 1, module: str = "flyte2_sigterm") -> Iterator[Told]:
     pytest.importorskip("flyte", reason="flyte is not installed")
     pytest.importorskip("flyteplugins.pytorch", reason="flyteplugins-pytorch is not installed")
     from support import flyte2_pods
@@ -133,7 +133,7 @@ def test_an_end_that_is_being_recorded_is_waited_for(tmp_path):
 
 
 def test_the_agent_of_an_elastic_pod_has_its_workers_end_their_run(tmp_path):
-    with pod("workers", tmp_path, count=2, module="flyte2_told_workers") as started:
+    with pod("workers", tmp_path, count=2, module="flyte2_sigterm_workers") as started:
         assert started.process.pid not in started.pids
         done = started.end()
         (run,) = started.server.runs

@@ -1,9 +1,9 @@
-"""A Flyte 2 task with workers that goes on until its pod is told to end: see `flyte2_told.py`."""
+"""A Flyte 2 task with workers that goes on until its pod is told to end: see `flyte2_sigterm.py`."""
 
 import time
 
 import flyte
-from flyte2_told import ready, tracked
+from flyte2_sigterm import ready, tracked
 from flyteplugins.pytorch import Elastic
 
 from flyteplugins_tracking import get_run
