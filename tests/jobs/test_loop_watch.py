@@ -177,7 +177,7 @@ def installed() -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("of_the_loop", [False, True])
-def test_what_was_installed_is_back_when_the_last_function_returns(of_the_loop):
+def test_the_old_handler_is_back_when_the_last_function_returns(of_the_loop):
     recorder = RecordingTracker()
     entered, is_left = threading.Barrier(3), threading.Event()
 

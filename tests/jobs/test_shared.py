@@ -106,7 +106,7 @@ def test_the_ranks_of_flytes_elastic_workers_share_one_client(tmp_path, task):
         assert len(sequences(started.server.runs[0].rows)) == 2
 
 
-def test_the_printed_command_merges_what_the_nodes_have_logged_offline(tmp_path):
+def test_the_printed_command_merges_the_offline_rows_of_the_nodes(tmp_path):
     with job(tmp_path) as started:
         settings = ends("return", rows=100, with_step=True, tracking={**GIVEN, "config": {"lr": 0.1}})
         start(started, [2, 1], {"WANDB_MODE": "offline"}, **settings)
@@ -249,7 +249,7 @@ def by_hand(job: Job, ranks: int, how: str | dict[str, str], **settings: Any) ->
         job.start(python(), {**PROMPT, **place(rank, ranks)}, **ends(how, tracking=GIVEN, **settings))
 
 
-def test_a_neighbour_whose_writer_does_not_come_says_so(tmp_path):
+def test_a_follower_without_a_leader_raises(tmp_path):
     with job(tmp_path) as started:
         env, settings = rank_alone(1, init_timeout_s=2)
         began = time.monotonic()
@@ -301,7 +301,7 @@ def test_each_training_of_a_process_is_a_run_of_its_own(tmp_path):
         assert len(server.runs) == 3
 
 
-def test_the_writer_waits_for_its_neighbours_and_then_says_whom_it_leaves(tmp_path):
+def test_the_leader_waits_for_its_followers_and_warns_about_late_ones(tmp_path):
     with job(tmp_path) as started:
         tracking = {**GIVEN, "finish_timeout_s": 2}
         settings = ends({"0": "return", "1": "until told", "2": "return"}, step_s=0.05, tracking=tracking)
