@@ -205,7 +205,9 @@ def mute() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_values_that_no_request_or_file_can_hold_do_not_lose_other_rows(server, tmp_path, monkeypatch, bare_environment):
+def test_values_that_no_request_or_file_can_hold_do_not_lose_other_rows(
+    server, tmp_path, monkeypatch, bare_environment
+):
     numpy = pytest.importorskip("numpy")
     monkeypatch.chdir(tmp_path)
 
