@@ -1,4 +1,4 @@
-"""`python -m flyteplugins_tracking.send DIRECTORY...`: send runs that were logged to files, as a warning has said."""
+"""`python -m flyteplugins_tracking.send DIRECTORY...`: send runs that were logged to files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flyteplugins_tracking.trackers.journal import send
 
 
 def main(directories: list[str]) -> int:
-    """Send each; the process's status."""
+    """Send the run of each directory, and return the exit status of the process."""
     if not directories:
         sys.stderr.write("usage: python -m flyteplugins_tracking.send DIRECTORY...\n")
         return 2
@@ -18,9 +18,9 @@ def main(directories: list[str]) -> int:
         try:
             run_id = send(Path(directory))
         except (TrackingError, ValueError) as error:
-            sys.stderr.write(f"{directory} is not sent: {error}\n")
+            sys.stderr.write(f"cannot send {directory}: {error}\n")
             return 1
-        sys.stdout.write(f"{directory} is sent, as run {run_id}\n")
+        sys.stdout.write(f"sent {directory} as run {run_id}\n")
     return 0
 
 

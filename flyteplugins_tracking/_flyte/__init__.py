@@ -2,7 +2,7 @@
 
 In the room: what the platform knows about the call (`context`), one module for each Flyte (`flyte1` is flytekit), the
 table in a task's report (`report`), and `tracking_config`, which passes arguments to tasks.
-May enter: all that names Flyte. Must not: names of a tracker.
+May enter: code that names Flyte. Must not: names of a tracker.
 Flyte's packages are imported inside functions, and only if the user has imported them.
 It may import every room below it: `_runs`, `trackers`, `_config`, `_job`, `_util` and `errors`.
 """

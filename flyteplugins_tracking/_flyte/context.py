@@ -1,4 +1,4 @@
-"""Adapt what the decorator is put on: a function, or a task object of Flyte."""
+"""Adapt the target of a decorator: a function, or a task object of Flyte."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from flyteplugins_tracking.errors import ConfigError
 
 @dataclass(frozen=True)
 class Decorator:
-    """What is put on a function or task.
+    """A decorator of this package, as its Flyte tasks need it.
 
     Attributes:
-        name: What messages call it.
-        links: Gives the links that a Flyte 2 task gains: by its workers, None for one without, and by itself.
-        link: Gives what flytekit's task template gains: by the task, None for a function that is still to become one.
+        name: The decorator's name in messages.
+        links: Returns the links to add to a Flyte 2 task. Called with the nodes that it requests, None for one process,
+            and with the task.
+        link: Returns the values to add to flytekit's task template. Called with the task; None for a function that may
+            become a task later.
     """
 
     name: str
@@ -33,7 +35,7 @@ class Decorator:
 
     @classmethod
     def of_runs(cls, name: str, config: TrackingConfig) -> Decorator:
-        """One whose links lead to the runs that `config` asks for."""
+        """Return a decorator whose links lead to the runs of `config`."""
 
         def links(workers: NodeRequest | None, task: Any) -> Iterable[Any]:
             from flyteplugins_tracking._flyte import flyte2
@@ -53,8 +55,8 @@ def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decor
 
     Args:
         target: A function, or a task.
-        wrap: Gives the tracked function for a function. Its other argument is the task that it is of.
-        decorator: What `wrap` belongs to.
+        wrap: Returns the tracked function. Called with the function, and the task that it belongs to or None.
+        decorator: The decorator of `wrap`.
 
     Raises:
         ConfigError: `target` cannot be tracked.
@@ -66,7 +68,7 @@ def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decor
             return flyte2.adapt_task(target, wrap, decorator.name, decorator.links)
         if flyte1.is_entity(target):
             return flyte1.adapt_task(target, wrap, decorator.name, decorator.link)
-    _refuse_what_is_no_function(target, decorator.name)
+    _refuse_other_targets(target, decorator.name)
     tracked = wrap(target, None)
     if "flytekit" not in sys.modules:
         return tracked
@@ -76,7 +78,7 @@ def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decor
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling `function` gives a coroutine; also for an object whose `__call__` is async."""
+    """Whether calling `function` returns a coroutine. Objects with an async `__call__` count too."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
@@ -99,17 +101,17 @@ def current_context() -> ExecutionContext:
 
 
 def propagated(key: str) -> dict[str, Any]:
-    """Return what is propagated under `key` to the function that runs here.
+    """Return the arguments that are propagated under `key` to the function that runs here.
 
     Raises:
-        ConfigError: It is malformed.
+        ConfigError: The propagated arguments are malformed.
     """
     from flyteplugins_tracking._flyte import flyte2
 
     return propagation.read(key, flyte2.custom_context())
 
 
-def _refuse_what_is_no_function(target: Any, name: str) -> None:
+def _refuse_other_targets(target: Any, name: str) -> None:
     if isinstance(target, str):
         raise ConfigError(f"{name} takes the function, not {target!r}: write @{name}(project={target!r})")
     if isinstance(target, (staticmethod, classmethod, property)):
@@ -123,6 +125,6 @@ def _refuse_what_is_no_function(target: Any, name: str) -> None:
         raise ConfigError(f"{name} decorates functions and Flyte tasks, not {target!r}")
     if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
         raise ConfigError(
-            f"{getattr(target, '__qualname__', target)} is a generator: its body runs after the call has returned, "
-            "outside of the run. Decorate the function that consumes it."
+            f"{getattr(target, '__qualname__', target)} is a generator function: its body would run after the call, "
+            "outside of the run. Decorate the function that consumes the generator."
         )

@@ -1,7 +1,7 @@
-"""Flyte 1. flytekit is never imported here: what needs it runs only where the user's code has loaded it.
+"""Flyte 1. This module never imports flytekit: code that needs it runs only if the user's code has loaded it.
 
-Task objects are told by the names of their classes. A task is changed in place: another object in its place would
-run in the agent instead of the workers, and could not be serialized.
+Task objects are recognized by the names of their classes. A task is changed in place: a new object would run in the
+agent instead of the workers, and could not be serialized.
 """
 
 from __future__ import annotations
@@ -38,50 +38,50 @@ _LINK_TYPE = "link_type"
 
 
 class TaskFunction:
-    """A tracked function, as flytekit wants one that brings links: see `flytekit.core.utils.ClassDecorator`.
+    """A tracked function that adds links to its task: a `flytekit.core.utils.ClassDecorator`.
 
-    Its `task_function` is the user's own function: by it flytekit finds a task's module in a `__main__` script.
+    Its `task_function` is the user's function: with it, flytekit finds a task's module in a `__main__` script.
     """
 
     def __init__(self, tracked: Callable[..., Any], link: Mapping[str, str]) -> None:
         functools.update_wrapper(self, tracked, updated=())
         self._tracked = tracked
         self._link = dict(link)
-        self.task_function = _users_own(tracked)
+        self.task_function = _users_function(tracked)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the tracked function."""
         return self._tracked(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind like a function does."""
+        """Bind to an instance, as a function does."""
         return self if instance is None else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        """The attributes that make a function one for `inspect`, which flytekit asks whether this is async."""
+        """Return the attributes of a function that `inspect` reads: flytekit uses it to see whether this is async."""
         if name in ("__code__", "__defaults__", "__kwdefaults__"):
             return getattr(self._tracked, name)
         raise AttributeError(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """By name like a function, where the name leads here; else by value, as Elastic's spawn does."""
+        """Pickle by name, as functions are, if the name leads here. Otherwise by value, as Elastic's spawn does."""
         if _lookup(self.__module__, self.__qualname__) is self:
             return self.__qualname__
         return self.by_value()
 
     def by_value(self) -> tuple[Any, ...]:
-        """How `pickle` makes this again where no name leads to it."""
+        """Return the values from which `pickle` makes this object again, without its name."""
         return TaskFunction, (self._tracked, self._link)
 
     def get_extra_config(self) -> dict[str, str]:
-        """The links of this decorator and of those inside it."""
+        """Return the links of this decorator and of those inside it."""
         inner: dict[str, str] = getattr(getattr(self._tracked, "__wrapped__", None), "get_extra_config", dict)()
         types = [kind for links in (inner, self._link) for kind in links.get(_LINK_TYPE, "").split(",") if kind]
         return {**inner, **self._link, **({_LINK_TYPE: ",".join(dict.fromkeys(types))} if types else {})}
 
 
 def is_entity(target: Any) -> bool:
-    """Whether `target` is something of flytekit's that is no function."""
+    """Whether `target` is a task, a workflow or a launch plan of flytekit."""
     return not _class_names(target).isdisjoint({_TASK, *_OTHER_ENTITIES})
 
 
@@ -89,7 +89,7 @@ def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], name: str, link: Cal
     """Put `wrap` around the function of `task`, and return the same task.
 
     Raises:
-        ConfigError: It is no Python function task, or an async one with Elastic workers.
+        ConfigError: `task` is not a Python function task, or it is async and has Elastic workers.
     """
     names = _class_names(task)
     if _TASK not in names:
@@ -100,29 +100,34 @@ def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], name: str, link: Cal
             f"{task.name!r} is async and has Elastic workers, which run plain functions only: write `def`, "
             "not `async def`"
         )
-    known = Task(None, bool(getattr(task, "enable_deck", False)))
-    task._task_function = _adapted(wrap(task.task_function, known), link(task))
+    description = Task(None, bool(getattr(task, "enable_deck", False)))
+    task._task_function = _adapted(wrap(task.task_function, description), link(task))
     return task
 
 
 def function_of(task: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
-    """The function of `task`, and its Elastic workers.
+    """Return the function of `task`, and the nodes that it requests if it has Elastic workers.
 
     Raises:
-        ConfigError: It is no Python function task.
+        ConfigError: `task` is not a Python function task.
     """
     if _TASK not in _class_names(task):
-        raise ConfigError(f"{task.name!r} is a {type(task).__name__}, and no Python task with a function to call")
+        raise ConfigError(f"{task.name!r} is a {type(task).__name__}, not a Python task with a function to call")
     return task.task_function, workers_of(task.task_config) if _ELASTIC_TASK in _class_names(task) else None
 
 
 def adapt_function(tracked: Any, link: Callable[[Any], Mapping[str, str]]) -> Any:
-    """Where flytekit is loaded, `tracked` may be about to become a task's function: let it bring its link."""
+    """Add the link to `tracked` if flytekit is loaded: it may become the function of a task."""
     return tracked if "flytekit.core.utils" not in sys.modules else _adapted(tracked, link(None))
 
 
 def run_link(config: TrackingConfig, task: Any) -> Mapping[str, str]:
-    """What a task's template gains by the runs that `config` asks for; `task` is None for one that is still to be."""
+    """Return the values for a task's template that link to the runs of `config`.
+
+    Args:
+        config: The user's arguments.
+        task: The task; None for a function that may become one.
+    """
     return find_tracker(config.tracker).link(config, _pages(task, config))
 
 
@@ -133,12 +138,7 @@ def _adapted(tracked: Any, link: Mapping[str, str]) -> Any:
 
 
 def _pages(task: Any, config: TrackingConfig) -> Sequence[Page] | None:
-    """What the task's links lead to; None where its workers are not known, and several runs may be.
-
-    Args:
-        task: None for a function that is still to become one.
-        config: What the user asked for.
-    """
+    """Return the pages of the task's links; None if the number of its workers and so of its runs is unknown."""
     if task is not None and (task.task_config is None or _ELASTIC_TASK in _class_names(task)):
         workers = None if task.task_config is None else workers_of(task.task_config)
         return pages(workers, config.run_mode, config.rank_scope, "")
@@ -147,10 +147,10 @@ def _pages(task: Any, config: TrackingConfig) -> Sequence[Page] | None:
 
 
 def workers_of(elastic: Any) -> NodeRequest:
-    """The workers of an `Elastic` configuration, of either SDK."""
-    fewest, _, most = str(elastic.nnodes).partition(":")
-    processes = str(elastic.nproc_per_node)
-    return NodeRequest(int(fewest), int(most or fewest), int(processes) if processes.isdecimal() else 1)
+    """Return the nodes that an `Elastic` configuration of either SDK requests."""
+    min_nodes, _, max_nodes = str(elastic.nnodes).partition(":")
+    nproc = str(elastic.nproc_per_node)
+    return NodeRequest(int(min_nodes), int(max_nodes or min_nodes), int(nproc) if nproc.isdecimal() else 1)
 
 
 class Flyte1Context(ExecutionContext):
@@ -162,7 +162,7 @@ class Flyte1Context(ExecutionContext):
         flytekit = sys.modules.get("flytekit")
         if flytekit is None:
             return None
-        # Not is_local_execution(): in a local spawn worker it is False. Every pod has this variable, and nothing else.
+        # Not is_local_execution(): it is False in a local spawn worker. Pods have this variable, and nothing else has.
         execution = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID")
         runs_a_task = _runs_a_task(flytekit)
         is_pod = execution is not None and runs_a_task
@@ -193,7 +193,7 @@ class Flyte1Context(ExecutionContext):
         return address
 
     def publish_files(self, directory: str, run_id: str, is_async: bool) -> None:  # noqa: ARG002
-        """Copy the run's files below the raw output prefix. A task's outputs are what its function returns."""
+        """Copy the run's files below the raw output prefix. Only its function returns the task's outputs."""
         logger.warning("the files of run %s are in FlyteDirectory(%r)", run_id, self.persist(directory))
 
     def read_secret(self, secret: Any) -> str | None:
@@ -212,7 +212,7 @@ class Flyte1Context(ExecutionContext):
 
 
 def _show(title: str, html: str) -> None:
-    """Add to the deck, of which flytekit shows the last that has its name. Those of rank 0 become the task's."""
+    """Add to the deck of this title: flytekit shows only the last deck of a title. The task shows those of rank 0."""
     flytekit = sys.modules["flytekit"]
     for deck in flytekit.current_context().decks:
         if deck.name == title:
@@ -222,19 +222,20 @@ def _show(title: str, html: str) -> None:
 
 
 def _runs_a_task(flytekit: Any) -> bool:
-    """Whether flytekit runs this process: a script that a task starts inherits the variables, and nothing else.
+    """Whether flytekit runs a task in this process. A script that a task starts only inherits the variables.
 
-    Pods of Flyte 2 have the same variables and these two.
+    Pods of Flyte 2 have the same variables, and RUN_NAME and ACTION_NAME too.
     """
     state = flytekit.FlyteContextManager.current_context().execution_state
     return state is not None and state.mode is not None and not {"RUN_NAME", "ACTION_NAME"} <= os.environ.keys()
 
 
 def _identity(execution: str, raw_output_prefix: str) -> tuple[str, str | None]:
-    """`{execution}-{node}`: the raw output prefix ends in the task execution's name, `{execution}-{node}-{attempt}`.
+    """Return the base id, `{execution}-{node}`, and a group.
 
-    HOSTNAME differs per node, and no variable holds the node. Where that name is too long for the backend, it is an
-    8-character hash, with the attempt in it: then a retry is a new run, in the group of the execution.
+    The raw output prefix ends in the name of the task execution, `{execution}-{node}-{attempt}`. No variable holds the
+    node, and HOSTNAME differs between nodes. If the name is too long for the backend, it is a hash of 8 characters that
+    includes the attempt. A retry is then a new run, in the group of the execution.
     https://github.com/flyteorg/flyte/blob/v1.16.0/flytepropeller/pkg/utils/encoder.go
 
     Returns:
@@ -251,7 +252,7 @@ def _identity(execution: str, raw_output_prefix: str) -> tuple[str, str | None]:
 
 
 def _map_index() -> str:
-    """Which element of a map task this is, as `flytekit.bin.entrypoint` reads it; empty outside of one."""
+    """Return the suffix for this element of a map task, by the variables that `flytekit.bin.entrypoint` reads."""
     variable = os.environ.get("BATCH_JOB_ARRAY_INDEX_VAR_NAME")
     if not variable or variable not in os.environ:
         return ""
@@ -276,8 +277,8 @@ def _class_names(target: Any) -> set[str]:
     return {f"{t.__module__}.{t.__qualname__}" for t in type(target).__mro__}
 
 
-def _users_own(function: Any) -> Any:
-    """The innermost function, through wrappers and other class decorators."""
+def _users_function(function: Any) -> Any:
+    """Return the innermost function, through wrappers and other class decorators."""
     while True:
         inner = getattr(function, "__wrapped__", None) or getattr(function, "task_function", None)
         if inner is None:
@@ -286,14 +287,14 @@ def _users_own(function: Any) -> Any:
 
 
 def _lookup(module: str, qualname: str) -> Any:
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for name in qualname.split("."):
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
 def _pickle_like_a_function_for_cloudpickle() -> None:
-    """To cloudpickle, what is in `__main__` or in a module registered for it is no name that another process knows."""
+    """Make cloudpickle treat a `TaskFunction` as a function: by value if it is in `__main__` or a registered module."""
     cloudpickle = sys.modules["cloudpickle"]
 
     def reduce(function: TaskFunction) -> Any:

@@ -1,7 +1,7 @@
-"""Flyte 2. flyte is never imported here: what needs it runs only where the user's code has loaded it.
+"""Flyte 2. This module never imports flyte: code that needs it runs only if the user's code has loaded it.
 
-A task is changed in place, its function and its links. A copy, as `override` makes one, would not be in its
-environment, and a patched `execute` would not be in its copies.
+The function and the links of a task are changed in place. A copy, such as `override` makes, would not be in the task's
+environment, and copies of the task would lack a patched `execute`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"
 _ANY_TASK = "flyte._task.TaskTemplate"
 _ENVIRONMENT = "flyte._environment.Environment"
-# Where the calls of an attempt of a task are counted: `TaskContext.data` is one attempt's.
+# The key of the counts of an attempt's calls in `TaskContext.data`, which belongs to one attempt.
 _CALL_COUNTS = "flyteplugins_tracking_call_counts"
 
 
@@ -40,11 +40,11 @@ class TrackingLink:
     """A link of a task to one of its pages: a `flyte.Link`.
 
     Attributes:
-        name: What the console shows.
-        config: What the user asked for, without secrets: it is pickled with the task.
-        workers: The workers that the task asks for.
-        index: Which of the pages it leads to.
-        variables: What the task's environment sets of the variables that count.
+        name: The link's text in the console.
+        config: The user's arguments, without secrets: they are pickled with the task.
+        workers: The nodes that the task requests; None for a task in one process.
+        index: The index of the link's page among the task's pages.
+        variables: The variables that choose a run or arguments, if the task's environment sets them.
         icon_uri: The address of an icon.
     """
 
@@ -58,7 +58,7 @@ class TrackingLink:
     def get_link(
         self,
         run_name: str,
-        project: str,  # noqa: ARG002 flyte calls this with all of them
+        project: str,  # noqa: ARG002 flyte passes all of them
         domain: str,  # noqa: ARG002
         context: Mapping[str, str],
         parent_action_name: str,  # noqa: ARG002
@@ -66,10 +66,10 @@ class TrackingLink:
         pod_name: str,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> str:
-        """The page's address. `action_name` may be a template of the backend's. Nothing is raised."""
+        """Return the page's address. `action_name` may be a template of the backend. Raises nothing."""
         try:
             return self._address(f"{run_name}-{action_name}", action_name, context or {})
-        except ConfigError:  # which the task itself will say
+        except ConfigError:  # the task itself will raise it
             return find_tracker(self.config.tracker).page(self.config, None) or ""
 
     def _address(self, own_id: str, action_name: str, custom_context: Mapping[str, str]) -> str:
@@ -82,12 +82,12 @@ class TrackingLink:
             return tracker.page(config, None) or ""
         chosen = next((self.variables[name] for name in tracker.run_id_variables if self.variables.get(name)), None)
         base_id = config.id or chosen or own_id
-        to = pages(self.workers, config.run_mode, config.rank_scope, base_id, parent and parent["id"])
-        return tracker.page(config, to[min(self.index, len(to) - 1)]) or ""
+        task_pages = pages(self.workers, config.run_mode, config.rank_scope, base_id, parent and parent["id"])
+        return tracker.page(config, task_pages[min(self.index, len(task_pages) - 1)]) or ""
 
 
 def is_entity(target: Any) -> bool:
-    """Whether `target` is something of Flyte 2's that is no function."""
+    """Whether `target` is a task or an environment of Flyte 2."""
     return not _class_names(target).isdisjoint({_ANY_TASK, _ENVIRONMENT})
 
 
@@ -97,7 +97,7 @@ def adapt_task(
     """Put `wrap` around the function of `task`, add its links, and return the same task.
 
     Raises:
-        ConfigError: It is no Python function task, or an async one with Elastic workers.
+        ConfigError: `task` is not a Python function task, or it is async and has workers of its own.
     """
     if _TASK not in _class_names(task):
         raise ConfigError(f"{task.name!r} is a {type(task).__name__}: put {name} on the Python task that trains")
@@ -113,13 +113,13 @@ def adapt_task(
 
 
 def function_of(task: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
-    """The function of `task`, and the workers that it asks for.
+    """Return the function of `task`, and the nodes that it requests.
 
     Raises:
-        ConfigError: It is no Python function task.
+        ConfigError: `task` is not a Python function task.
     """
     if _TASK not in _class_names(task):
-        raise ConfigError(f"{task.name!r} is a {type(task).__name__}, and no Python task with a function to call")
+        raise ConfigError(f"{task.name!r} is a {type(task).__name__}, not a Python task with a function to call")
     return task.func, _workers(task)
 
 
@@ -144,7 +144,7 @@ class Flyte2Context(ExecutionContext):
             label=action.name,
             propagated=_propagated(None, custom_context, action.name),
             parents=_runs(custom_context),
-            # In local mode they run in this process, and find the run as functions do.
+            # In local mode, child tasks run in this process, and join the run as functions do.
             has_children=task.mode != "local",
             call_counts=task.data.setdefault(_CALL_COUNTS, Counter()),
             can_persist=on_cluster,
@@ -179,7 +179,7 @@ class Flyte2Context(ExecutionContext):
         """
         controllers = sys.modules.get("flyte._internal.controllers")
         if getattr(getattr(controllers, "_ControllerState", None), "controller", None) is None:
-            raise RuntimeError("this process of the task has no controller, which records its traces")
+            raise RuntimeError("this process of the task has no controller to record a trace with")
         function = _trace_of_files(directory, is_async)
         return sys.modules["flyte"].trace(function)(run_id, task_context().attempt_number)
 
@@ -201,7 +201,7 @@ class Flyte2Context(ExecutionContext):
 
 
 def task_context() -> Any:
-    """The `flyte.TaskContext` of this thread or coroutine; None outside of a task."""
+    """Return the `flyte.TaskContext` of this thread or coroutine; None outside of a task."""
     flyte = sys.modules.get("flyte")
     read = getattr(flyte, "ctx", None)
     return (read() or None) if read is not None else None
@@ -217,7 +217,7 @@ def custom_context() -> Mapping[str, str] | None:
 def propagate(values: Mapping[str, str]) -> Iterator[None]:
     """Pass `values` to the tasks that are called in the block and to the processes that are started in it.
 
-    Outside of a task, only to the processes.
+    Outside of a task, they reach only the processes.
     """
     outer = custom_context()
     merged_values = values if outer is None else {**outer, **values}
@@ -230,10 +230,10 @@ def propagate(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _show(title: str, html: str) -> None:
-    """Add a tab to the report. The report that is stored is the one of the process that stores it last: of rank 0."""
+    """Add a tab to the report. The process that stores its report last wins: rank 0."""
     report = importlib.import_module("flyte.report")
     report.get_tab(title).log(html)
-    # Nobody else stores a worker's, nor that of a task that fails. In local mode flyte's own loop may wait for us.
+    # flyte does not store the report of a worker or of a task that fails. In local mode, flyte's loop may wait for us.
     if task_context().mode == "remote":
         report.flush()
 
@@ -257,37 +257,40 @@ def _trace_of_files(directory: str, is_async: bool) -> Any:
 def _propagated(
     variables: Mapping[str, str] | None, custom_context: Mapping[str, str], action_name: str
 ) -> dict[str, Any]:
-    """The arguments that reach a task. An id is the run's of the first task; below it, each task's run has its own.
+    """Return the arguments that reach a task. An id is for the first task's run: other tasks add their action's name.
 
     Args:
-        variables: Those of the task's environment; None where the task runs, with them and with its own.
-        custom_context: The custom context that its caller passes to it.
-        action_name: Its own.
+        variables: The variables of the task's environment; None in the task's process, which has them already.
+        custom_context: The custom context that the caller passes to the task.
+        action_name: The name of the task's action.
     """
     if variables is None:
-        found = propagation.read(propagation.CONFIG, custom_context)
+        arguments = propagation.read(propagation.CONFIG, custom_context)
     else:
         layers = [variables.get(propagation.CONFIG), custom_context.get(propagation.CONFIG)]
-        found = merged(*(propagation.parse(layer, propagation.CONFIG) for layer in layers))
-    if found.get("id") and _runs(custom_context):
-        found["id"] = f"{found['id']}-{action_name}"
-    return found
+        arguments = merged(*(propagation.parse(layer, propagation.CONFIG) for layer in layers))
+    if arguments.get("id") and _runs(custom_context):
+        arguments["id"] = f"{arguments['id']}-{action_name}"
+    return arguments
 
 
 def _runs(custom_context: Mapping[str, str]) -> dict[str, Any]:
     runs = propagation.parse(custom_context.get(propagation.RUNS), propagation.RUNS)
     if not all(isinstance(run, Mapping) and isinstance(run.get("id"), str) for run in runs.values()):
-        raise ConfigError(f"{propagation.RUNS} in the custom context of the Flyte run is not what a tracked task sets")
+        raise ConfigError(
+            f"{propagation.RUNS} in the custom context of the Flyte run must map trackers to runs with an id: do not "
+            "set it, since tracked tasks do"
+        )
     return runs
 
 
 def run_links(config: TrackingConfig, workers: NodeRequest | None, task: Any) -> Iterator[TrackingLink]:
-    """The links to the runs of `task`, which has these workers."""
+    """Yield the links to the runs of `task`, which requests these nodes."""
     tracker = find_tracker(config.tracker)
     if tracker.page(config, None) is None:
         return
-    counting = (propagation.CONFIG, *tracker.run_id_variables)
-    variables = {name: value for name, value in (task.env_vars or {}).items() if name in counting}
+    relevant_names = (propagation.CONFIG, *tracker.run_id_variables)
+    variables = {name: value for name, value in (task.env_vars or {}).items() if name in relevant_names}
     title, config = tracker.title, replace(config, secret=None, given=config.given - {"secret"})
     for index, page in enumerate(pages(workers, config.run_mode, config.rank_scope, "")):
         name = title if page.worker_index is None else f"{title} worker {page.worker_index}"
@@ -295,7 +298,7 @@ def run_links(config: TrackingConfig, workers: NodeRequest | None, task: Any) ->
 
 
 def _workers(task: Any) -> NodeRequest | None:
-    """The workers that the task asks for; None for a task that runs in one process."""
+    """Return the nodes that the task requests; None for a task that runs in one process."""
     config = task.plugin_config
     if config is None:
         return None
@@ -322,7 +325,7 @@ def _run_metadata(task: Any, action: Any) -> dict[str, Any]:
 
 
 def _url(action: Any) -> str | None:
-    """The action's page in the console, by the endpoint that the pod is given; as `Console` of the SDK makes it.
+    """Return the action's page in the console, from the pod's endpoint. The SDK's `Console` does the same.
 
     https://github.com/flyteorg/flyte-sdk/blob/v2.12.1/src/flyte/remote/_client/controlplane.py
     """

@@ -1,4 +1,4 @@
-"""What a Flyte task shows of its runs: a table, as HTML, and how rank 0 learns what the other ranks' runs came to."""
+"""The report of a Flyte task: a table of the job's runs, as HTML. The other ranks send their runs to rank 0."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from flyteplugins_tracking._job.store import job_store
 from flyteplugins_tracking._runs.context import EndedRun
 
 TITLE = "Tracking"
-# How long rank 0 waits for the others' runs to end, and how many values of a summary are shown.
+# How long rank 0 waits for the end of the others' runs.
 _WAIT_S = 5.0
 _POLL_S = 0.05
-_MOST_VALUES = 12
+# How many values of a summary are shown.
+_MAX_VALUES = 12
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """A run that has ended, as the report shows it.
 
     Attributes:
-        run_id: Its id.
-        rank: The rank whose end was its end.
-        exit_code: Its status.
-        url: Its page; None where there is none.
-        summary: Its last values, as text.
+        run_id: The run's id.
+        rank: The rank that ended the run.
+        exit_code: The status that the run ended with.
+        url: The run's page; None if it has none.
+        summary: The run's last values, as text.
     """
 
     run_id: str
@@ -42,10 +43,10 @@ class Outcome:
 
     @classmethod
     def of(cls, run_id: str, url: str | None, rank: int, exit_code: int, summary: Mapping[str, Any]) -> Outcome:
-        """From what the tracker knows; media and the like have no text."""
+        """Return the outcome of a run. It has the first 12 values of the summary that can be shown as text."""
         plain = {key: value for key, value in summary.items() if isinstance(value, (bool, int, float, str))}
         shown = {key: f"{value:.6g}" if isinstance(value, float) else str(value) for key, value in plain.items()}
-        return cls(run_id, rank, exit_code, url, dict(list(shown.items())[:_MOST_VALUES]))
+        return cls(run_id, rank, exit_code, url, dict(list(shown.items())[:_MAX_VALUES]))
 
 
 def show_run(show: Callable[[str, str], None], run: EndedRun) -> None:
@@ -60,39 +61,39 @@ def show_run(show: Callable[[str, str], None], run: EndedRun) -> None:
     store = job_store(info, os.environ) if info is not None and run.other_runs else None
     base = f"flyteplugins_tracking/report/{run.tracker}/{info.restart_count if info else 0}"
     if info is not None and info.rank != 0:
-        tell(store, base, outcome)
+        send(store, base, outcome)
         return
-    told = gather(store, base, run.other_runs) if store is not None else []
-    show(TITLE, page(run.tracker, info, run.attempt, [outcome, *told], run.other_runs - len(told)))
+    others = gather(store, base, run.other_runs) if store is not None else []
+    show(TITLE, page(run.tracker, info, run.attempt, [outcome, *others], run.other_runs - len(others)))
 
 
-def tell(store: Any, base: str, outcome: Outcome) -> None:
-    """Tell rank 0, through a `torch.distributed.Store`. `base` is the same on all ranks of one attempt."""
+def send(store: Any, base: str, outcome: Outcome) -> None:
+    """Send an outcome to rank 0 by a `torch.distributed.Store`. `base` is the same on all ranks of an attempt."""
     with suppress(RuntimeError):
-        number = store.add(f"{base}/told", 1)
+        number = store.add(f"{base}/sent", 1)
         store.set(f"{base}/{number}", json.dumps(asdict(outcome)))
 
 
 def gather(store: Any, base: str, count: int) -> list[Outcome]:
-    """What `count` others have told, or as many as have within 5 s."""
-    until = time.monotonic() + _WAIT_S
+    """Return the outcomes of `count` other ranks, or those that have been sent within 5 s."""
+    deadline = time.monotonic() + _WAIT_S
     with suppress(RuntimeError):
-        while (told := store.add(f"{base}/told", 0)) < count and time.monotonic() < until:
+        while (sent := store.add(f"{base}/sent", 0)) < count and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        keys = [f"{base}/{number + 1}" for number in range(told)]
+        keys = [f"{base}/{number + 1}" for number in range(sent)]
         return [Outcome(**json.loads(store.get(key))) for key in keys if store.check([key])]
     return []
 
 
 def page(tracker: str, info: DistributedInfo | None, attempt: int, outcomes: Sequence[Outcome], missing: int) -> str:
-    """The task's world and its runs, as HTML.
+    """Return the task's world and its runs, as HTML.
 
     Args:
         tracker: The tracker's title.
         info: Rank 0; None outside a distributed job.
-        attempt: Which attempt of the task this is, from 0.
-        outcomes: Its runs.
-        missing: How many runs there are whose end is not known here.
+        attempt: The attempt of the task, from 0.
+        outcomes: The runs that have ended.
+        missing: The number of runs that had not ended in time.
     """
     rows = [_row(outcome) for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
     parts = [

@@ -150,7 +150,7 @@ def get_run(tracker: str | None = None) -> Any:
 
 @contextmanager
 def detached() -> Iterator[None]:
-    """Make functions in the block join no call around it, as in a thread of their own."""
+    """Keep functions in the block from joining a call around it."""
     token = current.set(None)
     try:
         yield
@@ -166,7 +166,7 @@ def override(doubles: Override) -> Iterator[None]:
         yield
     finally:
         _overrides.remove(doubles)
-        with _lock:  # a call that still runs, in a thread that waits in vain, must not be anybody's current one
+        with _lock:  # a call may still run, in a thread that waits in vain: no later call must join it
             _running[:] = [call for call in _running if call.override is not doubles]
 
 

@@ -1,4 +1,4 @@
-"""End a run with the function's true status, and do what follows: its files kept, its report shown."""
+"""End a run with the function's status. Then store its unsent files, and show it in the task's report."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _other_runs(config: TrackingConfig, info: DistributedInfo | None) -> int:
 
 
 def _persist(run: OpenRun) -> None:
-    """Copy what the service has not received to storage: this machine's files end with it."""
+    """Copy the rows that the service has not received to storage: this machine's files are lost with it."""
     for directory in run.handle.unsent():
         try:
             address = run.context.persist(directory)
@@ -151,7 +151,7 @@ def _persist(run: OpenRun) -> None:
         else:
             name = os.path.basename(directory)
             logger.warning(
-                "%s: what the service has not received is kept at %s. Download it to %s, and send it: %s",
+                "%s: rows that the service has not received are stored at %s. Download them to %s, and send them: %s",
                 run.tracker,
                 address,
                 name,

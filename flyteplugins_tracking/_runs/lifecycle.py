@@ -1,6 +1,6 @@
 """The life of a run around one call: whether this rank opens one, and the status that it ends with.
 
-Every rank comes here. What only ranks with a run need is in `open` and `close`, which the others do not load.
+Every rank loads this module. The parts that only ranks with a run need are in `open` and `close`.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...
         return 130
     if isinstance(error, SystemExit):
         # https://docs.python.org/3/library/exceptions.html#SystemExit
-        # and of its code the system keeps the lowest 8 bits.
+        # The system keeps the lowest 8 bits of the code.
         return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
     return 1
 
@@ -172,7 +172,7 @@ class _Start:
         call_index = calls.count(self.tracker.name, self.context.call_counts)
         info = detect(os.environ)
         config, parent_run = self._config_and_parent_run(info)
-        # A rank without a run asks nobody for an id: that would cost it imports and waits.
+        # A rank without a run needs no id: agreeing on one would cost imports and time.
         if not opens_run(info, config.run_mode, config.rank_scope):
             call = self._without_run(self.tracker.on_inactive_rank(config, info))
             calls.begin(call)

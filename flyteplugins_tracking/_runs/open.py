@@ -1,4 +1,4 @@
-"""Open the run of a rank that has one: its id, its claim, its request to the tracker. No other rank loads this."""
+"""Open the run of a rank that has one: its id, its lock, and the request to the tracker. No other rank loads this."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Handle, SigtermWatch, Tracker
 
 logger = logging.getLogger(__name__)
-# Vendors' own set-up is not made for several threads at once: wandb's settings are seen half read.
+# Vendors' clients are not set up safely by several threads: one could see wandb's settings half read.
 _opening = threading.RLock()
 
 
@@ -146,10 +146,10 @@ def call_of_joined_run(
 
 
 def require(tracker: Tracker) -> None:
-    """See that the vendor's package is installed, without importing it.
+    """Check that the vendor's package is installed, without importing it.
 
     Raises:
-        TrackerNotInstalledError: It is not.
+        TrackerNotInstalledError: The package is missing.
     """
     from importlib.util import find_spec
 
@@ -158,7 +158,7 @@ def require(tracker: Tracker) -> None:
 
 
 def may_prompt(info: DistributedInfo | None, context: ExecutionContext) -> bool:
-    """Whether somebody sits at this process's terminal, alone."""
+    """Whether this process may ask the user for a key: it runs alone, in a terminal."""
     return info is None and not context.on_cluster and sys.stdin is not None and sys.stdin.isatty()
 
 
@@ -169,21 +169,21 @@ def _has_other_writers(config: TrackingConfig, context: ExecutionContext, info: 
 def _lock_run(
     tracker: Tracker, run_plan: RunPlan, config: TrackingConfig, context: ExecutionContext
 ) -> tuple[RunPlan, RunLock]:
-    """Make sure that no other process or thread here has the run open: two writers lose each other's rows.
+    """Lock the run against other processes and threads of this machine: two writers would lose each other's rows.
 
-    A rank's own child processes look like the rank itself, and a user's id may be in use: theirs are runs beside it. An
-    earlier attempt that is still ending is waited for.
+    A child process has the variables of its rank, and the user's id may be in use. If the lock is taken, the run gets
+    another id. An earlier attempt that is still ending is waited for.
     """
     if run_plan.run_id is None or not run_plan.primary or context.is_simulated:
         return run_plan, RunLock()
     lock = RunLock.acquire(f"{tracker.name}/{config.project}/{run_plan.run_id}", timeout_s=config.init_timeout_s / 2)
     if lock is not None:
         return run_plan, lock
-    beside = f"{run_plan.run_id}-{os.urandom(3).hex()}"
+    new_id = f"{run_plan.run_id}-{os.urandom(3).hex()}"
     logger.warning(
-        "%s: run %s is open in another process or thread: this one is %s", tracker.name, run_plan.run_id, beside
+        "%s: run %s is open in another process or thread: this one is %s", tracker.name, run_plan.run_id, new_id
     )
-    return replace(run_plan, run_id=beside), RunLock()
+    return replace(run_plan, run_id=new_id), RunLock()
 
 
 def plan_run(
@@ -222,7 +222,7 @@ def _identity(
         identity = from_launcher(info, os.environ, agreement=is_shared)
     if identity.base_id is None or call_index == 1:
         return identity
-    # The second training of one process is another run, and a failure of the first stays one.
+    # The second call in one process gets its own run, so that it cannot hide a failure of the first.
     return Identity(f"{identity.base_id}-{call_index}", identity.group)
 
 
@@ -241,18 +241,18 @@ def _read_secret(secret: Any, context: ExecutionContext) -> str | None:
     try:
         value = secret()
     except Exception as error:
-        # Its text may hold the key.
-        raise TrackerUnavailableError(f"secret= raised {type(error).__name__} and gave no API key") from None
+        # The error's text may hold the key.
+        raise TrackerUnavailableError(f"secret= raised {type(error).__name__} and returned no API key") from None
     if value is not None and not isinstance(value, str):
-        raise TrackerUnavailableError(f"secret= gave a {type(value).__name__}, and no text that could be an API key")
+        raise TrackerUnavailableError(f"secret= must return the API key as a string, got a {type(value).__name__}")
     return value
 
 
-def _forget_the_parents() -> None:
-    """In a forked child: the lock may be held by a thread that is not there any more."""
+def _reset_after_fork() -> None:
+    """Replace the lock in a forked child: a thread that does not exist there may hold it."""
     global _opening
     _opening = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_the_parents)
+    os.register_at_fork(after_in_child=_reset_after_fork)

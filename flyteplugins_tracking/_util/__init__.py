@@ -1,6 +1,6 @@
 """Small tools that know nothing of runs, ranks and trackers.
 
-In the room: facts about processes (`proc`), a lock between the processes of a machine (`lock`), checks of arguments
+In the room: values about processes (`proc`), a lock between the processes of a machine (`lock`), checks of arguments
 (`checks`), functions that a signal must not leave halfway (`critical`), exit codes of signals (`exit_codes`), calls
 with a timeout (`timeout`), warnings that are logged once (`warn_once`), functions that run at a fork (`fork`),
 addresses that may hold credentials (`url`), and an error for pickles of an older version (`moved`).

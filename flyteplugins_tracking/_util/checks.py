@@ -9,73 +9,78 @@ from flyteplugins_tracking.errors import ConfigError
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
-    """Refuse a `value` that is not one of `allowed`, with the nearest one that is.
+    """Refuse a `value` that is not one of `allowed`, and suggest the nearest one.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The value is not allowed.
     """
     if not isinstance(value, str) or value not in allowed:
         raise ConfigError(f"{name}={value!r} is not one of {', '.join(sorted(allowed))}{_nearest(value, allowed)}")
 
 
-def check_arguments(owner: str, given: Collection[str], allowed: Collection[str]) -> None:
-    """Refuse argument names that `owner` does not have.
+def check_arguments(owner: str, names: Collection[str], allowed: Collection[str]) -> None:
+    """Refuse argument names that are not `allowed`.
+
+    Args:
+        owner: The function that the error names.
+        names: The names of the arguments.
+        allowed: The names that `owner` takes.
 
     Raises:
-        ConfigError: At least one is unknown.
+        ConfigError: At least one name is unknown.
     """
-    for name in given:
+    for name in names:
         if name not in allowed:
             raise ConfigError(f"{owner} has no argument {name!r}{_nearest(name, allowed)}")
 
 
 def check_seconds(name: str, value: object) -> None:
-    """Refuse a `value` that is no positive and finite number.
+    """Refuse a `value` that is not a positive and finite number.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The value is anything else.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ConfigError(f"{name}={value!r} is no positive number of seconds")
+        raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse a `value` that is no truth value.
+    """Refuse a `value` that is neither True nor False.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The value is anything else.
     """
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value!r} is neither True nor False")
+        raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
 def check_text(name: str, value: object) -> None:
-    """Refuse a `value` that is neither None nor text.
+    """Refuse a `value` that is neither None nor a non-empty string.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is anything else.
     """
     if value is not None and (not isinstance(value, str) or not value.strip()):
-        raise ConfigError(f"{name}={value!r} is no text")
+        raise ConfigError(f"{name} must be a non-empty string, got {value!r}")
 
 
 def check_texts(name: str, values: object) -> tuple[str, ...] | None:
-    """The `values` as a tuple; None for None.
+    """Return the strings in `values` as a tuple; None for None.
 
     Raises:
-        ConfigError: They are no sequence of texts.
+        ConfigError: `values` is not a sequence of non-empty strings.
     """
     if values is None:
         return None
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise ConfigError(f"{name}={values!r} is no sequence of texts")
+        raise ConfigError(f"{name} must be a sequence of strings, got {values!r}")
     texts = tuple(values)
     for text in texts:
-        check_text(f"an entry of {name}", text)
+        check_text(f"each entry of {name}", text)
     return texts
 
 
-# What other tools call the same thing.
+# The words of other tools, and ours for the same thing.
 _SYNONYMS = {
     "node": "worker",
     "host": "worker",

@@ -22,7 +22,7 @@ def critical_section(patience_s: float) -> Callable[[F], F]:
     """Mark a function: a signal waits for its end, and for the end of what it calls.
 
     Args:
-        patience_s: How long the signal waits at most. After that it interrupts the function all the same.
+        patience_s: How long the signal waits at most, in seconds. After that it interrupts the function.
     """
 
     def mark(function: F) -> F:
@@ -34,5 +34,5 @@ def critical_section(patience_s: float) -> Callable[[F], F]:
 
 
 def patience_s(code: CodeType) -> float:
-    """Seconds that a signal waits for the function of this code at most; 0 for one that is not marked."""
+    """Return the seconds that a signal waits at most for the function of this code; 0 if it is not marked."""
     return _patience_s.get(code, 0.0)

@@ -1,6 +1,6 @@
-"""One writer per run on a machine: a claim that no other live process or thread can take. It leaves nothing behind.
+"""One writer per run on a machine: a lock that only one live process or thread can hold. It leaves no file behind.
 
-It is a socket bound in Linux's abstract namespace: the name is free again when the process ends, however it ends.
+The lock is a socket in Linux's abstract namespace. The name is free again when the process ends, also if it is killed.
 https://man7.org/linux/man-pages/man7/unix.7.html
 """
 
@@ -18,28 +18,28 @@ from flyteplugins_tracking._util.proc import parent
 
 
 class RunLock:
-    """A name that this process alone has."""
+    """A lock by name among this user's processes on this machine."""
 
     def __init__(self, bound: socket.socket | None = None) -> None:
         self._bound = bound
 
     @classmethod
     def acquire(cls, name: str, timeout_s: float = 0) -> RunLock | None:
-        """Lock `name` among this user's processes here.
+        """Acquire the lock of `name`.
 
         Args:
-            name: What to claim.
-            timeout_s: How long a holder is waited for that may be an earlier attempt of this job at its end: one that
-                is neither this process, nor an ancestor or a sibling of it.
+            name: The name to lock.
+            timeout_s: How long to wait for another holder, in seconds. It may be an earlier attempt of this job that is
+                ending. This process, its ancestors and its siblings are not waited for.
 
         Returns:
-            None where another has it. Where none can tell, nobody has.
+            None if another process or thread holds the lock. If the holder is unknown, the lock counts as free.
         """
         if sys.platform != "linux":
             return cls()
         digest = hashlib.sha256(name.encode()).hexdigest()
         address = f"\0flyteplugins-tracking/{os.getuid()}/{digest}"
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
             bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -50,24 +50,24 @@ class RunLock:
                 bound.close()
                 if error.errno != errno.EADDRINUSE:
                     return cls()
-            if time.monotonic() > until or _is_family(_holder(address)):
+            if time.monotonic() > deadline or _is_family(_holder(address)):
                 return None
             time.sleep(0.1)
 
     def release(self) -> None:
-        """Give the name back; in a forked child, which has a copy, leave it to the parent."""
+        """Release the lock. In a forked child, close only its copy: the parent keeps the lock."""
         if self._bound is not None:
             self._bound.close()
             self._bound = None
 
 
 def _holder(address: str) -> int:
-    """The process that has the name; 0 where it has just gone or cannot be told."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.setblocking(False)
+    """Return the process that holds the lock; 0 if it has just ended or is unknown."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         try:
-            asking.connect(address)
-            pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            probe.connect(address)
+            pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         except OSError:
             return 0
         return int(pid)

@@ -1,4 +1,4 @@
-"""A clear error for pickles of an older version: they import modules by names that are gone."""
+"""A clear error for pickles of an older version: they import modules that this version does not have."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from flyteplugins_tracking.errors import ConfigError
 
 
 class _Moved:
-    """The last finder that an import asks: it comes to this only if there is no such module."""
+    """A finder for imports, behind all others: it is called only if the module does not exist."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:  # noqa: ARG002 the protocol has them
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:  # noqa: ARG002 the protocol
         if name in self._names:
             _refuse(name)
 
 
 def refuse_imports_of(names: Iterable[str]) -> None:
-    """Have an import of the modules `names`, which an older version had, fail with what to do.
+    """Make imports of modules that an older version had fail with an error that says what to do.
 
     Flyte and Elastic pickle a decorated function with the names of this package's modules.
     """

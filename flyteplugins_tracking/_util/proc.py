@@ -1,4 +1,4 @@
-"""What Linux's /proc tells of processes. Where there is none, what is asked for is empty or 0."""
+"""Values about processes, from Linux's /proc. On a system without /proc they are empty or 0."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """This machine, until it is started again."""
+    """Return a text that identifies this machine until it is started again."""
     return _read("/proc/sys/kernel/random/boot_id") + os.uname().nodename
 
 
 def parent(pid: int) -> int:
-    """The process that started `pid`, or took it over."""
+    """Return the parent of the process `pid`."""
     match = re.search(r"^PPid:\s*(\d+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
     return int(match[1]) if match else 0
 
 
 def start_time(pid: int) -> str:
-    """Clock ticks since boot, field 22 of proc(5)'s stat: with the id it names a process for good."""
+    """Return when `pid` was started, in clock ticks since boot. With the id, this identifies a process.
+
+    Field 22 of /proc/[pid]/stat: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
+    """
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 else ""
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments that `pid` was started with, its own name first."""
+    """Return the arguments that `pid` was started with, the program first."""
     return _read(f"/proc/{pid}/cmdline").split("\0")
 
 
 def nearest_without(variable: str) -> int:
-    """The nearest ancestor that was not given this variable: a launcher, behind the shells and scripts it started."""
+    """Return the nearest ancestor that was started without this variable: the launcher that sets it."""
     pid = os.getppid()
     while pid > 1 and variable in _variables_at_start(pid):
         pid = parent(pid)

@@ -1,4 +1,4 @@
-"""Calls that may never return: in a thread, for which nobody waits longer than a timeout."""
+"""Calls that may never return: they run in a thread, and the caller waits for a limited time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def run_with_timeout(timeout_s: float | None, function: Callable[..., object], *
     The thread has a copy of the caller's context. What the function raises is printed, as for any thread.
 
     Args:
-        timeout_s: Seconds to wait at most; None for as long as it takes.
-        function: Goes on in its thread after the timeout.
-        *args: What it is called with.
-        name: The thread's name; by default Python's.
+        timeout_s: Seconds to wait at most; None to wait without a limit.
+        function: The function to call. After the timeout it continues in its thread.
+        *args: The function's arguments.
+        name: The thread's name. By default, Python chooses one.
 
     Returns:
-        Whether the function has ended in time.
+        Whether the function ended in time.
     """
     thread = threading.Thread(target=copy_context().run, args=(function, *args), name=name or None, daemon=True)
     thread.start()

@@ -6,7 +6,7 @@ import re
 
 
 def without_credentials(address: str) -> str:
-    """Return an address that may be shown: without user, password, query and fragment."""
+    """Return an address without user, password, query and fragment, so that it can be shown."""
     # Up to the last @: the passwords in addresses of databases may contain any other character.
     address = re.sub(r"(?<=://).*@", "", address.strip())
     return re.split(r"[?#]", address, maxsplit=1)[0].rstrip("/")

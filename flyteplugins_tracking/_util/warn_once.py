@@ -1,4 +1,4 @@
-"""Warnings that are logged once: a training's loop would repeat them at every step."""
+"""Warnings that are logged once: a training loop would repeat them at each step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Hashable
 class WarnOnce:
     """Logs the first warning of each key, and drops the later ones.
 
-    The object is called with the key, and with what `logging.Logger.warning` takes. It is safe in several threads:
-    two that warn at the same time may both be logged.
+    The object is called with the key, and with the arguments of `logging.Logger.warning`. Threads may share it; two
+    that warn at the same time may both be logged.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -21,7 +21,7 @@ class WarnOnce:
         """Log `text % args`, unless a warning with this key was logged before.
 
         Args:
-            key: What the warning is about.
+            key: Identifies the subject of the warning.
             text: The message, with `%s` for each of `args`.
             *args: The message's values.
             exc_info: Whether to add the current exception's traceback.

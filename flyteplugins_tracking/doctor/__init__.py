@@ -1,6 +1,6 @@
-"""The doctor: what was detected here, what it comes to, and what looks wrong. It changes nothing.
+"""The doctor: prints the detected job, the runs it would have, and what looks wrong. It changes nothing.
 
-Each rank examines its own process and machine. Rank 0 prints: with what the others have found, where they can tell it.
+Each rank examines its own process and machine. Rank 0 prints, also the diagnostics that the other ranks report to it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from flyteplugins_tracking.doctor import ranks, text
 from flyteplugins_tracking.doctor.checks import check
 from flyteplugins_tracking.doctor.detection import base_id, detect
 from flyteplugins_tracking.doctor.plans import plan_rows
-from flyteplugins_tracking.doctor.report import OfRanks, Report
+from flyteplugins_tracking.doctor.report import RankDiagnostic, Report
 from flyteplugins_tracking.doctor.services import diagnose_trackers
 from flyteplugins_tracking.doctor.versions import check_versions, versions
 from flyteplugins_tracking.errors import ConfigError
 
-# Launchers end all ranks as soon as one ends with a status: what rank 0 takes to ask servers and to print.
+# How long rank 0 may take to ask servers and to print. Launchers end all ranks when one ends with an error.
 _PRINTING_S = 6.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what the doctor finds; the process's status: 1 where something is wrong, 2 for wrong arguments."""
+    """Print the report, and return the exit status: 1 if it has an error. Wrong arguments exit with 2."""
     options = _parser().parse_args(arguments)
     try:
-        with redirect_stdout(sys.stderr):  # what another package prints is no part of the document
+        with redirect_stdout(sys.stderr):  # other packages may print: that is not part of the document
             report = diagnose(options.tracker, offline=options.offline)
     except ConfigError as error:
         _parser().error(str(error))
@@ -43,81 +43,86 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store, diagnostics = ranks.store_of(info)
     report = replace(report, diagnostics=(*report.diagnostics, *diagnostics))
     if info.rank != 0:
-        return _tell(report, info, store)
-    told = ranks.gather(store, info)
-    everyone = [info, *(there.info for there in (told or {}).values())]
+        return _report_to_rank_0(report, info, store)
+    reports = ranks.gather(store, info)
+    known_ranks = [info, *(other.info for other in (reports or {}).values())]
     status = _show(
         replace(
             report,
-            diagnostics=ranks.merged(report, info, told),
-            plans=plan_rows(info, report.ids.base_id, everyone if len(everyone) == info.world_size else None),
-            ranks_heard=len(everyone),
+            diagnostics=ranks.merged(report, info, reports),
+            plans=plan_rows(info, report.ids.base_id, known_ranks if len(known_ranks) == info.world_size else None),
+            ranks_heard=len(known_ranks),
         ),
         options.json,
     )
-    ranks.give_verdict(store, info, status)
+    ranks.send_status(store, info, status)
     return status
 
 
 def diagnose(tracker: str | None = None, *, offline: bool = False) -> Report:
-    """What this process finds.
+    """Return the report of this process.
 
     Args:
-        tracker: Look at this one alone; it is to be usable.
-        offline: Ask no server.
+        tracker: The only tracker to examine. A problem with it is an error. None for all trackers.
+        offline: Do not ask any server.
 
     Raises:
         ConfigError: There is no tracker of that name.
     """
     detected = detect(os.environ)
-    # One process of a node asks for all: thousands at once would be a diagnostic of their own.
+    # One process of a node asks the servers: thousands of requests at once could take them down.
     is_first = detected.info is None or detected.info.local_rank in (0, None)
-    trackers, of_trackers = diagnose_trackers(tracker, asks=is_first and not offline)
+    trackers, tracker_diagnostics = diagnose_trackers(tracker, asks=is_first and not offline)
     in_use = [state.name for state in trackers if state.is_chosen and state.version is not None]
-    ids, of_ids = base_id(detected.info, os.environ, in_use or [tracker or "wandb"])
-    found = versions()
-    diagnostics = (*check(detected, os.environ), *of_ids, *of_trackers, *check_versions(found))
+    ids, id_diagnostics = base_id(detected.info, os.environ, in_use or [tracker or "wandb"])
+    installed = versions()
+    diagnostics = (
+        *check(detected, os.environ),
+        *id_diagnostics,
+        *tracker_diagnostics,
+        *check_versions(installed),
+    )
     return Report(
         detected=detected,
         ids=ids,
         plans=plan_rows(detected.info, ids.base_id) if detected.error is None else (),
         trackers=trackers,
-        versions=found,
-        diagnostics=tuple(map(OfRanks, diagnostics)),
+        versions=installed,
+        diagnostics=tuple(map(RankDiagnostic, diagnostics)),
     )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flyteplugins-tracking",
-        description="Print what is detected here, which runs there would be, and what looks wrong. It changes nothing: "
-        "put it in the place of the training script, as in `torchrun ... -m flyteplugins_tracking`.",
-        epilog="The exit status is 1 where something is wrong, and 2 for wrong arguments.",
+        description="Print the detected job, the runs it would have, and what looks wrong. It changes nothing: run it "
+        "instead of the training script, as in `torchrun ... -m flyteplugins_tracking`.",
+        epilog="The exit status is 1 if there is an error, and 2 for wrong arguments.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--tracker", metavar="NAME", help="look at this tracker alone; it is to be usable")
-    parser.add_argument("--offline", action="store_true", help="ask no server whether it is there")
+    parser.add_argument("--tracker", metavar="NAME", help="examine only this tracker; a problem with it is an error")
+    parser.add_argument("--offline", action="store_true", help="do not ask any server")
     return parser
 
 
 def _show(report: Report, as_json: bool) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # in a terminal without the letters of a path
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not have all characters of a path
     try:
-        print(text.as_json(report) if as_json else text.as_text(report), end="", flush=True)  # noqa: T201 it does without
-    except BrokenPipeError:  # its reader has read enough, as `head` does
+        print(text.as_json(report) if as_json else text.as_text(report), end="", flush=True)  # noqa: T201 the document
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return report.status
 
 
-def _tell(report: Report, info: DistributedInfo, store: Any) -> int:
-    """What another rank does: rank 0 prints for it, or it prints its errors itself."""
-    verdict = None if store is None else ranks.tell(store, info, report)
-    if verdict is not None:
-        return verdict
-    for found in report.diagnostics:
-        if found.diagnostic.level == "error":
-            sys.stderr.write(text.as_line(found, info))
+def _report_to_rank_0(report: Report, info: DistributedInfo, store: Any) -> int:
+    """Have rank 0 print this rank's report. Without a store, print this rank's errors on stderr."""
+    job_status = None if store is None else ranks.send(store, info, report)
+    if job_status is not None:
+        return job_status
+    for entry in report.diagnostics:
+        if entry.diagnostic.level == "error":
+            sys.stderr.write(text.as_line(entry, info))
     sys.stderr.flush()
     if report.status != 0:
         time.sleep(_PRINTING_S)

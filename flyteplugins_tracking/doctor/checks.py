@@ -1,4 +1,4 @@
-"""What looks wrong with the job and the machine, and how to fix it."""
+"""Checks of the job and of the machine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _START = "torchrun --nproc-per-node=2 train.py, or: srun --ntasks=2 python train
 
 
 def check(detected: Detected, env: Env) -> Iterator[Diagnostic]:
-    """What is wrong with the job as it was detected, and with the places that this library needs."""
-    for one in _CHECKS:
-        yield from one(detected, env)
+    """Yield the problems of the detected job, and of the directories that this library needs."""
+    for find_problems in _CHECKS:
+        yield from find_problems(detected, env)
 
 
 def _contradiction(detected: Detected, _: Env) -> Iterator[Diagnostic]:
@@ -28,12 +28,12 @@ def _contradiction(detected: Detected, _: Env) -> Iterator[Diagnostic]:
 def _no_job(detected: Detected, env: Env) -> Iterator[Diagnostic]:
     if detected.info is not None or detected.error is not None:
         return
-    yield Diagnostic("note", "no launcher is detected: this is one process, and it has a run", _START)
+    yield Diagnostic("note", "no launcher was detected: this process counts as the only one, and has a run", _START)
     if env.get("SLURM_JOB_ID"):
         yield Diagnostic(
             "warning",
-            f"SLURM_JOB_ID={env['SLURM_JOB_ID']}, and this is no step of several tasks: each process that is started "
-            "here takes itself for the only one",
+            f"SLURM_JOB_ID={env['SLURM_JOB_ID']}, and this process is not in a step with several tasks: each process "
+            "that is started here counts as the only one",
             "srun python train.py, in the sbatch script",
         )
 
@@ -42,12 +42,12 @@ def _sizes(detected: Detected, _: Env) -> Iterator[Diagnostic]:
     info = detected.info
     if info is None:
         return
-    for size, what in ((info.local_world_size, "ranks on this worker"), (info.num_workers, "workers")):
+    for size, counted in ((info.local_world_size, "ranks on this worker"), (info.num_workers, "workers")):
         if size is not None and size > info.world_size:
-            text = f"{info.launcher} tells of {size} {what}, and of {info.world_size} ranks in all"
+            text = f"{info.launcher} reports {size} {counted}, but only {info.world_size} ranks in all"
             yield Diagnostic("warning", text, f"start with: {_START}")
     if info.world_size > MOST_RANKS:
-        yield Diagnostic("warning", f"{info.launcher} tells of {info.world_size} ranks", f"start with: {_START}")
+        yield Diagnostic("warning", f"{info.launcher} reports {info.world_size} ranks", f"start with: {_START}")
 
 
 def _one_process_a_node(detected: Detected, env: Env) -> Iterator[Diagnostic]:
@@ -55,7 +55,7 @@ def _one_process_a_node(detected: Detected, env: Env) -> Iterator[Diagnostic]:
     if info is not None and info.launcher == "kubeflow" and "PET_NPROC_PER_NODE" not in env and "LOCAL_RANK" not in env:
         yield Diagnostic(
             "warning",
-            f"rank {info.rank} of {info.world_size} without LOCAL_RANK is taken for one process per node",
+            f"LOCAL_RANK is not set: rank {info.rank} of {info.world_size} counts as the only process of its node",
             "torchrun train.py in each pod; or set LOCAL_RANK in each process",
         )
 
@@ -66,7 +66,7 @@ def _unknown_workers(detected: Detected, _: Env) -> Iterator[Diagnostic]:
         return
     yield Diagnostic(
         "warning",
-        f"{info.launcher} does not tell which worker (node) rank {info.rank} is on: rank_scope='worker' is refused",
+        f"{info.launcher} does not report the worker (node) of rank {info.rank}: rank_scope='worker' is refused",
         "start with torchrun or srun; or set NODE_RANK, LOCAL_RANK, RANK and WORLD_SIZE in each process",
     )
 
@@ -87,28 +87,28 @@ def _no_rendezvous(detected: Detected, env: Env) -> Iterator[Diagnostic]:
         )
 
 
-def _places(_: Detected, __: Env) -> Iterator[Diagnostic]:
-    why = why_unwritable(os.curdir)
-    if why is not None:
-        text = f"the working directory, where trackers keep files: {why}"
+def _directories(_: Detected, __: Env) -> Iterator[Diagnostic]:
+    reason = why_unwritable(os.curdir)
+    if reason is not None:
+        text = f"the working directory, where trackers keep files: {reason}"
         yield Diagnostic("warning", text, "cd to another; or export WANDB_DIR=... PLUTO_DIR=... TRACKIO_DIR=...")
-    why = why_unwritable("~")
-    if why is not None:
-        text = f"the home directory, where trackers keep caches and settings: {why}"
+    reason = why_unwritable("~")
+    if reason is not None:
+        text = f"the home directory, where trackers keep caches and settings: {reason}"
         yield Diagnostic("warning", text, "export HOME=/a/directory")
 
 
 def _sockets(_: Detected, __: Env) -> Iterator[Diagnostic]:
-    """Where the ranks of a node meet for a shared run of W&B's: see `trackers.peers`."""
+    """Check the directory of the sockets by which the ranks of a node share a run: see `trackers.peers`."""
     from flyteplugins_tracking.trackers.peers.sockets import socket_directory, why_unusable
 
     try:
         folder = socket_directory()
-        why = why_unusable(folder) if os.path.lexists(folder) else why_unwritable(os.path.dirname(folder))
+        reason = why_unusable(folder) if os.path.lexists(folder) else why_unwritable(os.path.dirname(folder))
     except OSError as error:
-        folder, why = "a directory for temporary files", error.strerror
-    if why is not None:
-        yield Diagnostic("warning", f"run_mode='shared' needs {folder}: {why}", "export TMPDIR=/a/directory")
+        folder, reason = "a directory for temporary files", error.strerror
+    if reason is not None:
+        yield Diagnostic("warning", f"run_mode='shared' needs {folder}: {reason}", "export TMPDIR=/a/directory")
 
 
 _CHECKS: tuple[Callable[[Detected, Env], Iterator[Diagnostic]], ...] = (
@@ -118,6 +118,6 @@ _CHECKS: tuple[Callable[[Detected, Env], Iterator[Diagnostic]], ...] = (
     _one_process_a_node,
     _unknown_workers,
     _no_rendezvous,
-    _places,
+    _directories,
     _sockets,
 )

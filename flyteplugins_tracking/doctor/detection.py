@@ -1,4 +1,4 @@
-"""Which launcher started this process, told by which variables, and which run ids that gives."""
+"""The launcher that started this process, the variables that show it, and the run ids that follow."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 Env = Mapping[str, str]
 
 
-class Reading(Mapping[str, str]):
-    """Variables that remember which of them were asked for, and were set."""
+class RecordingEnv(Mapping[str, str]):
+    """An environment that records which of its variables were read."""
 
     def __init__(self, env: Env) -> None:
         self._env = env
@@ -32,23 +32,23 @@ class Reading(Mapping[str, str]):
 
 
 def detect(env: Env) -> Detected:
-    """The place of this process, and the variables that the detectors have read for it."""
-    reading = Reading(env)
+    """Return this process's place in its job, and the variables that the detectors have read."""
+    recording = RecordingEnv(env)
     try:
-        info = topology.detect(reading)
+        info = topology.detect(recording)
     except TopologyError as error:
-        return Detected(None, reading.read, str(error))
-    return Detected(info, reading.read)
+        return Detected(None, recording.read, str(error))
+    return Detected(info, recording.read)
 
 
 def base_id(info: DistributedInfo | None, env: Env, trackers: Sequence[str]) -> tuple[RunIds, list[Diagnostic]]:
-    """What `{base}` will be with these trackers, as far as can be told without a part in the job's agreement."""
+    """Return the base id that runs of these trackers will have, if it is known before the ranks agree on one."""
     from flyteplugins_tracking._job.identity import from_launcher
 
     chosen = {name: variable for name in trackers if (variable := _variable(name, env))}
     if chosen:
         diagnostics = [
-            diagnostic for name, variable in chosen.items() for diagnostic in _of_chosen(variable, env, name)
+            diagnostic for name, variable in chosen.items() for diagnostic in _chosen_id_problems(variable, env, name)
         ]
         variable = next(iter(chosen.values()))
         return RunIds(env[variable], variable), diagnostics
@@ -65,21 +65,21 @@ def base_id(info: DistributedInfo | None, env: Env, trackers: Sequence[str]) -> 
         return RunIds(None, "id= of tracking_init"), [
             Diagnostic(
                 "warning",
-                f"{error} Only run_mode='auto' with rank_scope='global' does without",
-                "pass id= to tracking_init, the same on every rank and another for each job",
+                f"{error} Only run_mode='auto' with rank_scope='global' works without one",
+                "pass id= to tracking_init: the same on every rank, and a new one for each job",
             )
         ]
 
 
 def _variable(tracker: str, env: Env) -> str | None:
-    """The tracker's own variable that chooses a run, if one is set."""
+    """Return the tracker's own variable that chooses a run, if one is set."""
     from flyteplugins_tracking.trackers.registry import find_tracker
 
     return next((name for name in find_tracker(tracker).run_id_variables if env.get(name)), None)
 
 
-def _of_chosen(variable: str, env: Env, tracker: str) -> list[Diagnostic]:
-    """An id that is exported once is the run of all that is started afterwards."""
+def _chosen_id_problems(variable: str, env: Env, tracker: str) -> list[Diagnostic]:
+    """Return what is wrong with an id from a variable. An exported id is the run of every job started afterwards."""
     from flyteplugins_tracking._config.config import TrackingConfig
     from flyteplugins_tracking.trackers.registry import find_tracker
 
@@ -90,5 +90,5 @@ def _of_chosen(variable: str, env: Env, tracker: str) -> list[Diagnostic]:
         return [Diagnostic("error", f"{variable}={value}: {error}", f"unset {variable}, or choose another id")]
     if value in (env.get("KONDUKTOR_JOB_NAME"), env.get("FLYTE_INTERNAL_EXECUTION_ID")):
         return []
-    text = f"{variable}={value}: every job that is started with it goes on with the same runs"
-    return [Diagnostic("warning", text, f"unset {variable}, unless that is meant")]
+    text = f"{variable}={value}: every job with this variable writes to the same runs"
+    return [Diagnostic("warning", text, f"unset {variable}, unless you intend this")]

@@ -1,4 +1,4 @@
-"""Which runs each mode and scope give in this world: `_job.plan.plan`, asked for every rank."""
+"""The runs of each mode and scope in this world: `_job.plan.plan`, called for every rank."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from flyteplugins_tracking.doctor.report import PlanRow
 from flyteplugins_tracking.errors import TopologyError
 
 _BASE = "{base}"
-# How many ranks are named.
+# How many ranks are listed one by one.
 _MOST_NAMED = 4
-# No job has more: planning for what is a mistake would take all memory.
+# No job has more. A larger number is a mistake, and planning for it would take all memory.
 MOST_RANKS = 100_000
 
 
 def plan_rows(
     info: DistributedInfo | None, base_id: str | None, ranks: Sequence[DistributedInfo | None] | None = None
 ) -> tuple[PlanRow, ...]:
-    """One row for each mode and scope.
+    """Return one row for each mode and scope.
 
     Args:
-        info: This rank.
-        base_id: What stands for `{base}`, where that is known.
-        ranks: All ranks, where they are known. Else the other workers are taken to have equal parts of the rest.
+        info: This rank; None outside a distributed job.
+        base_id: The base id; None if it is unknown.
+        ranks: All ranks; None if they are unknown. The other workers then count as equal in size.
 
     Returns:
-        Nothing for more than `MOST_RANKS`.
+        No rows for more than `MOST_RANKS` ranks.
     """
     if info is not None and info.world_size > MOST_RANKS:
         return ()
-    everyone = list(ranks or _world(info))
-    rows = (_row(everyone, m, s) for m in RUN_MODES for s in RANK_SCOPES)
+    all_ranks = list(ranks or _world(info))
+    rows = (_row(all_ranks, m, s) for m in RUN_MODES for s in RANK_SCOPES)
     return tuple(
         replace(
             row,
@@ -57,14 +57,14 @@ def _world(info: DistributedInfo | None) -> Iterator[DistributedInfo | None]:
 
 
 def _sizes(info: DistributedInfo, worker_index: int) -> list[int]:
-    """How many ranks each worker has: this one what it is told, the others equal parts of what is left."""
-    here = min(info.local_world_size or math.ceil(info.world_size / (info.num_workers or 1)), info.world_size)
-    others = (info.num_workers or math.ceil(info.world_size / here)) - 1
+    """Return the number of ranks of each worker: this one's is known, the others share the rest equally."""
+    own_size = min(info.local_world_size or math.ceil(info.world_size / (info.num_workers or 1)), info.world_size)
+    others = (info.num_workers or math.ceil(info.world_size / own_size)) - 1
     if others == 0:
         return [info.world_size]
-    each, more = divmod(info.world_size - here, others)
-    sizes = [each + (index < more) for index in range(others)]
-    return [size for size in (*sizes[:worker_index], here, *sizes[worker_index:]) if size > 0]
+    size, remainder = divmod(info.world_size - own_size, others)
+    sizes = [size + (index < remainder) for index in range(others)]
+    return [size for size in (*sizes[:worker_index], own_size, *sizes[worker_index:]) if size > 0]
 
 
 def _row(ranks: Sequence[DistributedInfo | None], run_mode: RunMode, rank_scope: RankScope) -> PlanRow:
@@ -79,12 +79,12 @@ def _row(ranks: Sequence[DistributedInfo | None], run_mode: RunMode, rank_scope:
                 groups[planned.group] = None
     except TopologyError as error:
         return PlanRow(run_mode, rank_scope, 0, "-", None, "-", error=str(error))
-    who = "this process" if ranks[0] is None else _who(list(writers.values()), len(ranks))
+    who = "this process" if ranks[0] is None else _writers(list(writers.values()), len(ranks))
     return PlanRow(run_mode, rank_scope, len(writers), pattern(writers), pattern(groups) if groups else None, who)
 
 
 def pattern(texts: Iterable[str]) -> str:
-    """Texts that differ in their numbers as one: `a-{0..3}`."""
+    """Return one pattern for texts that differ in their numbers, such as `a-{0..3}`."""
     split = [re.split(r"(\d+)", text) for text in texts]
     parts = []
     for column in zip(*split, strict=True):
@@ -93,7 +93,7 @@ def pattern(texts: Iterable[str]) -> str:
     return "".join(parts)
 
 
-def _who(writers: Sequence[Sequence[int]], world_size: int) -> str:
+def _writers(writers: Sequence[Sequence[int]], world_size: int) -> str:
     if len(writers) == world_size:
         return "each rank its own"
     if len(writers) == 1:
@@ -105,7 +105,7 @@ def _who(writers: Sequence[Sequence[int]], world_size: int) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks as text: `0-3` for those in a row, and not more than a few others."""
+    """Return ranks as text: `0-3` for a range, and at most four numbers otherwise."""
     if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"
     if len(ranks) <= _MOST_NAMED:

@@ -1,6 +1,6 @@
-"""How rank 0 hears what the other ranks have found: through the store of their launcher, where there is one.
+"""Sends the other ranks' reports to rank 0, through the launcher's store if there is one.
 
-The keys are the doctor's own. Nobody takes part in the agreement on a run id.
+The keys are the doctor's own. The doctor takes no part in the agreement on a run id.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from datetime import timedelta
 from typing import Any
 
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking.doctor.report import OfRanks, Report
+from flyteplugins_tracking.doctor.report import RankDiagnostic, Report
 from flyteplugins_tracking.doctor.versions import OWN
 from flyteplugins_tracking.errors import TrackingError
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 
-# How long rank 0 waits for the others to tell; and how long they wait for it to print, before they end: as soon as one
-# ends with a status, torchrun ends them all.
-_TELLING_S = 10.0
+# How long rank 0 waits for the others' reports; and how long they wait until it has printed. They must not end before:
+# torchrun ends all ranks when one ends with an error.
+_REPORT_S = 10.0
 _PRINTING_S = 30.0
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class There:
-    """Another rank: its place, what is installed there, and what it has found."""
+class RankReport:
+    """The report of another rank: its place in the job, its installed versions and its diagnostics."""
 
     info: DistributedInfo
     versions: Mapping[str, str]
     diagnostics: tuple[Diagnostic, ...]
 
 
-Told = Mapping[int, There]
+# By rank.
+RankReports = Mapping[int, RankReport]
 
 
-def store_of(info: DistributedInfo) -> tuple[Any, list[OfRanks]]:
-    """The store that all ranks share, if there is one, and what is wrong where there should be."""
+def store_of(info: DistributedInfo) -> tuple[Any, list[RankDiagnostic]]:
+    """Return the store that all ranks share, and what is wrong if the job needs one and has none."""
     from flyteplugins_tracking._job.store import job_store
 
     store = None
@@ -48,83 +49,89 @@ def store_of(info: DistributedInfo) -> tuple[Any, list[OfRanks]]:
         store = job_store(info, os.environ)
     except ModuleNotFoundError:
         pass  # a job without torch
-    except (ImportError, OSError) as error:  # a library that torch needs
-        return None, [
-            OfRanks(Diagnostic("error", f"torch cannot be imported: {error}", "pip install --force-reinstall torch"))
-        ]
+    except (ImportError, OSError) as error:  # torch lacks a shared library
+        text = f"torch cannot be imported: {error}"
+        return None, [RankDiagnostic(Diagnostic("error", text, "pip install --force-reinstall torch"))]
     if store is not None or info.launcher != "torchelastic" or info.num_workers == 1:
         return store, []
-    text = f"the agents of {info.num_workers} nodes share no store that can be reached, so no run id is agreed on"
+    text = f"the agents of {info.num_workers} nodes share no reachable store, so the ranks cannot agree on a run id"
     fix = "torchrun --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT ..., or pass id= to tracking_init"
-    return None, [OfRanks(Diagnostic("error", text, fix))]
+    return None, [RankDiagnostic(Diagnostic("error", text, fix))]
 
 
-def tell(store: Any, info: DistributedInfo, report: Report) -> int | None:
-    """Tell rank 0, and wait until it has printed. Returns its status; None where it has not printed."""
-    told = {
+def send(store: Any, info: DistributedInfo, report: Report) -> int | None:
+    """Send this rank's report to rank 0, and wait until that has printed it.
+
+    Returns:
+        The exit status of the job; None if rank 0 has not printed within 30 s.
+    """
+    message = {
         "info": dict(info),
         "versions": _all_versions(report),
-        "diagnostics": [asdict(found.diagnostic) for found in report.diagnostics],
+        "diagnostics": [asdict(entry.diagnostic) for entry in report.diagnostics],
     }
     with suppress(RuntimeError):
-        store.set(f"{_prefix(info)}/{info.rank}", json.dumps(told))
-        store.add(f"{_prefix(info)}/told", 1)
-        store.wait([f"{_prefix(info)}/verdict"], timedelta(seconds=_PRINTING_S))
-        return int(store.get(f"{_prefix(info)}/verdict"))
+        store.set(f"{_prefix(info)}/{info.rank}", json.dumps(message))
+        store.add(f"{_prefix(info)}/sent", 1)
+        store.wait([f"{_prefix(info)}/status"], timedelta(seconds=_PRINTING_S))
+        return int(store.get(f"{_prefix(info)}/status"))
     return None
 
 
-def gather(store: Any, info: DistributedInfo) -> Told | None:
-    """What the other ranks tell within the deadline, by rank. None where they cannot."""
+def gather(store: Any, info: DistributedInfo) -> RankReports | None:
+    """Return the reports that the other ranks send within 10 s; None without a store."""
     if store is None:
         return None
-    told: dict[int, There] = {}
+    reports: dict[int, RankReport] = {}
     with suppress(RuntimeError):
-        end = time.monotonic() + _TELLING_S
-        while store.add(f"{_prefix(info)}/told", 0) < info.world_size - 1 and time.monotonic() < end:
+        deadline = time.monotonic() + _REPORT_S
+        while store.add(f"{_prefix(info)}/sent", 0) < info.world_size - 1 and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for rank in range(1, info.world_size):
             if store.check([f"{_prefix(info)}/{rank}"]):
-                told[rank] = _there(replace(info, rank=rank), json.loads(store.get(f"{_prefix(info)}/{rank}")))
-    return told
+                message = json.loads(store.get(f"{_prefix(info)}/{rank}"))
+                reports[rank] = _rank_report(replace(info, rank=rank), message)
+    return reports
 
 
-def give_verdict(store: Any, info: DistributedInfo, status: int) -> None:
-    """Tell the others that all is printed, and with which status the job ends."""
+def send_status(store: Any, info: DistributedInfo, status: int) -> None:
+    """Send the exit status of the job to the other ranks, after rank 0 has printed."""
     if store is not None:
         with suppress(RuntimeError):
-            store.set(f"{_prefix(info)}/verdict", str(status))
+            store.set(f"{_prefix(info)}/status", str(status))
 
 
-def merged(report: Report, info: DistributedInfo, told: Told | None) -> tuple[OfRanks, ...]:
-    """The diagnostics of all ranks: each once, with those that have it."""
-    if told is None:
-        text = f"{info.launcher}'s ranks share no store: the others print their own errors, on stderr"
-        return (*report.diagnostics, OfRanks(Diagnostic("note", text)))
-    if not told:
-        return (*report.diagnostics, *_silent(info, told))
-    workers = {0: info.worker_index, **{rank: there.info.worker_index for rank, there in told.items()}}
-    having: dict[Diagnostic, list[int]] = {found.diagnostic: [0] for found in report.diagnostics}
-    for rank, there in sorted(told.items()):
-        for diagnostic in (*there.diagnostics, *_other_versions(report, there)):
-            having.setdefault(diagnostic, []).append(rank)
-    return (*(_of_ranks(diagnostic, ranks, workers) for diagnostic, ranks in having.items()), *_silent(info, told))
+def merged(report: Report, info: DistributedInfo, reports: RankReports | None) -> tuple[RankDiagnostic, ...]:
+    """Return the diagnostics of all ranks: each one once, with the ranks that have it."""
+    if reports is None:
+        text = f"the ranks of {info.launcher} do not share a store: the others print their own errors, on stderr"
+        return (*report.diagnostics, RankDiagnostic(Diagnostic("note", text)))
+    if not reports:
+        return (*report.diagnostics, *_silent(info, reports))
+    workers = {0: info.worker_index, **{rank: other.info.worker_index for rank, other in reports.items()}}
+    ranks_of: dict[Diagnostic, list[int]] = {entry.diagnostic: [0] for entry in report.diagnostics}
+    for rank, other in sorted(reports.items()):
+        for diagnostic in (*other.diagnostics, *_other_versions(report, other)):
+            ranks_of.setdefault(diagnostic, []).append(rank)
+    return (
+        *(_rank_diagnostic(diagnostic, ranks, workers) for diagnostic, ranks in ranks_of.items()),
+        *_silent(info, reports),
+    )
 
 
 def _prefix(info: DistributedInfo) -> str:
     return f"flyteplugins_tracking/doctor/{info.restart_count}"
 
 
-def _there(info: DistributedInfo, told: Mapping[str, Any]) -> There:
-    """What a rank has told; of another version of this library, of which more may not be understood, its versions."""
-    versions = told.get("versions", {})
+def _rank_report(info: DistributedInfo, message: Mapping[str, Any]) -> RankReport:
+    """Return the report in a rank's message. If another version of this library sent it, it may hold only versions."""
+    versions = message.get("versions", {})
     try:
-        return There(
-            DistributedInfo(**told["info"]), versions, tuple(Diagnostic(**found) for found in told["diagnostics"])
-        )
+        diagnostics = tuple(Diagnostic(**values) for values in message["diagnostics"])
+        return RankReport(DistributedInfo(**message["info"]), versions, diagnostics)
     except (LookupError, TypeError, TrackingError):
         unknown = replace(info, local_rank=None, local_world_size=None, worker_index=None)
-        return There(unknown, versions, ())
+        return RankReport(unknown, versions, ())
 
 
 def _all_versions(report: Report) -> dict[str, str]:
@@ -132,25 +139,26 @@ def _all_versions(report: Report) -> dict[str, str]:
     return {**trackers, **report.versions}
 
 
-def _other_versions(report: Report, there: There) -> Iterator[Diagnostic]:
-    here = _all_versions(report)
-    for name in sorted(here.keys() | there.versions.keys()):
-        ours, theirs = here.get(name, "none"), there.versions.get(name, "none")
+def _other_versions(report: Report, other: RankReport) -> Iterator[Diagnostic]:
+    our_versions = _all_versions(report)
+    for name in sorted(our_versions.keys() | other.versions.keys()):
+        ours, theirs = our_versions.get(name, "none"), other.versions.get(name, "none")
         if ours != theirs:
             level: Any = "error" if name == OWN else "warning"
             fix = "start every rank in the same image or virtual environment"
             yield Diagnostic(level, f"{name} is {theirs} there, and {ours} on rank 0", fix)
 
 
-def _of_ranks(diagnostic: Diagnostic, ranks: Sequence[int], workers: Mapping[int, int | None]) -> OfRanks:
+def _rank_diagnostic(diagnostic: Diagnostic, ranks: Sequence[int], workers: Mapping[int, int | None]) -> RankDiagnostic:
     if len(ranks) == len(workers):
-        return OfRanks(diagnostic)
-    of_workers: Iterable[int] = {index for rank in ranks if (index := workers[rank]) is not None}
-    return OfRanks(diagnostic, tuple(ranks), tuple(sorted(of_workers)))
+        return RankDiagnostic(diagnostic)
+    their_workers: Iterable[int] = {index for rank in ranks if (index := workers[rank]) is not None}
+    return RankDiagnostic(diagnostic, tuple(ranks), tuple(sorted(their_workers)))
 
 
-def _silent(info: DistributedInfo, told: Told) -> Iterator[OfRanks]:
-    silent = tuple(rank for rank in range(1, info.world_size) if rank not in told)
+def _silent(info: DistributedInfo, reports: RankReports) -> Iterator[RankDiagnostic]:
+    silent = tuple(rank for rank in range(1, info.world_size) if rank not in reports)
     if silent:
-        text = f"nothing was told within {_TELLING_S:g} s"
-        yield OfRanks(Diagnostic("warning", text, "look at their log: the doctor may not be installed there"), silent)
+        text = f"no report within {_REPORT_S:g} s"
+        fix = "look at the log of these ranks: the doctor may not be installed there"
+        yield RankDiagnostic(Diagnostic("warning", text, fix), silent)

@@ -1,4 +1,4 @@
-"""What the doctor has found, as values."""
+"""The doctor's report, as values."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Detected:
     """This process's place in its job.
 
     Attributes:
-        info: None outside a job, and where it cannot be told.
-        variables: Those that were read, and their values.
-        error: Why it cannot be told.
+        info: This rank; None outside a job, and if the variables contradict each other.
+        variables: The variables that were read, with their values.
+        error: Why the variables do not give a rank; None if they do.
     """
 
     info: DistributedInfo | None
@@ -26,11 +26,11 @@ class Detected:
 
 @dataclass(frozen=True)
 class RunIds:
-    """What `{base}` stands for.
+    """The base id of the runs, `{base}`.
 
     Attributes:
-        base_id: None where it is known only when a run is opened.
-        source: Where it is from, or will be.
+        base_id: The id; None if it is known only when a run is opened.
+        source: Where the id comes from, as text.
     """
 
     base_id: str | None
@@ -39,14 +39,16 @@ class RunIds:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Which runs one mode and scope give in this world.
+    """The runs of one mode and scope in this world.
 
     Attributes:
-        runs: How many; 0 where it cannot be done.
-        ids: Their ids, as a pattern.
-        groups: Their groups, as a pattern; None for none.
-        writers: Who writes to them.
-        error: Why it cannot be done here.
+        run_mode: The mode.
+        rank_scope: The scope.
+        runs: The number of runs; 0 if this job cannot use the mode and scope.
+        ids: The ids of the runs, as a pattern.
+        groups: The groups of the runs, as a pattern; None for none.
+        writers: The ranks that write to the runs, as text.
+        error: Why this job cannot use the mode and scope; None if it can.
     """
 
     run_mode: str
@@ -60,15 +62,17 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class TrackerState:
-    """One tracker here.
+    """The state of one tracker in this environment.
 
     Attributes:
-        version: Of the vendor's package; "" where it has none that is known, None where it is not installed.
-        install: What installs it.
+        name: The tracker's name.
+        title: The service's name.
+        version: The version of the vendor's package; "" if it is unknown, None if the package is not installed.
+        install: The command that installs the package.
         place: Where runs would go.
         credentials: Where a key was found, and its length.
-        is_chosen: Whether somebody has set it up here.
-        reachable: None where it was not asked.
+        is_chosen: Whether the tracker is set up here.
+        reachable: Whether the server answers; None if the doctor has not asked it.
     """
 
     name: str
@@ -82,8 +86,14 @@ class TrackerState:
 
 
 @dataclass(frozen=True)
-class OfRanks:
-    """A diagnostic, and the ranks that have it; None for all that have told theirs."""
+class RankDiagnostic:
+    """A diagnostic, and the ranks that have it.
+
+    Attributes:
+        diagnostic: The diagnostic.
+        ranks: The ranks; None for all that have reported.
+        workers: The workers (nodes) of these ranks.
+    """
 
     diagnostic: Diagnostic
     ranks: tuple[int, ...] | None = None
@@ -92,10 +102,16 @@ class OfRanks:
 
 @dataclass(frozen=True)
 class Report:
-    """All that is printed.
+    """Everything that the doctor prints.
 
     Attributes:
-        ranks_heard: Of how many ranks the diagnostics are.
+        detected: This process's place in its job.
+        ids: The base id of the runs.
+        plans: The runs of each mode and scope.
+        trackers: The trackers' states.
+        versions: The installed versions, by distribution.
+        diagnostics: The problems, and facts worth knowing.
+        ranks_heard: The number of ranks whose diagnostics are included.
     """
 
     detected: Detected
@@ -103,10 +119,10 @@ class Report:
     plans: tuple[PlanRow, ...]
     trackers: tuple[TrackerState, ...]
     versions: Mapping[str, str]
-    diagnostics: tuple[OfRanks, ...]
+    diagnostics: tuple[RankDiagnostic, ...]
     ranks_heard: int = 1
 
     @property
     def status(self) -> int:
         """The exit status."""
-        return int(any(found.diagnostic.level == "error" for found in self.diagnostics))
+        return int(any(entry.diagnostic.level == "error" for entry in self.diagnostics))

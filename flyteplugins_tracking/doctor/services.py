@@ -1,4 +1,7 @@
-"""The trackers here: installed, reachable, and with a key. What is special about one is in its `diagnose`."""
+"""The trackers in this environment: whether they are installed, can be reached and have a key.
+
+A tracker's own checks are in its `diagnose`.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,22 @@ from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, Le
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
 
 _DEFAULT = "wandb"
-# How long servers may take to answer, all together.
+# How long the servers may take to answer. They are asked at the same time.
 _ANSWER_S = 5.0
 
 
 def diagnose_trackers(name: str | None, *, asks: bool) -> tuple[tuple[TrackerState, ...], list[Diagnostic]]:
-    """The state of each tracker, and what is wrong with those that are meant to be used.
+    """Return the state of each tracker, and the problems of the trackers that the user means.
 
-    Those are the one that is named; else those that somebody has set up here; else the default one; else all.
+    The user means the tracker `name`. Without a name: the trackers that are set up here; if there are none, the default
+    tracker; if that is not installed, all trackers.
 
     Args:
-        name: Look at this one alone.
-        asks: Whether to ask their servers.
+        name: The only tracker to examine; None for all trackers.
+        asks: Whether to ask the servers.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: There is no tracker of that name.
     """
     if name is not None:
         find_tracker(name)
@@ -39,9 +43,9 @@ def diagnose_trackers(name: str | None, *, asks: bool) -> tuple[tuple[TrackerSta
     meant = [name] if name else _meant(states, installed)
     answers = _ask({n: diagnoses[n] for n in installed if diagnoses[n].reach and n in meant} if asks else {})
     for state in states:
-        diagnostics += _of_missing(state, is_named=state.name == name)
+        diagnostics += _problems_if_missing(state, is_named=state.name == name)
         if state.name in meant and state.name in installed:
-            diagnostics += _of_tracker(state, diagnoses[state.name], answers.get(state.name))
+            diagnostics += _problems(state, diagnoses[state.name], answers.get(state.name))
     if not installed and name is None:
         diagnostics.append(Diagnostic("error", "no tracker is installed", f'pip install "{OWN}[{_DEFAULT}]"'))
     reached = {n: answer == "" for n, answer in answers.items()}
@@ -53,26 +57,26 @@ def _examined(names: Sequence[str], level: Level) -> tuple[list[TrackerState], d
     for name in names:
         try:
             tracker = find_tracker(name)
-            found = tracker.diagnose()
-            states.append(_state(name, tracker, found))
-        except (Exception, SystemExit) as error:  # another package's, and a broken one is what the doctor is for
+            diagnosis = tracker.diagnose()
+            states.append(_state(name, tracker, diagnosis))
+        except (Exception, SystemExit) as error:  # another package's tracker may be broken: report it
             diagnostics.append(
                 Diagnostic(level, f"tracker {name!r} cannot be examined: {str(error) or type(error).__name__}", "")
             )
             continue
-        diagnoses[name] = found
+        diagnoses[name] = diagnosis
     return states, diagnoses, diagnostics
 
 
-def _state(name: str, tracker: Any, found: Diagnosis) -> TrackerState:
+def _state(name: str, tracker: Any, diagnosis: Diagnosis) -> TrackerState:
     return TrackerState(
         name=name,
         title=tracker.title,
         version=_version(tracker),
         install=f"pip install {tracker.distribution or tracker.package}",
-        place=found.place,
-        credentials=found.credentials,
-        is_chosen=found.is_chosen,
+        place=diagnosis.place,
+        credentials=diagnosis.credentials,
+        is_chosen=diagnosis.is_chosen,
     )
 
 
@@ -82,8 +86,8 @@ def _version(tracker: Any) -> str | None:
         return ""
     if find_spec(package) is None:
         return None
-    of_extra = [distribution for extra, distribution, _ in requirements() if extra == tracker.name]
-    return next((found for found in map(version, (package, *of_extra)) if found), "")
+    distributions = [distribution for extra, distribution, _ in requirements() if extra == tracker.name]
+    return next((installed for installed in map(version, (package, *distributions)) if installed), "")
 
 
 def _meant(states: Sequence[TrackerState], installed: Sequence[str]) -> Sequence[str]:
@@ -91,23 +95,23 @@ def _meant(states: Sequence[TrackerState], installed: Sequence[str]) -> Sequence
     return chosen or ([_DEFAULT] if _DEFAULT in installed else installed)
 
 
-def _of_missing(state: TrackerState, *, is_named: bool) -> list[Diagnostic]:
+def _problems_if_missing(state: TrackerState, *, is_named: bool) -> list[Diagnostic]:
     if state.version is not None or not (is_named or state.is_chosen):
         return []
-    why = "" if is_named else ", though it is set up here"
-    return [Diagnostic("error" if is_named else "warning", f"{state.title} is not installed{why}", state.install)]
+    contrast = "" if is_named else ", but it is set up here"
+    return [Diagnostic("error" if is_named else "warning", f"{state.title} is not installed{contrast}", state.install)]
 
 
-def _of_tracker(state: TrackerState, found: Diagnosis, answer: str | None) -> list[Diagnostic]:
+def _problems(state: TrackerState, diagnosis: Diagnosis, answer: str | None) -> list[Diagnostic]:
     if not answer:
-        return list(found.diagnostics)
+        return list(diagnosis.diagnostics)
     text = f"{state.title}: the server at {state.place} cannot be used: {answer}"
-    fix = "check its address and the network (a proxy by HTTPS_PROXY); or go on without: if_unavailable='degrade'"
-    return [*found.diagnostics, Diagnostic("error", text, fix)]
+    fix = "check its address and the network (a proxy by HTTPS_PROXY); or log to local files: if_unavailable='degrade'"
+    return [*diagnosis.diagnostics, Diagnostic("error", text, fix)]
 
 
 def _ask(diagnoses: Mapping[str, Diagnosis]) -> dict[str, str]:
-    """Ask all servers, side by side: "" for those that can be used, else the reason."""
+    """Ask all servers at the same time. Returns "" for each that can be used, else the reason why not."""
     answers: dict[str, str] = {}
 
     def ask(name: str, reach: Any) -> None:
@@ -120,8 +124,8 @@ def _ask(diagnoses: Mapping[str, Diagnosis]) -> dict[str, str]:
     threads = [threading.Thread(target=ask, args=(n, e.reach), daemon=True) for n, e in diagnoses.items()]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + _ANSWER_S
+    deadline = time.monotonic() + _ANSWER_S
     for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+        thread.join(max(0.0, deadline - time.monotonic()))
     late = f"it does not answer within {_ANSWER_S:.0f} s"
     return {name: answers.get(name, late) for name in diagnoses}

@@ -1,4 +1,4 @@
-"""The report as text and as JSON. No key is in either: what looks like one is taken out once more."""
+"""The report as text and as JSON. It holds no key; as a second safeguard, text that looks like a key is removed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor.plans import named
-from flyteplugins_tracking.doctor.report import OfRanks, PlanRow, Report, TrackerState
+from flyteplugins_tracking.doctor.report import PlanRow, RankDiagnostic, Report, TrackerState
 
-# In a log, which has no width of its own.
+# The width of a line in a log.
 _WIDTH = 120
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _SHORTEST_SECRET = 8
@@ -24,15 +24,15 @@ _ORDER = ("error", "warning", "note")
 
 
 def as_json(report: Report) -> str:
-    """One document: see docs/doctor.md."""
-    found = report.detected
+    """Return the report as one JSON document. docs/doctor.md describes it."""
+    detected = report.detected
     document = {
         "schema": 1,
         "ok": report.status == 0,
         "detected": {
-            "job": None if found.info is None else dict(found.info),
-            "variables": dict(found.variables),
-            "error": found.error,
+            "job": None if detected.info is None else dict(detected.info),
+            "variables": dict(detected.variables),
+            "error": detected.error,
         },
         "base_id": asdict(report.ids),
         "plans": [asdict(row) for row in report.plans],
@@ -40,37 +40,37 @@ def as_json(report: Report) -> str:
         "versions": dict(report.versions),
         "ranks_heard": report.ranks_heard,
         "diagnostics": [
-            {**asdict(one.diagnostic), "ranks": one.ranks and list(one.ranks), "workers": list(one.workers)}
-            for one in _sorted(report.diagnostics)
+            {**asdict(entry.diagnostic), "ranks": entry.ranks and list(entry.ranks), "workers": list(entry.workers)}
+            for entry in _sorted(report.diagnostics)
         ],
     }
     return json.dumps(_redacted_in(document), indent=2) + "\n"
 
 
 def as_text(report: Report) -> str:
-    """For people, in a terminal or a log."""
+    """Return the report as text, for a terminal or a log."""
     ids = report.ids.source if report.ids.base_id else f"{{base}} is {report.ids.source}"
     sections = [
         ("Job", _job(report)),
         (f"Runs ({ids})", _plans(report.plans)),
-        # A rank that is not known may be any: all print then, and what is wrong first of all.
+        # If the variables contradict each other, no process knows its rank, and all print: only the error matters.
         ("Trackers", [] if report.detected.error else _trackers(report.trackers)),
         ("Versions", [] if report.detected.error else [_versions(report.versions)]),
-        ("Findings", list(_findings(report))),
+        ("Diagnostics", list(_diagnostics(report))),
     ]
     blocks = [f"{title}\n" + "".join(_wrapped(f"  {line}") for line in lines) for title, lines in sections if lines]
     return _redacted("\n".join(blocks))
 
 
-def as_line(found: OfRanks, info: DistributedInfo) -> str:
-    """An error of a rank that prints for itself."""
-    return _redacted("".join(f"rank {info.rank}: {line}\n" for line in _finding(found, None)))
+def as_line(entry: RankDiagnostic, info: DistributedInfo) -> str:
+    """Return a diagnostic as text, for a rank that prints it itself."""
+    return _redacted("".join(f"rank {info.rank}: {line}\n" for line in _diagnostic_lines(entry, None)))
 
 
 def _job(report: Report) -> list[str]:
     info, variables = report.detected.info, report.detected.variables
     read = " ".join(f"{name}={value}" for name, value in variables.items())
-    lines = ["not known: see the diagnostics"] if report.detected.error else ["none: one process"]
+    lines = ["unknown: see the diagnostics"] if report.detected.error else ["none: one process"]
     if info is not None:
         lines = [
             f"launcher   {info.launcher}",
@@ -83,7 +83,7 @@ def _job(report: Report) -> list[str]:
 
 
 def _of(index: int | None, size: int | None) -> str:
-    return "not told" if index is None else f"{index} of {'?' if size is None else size}"
+    return "unknown" if index is None else f"{index} of {'?' if size is None else size}"
 
 
 def _plans(rows: Sequence[PlanRow]) -> list[str]:
@@ -122,26 +122,26 @@ def _versions(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _findings(report: Report) -> Iterator[str]:
-    for found in _sorted(report.diagnostics):
-        yield from _finding(found, report.detected.info)
+def _diagnostics(report: Report) -> Iterator[str]:
+    for entry in _sorted(report.diagnostics):
+        yield from _diagnostic_lines(entry, report.detected.info)
     if report.status == 0:
-        has_warnings = any(of_ranks.diagnostic.level == "warning" for of_ranks in report.diagnostics)
+        has_warnings = any(entry.diagnostic.level == "warning" for entry in report.diagnostics)
         yield "no errors: see the warnings above" if has_warnings else "nothing is wrong"
 
 
-def _finding(found: OfRanks, info: DistributedInfo | None) -> Iterator[str]:
+def _diagnostic_lines(entry: RankDiagnostic, info: DistributedInfo | None) -> Iterator[str]:
     who = ""
-    if found.ranks is not None and info is not None:
-        of_workers = f" (worker {named(found.workers)})" if found.workers else ""
-        who = f"rank{'s' if len(found.ranks) > 1 else ''} {named(found.ranks)}{of_workers}: "
-    yield f"{found.diagnostic.level}: {who}{found.diagnostic.text.rstrip('.')}"
-    if found.diagnostic.fix:
-        yield f"  -> {found.diagnostic.fix}"
+    if entry.ranks is not None and info is not None:
+        workers = f" (worker {named(entry.workers)})" if entry.workers else ""
+        who = f"rank{'s' if len(entry.ranks) > 1 else ''} {named(entry.ranks)}{workers}: "
+    yield f"{entry.diagnostic.level}: {who}{entry.diagnostic.text.rstrip('.')}"
+    if entry.diagnostic.fix:
+        yield f"  -> {entry.diagnostic.fix}"
 
 
-def _sorted(diagnostics: Sequence[OfRanks]) -> list[OfRanks]:
-    return sorted(diagnostics, key=lambda found: _ORDER.index(found.diagnostic.level))
+def _sorted(diagnostics: Sequence[RankDiagnostic]) -> list[RankDiagnostic]:
+    return sorted(diagnostics, key=lambda entry: _ORDER.index(entry.diagnostic.level))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -150,7 +150,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _wrapped(line: str) -> str:
-    """A line that is too long goes on in the next; nothing in it is cut, so that addresses and commands stay whole."""
+    """Wrap a long line between words, so that addresses and commands stay in one piece."""
     width = shutil.get_terminal_size((_WIDTH, 0)).columns if sys.stdout.isatty() else _WIDTH
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     if len(line) <= width:
@@ -159,7 +159,7 @@ def _wrapped(line: str) -> str:
 
 
 def _redacted_in(value: Any) -> Any:
-    """The same of a document, whose own words stay as they are."""
+    """Redact the values in a document, and leave its keys as they are."""
     if isinstance(value, Mapping):
         return {key: _redacted_in(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -168,7 +168,7 @@ def _redacted_in(value: Any) -> Any:
 
 
 def _redacted(text: str) -> str:
-    """Without the values of variables that are named as keys are, and without what stands in addresses for them."""
+    """Remove the values of variables whose names suggest a key, and the credentials in addresses."""
     values: Any = {value.strip() for name, value in os.environ.items() if _SECRET.search(name)}
     for value in sorted(values, key=len, reverse=True):
         if len(value) >= _SHORTEST_SECRET:

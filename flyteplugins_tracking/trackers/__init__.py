@@ -1,10 +1,10 @@
-"""The tracking services, and what a tracker of a third party needs: the names in `__all__`, which are public.
+"""The tracking services, and the public names that a tracker of a third party needs: those in `__all__`.
 
-In the room: what a tracker is (`base`), how it is found by its name (`registry`), a base for clients that send rows
-(`client`, `rows`), files that are sent later (`journal`), how the ranks that write to one run find each other
+In the room: the interface of a tracker (`base`), the search for one by its name (`registry`), a base for clients that
+send rows (`client`, `rows`), files that are sent later (`journal`), how the ranks that write to one run find each other
 (`peers`), the doctor's questions to a service (`diagnostics`), and a folder for each service.
-May enter: what speaks to a service. Must not: Flyte, or what a service has no part in. A folder of one service does not
-import another's, and a vendor's package is imported inside functions only.
+May enter: code that speaks to a service. Must not: Flyte, and code that concerns no service. A folder of one
+service does not import another's, and a vendor's package is imported inside functions only.
 It may import `errors`, `_util`, `_job` and `_config`.
 """
 
@@ -44,7 +44,7 @@ else:  # without the `else`, a type checker would accept every misspelt name
     }
 
     def __getattr__(name: str) -> object:
-        """See https://peps.python.org/pep-0562."""
+        """Load a public name on first use: https://peps.python.org/pep-0562."""
         for module, names in _MODULES.items():
             if name in names:
                 globals()[name] = value = getattr(import_module(f"flyteplugins_tracking.{module}"), name)

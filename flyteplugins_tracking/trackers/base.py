@@ -1,6 +1,6 @@
-"""What a tracker is, what it opens a run with, and what an open run is.
+"""The interfaces of a tracking service: `Tracker`, the `RunRequest` for one run, and the `Handle` of an open run.
 
-A third party's tracker is a class that inherits from `Tracker`, or has all that it has. It is passed as `tracker=`, or
+A third party's tracker is a class that inherits from `Tracker`, or has the same members. It is passed as `tracker=`, or
 found by its name: see `registry`.
 """
 
@@ -18,31 +18,31 @@ from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 Feature = Literal[
     "shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "allow_config", "download_logs"
 ]
-"""What a service may be without. See docs/trackers.md."""
+"""The features that a service may lack: docs/trackers.md describes them."""
 
 
 class SigtermWatch(Protocol):
-    """The part of the watch for SIGTERM that a tracker needs. It calls `Handle.finish_on_signal` on a SIGTERM."""
+    """Watches for SIGTERM, and then calls `Handle.finish_on_signal`. These are the members that a tracker may use."""
 
     @property
     def terminated(self) -> bool:
         """Whether the job is being terminated."""
 
     def reinstall(self) -> None:
-        """Install our handler again, if the function has replaced it. Cheap: a tracker calls it for each row, first."""
+        """Install our handler again if the function has replaced it. Fast: a tracker calls this before each row."""
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:
         """Wait until the user's handler has run, which may end the process.
 
-        A tracker calls it before it opens a run again that a signal has ended.
+        A tracker calls this before it opens a run again that a signal has ended.
 
         Args:
-            any_thread: Wait in other threads than the main thread too.
+            any_thread: Whether to wait in other threads than the main thread too.
         """
 
 
 class Unwatched:
-    """The `watch` of a run that is opened outside of a decorated function: no signal is watched for."""
+    """The `watch` of a run that is opened outside of a decorated function. It watches for no signal."""
 
     terminated = False
 
@@ -55,20 +55,20 @@ class Unwatched:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """All that a tracker needs to open one rank's run.
+    """The values that a tracker needs to open one rank's run.
 
     Attributes:
-        plan: What this rank does; it opens a run.
-        planned_run_id: The run's id by the job's plan, which all its ranks know. `plan.run_id` differs if another
+        plan: The plan of this rank, which opens a run.
+        planned_run_id: The run's id in the job's plan, which all ranks know. `plan.run_id` differs from it if another
             process has that run open.
-        config: What the user asked for.
+        config: The user's arguments.
         info: This rank; None outside a distributed job.
-        has_other_writers: Whether processes that are none of the job's present ranks may write to the run, now or
-            later: other nodes of an elastic job, the tasks that a Flyte task calls, or the one that has called it.
-        run_metadata: What the run's config gains: the job's shape, its restarts, the Flyte execution.
-        read_secret: Gives the API key, or None where the user named no secret. For the tracker to call once, if at all.
-        may_prompt: Whether somebody sits at this process's terminal, alone, and can be asked for a key.
-        watch: Watches for SIGTERM. See `SigtermWatch` for what a tracker calls, and when.
+        has_other_writers: Whether processes besides the job's present ranks may write to the run, now or later: other
+            nodes of an elastic job, the tasks that a Flyte task calls, or the task that has called it.
+        run_metadata: The values to add to the run's config: the job's shape, its restarts, the Flyte execution.
+        read_secret: Returns the API key; None if the user has not passed a secret. A tracker calls it at most once.
+        may_prompt: Whether this process may ask the user for a key in its terminal.
+        watch: Watches for SIGTERM. `SigtermWatch` says when a tracker calls its methods.
         deadline: When the run must be open, in seconds of `time.monotonic`.
     """
 
@@ -85,7 +85,7 @@ class RunRequest:
 
     @property
     def is_retry(self) -> bool:
-        """Whether this is a later attempt of the job, after a restart of its workers or a retry of Flyte's."""
+        """Whether this is a later attempt of the job, after a restart of its workers or a retry by Flyte."""
         flyte = self.run_metadata.get("flyte") or {}
         return bool(self.run_metadata.get("restart_count") or flyte.get("attempt"))
 
@@ -94,8 +94,8 @@ class Handle(Protocol):
     """An open run.
 
     Attributes:
-        id: The run's id, as plans have it.
-        run: The vendor's own object.
+        id: The run's id in the plan.
+        run: The vendor's own run object.
     """
 
     id: str
@@ -103,24 +103,24 @@ class Handle(Protocol):
 
     @property
     def url(self) -> str | None:
-        """The run's page, where it is known."""
+        """The address of the run's page; None if it is unknown."""
         return None if self.run is self else getattr(self.run, "url", None)
 
     @property
     def files(self) -> str | None:
-        """The local directory with the run's files, where this process has written them."""
+        """The local directory with the run's files; None if this process has not written them."""
         return None
 
     def summary(self) -> Mapping[str, Any]:
-        """The run's last values, as far as this process knows them. Called before `finish`."""
+        """Return the run's last values, as far as this process knows them. Called before `finish`."""
         return {}
 
     def unsent(self) -> Sequence[str]:
-        """The local directories that hold what the service has not got. Called after `finish`."""
+        """Return the local directories with data that the service has not received. Called after `finish`."""
         return ()
 
-    def how_to_send(self, directory: str) -> str:  # noqa: ARG002 as they all have it
-        """The command that sends what is in such a directory."""
+    def how_to_send(self, directory: str) -> str:  # noqa: ARG002 subclasses need it
+        """Return the command that sends the data in such a directory."""
         return ""
 
     def how_to_view(self) -> str:
@@ -128,27 +128,27 @@ class Handle(Protocol):
         return self.url or ""
 
     def finish(self, exit_code: int) -> None:
-        """End the run, which the function's end is: 0 is success, anything else is failure. Called once, and last."""
+        """End the run with the function's status: 0 is success, anything else is failure. Called once, and last."""
 
     def finish_on_signal(self, exit_code: int) -> None:
-        """End the run while the function may go on, since the job gets a SIGTERM. Called from another thread.
+        """End the run after a SIGTERM, while the function may continue. Called from another thread.
 
-        What the function logs afterwards must not raise. It opens the run again if the service can do that. Does
-        nothing if the run has ended already.
+        Calls that log afterwards must not raise. They open the run again if the service can do that. Does nothing if
+        the run has ended already.
         """
 
 
 class Tracker(Protocol):
-    """One tracking service. Its module is imported on every rank: the vendor's `package` only in `open`.
+    """A tracking service. Its module is imported on every rank, but the vendor's `package` only in `open`.
 
     Attributes:
-        name: What `tracker=` calls it.
-        title: What people call it.
+        name: The tracker's name in `tracker=`.
+        title: The service's name in messages.
         package: The vendor's module, which `open` needs; None for none.
-        distribution: What `pip install` takes for it, if that is another name.
-        run_id_variables: The service's own variables that choose a run, the first one that is set.
-        arguments: Its own arguments of `tracking_init`, which are `config.options`.
-        unsupported: What it cannot do, and why. What is asked for all the same is refused at decoration.
+        distribution: The name that `pip install` takes, if it differs from `package`.
+        run_id_variables: The service's own variables that choose a run. The first one that is set counts.
+        arguments: The names of the tracker's own arguments of `tracking_init`, which are in `config.options`.
+        unsupported: The features that the service lacks, with the reason. Using one is refused at decoration.
     """
 
     name: str
@@ -160,34 +160,45 @@ class Tracker(Protocol):
     unsupported: Mapping[Feature, str] = {}
 
     def forced_run_id(self) -> str | None:
-        """The id that the service gives to what is opened now, whatever is asked for: in a trial of its sweep."""
+        """Return the id that the service gives to the next run, such as a sweep's trial; None if it forces none."""
         return None
 
     def check(self, config: TrackingConfig) -> None:
-        """Refuse, at decoration, what cannot work. Names of arguments and what it lacks are checked already.
+        """Refuse arguments that cannot work, at decoration. Their names and `unsupported` are checked already.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: An argument cannot work.
         """
 
-    def page(self, config: TrackingConfig, page: Page | None) -> str | None:  # noqa: ARG002 as they all have it
-        """The address of a run or a group, None for the whole project; the host's where it cannot be told.
+    def page(self, config: TrackingConfig, page: Page | None) -> str | None:  # noqa: ARG002 subclasses need it
+        """Return the address of a page.
 
-        None where the service has no pages.
+        Args:
+            config: The user's arguments.
+            page: The run or group; None for the whole project.
+
+        Returns:
+            The host's address if the page's is unknown; None if the service has no pages.
         """
         return None
 
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:  # noqa: ARG002
-        """What flytekit's task template gains so that the console links to `pages`: text values, own key names.
+        """Return the values to add to flytekit's task template, so that the console links to `pages`.
 
-        Their ids lack what is before the plan's suffix: `config.id`, or what the backend calls the task's execution.
-        None for pages that are not known.
+        Args:
+            config: The user's arguments.
+            pages: The pages; None if they are unknown. Their ids are only the plan's suffixes: they go after
+                `config.id`, or after the backend's name of the task's execution.
         """
         address = self.page(config, None)
         return {} if address is None else {"link_type": f"tracking-{self.name}", f"{self.name}_page": address}
 
     def export_run(self, run: Any) -> Mapping[str, Any] | None:  # noqa: ARG002
-        """Its "id", and the arguments that a task goes on in it with: plain values. None where none can."""
+        """Return the run's "id" and the arguments with which a child task continues the run, as plain values.
+
+        Returns:
+            None if other processes cannot continue the run.
+        """
         return None
 
     def on_inactive_rank(
@@ -195,28 +206,28 @@ class Tracker(Protocol):
         config: TrackingConfig,  # noqa: ARG002
         info: DistributedInfo | None,  # noqa: ARG002
     ) -> Callable[[], object] | None:
-        """Called on a rank that gets no run, before its function: keep the vendor from making one by itself.
+        """Keep the vendor from opening a run by itself. Called on a rank without a run, before its function.
 
         Returns:
-            What undoes it when the function has ended.
+            A function that undoes this when the decorated function has ended; None if there is nothing to undo.
         """
         return None
 
     def diagnose(self) -> Diagnosis:
-        """What the doctor shows of the service here: where runs go, where a key is, what is wrong. No effects."""
+        """Return how the service is set up in this environment, for the doctor. Must not change anything."""
         return Diagnosis()
 
     def open(self, request: RunRequest) -> Handle:
-        """Open this rank's run; to go on with it where the id exists.
+        """Open this rank's run. If a run with its id exists, continue it.
 
         Raises:
-            TrackerUnavailableError: The service, or a key for it, is not there.
+            TrackerUnavailableError: The service cannot be reached, or there is no key for it.
         """
         ...
 
 
 def link_types(name: str, config: TrackingConfig, pages: Sequence[Page]) -> Iterator[str]:
-    """The names of the backend's templates for pages of runs and groups: see `Tracker.link`."""
+    """Yield the names of the backend's link templates for `pages`: see `Tracker.link`."""
     for page in pages:
         known = config.id if page.kind == "run" else config.group or config.id
         suffix = "" if page.kind == "group" and config.group else page.id

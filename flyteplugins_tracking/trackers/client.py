@@ -89,7 +89,7 @@ class ClientHandle(Handle):
         self._pid = os.getpid()
 
     @abstractmethod
-    def write(self, row: Mapping[str, Any], step: Any, **more: Any) -> None:
+    def write(self, row: Mapping[str, Any], step: Any, **kwargs: Any) -> None:
         """Log a row, without waiting for the service, and without raising if the service does not answer."""
 
     @abstractmethod
@@ -99,7 +99,7 @@ class ClientHandle(Handle):
     def resume(self) -> None:
         """Open the run again after an `end` that a signal has caused: the function has logged a row since then."""
 
-    def log(self, data: Mapping[str, Any], step: Any = None, **more: Any) -> None:
+    def log(self, data: Mapping[str, Any], step: Any = None, **kwargs: Any) -> None:
         """Log a row: the `log` of the run object. An outage of the service neither raises nor blocks.
 
         Raises:
@@ -112,21 +112,21 @@ class ClientHandle(Handle):
         row = self._values.clean(data)
         with self._holding:
             if self._ending:
-                self._held.append((row, step, more))
+                self._held.append((row, step, kwargs))
                 return
         if self._ended:
             self.request.watch.wait_for_user_handler()
-        self._log_open(row, step, more)
+        self._log_open(row, step, kwargs)
 
     @critical_section(_PATIENCE_S)
-    def _log_open(self, row: dict[str, Any], step: Any, more: dict[str, Any]) -> None:
+    def _log_open(self, row: dict[str, Any], step: Any, kwargs: dict[str, Any]) -> None:
         """Log a row, and open the run again for it if it has ended early."""
         with self._lock:
             if self._finished:  # while this thread waited for the lock
                 self._warn(NOT_OPEN)
                 return
             self._resume_and_write_held()
-            self._write(row, step, more)
+            self._write(row, step, kwargs)
 
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:  # noqa: ARG002 not every service takes a time
         """Log a row that was kept in files since `time_s`, in seconds since the epoch."""
@@ -168,12 +168,12 @@ class ClientHandle(Handle):
                 self._warn("has ended, and could not be opened again. Rows that are logged now are lost")
         with self._holding:
             held, self._held = self._held, []
-        for row, step, more in held:
-            self._write(row, step, more)
+        for row, step, kwargs in held:
+            self._write(row, step, kwargs)
 
-    def _write(self, row: Mapping[str, Any], step: Any, more: Mapping[str, Any]) -> None:
+    def _write(self, row: Mapping[str, Any], step: Any, kwargs: Mapping[str, Any]) -> None:
         try:
-            self.write(row, step, **more)
+            self.write(row, step, **kwargs)
         except Exception:
             self._warn("could not be logged to. A row is lost")
 
@@ -184,10 +184,10 @@ class ClientHandle(Handle):
             with self._holding:
                 self._ended, self._ending = True, False
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, text: str) -> None:
         """Warn about the run, once: the training's loop may repeat the cause."""
         has_error = sys.exc_info()[0] is not None
-        self._warn_once("run", "%s: run %s %s", self._title, self.id, what, exc_info=has_error)
+        self._warn_once("run", "%s: run %s %s", self._title, self.id, text, exc_info=has_error)
 
 
 def refuse_to_pickle() -> NoReturn:

@@ -174,10 +174,10 @@ def send(directory: Path) -> str:
         kept_again |= _send_attempt([files[path] for path in paths])
         _mark_as_sent(paths)
     _mark_as_sent(there.keys() - files.keys())
-    left = sorted(str(one) for one in kept_again if any(one.glob("*.jsonl")))
-    if left:
+    unsent = sorted(str(path) for path in kept_again if any(path.glob("*.jsonl")))
+    if unsent:
         raise TrackerUnavailableError(
-            f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(left))}"
+            f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(unsent))}"
         )
     return str(next(iter(files.values()))[0]["id"])
 
@@ -235,7 +235,7 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "primary": request.plan.primary,
         "attempt": request.run_metadata.get("restart_count", 0) + request.run_metadata.get("attempt_number", 0),
         "arguments": {**arguments, "run_mode": "auto", "if_unavailable": "raise", "rank_prefix": False},
-        "facts": dict(request.run_metadata),
+        "run_metadata": dict(request.run_metadata),
     }
 
 
@@ -250,7 +250,7 @@ def _open(header: Mapping[str, Any]) -> ClientHandle:
             config=config,
             info=None,
             has_other_writers=False,
-            run_metadata=header["facts"],
+            run_metadata=header["run_metadata"],
             read_secret=lambda: None,
             may_prompt=sys.stdin is not None and sys.stdin.isatty(),
             watch=Unwatched(),

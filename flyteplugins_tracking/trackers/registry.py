@@ -1,4 +1,4 @@
-"""How a tracker is found by its name, and which arguments it takes.
+"""The search for a tracker by its name, and the check of its arguments.
 
 A third party's tracker is registered under the entry point group `flyteplugins_tracking.trackers`.
 """
@@ -23,15 +23,15 @@ _MEMBERS = [name for name in vars(Tracker) if not name.startswith("_")] + ["name
 
 
 def names_of_trackers() -> list[str]:
-    """What `tracker=` can be: those that are built in, and those that other packages have registered."""
+    """Return the names for `tracker=`: of the built-in trackers and of those that other packages have registered."""
     return list(dict.fromkeys([*_BUILT_IN, *_registered()]))
 
 
 def find_tracker(tracker: str | Tracker) -> Tracker:
-    """The tracker of this name; or `tracker` itself, if it is one.
+    """Return the tracker of this name; or `tracker` itself, if it is a tracker object.
 
     Raises:
-        ConfigError: There is none of that name, or it is none.
+        ConfigError: There is no tracker of that name, or the object is not a tracker.
     """
     if not isinstance(tracker, str):
         return _as_tracker(tracker, "tracker=")
@@ -40,69 +40,70 @@ def find_tracker(tracker: str | Tracker) -> Tracker:
         return built_in
     registered = _registered()
     check_choice("tracker", tracker, [*_BUILT_IN, *registered])
-    what = f"the entry point {tracker!r} of {ENTRY_POINTS}"
+    source = f"the entry point {tracker!r} of {ENTRY_POINTS}"
     try:
         loaded = registered[tracker].load()
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
-    return _as_tracker(loaded, what)
+        raise ConfigError(f"{source} cannot be loaded: {type(error).__name__}: {error}") from error
+    return _as_tracker(loaded, source)
 
 
 def check_config(config: TrackingConfig) -> None:
-    """Refuse, at decoration, what the tracker that is asked for cannot do.
+    """Refuse arguments that the config's tracker does not support, at decoration.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The tracker does not support an argument.
     """
     tracker = find_tracker(config.tracker)
     check_arguments(f"tracking_init(tracker={tracker.name!r})", config.options, {*tracker.arguments, *OWN_ARGUMENTS})
-    for feature in _asked_for(config):
+    for feature in _requested_features(config):
         if feature in tracker.unsupported:
-            raise ConfigError(f"{tracker.title} does not support {_ASKING[feature]}: {tracker.unsupported[feature]}")
+            reason = tracker.unsupported[feature]
+            raise ConfigError(f"{tracker.title} does not support {_FEATURE_ARGUMENTS[feature]}: {reason}")
     tracker.check(config)
 
 
-def propagated_to(wanted: TrackingConfig, propagated: Mapping[str, Any]) -> TrackingConfig:
-    """What is `wanted`, with what is `propagated` where that says nothing.
+def propagated_to(config: TrackingConfig, propagated: Mapping[str, Any]) -> TrackingConfig:
+    """Return `config`, with propagated arguments for those that it does not set.
 
-    It may be meant for several trackers: what this one does not know and another one does is left out.
+    Propagated arguments may be for several trackers: this leaves out those that only another tracker takes.
 
     Raises:
-        ConfigError: It cannot work.
+        ConfigError: An argument cannot work.
     """
     if not propagated:
-        return wanted
-    tracker = find_tracker(wanted.tracker if "tracker" in wanted.given else propagated.get("tracker", wanted.tracker))
+        return config
+    tracker = find_tracker(config.tracker if "tracker" in config.given else propagated.get("tracker", config.tracker))
     named = find_tracker(propagated.get("tracker", tracker))
     foreign = {name for name in propagated if name not in tracker.arguments and name not in OWN_ARGUMENTS}
     foreign = _known_to_any(foreign)
-    if named.name != tracker.name:  # what has two trackers' name is meant for the one that is named
+    if named.name != tracker.name:  # an argument that two trackers take is for the one that is named
         foreign |= {*named.arguments} - OWN_ARGUMENTS
     foreign |= {name for name in ("allow_config", "download_logs") if name in tracker.unsupported}
-    config = wanted.with_defaults({name: value for name, value in propagated.items() if name not in foreign})
-    check_config(config)
-    return config
+    merged = config.with_defaults({name: value for name, value in propagated.items() if name not in foreign})
+    check_config(merged)
+    return merged
 
 
 def check_propagated(config: TrackingConfig) -> None:
-    """Refuse what no decorated function could take, where it is not known for which tracker it is.
+    """Refuse arguments that no tracker supports, if the config does not name its tracker.
 
     Raises:
-        ConfigError: None could.
+        ConfigError: No tracker supports an argument.
     """
     if "tracker" in config.given:
         check_config(config)
         return
-    of_default = find_tracker(config.tracker).arguments
-    known = {name: value for name, value in config.options.items() if name in of_default}
+    default_arguments = find_tracker(config.tracker).arguments
+    known = {name: value for name, value in config.options.items() if name in default_arguments}
     others = config.options.keys() - known.keys()
     allowed = _known_to_any(others) | {name for built_in in _BUILT_IN for name in find_tracker(built_in).arguments}
     check_arguments("tracking_init", others, allowed | OWN_ARGUMENTS)
     check_config(replace(config, options=known))
 
 
-# How each is asked for by arguments.
-_ASKING: dict[Feature, str] = {
+# The arguments that request each feature.
+_FEATURE_ARGUMENTS: dict[Feature, str] = {
     "shared": "run_mode='shared'",
     "offline": "if_unavailable='degrade'",
     "config file": "config= with the path of a file",
@@ -111,24 +112,24 @@ _ASKING: dict[Feature, str] = {
 }
 
 
-def _asked_for(config: TrackingConfig) -> Iterator[Feature]:
-    asked: dict[Feature, bool] = {
+def _requested_features(config: TrackingConfig) -> Iterator[Feature]:
+    requested: dict[Feature, bool] = {
         "shared": config.run_mode == "shared",
         "offline": config.if_unavailable == "degrade",
         "config file": isinstance(config.config, str),
         "allow_config": config.allow_config,
         "download_logs": config.download_logs,
     }
-    return (feature for feature, is_asked in asked.items() if is_asked)
+    return (feature for feature, is_requested in requested.items() if is_requested)
 
 
 def _known_to_any(names: Collection[str]) -> set[str]:
-    """Which of `names` are own arguments of a tracker; those that are registered are asked only if they must be."""
+    """Return those of `names` that are a tracker's own arguments. Loads registered trackers only if necessary."""
     known, unknown = set[str](), set(names)
     for tracker in (*_BUILT_IN, *_registered()):
         if not unknown:
             break
-        with suppress(Exception):  # one that nobody has asked for may be broken
+        with suppress(Exception):  # a registered tracker may be broken, and the user may not use it
             known |= unknown.intersection(find_tracker(tracker).arguments)
             unknown -= known
     return known
@@ -141,15 +142,15 @@ def _registered() -> dict[str, Any]:
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
-def _as_tracker(given: Any, what: str) -> Tracker:
+def _as_tracker(candidate: Any, source: str) -> Tracker:
     try:
-        tracker: Tracker = given() if isinstance(given, type) else given
+        tracker: Tracker = candidate() if isinstance(candidate, type) else candidate
     except TypeError as error:
-        raise ConfigError(f"{what}: {given.__name__}() makes no tracker: {error}. Pass an object of it") from error
+        raise ConfigError(f"{source}: {candidate.__name__}() fails: {error}. Pass an object of the class") from error
     missing = [name for name in _MEMBERS if not hasattr(tracker, name)]
     if missing:
         raise ConfigError(
-            f"{what} is a {type(tracker).__name__}, and no tracker: it has no {', '.join(missing)}. Let its class "
+            f"{source} must be a tracker, got a {type(tracker).__name__} without {', '.join(missing)}: let its class "
             "inherit from flyteplugins_tracking.trackers.Tracker"
         )
     return tracker

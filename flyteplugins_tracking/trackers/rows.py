@@ -129,9 +129,9 @@ class MetricSanitizer:
                 row[self._prefix + key] = plain
         return row
 
-    def warn_once(self, key: str, what: str) -> None:
+    def warn_once(self, key: str, text: str) -> None:
         """Warn about the values of `key`, once."""
-        self._warn_once(key, "%s: %r: %s", self._title, key, what)
+        self._warn_once(key, "%s: %r: %s", self._title, key, text)
 
     def _number(self, key: str, value: Any) -> Any:
         if type(value) is float or type(value) is int:

@@ -112,9 +112,9 @@ class VendorParts:
 def _is_there(part: Part) -> bool:
     module, _, names = part.path.partition(":")
     try:
-        found: Any = import_module(module)
+        value: Any = import_module(module)
         for name in names.split("."):
-            found = getattr(found, name)
+            value = getattr(value, name)
     except (ImportError, AttributeError):
         return False
     return True

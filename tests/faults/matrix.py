@@ -123,7 +123,7 @@ def during_init(job: Job) -> Outcome:
 
 
 def during_finish(job: Job) -> Outcome:
-    process = job.start(python(), **ends("until told"))
+    process = job.start(python(), **ends("until go"))
     job.wait_for("ready 0 0")
     with job.server.failing(Fault.slow(1.5, only="filestream")) as fault:
         job.go()
@@ -258,7 +258,7 @@ def until_logged(job: Job, but_not: set[int], rows: int = FIRST_ROWS + 10) -> No
 def flyte_pod(job: Job) -> Outcome:
     """A Flyte 1 task's pod is told to end."""
     process = job.start(
-        flyte1_pods.command("plain", job.directory, module="flyte_ends"),
+        flyte1_pods.command("plain", job.directory, module="flyte_scripted"),
         flyte1_pods.environment("plain"),
         **ends("loop"),
     )
@@ -270,7 +270,7 @@ def flyte_pod(job: Job) -> Outcome:
 def flyte_retry(job: Job) -> Outcome:
     """Two attempts of a Flyte 1 task's pod; the first one fails."""
     for attempt in (0, 1):
-        command = flyte1_pods.command("plain", job.directory, attempt, module="flyte_ends")
+        command = flyte1_pods.command("plain", job.directory, attempt, module="flyte_scripted")
         job.start(command, flyte1_pods.environment("plain", attempt), **ends("raise")).wait(240)
     return job.outcome()
 
@@ -280,7 +280,7 @@ def midway(fault: Fault, seconds: float, ranks: int = 1, **settings: Any) -> Sce
 
     def scenario(job: Job) -> Outcome:
         env = {**PROMPT, **(QUICK_RETRIES if seconds < 10 else {})}
-        job.start(torchrun(ranks=ranks) if ranks > 1 else python(), env, **ends("until told", **settings))
+        job.start(torchrun(ranks=ranks) if ranks > 1 else python(), env, **ends("until go", **settings))
         for rank in range(ranks):
             job.wait_for(f"ready {rank} 0")
         with job.server.failing(fault):
@@ -295,7 +295,7 @@ def midway(fault: Fault, seconds: float, ranks: int = 1, **settings: Any) -> Sce
     return scenario
 
 
-def down_and_told_to_end(job: Job) -> Outcome:
+def down_and_terminated(job: Job) -> Outcome:
     """The server goes, SIGTERM comes, and a handler sets the flag that ends the loop."""
     process = job.start(python(), **ends("loop", handler="flag", tracking={"finish_timeout_s": 2}))
     job.wait_for("ready 0 0")
@@ -319,7 +319,7 @@ def unavailable(fault: Fault | None, if_unavailable: str = "raise", init_timeout
 
 def down_to_the_end(job: Job) -> Outcome:
     """The server goes and does not come back."""
-    job.start(python(), **ends("until told", tracking={"finish_timeout_s": 2}))
+    job.start(python(), **ends("until go", tracking={"finish_timeout_s": 2}))
     job.wait_for("ready 0 0")
     with job.server.failing(Fault.refuse()):
         job.fault_at = time.monotonic()
@@ -376,7 +376,7 @@ CASES = [
     Case("SIGTERM while the run is ended", during_finish, (0,), FINISHED, 20),
     Case("SIGKILL of the writer", signalled(SIGKILL, "loop"), (), RUNNING, 5, "killed"),
     Case("exception on rank 0", of_ranks({"0": "raise", "1": "sleep"}), (1,), FAILED),
-    Case("exception on another rank", together({"0": "sleep", "1": "raise when told"}), (143,), PREEMPTED),
+    Case("exception on another rank", together({"0": "sleep", "1": "raise at go"}), (143,), PREEMPTED),
     Case("SIGTERM in a gloo collective", rank_signalled(0, SIGTERM, PEER), (143,), PREEMPTED),
     Case("SIGKILL of another rank", rank_signalled(1, SIGKILL, {"0": "sleep", "1": "sleep"}), (143,), PREEMPTED),
     # Its agent looks every 30 s, so that the collective's error comes before the agent's SIGTERM.
@@ -402,7 +402,7 @@ CASES = [
     ),
     Case(
         "Flyte Elastic, fork: exception on another rank",
-        together({"0": "sleep", "1": "raise when told"}, command=flyte(), task="fork"),
+        together({"0": "sleep", "1": "raise at go"}, command=flyte(), task="fork"),
         (143,),
         PREEMPTED,
     ),
@@ -416,7 +416,7 @@ CASES = [
     ),
     Case(
         "restart after another rank's failure",
-        together({"0": "sleep", "1": "raise when told"}, "--max-restarts=1"),
+        together({"0": "sleep", "1": "raise at go"}, "--max-restarts=1"),
         (143, 0),
         FINISHED,
     ),
@@ -435,7 +435,7 @@ CASES = [
     Case("server mute for 6 s", midway(Fault.mute(), 6), (0,), FINISHED),
     Case("server slow, 2 s an answer", midway(Fault.slow(2), 6), (0,), FINISHED),
     Case("server gone at the end", down_to_the_end, (), RUNNING, 5, kept="local file"),
-    Case("server gone, SIGTERM, a handler with a flag", down_and_told_to_end, (), RUNNING, 6, "local file", 6),
+    Case("server gone, SIGTERM, a handler with a flag", down_and_terminated, (), RUNNING, 6, "local file", 6),
     Case("full disk", full_disk, (0,), FINISHED),
     Case("1 MB of config", alone("return", config_bytes=1_000_000), (0,), FINISHED),
     Case("NaN and infinity", alone("return", value=float("nan")), (0,), FINISHED),
@@ -460,7 +460,7 @@ CASES = [
     Case("shared: SIGKILL of a neighbour", rank_signalled(1, SIGKILL, ALL_LOOP, **GIVEN), (143,), PREEMPTED),
     Case(
         "shared: exception on a neighbour, restart",
-        together({"0": "sleep", "1": "raise when told"}, "--max-restarts=1", **SHARED),
+        together({"0": "sleep", "1": "raise at go"}, "--max-restarts=1", **SHARED),
         (143, 0),
         FINISHED,
         restarts=1,

@@ -97,7 +97,7 @@ def modes(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> tuple[J
     return job, {run.id: run for run in job.runs}
 
 
-def test_the_doctor_tells_whether_the_service_can_be_used(backend, tmp_path):
+def test_the_doctor_reports_whether_the_service_can_be_used(backend, tmp_path):
     for variables, is_there in ((backend.environment(), True), (backend.missing(tmp_path), False)):
         command = ["-m", "flyteplugins_tracking", "--json", "--tracker", backend.name]
         done = jobs.python(tmp_path, *command, env=variables)
@@ -147,7 +147,7 @@ def test_a_rank_without_a_run_loads_nothing_of_the_vendor(backend, modes):
 
 
 @default_for("wandb")
-def test_a_restart_goes_on_with_the_run(backend, tmp_path):
+def test_a_restart_continues_the_run(backend, tmp_path):
     job = Job(backend, tmp_path, "restart", "--max-restarts=1")
     done = job.ended()
     assert done.returncode == 0, done.output
@@ -198,7 +198,7 @@ def test_when_another_rank_is_killed_the_others_lose_nothing(backend, tmp_path):
 
 
 @default_for("mlflow", "jsonl")
-def test_a_service_that_is_not_there_is_said_and_can_be_done_without(backend, tmp_path):
+def test_an_absent_service_raises_or_the_run_is_logged_to_files(backend, tmp_path):
     job = Job(backend, tmp_path, "missing")
     done = job.ended()
     assert done.returncode == 0, done.output

@@ -1,4 +1,4 @@
-"""The doctor: what it prints of launchers, runs, trackers and what looks wrong; never a key; one table for a job."""
+"""The doctor in processes of its own, and in a job: one report for all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.jobs import PACKAGE
 KEY = "a1b2" * 10
 
 
-def test_an_output_without_letters_or_without_a_reader_is_no_error(tmp_path):
+def test_an_ascii_output_and_a_closed_output_are_no_errors(tmp_path):
     command = [sys.executable, "-m", "flyteplugins_tracking", "--offline", "--tracker=wandb"]
     variables = {"PYTHONPATH": str(PACKAGE.parent), "PYTHONIOENCODING": "ascii", "WANDB_API_KEY": KEY}
     variables |= {"HOME": str(tmp_path), "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path / "größe")}
@@ -28,7 +28,7 @@ def test_an_output_without_letters_or_without_a_reader_is_no_error(tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_with_nothing_but_this_package_it_says_what_to_install():
+def test_without_a_tracker_the_report_shows_how_to_install_one():
     code = (
         f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); "
         "from flyteplugins_tracking.doctor import main; sys.exit(main(sys.argv[1:]))"
@@ -42,7 +42,7 @@ def test_with_nothing_but_this_package_it_says_what_to_install():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_it_imports_no_vendor_and_leaves_nothing_behind(tmp_path):
+def test_the_doctor_imports_no_vendor_and_leaves_no_file(tmp_path):
     code = (
         "import os, sys; from flyteplugins_tracking.doctor import main; status = main(['--offline']); "
         "vendors = {'wandb', 'pluto', 'mlflow', 'trackio', 'torch', 'flytekit', 'flyte', 'urllib.request'}; "
@@ -54,7 +54,7 @@ def test_it_imports_no_vendor_and_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_has_one_table_with_what_only_another_rank_has_found(tmp_path):
+def test_a_job_has_one_report_with_the_error_of_another_rank(tmp_path):
     command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), jobs.PROGRAMS / "doctor_ranks.py", "--offline"]
     done = jobs.run(command, tmp_path, {"WANDB_MODE": "online", "WANDB_API_KEY": KEY})
     assert done.returncode == 1

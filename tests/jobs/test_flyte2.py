@@ -94,7 +94,7 @@ def test_a_task_that_raises_or_exits_has_a_failed_run(pod, server):
     assert server.run("r1-exits").exit_codes == [3]
 
 
-def test_a_retry_goes_on_in_the_run(pod, server):
+def test_a_retry_continues_the_run(pod, server):
     first, second = pod("second_attempt"), pod("second_attempt", attempt=1)
     assert (first.error.message, second.outputs) == ("the first attempt fails", ["r1-second_attempt"])
     run = server.run("r1-second_attempt")
@@ -102,7 +102,7 @@ def test_a_retry_goes_on_in_the_run(pod, server):
     assert (run.rows_overwritten, run.config["attempt_number"]) == (0, 1)
 
 
-def test_a_retry_in_local_mode_goes_on_in_the_run_too(tmp_path):
+def test_a_retry_in_local_mode_continues_the_run(tmp_path):
     done = flyte2_pods.local("second_attempt", tmp_path, module=MODULE)
     assert done.returncode == 0, done.output
     assert len({run.id for run in done.runs}) == 1
@@ -137,7 +137,7 @@ def test_a_task_degrades_to_files_if_the_server_is_unreachable(tmp_path):
 # Parents and children
 
 
-def test_children_go_on_in_the_parents_run_or_have_their_own(pod, server):
+def test_children_continue_the_parents_run_or_have_their_own(pod, server):
     done = pod("parent", module=WORKERS, children=True)
     assert done.outputs is not None, done.output
     ids = json.loads(done.outputs[0])
@@ -152,7 +152,7 @@ def test_children_go_on_in_the_parents_run_or_have_their_own(pod, server):
         assert (server.run(ids[kind]).exit_codes, values(server.run(ids[kind]).rows, kind)) == ([0], [0, 1, 2])
 
 
-def test_what_a_block_says_reaches_the_children_that_are_called_in_it(pod, server):
+def test_a_blocks_arguments_reach_the_children_that_are_called_in_it(pod, server):
     done = pod("async_parent", children=True)
     assert done.outputs is not None, done.output
     ids = json.loads(done.outputs[0])
@@ -174,14 +174,14 @@ def test_children_in_local_mode_are_as_on_a_cluster(tmp_path, module, task):
     assert {run.id for run in done.runs} == set(ids.values())
 
 
-def test_shared_without_a_parent_is_refused_in_words(pod, server):
+def test_shared_without_a_parent_is_refused(pod, server):
     done = pod("shared")
     assert "put tracking_init on that task too, or use run_mode='auto'" in done.error.message
     assert not [run for run in server.runs if run.id == "r1-shared"]
 
 
 @pytest.mark.full
-def test_a_child_that_changes_the_config_is_told_that_it_is_the_parents(pod, server):
+def test_a_child_that_changes_the_parents_config_gets_a_warning(pod, server):
     done = pod("parent_of_a_changer", children=True)
     assert done.error is None, done.output
     run = server.run("r1-parent_of_a_changer")
@@ -193,7 +193,7 @@ def test_a_child_that_changes_the_config_is_told_that_it_is_the_parents(pod, ser
 
 
 @pytest.mark.full
-def test_a_child_goes_where_its_parents_run_is(server, tmp_path):
+def test_a_child_logs_to_the_project_of_its_parents_run(server, tmp_path):
     before = len(server.runs)
     done = flyte2_pods.run("offline_parent", tmp_path, module=MODULE, children=True, **server.environment)
     assert done.outputs == ["r1-a0"], done.output
@@ -259,7 +259,7 @@ def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
         pytest.param(WORKERS, "reported_ranks", ["-rank-0", "-rank-1"], "finished", marks=pytest.mark.full),
     ],
 )
-def test_the_report_shows_the_runs_and_what_they_came_to(pod, server, module, task, suffixes, state):
+def test_the_report_shows_the_runs_with_their_states_and_last_values(pod, server, module, task, suffixes, state):
     report = pod(task, module=module).report
     for run_id in [f"r1-{task}{suffix}" for suffix in suffixes]:
         assert f'<a href="{server.url}/team/tests/runs/{run_id}">{run_id}</a></td><td>{state}</td>' in report
@@ -276,14 +276,14 @@ def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
 
 
 @pytest.mark.full
-def test_files_that_cannot_be_an_output_fail_nothing(pod):
+def test_files_that_cannot_be_an_output_do_not_fail_the_task(pod):
     done = pod("downloaded_workers", module=WORKERS)
     assert (done.error, done.output.count("download_logs=True is left out: the training has 2 ranks")) == (None, 1)
     done = pod("downloaded")  # without a controller, which records traces
     assert (done.error, done.output.count("the files are no output of the task")) == (None, 1)
 
 
-def test_what_was_logged_offline_outlives_the_pod(tmp_path):
+def test_offline_rows_outlive_the_pod(tmp_path):
     done = flyte2_pods.run("plain", tmp_path, module=MODULE)
     kept = [path for path in tmp_path.rglob("*.wandb") if "raw" in path.parts]
     assert len(kept) == 1, done.output
@@ -312,7 +312,7 @@ def test_all_ranks_share_a_run(pod, server):
 
 
 @pytest.mark.full
-def test_restarted_workers_go_on_in_the_run(pod, server):
+def test_restarted_workers_continue_the_run(pod, server):
     assert pod("restarted_workers", module=WORKERS).outputs == ["r1-restarted_workers"]
     run = server.run("r1-restarted_workers")
     assert (run.exit_codes, run.rows_overwritten) == ([1, 0], 0)
@@ -397,7 +397,7 @@ def test_a_misspelt_mode_is_refused():
         tracking_init(run_mode="shard")
 
 
-def test_what_is_handed_to_children_holds_any_config_and_no_password():
+def test_values_for_children_hold_any_config_and_no_password():
     from types import SimpleNamespace
 
     from flyteplugins_tracking.trackers.wandb import TRACKER
@@ -415,7 +415,7 @@ def test_what_is_handed_to_children_holds_any_config_and_no_password():
     assert TRACKER.export_run(run)["config"] is None
 
 
-def test_links_that_are_there_are_kept_and_each_tracker_adds_its_own(tasks):
+def test_existing_links_are_kept_and_each_tracker_adds_its_own(tasks):
     import flyte
 
     class Other:
@@ -456,7 +456,7 @@ LINK = {
 }
 
 
-def test_a_link_leads_to_what_is_propagated_and_to_the_parents_run(tasks, with_workers, monkeypatch):
+def test_a_link_follows_propagated_arguments_and_the_parents_run(tasks, with_workers, monkeypatch):
     given = tracking_config(project="2024", entity="e", host="https://wandb.example.com/")
     address = "https://wandb.example.com/e/2024/runs/r1-{{.actionName}}"
     assert tasks.links(tasks.bare, given) == {"Weights & Biases": address}
@@ -470,7 +470,7 @@ def test_a_link_leads_to_what_is_propagated_and_to_the_parents_run(tasks, with_w
     assert tasks.links(tasks.plain)["Weights & Biases"].startswith("https://self.hosted/team/tests/runs/")
 
 
-def test_a_link_knows_what_the_environment_of_its_task_says():
+def test_a_link_follows_the_environment_of_its_task():
     import flyte
 
     env = flyte.TaskEnvironment(name="variables", env_vars={**tracking_config(project="p", entity="e"), "OTHER": "x"})

@@ -159,7 +159,7 @@ def test_pods_of_a_pytorch_job_are_ranks(tmp_path):
 
 
 @pytest.mark.full
-def test_the_agent_of_a_pytorch_job_is_no_rank(tmp_path):
+def test_the_agent_of_a_pytorch_job_has_no_run(tmp_path):
     done = flyte1_pods.run("pytorch_job", tmp_path, RANK="1", WORLD_SIZE="16", PET_NPROC_PER_NODE="8")
     assert "RANK=1 is a node, not a process: PET_NPROC_PER_NODE=8" in done.output
     assert done.runs == []
@@ -171,7 +171,7 @@ def test_a_hashed_name_is_the_id_and_its_execution_the_group(tmp_path):
     assert [(run.id, run.group) for run in done.runs] == [("fabc123d", "f7c3a")], done.output
 
 
-def test_a_script_that_a_task_starts_is_no_task(tmp_path):
+def test_a_script_that_a_task_starts_does_not_count_as_the_task(tmp_path):
     """The script inherits the pod's variables. flytekit's context there has a random prefix in each process."""
     done = jobs.python(tmp_path, jobs.PROGRAMS / "flyte_imported.py", env=flyte1_pods.environment("below"))
     assert done.returncode == 0, done.output
@@ -190,7 +190,7 @@ def test_map_task_elements_in_one_prefix_are_runs_of_their_own(tmp_path):
 
 
 @pytest.mark.full
-def test_a_missing_key_on_a_cluster_is_told_and_nothing_is_opened(tmp_path):
+def test_a_missing_key_on_a_cluster_raises_and_opens_no_run(tmp_path):
     done = flyte1_pods.run("below", tmp_path, WANDB_MODE="online")
     assert "TrackerUnavailableError" in done.output
     assert "set WANDB_API_KEY, or pass secret=" in done.output
@@ -198,7 +198,7 @@ def test_a_missing_key_on_a_cluster_is_told_and_nothing_is_opened(tmp_path):
     assert done.runs == []
 
 
-def test_a_missing_secret_on_a_cluster_is_told(tmp_path):
+def test_a_missing_secret_on_a_cluster_raises(tmp_path):
     done = flyte1_pods.run("with_secret", tmp_path, WANDB_MODE="online")
     assert "add secret_requests=[Secret(group='wandb', key='api_key')] to the task" in done.output
     assert done.runs == []
@@ -227,7 +227,7 @@ def test_a_serialized_task_brings_its_link(templates):
         ("links_of_a_range", "tracking-wandb-group"),
     ],
 )
-def test_links_lead_to_what_the_tasks_workers_will_have(templates, task, link_type):
+def test_links_lead_to_the_runs_of_the_tasks_workers(templates, task, link_type):
     assert templates[task]["link_type"] == link_type
 
 
@@ -247,7 +247,7 @@ def test_the_deck_shows_the_runs_and_the_files_are_kept(tmp_path):
 
 
 @pytest.mark.full
-def test_the_deck_shows_the_runs_of_all_ranks_and_what_is_unsent_outlives_the_pod(tmp_path):
+def test_the_deck_shows_the_runs_of_all_ranks_and_unsent_rows_outlive_the_pod(tmp_path):
     done = flyte1_pods.run("decked_ranks", tmp_path, module="flyte_workers")
     assert done.returncode == 0, done.output
     ids = [f"{flyte1_pods.EXECUTION}-{flyte1_pods.NODE}-rank-{rank}" for rank in range(2)]
@@ -256,7 +256,7 @@ def test_the_deck_shows_the_runs_of_all_ranks_and_what_is_unsent_outlives_the_po
     assert sorted(path.stem.removeprefix("run-") for path in (tmp_path / "raw").rglob("*.wandb")) == ids
 
 
-def test_malformed_configuration_is_told_and_nothing_is_opened(tmp_path):
+def test_malformed_configuration_raises_and_opens_no_run(tmp_path):
     done = flyte1_pods.run("above", tmp_path, FLYTE_TRACKING_CONFIG="[1]")
     assert "the variable FLYTE_TRACKING_CONFIG must be a JSON object, got a list" in done.output
     assert done.runs == []

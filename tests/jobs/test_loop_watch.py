@@ -27,11 +27,11 @@ PROGRAM = jobs.PROGRAMS / "loop_signals.py"
 
 
 @dataclass(frozen=True)
-class Told:
-    """A job to be told to end.
+class RunningJob:
+    """A job that can be ended by SIGTERM.
 
     Attributes:
-        pids: Of the processes that have logged, by rank.
+        pids: The ids of the processes that have logged, by rank.
     """
 
     process: subprocess.Popen[str]
@@ -45,8 +45,10 @@ class Told:
 
 
 @contextmanager
-def told(process: subprocess.Popen[str], directory: Path, server: WandbServer, count: int = 1) -> Iterator[Told]:
-    """`process` as soon as `count` of its own have logged; killed after the block if it still runs."""
+def running_job(
+    process: subprocess.Popen[str], directory: Path, server: WandbServer, count: int = 1
+) -> Iterator[RunningJob]:
+    """Yield the job when `count` of its processes have logged. Kill it after the block if it still runs."""
     files = [directory / f"ready-{rank}" for rank in range(count)]
     try:
         pids: dict[Path, str] = {}  # a file is read until it is not empty: writing it anew empties it for a moment
@@ -54,7 +56,7 @@ def told(process: subprocess.Popen[str], directory: Path, server: WandbServer, c
             assert process.poll() is None, process.communicate()[0]
             pids |= {file: pid for file in files if file not in pids and file.exists() and (pid := file.read_text())}
             time.sleep(0.05)
-        yield Told(process, directory, server, [int(pids[file]) for file in files])
+        yield RunningJob(process, directory, server, [int(pids[file]) for file in files])
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -62,24 +64,24 @@ def told(process: subprocess.Popen[str], directory: Path, server: WandbServer, c
 
 
 @contextmanager
-def pod(task: str, directory: Path, count: int = 1, module: str = "flyte2_told") -> Iterator[Told]:
+def pod(task: str, directory: Path, count: int = 1, module: str = "flyte2_sigterm") -> Iterator[RunningJob]:
     pytest.importorskip("flyte", reason="flyte is not installed")
     pytest.importorskip("flyteplugins.pytorch", reason="flyteplugins-pytorch is not installed")
     from support import flyte2_pods
 
     with WandbServer() as server:
-        process = flyte2_pods.start(task, directory, run="told", module=module, **server.environment)
-        with told(process, directory, server, count) as started:
+        process = flyte2_pods.start(task, directory, run="sigterm", module=module, **server.environment)
+        with running_job(process, directory, server, count) as started:
             yield started
 
 
 @contextmanager
-def script(directory: Path, *arguments: str) -> Iterator[Told]:
+def script(directory: Path, *arguments: str) -> Iterator[RunningJob]:
     """A function of `loop_signals.py`."""
     with WandbServer() as server:
         command = [sys.executable, PROGRAM, *arguments]
         process = jobs.start(command, directory, server.environment)
-        with told(process, directory, server) as started:
+        with running_job(process, directory, server) as started:
             yield started
 
 
@@ -133,7 +135,7 @@ def test_an_end_that_is_being_recorded_is_waited_for(tmp_path):
 
 
 def test_the_agent_of_an_elastic_pod_has_its_workers_end_their_run(tmp_path):
-    with pod("workers", tmp_path, count=2, module="flyte2_told_workers") as started:
+    with pod("workers", tmp_path, count=2, module="flyte2_sigterm_workers") as started:
         assert started.process.pid not in started.pids
         done = started.end()
         (run,) = started.server.runs
@@ -177,7 +179,7 @@ def installed() -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("of_the_loop", [False, True])
-def test_what_was_installed_is_back_when_the_last_function_returns(of_the_loop):
+def test_the_old_handler_is_back_when_the_last_function_returns(of_the_loop):
     recorder = RecordingTracker()
     entered, is_left = threading.Barrier(3), threading.Event()
 

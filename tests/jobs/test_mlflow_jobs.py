@@ -64,7 +64,7 @@ def test_the_run_is_mlflows_active_one_which_nothing_but_the_functions_end_ends(
     assert [(other.status, other.values("child")) for other in nested] == [("FINISHED", [1.0])]
 
 
-def test_a_run_that_goes_on_has_its_rows_steps_and_the_newest_config(fluent):
+def test_a_continued_run_has_its_rows_steps_and_the_newest_config(fluent):
     done, noted, runs = fluent
     (run,) = (run for run in runs if run.id == "fluent")
     steps = sorted((step, value) for key, value, step, _ in run.rows if key == "loss")
@@ -80,7 +80,7 @@ def test_a_run_that_goes_on_has_its_rows_steps_and_the_newest_config(fluent):
     assert (run.tags["plain"], run.tags["team"], run.tags["later"]) == ("", "ml", "tag")
 
 
-def test_what_mlflow_cannot_hold_is_said_once_a_key(fluent):
+def test_values_that_mlflow_cannot_hold_warn_once_for_each_key(fluent):
     done, _, runs = fluent
     (run,) = (run for run in runs if run.id == "fluent")
     assert run.values("truth") == [1.0]
@@ -92,7 +92,7 @@ def test_what_mlflow_cannot_hold_is_said_once_a_key(fluent):
     assert done.output.count("the server rejects the param 'lr'") == 1
 
 
-def test_a_called_task_goes_on_in_the_callers_run_and_does_not_end_it(fluent):
+def test_a_called_task_continues_the_callers_run_and_does_not_end_it(fluent):
     _, noted, runs = fluent
     (run,) = (run for run in runs if run.id == "fluent")
     assert run.values("called") == [1.0]
@@ -107,7 +107,7 @@ def test_a_forked_child_neither_hangs_nor_logs(fluent):
     assert "forked" not in run.params
 
 
-def test_mlflow_run_id_is_the_very_run_and_stays_set(fluent):
+def test_mlflow_run_id_chooses_the_run_and_stays_set(fluent):
     _, noted, runs = fluent
     (run,) = (run for run in runs if run.run_id == noted["chosen"])
     assert noted["is_chosen"] is noted["is_nested"] is noted["variable"] is True
@@ -134,7 +134,7 @@ def test_autologging_is_the_ranks_own_that_has_a_run_and_a_group_ends_as_its_wor
     assert system[1] == set()
 
 
-def test_a_log_is_no_request_and_all_rows_arrive(server, tmp_path):
+def test_logging_makes_no_request_and_all_rows_arrive(server, tmp_path):
     """The benchmark holds the figure of 0.2 ms; a request takes milliseconds."""
     done = jobs.python(tmp_path, SCRIPT, "cost", "cost", env=environment(server))
     assert done.returncode == 0, done.output
@@ -170,7 +170,7 @@ def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, 
     assert runs["mute"].params == {"late": "1"}
 
 
-def test_a_server_that_is_mute_or_refuses_is_said_in_time_and_without_the_key(tmp_path):
+def test_a_mute_or_refusing_server_raises_in_time_and_without_the_key(tmp_path):
     with denying() as wrong_key, mute() as silent:
         nobody = f"http://127.0.0.1:{jobs.free_port()}"
         done = jobs.python(tmp_path, SCRIPT, "unavailable", wrong_key, silent, nobody, "nonsense://x")
@@ -205,7 +205,9 @@ def mute() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_what_no_request_or_file_can_hold_takes_nothing_else_with_it(server, tmp_path, monkeypatch, bare_environment):
+def test_values_that_no_request_or_file_can_hold_do_not_lose_other_rows(
+    server, tmp_path, monkeypatch, bare_environment
+):
     numpy = pytest.importorskip("numpy")
     monkeypatch.chdir(tmp_path)
 
@@ -224,7 +226,7 @@ def test_what_no_request_or_file_can_hold_takes_nothing_else_with_it(server, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_kept_at_the_end_is_all_that_was_left(server, tmp_path, monkeypatch, bare_environment):
+def test_all_unsent_rows_are_kept_at_the_end(server, tmp_path, monkeypatch, bare_environment):
     monkeypatch.chdir(tmp_path)
 
     @tracking_init(tracker="mlflow", project="left", id="left", tracking_uri=server.url, finish_timeout_s=1)
@@ -261,7 +263,7 @@ def test_a_loop_that_ends_all_runs_ends_and_leaves_ours_active(server, bare_envi
     assert (run.values("a"), run.status) == ([1.0], "FINISHED")
 
 
-def test_of_two_runs_with_our_id_the_one_asked_for_last_goes_on(server, bare_environment):
+def test_of_two_runs_with_our_id_the_last_requested_one_continues(server, bare_environment):
     from mlflow import MlflowClient
 
     @tracking_init(tracker="mlflow", project="late", id="late", tracking_uri=server.url)

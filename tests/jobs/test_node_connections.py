@@ -65,7 +65,7 @@ def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
-def test_followers_wait_get_the_value_and_are_waited_for(name):
+def test_followers_wait_for_the_value_and_the_leader_waits_for_followers(name):
     followers = [start_follower(name, rank) for rank in (1, 2)]
     server = NodeServer(name, on_request=lambda _: None, expected=2)
     assert server.wait(PATIENCE_S, until=lambda: server.wait(0) == [1, 2]) == [1, 2]
@@ -80,7 +80,7 @@ def test_followers_wait_get_the_value_and_are_waited_for(name):
     server.close()
 
 
-def test_followers_get_the_reason_of_a_leader_that_refuses(name):
+def test_followers_get_the_reason_of_a_rejection(name):
     server = NodeServer(name, on_request=lambda _: None)
     threading.Timer(0.3, server.reject, ["no key"]).start()
     with pytest.raises(NodeError, match="no key"):
@@ -95,7 +95,7 @@ def test_a_leader_that_does_not_come_is_not_waited_for_past_the_deadline(name):
     assert 0.4 < time.monotonic() - began < 2 * jobs.TIME_SCALE
 
 
-def test_a_pause_holds_until_the_value_is_offered_again(name):
+def test_a_suspended_value_is_unused_until_it_is_published_again(name):
     asked: list[str] = []
 
     def answer(question: str) -> None:
@@ -116,7 +116,7 @@ def test_a_pause_holds_until_the_value_is_offered_again(name):
     follower.communicate(timeout=PATIENCE_S)
 
 
-def test_an_answer_that_waits_for_a_pause_does_not_hold_it_up(name, monkeypatch):
+def test_a_request_handler_that_suspends_does_not_delay_it(name, monkeypatch):
     monkeypatch.setattr("flyteplugins_tracking.trackers.peers.sockets.SEND_TIMEOUT_S", 240.0)
     asked, is_paused, answered = threading.Event(), threading.Event(), threading.Event()
 
@@ -139,7 +139,7 @@ def test_an_answer_that_waits_for_a_pause_does_not_hold_it_up(name, monkeypatch)
     follower.communicate(timeout=PATIENCE_S)
 
 
-def test_a_stopped_follower_does_not_hold_up_a_pause(name):
+def test_a_stopped_follower_does_not_delay_suspend(name):
     server = NodeServer(name, on_request=lambda _: None)
     server.publish({})
     follower = start_follower(name)
@@ -155,7 +155,7 @@ def test_a_stopped_follower_does_not_hold_up_a_pause(name):
     server.close()
 
 
-def test_what_a_dead_job_has_left_is_replaced(name, directory):
+def test_the_socket_of_a_dead_job_is_replaced(name, directory):
     left = in_a_process("dies", name, "another")
     assert left.returncode == 0, left.stderr
     assert len(list(directory.iterdir())) == 2

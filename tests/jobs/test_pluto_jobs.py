@@ -60,7 +60,7 @@ def test_the_run_is_the_vendors_and_konduktors_jobs(ranks):
     assert "konduktor" in run.tags
 
 
-def test_the_primary_alone_tells_the_config_the_name_the_tags_and_the_status(ranks):
+def test_only_the_primary_sends_the_config_the_name_the_tags_and_the_status(ranks):
     server, _, _ = ranks
     run = server.run(JOB_NAME)
     assert [create["name"] for create in run.creates] == ["named", JOB_NAME]
@@ -93,7 +93,7 @@ def test_ranks_that_log_the_same_key_without_a_step_keep_all_their_values(ranks)
     assert sorted(values) == sorted([*range(20)] * RANKS)
 
 
-def test_what_the_service_would_drop_is_said_once_for_each_key(ranks):
+def test_values_that_the_service_would_drop_warn_once_for_each_key(ranks):
     server, done, _ = ranks
     run = server.run(JOB_NAME)
     for key in ("truth", "none", "nan", "dict", "list", "ä", "step=-1"):
@@ -152,13 +152,13 @@ def test_noop_needs_no_server(singles):
     assert told["noop"]["id"] not in [run.id for run in server.runs]
 
 
-def test_a_task_that_is_called_is_told_where_the_run_is(singles):
+def test_the_exported_run_has_its_id_and_project(singles):
     _, _, told = singles
     assert told["noop"]["passed_on"] == [None]
     assert told["named again"]["passed_on"] == [{"id": "again", "project": "tests"}]
 
 
-def test_a_name_that_is_ignored_is_said(singles):
+def test_an_ignored_name_warns(singles):
     server, done, told = singles
     assert told["named again"]["id"] == "again"
     assert (server.run("again").name, len(server.run("again").creates)) == ("first", 2)
@@ -219,7 +219,7 @@ def mute(tmp_path_factory) -> Iterator[tuple[PlutoServer, jobs.Done, dict[str, d
 
 
 @pytest.mark.full
-def test_a_mute_service_is_told_within_the_deadline_and_leaves_nothing_half_open(mute):
+def test_a_mute_service_raises_within_the_deadline_and_leaves_no_run_open(mute):
     server, _, told = mute
     assert told["start"]["error"] == "TrackerUnavailableError"
     assert "init_timeout_s=2" in told["start"]["text"]
@@ -234,7 +234,7 @@ def test_an_outage_holds_up_no_step(mute):
 
 
 @pytest.mark.full
-def test_what_a_mute_service_has_not_taken_at_the_end_is_kept_and_can_be_sent(mute):
+def test_rows_that_a_mute_service_has_not_taken_are_kept_and_can_be_sent(mute):
     server, done, told = mute
     assert told["end"]["took"] < 3 * jobs.TIME_SCALE  # finish_timeout_s=3
     assert server.run("kept").statuses == []

@@ -64,7 +64,7 @@ def test_every_row_of_every_rank_arrives_through_one_writer_a_node(tmp_path, nod
             "tracking": {**SHARED, "id": "all", "rank_scope": "global"},
             "then": {**SHARED, "id": "each", "rank_scope": "worker"},
         }
-        start(started, nodes, env, **ends("until told", rows=500, step_s=0.5, with_step=True, **scopes))
+        start(started, nodes, env, **ends("until go", rows=500, step_s=0.5, with_step=True, **scopes))
         for rank in range(4):
             started.wait_for(f"ready {rank} 0")
         cores = started.pids("wandb-core")
@@ -94,7 +94,7 @@ def test_every_row_of_every_rank_arrives_through_one_writer_a_node(tmp_path, nod
 @pytest.mark.parametrize("task", ["spawn", pytest.param("fork", marks=pytest.mark.full)])
 def test_the_ranks_of_flytes_elastic_workers_share_one_client(tmp_path, task):
     with job(tmp_path) as started:
-        settings = ends("until told", rows=500, step_s=0.5, with_step=True, tracking=SHARED, task=task)
+        settings = ends("until go", rows=500, step_s=0.5, with_step=True, tracking=SHARED, task=task)
         started.start(flyte(), PROMPT, **settings)
         for rank in range(2):
             started.wait_for(f"ready {rank} 0")
@@ -106,7 +106,7 @@ def test_the_ranks_of_flytes_elastic_workers_share_one_client(tmp_path, task):
         assert len(sequences(started.server.runs[0].rows)) == 2
 
 
-def test_the_printed_command_merges_what_the_nodes_have_logged_offline(tmp_path):
+def test_the_printed_command_merges_the_offline_rows_of_the_nodes(tmp_path):
     with job(tmp_path) as started:
         settings = ends("return", rows=100, with_step=True, tracking={**GIVEN, "config": {"lr": 0.1}})
         start(started, [2, 1], {"WANDB_MODE": "offline"}, **settings)
@@ -249,7 +249,7 @@ def by_hand(job: Job, ranks: int, how: str | dict[str, str], **settings: Any) ->
         job.start(python(), {**PROMPT, **place(rank, ranks)}, **ends(how, tracking=GIVEN, **settings))
 
 
-def test_a_neighbour_whose_writer_does_not_come_says_so(tmp_path):
+def test_a_follower_without_a_leader_raises(tmp_path):
     with job(tmp_path) as started:
         env, settings = rank_alone(1, init_timeout_s=2)
         began = time.monotonic()
@@ -301,10 +301,10 @@ def test_each_training_of_a_process_is_a_run_of_its_own(tmp_path):
         assert len(server.runs) == 3
 
 
-def test_the_writer_waits_for_its_neighbours_and_then_says_whom_it_leaves(tmp_path):
+def test_the_leader_waits_for_its_followers_and_warns_about_late_ones(tmp_path):
     with job(tmp_path) as started:
         tracking = {**GIVEN, "finish_timeout_s": 2}
-        settings = ends({"0": "return", "1": "until told", "2": "return"}, step_s=0.05, tracking=tracking)
+        settings = ends({"0": "return", "1": "until go", "2": "return"}, step_s=0.05, tracking=tracking)
         started.start(torchrun(ranks=3), **settings)
         started.server.wait_for(lambda: started.server.runs[0].completed, 240)
         (left,) = started.wait_for("ready 1 0")
@@ -334,7 +334,7 @@ def test_a_neighbour_can_log_after_the_writers_function_has_returned(tmp_path):
 def test_no_row_is_lost_when_a_neighbour_is_killed_or_exits_at_once(tmp_path):
     """One is killed, one leaves by `os._exit`, and one logs on."""
     with job(tmp_path) as started:
-        how = {"0": "until told", "1": "until told", "2": "os._exit 0", "3": "until told"}
+        how = {"0": "until go", "1": "until go", "2": "os._exit 0", "3": "until go"}
         by_hand(started, 4, how)
         for rank in (0, 1, 3):
             started.wait_for(f"ready {rank} 0")
@@ -350,7 +350,7 @@ def test_no_row_is_lost_when_a_neighbour_is_killed_or_exits_at_once(tmp_path):
 def test_when_the_writer_is_killed_its_neighbours_go_on(tmp_path):
     """The others go on, and say it once."""
     with job(tmp_path) as started:
-        by_hand(started, 3, "until told", step_s=0.05)
+        by_hand(started, 3, "until go", step_s=0.05)
         for rank in range(3):
             started.wait_for(f"ready {rank} 0")
         (writer,) = started.wait_for("ready 0 0")
@@ -374,7 +374,7 @@ def test_when_the_writer_is_killed_its_neighbours_go_on(tmp_path):
 def test_a_run_of_several_nodes_ends_with_the_last_one(tmp_path):
     with job(tmp_path) as started:
         tracking = {**SHARED, "settings": {"x_stats_sampling_interval": 1}}
-        start(started, [1, 2], **ends({"0": "return", "*": "until told"}, tracking=tracking))
+        start(started, [1, 2], **ends({"0": "return", "*": "until go"}, tracking=tracking))
         started.wait_for("returns")
         statistics = {"system.cpu/l:worker-0", "system.cpu/l:worker-1"}
         started.server.wait_for(
@@ -403,7 +403,7 @@ def test_a_restart_resumes_the_run_on_every_rank(tmp_path):
 @pytest.mark.full
 def test_two_jobs_with_one_id_have_a_run_each(tmp_path):
     with job(tmp_path) as started:
-        settings = ends("until told", tracking={**GIVEN, "init_timeout_s": 15})
+        settings = ends("until go", tracking={**GIVEN, "init_timeout_s": 15})
         started.start(torchrun(ranks=2), **settings)
         started.wait_for("ready 1 0")
         started.start(torchrun(ranks=2), **settings)
@@ -454,7 +454,7 @@ def test_sigterm_while_the_writer_waits_for_its_neighbours_keeps_their_rows(tmp_
 def test_when_the_writers_core_is_killed_all_ranks_go_on_in_another(tmp_path):
     """It starts another, and all go on in that one."""
     with job(tmp_path) as started:
-        started.start(torchrun(ranks=3), PROMPT, **ends("until told", with_step=True, tracking=GIVEN))
+        started.start(torchrun(ranks=3), PROMPT, **ends("until go", with_step=True, tracking=GIVEN))
         for rank in range(3):
             started.wait_for(f"ready {rank} 0")
         (core,) = started.pids("wandb-core")

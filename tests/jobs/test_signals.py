@@ -37,7 +37,7 @@ def lines_of(job) -> list[str]:
     ],
     ids=str,
 )
-def test_what_was_installed_before_is_put_back(tmp_path, settings):
+def test_the_old_handlers_are_put_back(tmp_path, settings):
     with job(tmp_path) as started:
         started.start(python(), **ends("return", **settings))
         assert started.outcome().returncode == 0
@@ -223,7 +223,7 @@ def test_a_process_with_thousands_of_open_files_is_watched(tmp_path):
 
 
 @pytest.mark.parametrize("is_reinstalled", [True, False])
-def test_a_handler_that_calls_ours_says_itself_how_the_function_ends(is_reinstalled, monkeypatch):
+def test_a_handler_that_calls_ours_decides_how_the_function_ends(is_reinstalled, monkeypatch):
     """Lightning's does: its loop then ends all ranks behind the same batch, with a checkpoint."""
     monkeypatch.setattr(SigtermWatcher, "_exit_in_the_end", lambda _: None)
     told: list[int] = []

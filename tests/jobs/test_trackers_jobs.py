@@ -65,7 +65,7 @@ def registered(installed, monkeypatch):
     registry._registered.cache_clear()
 
 
-def test_a_name_that_nobody_has_is_refused_with_those_that_there_are(registered):
+def test_an_unknown_tracker_is_refused_with_the_known_names(registered):
     with pytest.raises(ConfigError) as refused:
         tracking_init(tracker="jsnol")
     for name in [*BUILT_IN, "jsonl"]:
@@ -83,7 +83,7 @@ def test_an_entry_point_gives_a_tracker_that_is_its_class(registered, bare_envir
     assert run.status == "finished"
 
 
-def test_what_is_propagated_to_a_registered_tracker_reaches_no_other(bare_environment, monkeypatch):
+def test_arguments_propagated_to_a_registered_tracker_reach_no_other(bare_environment, monkeypatch):
     class Other(Noting):
         name = "other"
         arguments = frozenset({"shape", "colour"})
@@ -240,7 +240,7 @@ def test_a_run_that_is_terminated_while_it_waits_for_its_other_ranks_has_not_suc
     assert codes == [143]
 
 
-def test_what_is_kept_again_while_it_is_sent_is_not_said_to_be_sent(
+def test_rows_that_are_kept_again_during_sending_are_reported_as_unsent(
     registered, bare_environment, monkeypatch, tmp_path, capsys
 ):
     from jsonl_tracker import JsonlHandle
@@ -257,7 +257,7 @@ def test_what_is_kept_again_while_it_is_sent_is_not_said_to_be_sent(
     monkeypatch.undo()
 
 
-def test_what_files_cannot_hold_or_nobody_can_call_takes_nothing_else_with_it(
+def test_values_that_files_cannot_hold_and_failing_calls_do_not_lose_other_rows(
     registered, bare_environment, monkeypatch, tmp_path, caplog
 ):
     numpy = pytest.importorskip("numpy")

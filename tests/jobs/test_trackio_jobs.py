@@ -120,7 +120,7 @@ def test_rows_have_the_steps_that_were_asked_for_or_the_next_one_also_after_a_re
     assert seen["again"] == [True, "shown"]
 
 
-def test_what_trackio_would_drop_or_misread_is_said_once_for_each_key(one_process):
+def test_values_that_trackio_would_drop_or_misread_warn_once_for_each_key(one_process):
     directory, _, said = one_process
     odd = [row for _, row in rows(directory, "all") if "bool" in row]
     assert odd == [{"bool": 1, "nan": "NaN", "zero_d": 0.5}] * 2
@@ -137,7 +137,7 @@ def test_media_alerts_and_system_metrics_are_there(one_process):
     assert {"memory": 1} in [json.loads(m) for (m,) in stored(directory, "SELECT metrics FROM system_metrics")]
 
 
-def test_the_config_has_what_trackio_has_no_place_for(one_process):
+def test_the_config_has_the_tags_and_notes(one_process):
     directory, _, _ = one_process
     found = config(directory, "all")
     assert (found["lr"], found["nan"], found["tags"], found["notes"]) == (0.1, "NaN", ["t"], "no")
@@ -186,7 +186,7 @@ def test_rows_of_the_last_moments_outlive_sigkill(tmp_path):
     assert config(tmp_path)["status"] == "running"
 
 
-def test_what_cannot_be_written_in_time_is_kept_and_sent_once(tmp_path):
+def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):
     process = start(tmp_path, "fails_while_the_files_are_locked")
     wait_for_file(tmp_path / "opened", process)
     wait_until(lambda: row_count(tmp_path) == 1, process)
@@ -204,7 +204,7 @@ def test_what_cannot_be_written_in_time_is_kept_and_sent_once(tmp_path):
     assert (config(tmp_path)["status"], config(tmp_path)["exit_code"]) == ("failed", 1)
 
 
-def test_a_rank_that_finds_no_run_says_what_several_nodes_need(tmp_path):
+def test_a_rank_that_finds_no_run_raises_with_a_fix(tmp_path):
     done = python(tmp_path, "joins_a_run", **RANK_1)
     assert "TrackerUnavailableError: Trackio: run i was not found in" in done.output
     assert "set TRACKIO_DIR to a directory that they all share" in done.output
@@ -232,7 +232,7 @@ def test_a_network_file_system_gets_files_that_the_dashboard_takes(tmp_path):
 
 
 @pytest.mark.full
-def test_a_server_takes_all_and_what_it_misses_is_kept(tmp_path):
+def test_a_server_gets_all_rows_and_those_it_misses_are_kept(tmp_path):
     port = jobs.free_port()
     with server(tmp_path, port) as url:
         process = start(tmp_path / "job", "tries_tokens", url, TOKEN)

@@ -20,7 +20,7 @@ PARTS: dict[str, VendorParts] = {"mlflow": mlflow.PARTS, "pluto": pluto.PARTS, "
 
 
 @pytest.mark.parametrize("tracker", PARTS)
-def test_every_private_name_is_there_or_its_absence_is_said(tracker, tmp_path):
+def test_every_private_name_exists_or_its_absence_warns(tracker, tmp_path):
     with BACKENDS[tracker](tmp_path) as backend:
         command = [sys.executable, str(jobs.PROGRAMS / "vendor_contract.py"), tracker, CLIENTS[tracker]]
         done = jobs.run(command, tmp_path, backend.environment(), timeout_s=300)

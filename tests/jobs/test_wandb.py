@@ -142,7 +142,7 @@ def test_disabled_stays_disabled(tmp_path):
         pytest.param("with run: pass", marks=pytest.mark.full),
     ],
 )
-def test_nobody_but_the_function_ends_the_run(tmp_path, ending):
+def test_only_the_function_ends_the_run(tmp_path, ending):
     done = runs(tmp_path, "user_finishes", ending)
     assert "ValueError: made to fail" in done.output
     (run,) = done.runs
@@ -317,7 +317,7 @@ def test_a_secret_reaches_the_server_and_nothing_else(tmp_path):
 
 def test_a_secret_that_raises_is_reported(tmp_path):
     done = train(tmp_path, **ONLINE, SECRET_FROM="NOT_THERE")
-    assert "TrackerUnavailableError: secret= raised KeyError and gave no API key" in done.output
+    assert "TrackerUnavailableError: secret= raised KeyError and returned no API key" in done.output
     assert done.runs == []
 
 
@@ -384,7 +384,7 @@ def test_flytekits_links_lead_to_the_runs_that_are_planned(run_mode, rank_scope,
     assert TRACKER.link(config, None)["link_type"] == "tracking-wandb-project"
 
 
-def test_a_group_of_the_users_is_what_flytekits_link_leads_to():
+def test_flytekits_link_leads_to_the_users_group():
     config = TrackingConfig(run_mode="new", rank_scope="worker", project="p", group="g", options={"entity": "e"})
     link = TRACKER.link(config, pages(NodeRequest(2, 2, 8), "new", "worker", ""))
     assert (link["link_type"], link["wandb_group"]) == ("tracking-wandb-group-id", "g")

@@ -80,7 +80,7 @@ def test_a_run_is_recorded_with_all_that_belongs_to_it(server, tmp_path):
     assert server.unknown_operations == []
 
 
-def test_a_resumed_run_goes_on(server, tmp_path):
+def test_a_resumed_run_continues(server, tmp_path):
     for attempt in ("1", "0"):
         done = train(server, tmp_path, "attempt", attempt, "allow")
         assert done.returncode == int(attempt), done.output
@@ -251,7 +251,7 @@ def test_an_unknown_sweep_has_no_agent_and_one_without_a_method_is_refused(serve
     assert server.sweeps == []
 
 
-def test_what_was_recorded_is_read_back(server, tmp_path):
+def test_recorded_values_are_read_back(server, tmp_path):
     done = train(server, tmp_path, "reads_back")
     assert done.returncode == 0, done.output
     (sweep,), trials = server.sweeps, server.runs[:2]
@@ -274,7 +274,7 @@ def test_what_was_recorded_is_read_back(server, tmp_path):
     assert server.unknown_operations == []
 
 
-def test_reading_what_does_not_exist_is_an_error(server, tmp_path):
+def test_reading_a_missing_run_is_an_error(server, tmp_path):
     upsert(server, entity="e")
     done = train(server, tmp_path, "reads_nothing")
     assert "CommError Could not find run <Run e/p/nobody (not found)>" in done.output

@@ -62,7 +62,11 @@ def test_tasks_have_their_workers(simulated_ranks, recorded_runs):
 
 def test_what_is_refused_in_a_job_is_refused():
     assert "run_mode='shared' in a task without workers" in str(simulate(childless, args=(1,)).failed[0].error)
-    for target, words in [(pipeline, "no Python task"), (untracked, "put @tracking_init"), (env, "no Python task")]:
+    for target, words in [
+        (pipeline, "not a Python task"),
+        (untracked, "put @tracking_init"),
+        (env, "not a Python task"),
+    ]:
         with pytest.raises(ConfigError, match=words):
             simulate(target, args=(1,))
 

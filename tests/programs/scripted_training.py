@@ -66,7 +66,7 @@ def loop(seconds: float = ENDLESS_S) -> None:
     log()
 
 
-def until_told() -> None:
+def until_go() -> None:
     """Log until the file `go` is there."""
     while not Path(DIRECTORY, "go").exists():
         log()
@@ -145,15 +145,15 @@ def raises() -> None:
     raise ValueError("made to fail")
 
 
-def raises_when_told() -> None:
-    until_told()
+def raises_at_go() -> None:
+    until_go()
     raises()
 
 
 ENDS: dict[str, Callable[[], object]] = {
     "return": lambda: None,
     "raise": raises,
-    "raise when told": raises_when_told,
+    "raise at go": raises_at_go,
     "exit 3": lambda: sys.exit(3),
     "os._exit 0": lambda: os._exit(0),
     "loop": loop,
@@ -164,7 +164,7 @@ ENDS: dict[str, Callable[[], object]] = {
     "lock": in_a_lock,
     "collective": in_collective,
     "together": together,
-    "until told": until_told,
+    "until go": until_go,
     "fast": fast,
 }
 HANDLERS: dict[str, Callable[[], object]] = {

@@ -21,7 +21,7 @@ from support import jobs
 from support.wandb_server import WandbServer
 
 ENDS = jobs.PROGRAMS / "scripted_training.py"
-FLYTE_ENDS = jobs.PROGRAMS / "flyte_ends_workers.py"
+FLYTE_ENDS = jobs.PROGRAMS / "flyte_scripted_workers.py"
 # A row that was logged so shortly before a kill may still be on its way to the local file.
 FRESH_S = 0.2 * jobs.TIME_SCALE
 Row = tuple[int, int]  # the process that logged it, and its number there

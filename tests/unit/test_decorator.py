@@ -88,7 +88,7 @@ def test_the_run_of_an_async_object_is_open_while_it_runs(recorder):
         (staticmethod(len), "put @tracking_init below @staticmethod"),
         (classmethod(len), "put @tracking_init below @classmethod"),
         (property(len), "put @tracking_init below @property"),
-        (functools.partial(batches), "is a generator: its body runs after the call has returned"),
+        (functools.partial(batches), "is a generator function: its body would run after the call"),
         ("project", "write @tracking_init(project='project')"),
     ],
 )
@@ -226,7 +226,9 @@ def test_a_helper_thread_does_not_get_the_run_of_another_training(recorder):
 def test_a_secret_that_is_not_text_is_reported_and_not_shown(bare_environment, secret):
     @tracking_init(tracker=RequestRecorder(), secret=secret)
     def train():
-        with pytest.raises(TrackerUnavailableError, match=r"secret= (gave a|raised Zero)") as caught:
+        with pytest.raises(
+            TrackerUnavailableError, match=r"secret= (must return the API key as a string, got|raised Zero)"
+        ) as caught:
             get_run().request.read_secret()
         assert "canary" not in str(caught.value)
         assert caught.value.__cause__ is None

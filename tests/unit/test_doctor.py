@@ -1,4 +1,4 @@
-"""The doctor: what it prints of launchers, runs, trackers and what looks wrong; never a key; one table for a job."""
+"""The doctor: its report of launchers, runs, trackers and problems, without keys; one report for a job."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VERSIONS = functools.cache(doctor.versions)
 
 @pytest.fixture
 def env(bare_environment, tmp_path, monkeypatch):
-    """Sets variables; nothing of this machine's is in the way."""
+    """Set variables in an environment that is otherwise bare."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -59,7 +59,7 @@ def env(bare_environment, tmp_path, monkeypatch):
 
 @pytest.fixture
 def ask(env, capsys):
-    """Calls the doctor with variables, and gives status, stdout and stderr."""
+    """Call the doctor with variables. Returns status, stdout and stderr."""
 
     def call(*arguments: str, **variables: str) -> tuple[int, str, str]:
         env(**variables)
@@ -90,7 +90,7 @@ LAUNCHERS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_is_told_with_the_variables_that_were_read(ask, launcher):
+def test_the_launcher_is_reported_with_the_variables_that_were_read(ask, launcher):
     _, out, _ = ask("--json", "--offline", UNRELATED="1", **LAUNCHERS[launcher])
     detected = json.loads(out)["detected"]
     assert detected["job"]["launcher"] == launcher
@@ -99,7 +99,7 @@ def test_a_launcher_is_told_with_the_variables_that_were_read(ask, launcher):
     assert len(json.loads(out)["plans"]) == 6
 
 
-def test_variables_that_contradict_each_other_are_a_finding(ask):
+def test_variables_that_contradict_each_other_are_an_error(ask):
     status, out, err = ask("--offline", RANK="8", WORLD_SIZE="8", LOCAL_RANK="0")
     assert (status, err) == (1, "")
     assert "error: RANK=8 and WORLD_SIZE=8 contradict each other: 8 is not below 8\n    -> unset RANK WORLD_SIZE" in out
@@ -107,22 +107,22 @@ def test_variables_that_contradict_each_other_are_a_finding(ask):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
-        ({"LOCAL_WORLD_SIZE": "5"}, "env tells of 5 ranks on this worker, and of 4 ranks in all"),
-        ({"GROUP_WORLD_SIZE": "9"}, "env tells of 9 workers, and of 4 ranks in all"),
-        ({"WORLD_SIZE": "99999999999"}, "env tells of 99999999999 ranks"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "env reports 5 ranks on this worker, but only 4 ranks in all"),
+        ({"GROUP_WORLD_SIZE": "9"}, "env reports 9 workers, but only 4 ranks in all"),
+        ({"WORLD_SIZE": "99999999999"}, "env reports 99999999999 ranks"),
     ],
 )
-def test_sizes_that_cannot_be_are_told_at_once(ask, wrong, said):
+def test_impossible_sizes_are_reported_at_once(ask, wrong, message):
     begin = time.process_time()
     _, out, err = ask("--offline", WANDB_API_KEY=KEY, **{**LAUNCHERS["env"], **wrong})
-    assert f"warning: {said}\n" in out
+    assert f"warning: {message}\n" in out
     assert err == ""
     assert time.process_time() - begin < TIME_SCALE  # of CPU; a step for each rank would take hours
 
 
-def test_without_a_launcher_it_says_how_to_start_a_job(ask):
+def test_without_a_launcher_the_report_shows_how_to_start_a_job(ask):
     status, out, err = ask("--offline", WANDB_API_KEY=KEY)
     assert (status, err) == (0, "")
     assert "none: one process" in out
@@ -130,7 +130,7 @@ def test_without_a_launcher_it_says_how_to_start_a_job(ask):
     assert out.endswith("nothing is wrong\n")
 
 
-def test_the_plan_of_each_mode_and_scope_is_told_for_this_world():
+def test_the_plan_of_each_mode_and_scope_is_for_this_world():
     rows = [
         (r.run_mode, r.rank_scope, r.runs, r.ids, r.groups, r.writers)
         for r in plan_rows(DistributedInfo(0, 8, 0, 4, 0, 2), None)
@@ -146,7 +146,7 @@ def test_the_plan_of_each_mode_and_scope_is_told_for_this_world():
     ]
 
 
-def test_the_plan_of_a_large_world_is_there_at_once():
+def test_a_large_world_is_planned_in_a_second():
     begin = time.process_time()
     rows = plan_rows(DistributedInfo(0, 8192, 0, 8, 0, 1024), None)
     assert time.process_time() - begin < TIME_SCALE  # of CPU
@@ -155,11 +155,12 @@ def test_the_plan_of_a_large_world_is_there_at_once():
 
 
 def test_workers_may_differ_in_size():
-    of_one = plan_rows(DistributedInfo(8, 11, 0, 3, 2, 3), "b")  # of the others it is known that they have 8
-    assert (of_one[1].writers, of_one[3].writers) == ("ranks 0, 4, 8", "the 3 to 4 ranks of each worker")
-    assert of_one[1].ids == "b-worker-{0..2}"
-    told = [DistributedInfo(r, 4, *place, 2) for r, place in enumerate([(0, 1, 0), (0, 3, 1), (1, 3, 1), (2, 3, 1)])]
-    assert plan_rows(told[0], None, told)[1].writers == "ranks 0-1"
+    rows = plan_rows(DistributedInfo(8, 11, 0, 3, 2, 3), "b")  # the other two workers share 8 ranks
+    assert (rows[1].writers, rows[3].writers) == ("ranks 0, 4, 8", "the 3 to 4 ranks of each worker")
+    assert rows[1].ids == "b-worker-{0..2}"
+    places = [(0, 1, 0), (0, 3, 1), (1, 3, 1), (2, 3, 1)]
+    infos = [DistributedInfo(rank, 4, *place, 2) for rank, place in enumerate(places)]
+    assert plan_rows(infos[0], None, infos)[1].writers == "ranks 0-1"
 
 
 def test_ranks_and_ids_are_shortened():
@@ -167,21 +168,21 @@ def test_ranks_and_ids_are_shortened():
     assert pattern(["a-1-b-7", "a-12-b-7"]) == "a-{1..12}-b-7"
 
 
-def test_workers_that_are_not_told_are_refused_in_the_table(ask):
+def test_the_scope_worker_is_refused_if_the_workers_are_unknown(ask):
     _, out, _ = ask("--offline", WANDB_API_KEY=KEY, **LAUNCHERS["openmpi"])
     assert out.count("refused: see the diagnostics") == 3
-    assert "warning: openmpi does not tell which worker (node) rank 0 is on: rank_scope='worker' is refused" in out
+    assert "warning: openmpi does not report the worker (node) of rank 0: rank_scope='worker' is refused" in out
     assert "MASTER_ADDR and MASTER_PORT not set" in out
 
 
-def test_a_base_id_is_shown_where_it_is_known(ask):
+def test_a_base_id_is_shown_if_it_is_known(ask):
     _, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, WANDB_RUN_ID="mine", **LAUNCHERS["env"])
     assert json.loads(out)["base_id"] == {"base_id": "mine", "source": "WANDB_RUN_ID"}
     assert json.loads(out)["plans"][4]["ids"] == "mine-rank-{0..3}"
     assert "WANDB_RUN_ID=mine: every job" in diagnostics(out, "warning")
 
 
-# What is set, and what is said of it.
+# The variables, the level of the diagnostic, and its text.
 WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "a mode": ({"WANDB_MODE": "disabled"}, "warning", "WANDB_MODE=disabled: nothing is logged -> unset WANDB_MODE"),
     "offline": (
@@ -198,8 +199,12 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "no mode": ({"WANDB_API_KEY": KEY, "WANDB_MODE": "Offline"}, "error", "shared, got Offline"),
     "an address": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://h\n"}, "error", "around it, which W&B refuses"),
     "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is not a directory -> export HOME="),
-    "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "takes itself for the only one -> srun python train.py"),
-    "a pod": ({"RANK": "0", "WORLD_SIZE": "2"}, "warning", "is taken for one process per node -> torchrun train.py"),
+    "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "counts as the only one -> srun python train.py"),
+    "a pod": (
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        "warning",
+        "counts as the only process of its node -> torchrun train.py",
+    ),
     "no agreement": (LAUNCHERS["env"], "warning", "no run id that all nodes agree on: env offers none"),
     "srun": (LAUNCHERS["slurm"], "warning", 'export MASTER_ADDR="$(scontrol show hostnames'),
     "Pluto's servers": (
@@ -220,16 +225,16 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_with_the_value_and_how_to_mend_it(ask, case, monkeypatch):
-    variables, level, said = WRONG[case]
+def test_a_problem_is_reported_with_the_value_and_a_fix(ask, case, monkeypatch):
+    variables, level, message = WRONG[case]
     monkeypatch.setattr(services, "find_spec", lambda name: True)  # Pluto's too
     status, out, err = ask("--json", "--offline", **variables)
-    assert said in diagnostics(out, level)
+    assert message in diagnostics(out, level)
     assert status == int(bool(diagnostics(out, "error")))
     assert err == ""
 
 
-def test_a_directory_of_sockets_that_others_can_enter_is_told(ask):
+def test_a_directory_of_sockets_that_others_can_enter_is_reported(ask):
     with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a longer path would be none for a socket
         folder = Path(short, f"flyteplugins-tracking-{os.geteuid()}")
         folder.mkdir()
@@ -238,7 +243,7 @@ def test_a_directory_of_sockets_that_others_can_enter_is_told(ask):
     assert f"{folder} must be a directory that belongs to this user" in diagnostics(out, "warning")
 
 
-def test_no_place_for_temporary_files_and_no_working_directory_are_told(ask, monkeypatch, tmp_path):
+def test_a_missing_directory_for_temporary_files_or_for_work_is_reported(ask, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/dev/null"])
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -251,7 +256,7 @@ def test_no_place_for_temporary_files_and_no_working_directory_are_told(ask, mon
     assert "W&B keeps its files in ./wandb: the working" in diagnostics(ask("--json", "--offline")[1], "error")
 
 
-def test_a_server_is_asked_and_told_from_another(ask, monkeypatch):
+def test_a_server_of_another_kind_is_not_accepted(ask, monkeypatch):
     monkeypatch.setattr(services, "_ANSWER_S", 5 * TIME_SCALE)
     with WandbServer() as server:
         variables = {**server.environment, "TRACKIO_SERVER_URL": server.url, "TRACKIO_WRITE_TOKEN": "t"}
@@ -296,31 +301,31 @@ def test_servers_are_asked_at_the_same_time(ask, monkeypatch):
     assert "it does not answer" not in diagnostics(out)
 
 
-def test_mlflow_s_server_is_known_by_its_version(ask, monkeypatch):
+def test_an_mlflow_server_is_recognized_by_its_version(ask, monkeypatch):
     monkeypatch.setattr(services, "find_spec", lambda name: True)
 
-    def says(status: int, said: str) -> str:
+    def errors(status: int, answer: str) -> str:
         monkeypatch.setattr(
-            "flyteplugins_tracking.trackers.diagnostics.ask", lambda *_: SimpleNamespace(status=status, text=said)
+            "flyteplugins_tracking.trackers.diagnostics.ask", lambda *_: SimpleNamespace(status=status, text=answer)
         )
         return diagnostics(ask("--json", "--tracker", "mlflow", MLFLOW_TRACKING_URI="http://mlflow:5000")[1], "error")
 
-    assert says(200, "3.17.0") == ""
-    assert "not as an MLflow server does" in says(200, "<html>log in</html>")
-    assert "MLFLOW_TRACKING_TOKEN" in says(401, "")
+    assert errors(200, "3.17.0") == ""
+    assert "not as an MLflow server does" in errors(200, "<html>log in</html>")
+    assert "MLFLOW_TRACKING_TOKEN" in errors(401, "")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t")
-    assert says(401, "") == ""
+    assert errors(401, "") == ""
 
 
 @pytest.mark.parametrize("uri", ["databricks", "databricks://profile", "databricks-uc", "postgresql+psycopg2://h/db"])
-def test_what_mlflow_knows_is_not_complained_of(ask, monkeypatch, uri):
+def test_uris_that_mlflow_supports_are_no_problem(ask, monkeypatch, uri):
     monkeypatch.setattr(services, "find_spec", lambda name: True)
     _, out, _ = ask("--json", "--offline", "--tracker=mlflow", MLFLOW_TRACKING_URI=uri)
     assert "MLflow" not in diagnostics(out)
 
 
 def store_keys(home: Path, key: str) -> None:
-    """Writes a key into each file that a tracker reads one from."""
+    """Write a key into each file from which a tracker reads keys."""
     host = CLOSED
     (home / ".netrc").write_text(f"machine {host}\n  login user\n  password {key}\n")
     (home / ".netrc").chmod(0o600)
@@ -344,8 +349,8 @@ BY_VARIABLES = {
 
 @pytest.mark.parametrize("place", ["files", "variables", "addresses"])
 @pytest.mark.parametrize("form", [[], ["--json"]])
-def test_no_key_is_printed_wherever_it_is(ask, tmp_path, monkeypatch, place, form):
-    monkeypatch.setattr(text, "_redacted", lambda printed: printed)  # it is not what this depends on
+def test_a_key_is_never_printed(ask, tmp_path, monkeypatch, place, form):
+    monkeypatch.setattr(text, "_redacted", lambda printed: printed)  # the second safeguard must not be needed
     monkeypatch.setattr(services, "find_spec", lambda name: True)
     variables = BY_VARIABLES if place == "variables" else {}
     if place == "files":
@@ -358,8 +363,8 @@ def test_no_key_is_printed_wherever_it_is(ask, tmp_path, monkeypatch, place, for
     _, out, err = ask(*form, **variables)
     for part in (CANARY, CANARY[:8], CANARY[-4:], base64.b64encode(CANARY.encode()).decode()[:8]):
         assert part not in out + err
-    found = " ".join(out.split()).count(f"({len(CANARY)} characters)")
-    assert found == {"files": 3, "variables": 3, "addresses": 1}[place]
+    count = " ".join(out.split()).count(f"({len(CANARY)} characters)")
+    assert count == {"files": 3, "variables": 3, "addresses": 1}[place]
 
 
 @pytest.mark.parametrize("password", ["pa/ss", "pa?ss", "pa#ss", "p@ss", "pa:ss"])
@@ -369,7 +374,7 @@ def test_a_password_may_have_any_character(password):
     assert text._redacted(f"x postgresql://u:{password}@host y") == "x postgresql://***@host y"
 
 
-def test_files_that_do_not_end_or_make_no_sense_are_none(ask, tmp_path):
+def test_pipes_and_malformed_files_count_as_missing(ask, tmp_path):
     for name in (".netrc", ".mlflow/credentials", ".local/share/python_keyring/keyring_pass.cfg"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         os.mkfifo(tmp_path / name)
@@ -383,17 +388,17 @@ def test_files_that_do_not_end_or_make_no_sense_are_none(ask, tmp_path):
     assert diagnostics(out, "warning") == ""
 
 
-def test_a_document_keeps_its_own_words_whatever_a_key_is(ask):
+def test_the_json_documents_keys_are_never_redacted(ask):
     _, out, _ = ask("--json", "--offline", WANDB_API_KEY="diagnostics", MY_TOKEN='"quoted"', MY_KEY="worker_index")
     assert {"diagnostics", "trackers"} <= json.loads(out).keys()
 
 
-def test_what_looks_like_a_key_is_taken_out_once_more(env):
+def test_text_that_looks_like_a_key_is_redacted(env):
     env(MY_TOKEN=CANARY)
     assert text._redacted(f"x {CANARY} http://u:pass@host/ y") == "x *** http://***@host/ y"
 
 
-def test_where_a_key_was_found_is_shown(ask, tmp_path, monkeypatch):
+def test_the_source_of_a_key_is_shown(ask, tmp_path, monkeypatch):
     monkeypatch.setattr(services, "find_spec", lambda name: True)
     store_keys(tmp_path, KEY)
     _, out, _ = ask("--json", "--offline", TRACKIO_SERVER_URL="http://x?write_token=12345")
@@ -405,13 +410,13 @@ def test_where_a_key_was_found_is_shown(ask, tmp_path, monkeypatch):
     }
 
 
-def test_the_server_of_w_and_b_is_the_clients_own_unless_it_is_told_another(ask, tmp_path):
+def test_the_server_of_w_and_b_is_the_clients_default(ask, tmp_path):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     (tmp_path / ".netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {KEY}\n")
     _, out, _ = ask("--tracker=wandb", "--offline", "--json")
-    (told,) = json.loads(out)["trackers"]
-    assert told["place"] == wandb.Settings().base_url
-    assert told["credentials"] == f"{tmp_path}/.netrc (40 characters)"
+    (state,) = json.loads(out)["trackers"]
+    assert state["place"] == wandb.Settings().base_url
+    assert state["credentials"] == f"{tmp_path}/.netrc (40 characters)"
 
 
 def test_the_json_document_has_the_keys_that_are_documented(ask):
@@ -434,7 +439,7 @@ def test_wrong_arguments_are_status_2(env, arguments, capsys):
     assert "usage: flyteplugins-tracking" in capsys.readouterr().err
 
 
-def test_a_tracker_that_nobody_has_set_up_is_shown_and_not_complained_of(ask):
+def test_a_tracker_that_is_not_set_up_is_shown_without_an_error(ask):
     assert "trackio" in ask("--offline", WANDB_API_KEY=KEY)[1]
     status, out, _ = ask("--json", "--offline", TRACKIO_DIR="t")
     assert (status, diagnostics(out, "error")) == (0, "")
@@ -452,7 +457,7 @@ class Mine(Tracker):
         return Diagnosis("there", "a drawer", True, lambda timeout_s: 1 / 0, wrong)
 
 
-def test_a_registered_tracker_tells_too_and_a_broken_one_keeps_nothing_from_being_told(ask, monkeypatch):
+def test_a_registered_tracker_is_diagnosed_and_a_broken_one_stops_nothing(ask, monkeypatch):
     def broken() -> None:
         raise ImportError("no module named left")
 
@@ -482,7 +487,7 @@ def test_a_registered_tracker_tells_too_and_a_broken_one_keeps_nothing_from_bein
 
 
 @pytest.mark.parametrize(
-    ("installed", "wanted", "fits"),
+    ("installed", "required", "fits"),
     [
         ("0.31.0", ">=0.31,<1", True),
         ("0.30.9", "<1,>=0.31", False),
@@ -490,8 +495,8 @@ def test_a_registered_tracker_tells_too_and_a_broken_one_keeps_nothing_from_bein
         ("2.13.0+cpu", ">=2.5", True),
     ],
 )
-def test_versions_are_compared_with_what_the_extras_want(installed, wanted, fits):
-    assert _fits(installed, wanted) is fits
+def test_versions_are_compared_with_the_extras_requirements(installed, required, fits):
+    assert _fits(installed, required) is fits
 
 
 def test_the_console_script_is_the_doctor():
@@ -500,40 +505,40 @@ def test_the_console_script_is_the_doctor():
 
 
 @pytest.fixture
-def told(env):
-    """Ranks with a store: rank 1 tells in a thread, rank 3 in another version's words. Gives what rank 0 prints."""
+def exchange(env):
+    """Four ranks with a store. Rank 1 reports in a thread, rank 3 with another version, rank 2 never. Rank 0 prints."""
     torch_store = pytest.importorskip("torch.distributed").HashStore()
     env(WANDB_API_KEY=KEY, **{**LAUNCHERS["torchelastic"], "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
     report = doctor.diagnose(offline=True)
     info = report.detected.info
     assert info is not None
 
-    def exchange(there: Any, status: int) -> tuple[str, list[int | None]]:
-        verdicts: list[int | None] = []
+    def call(change: Any, status: int) -> tuple[str, list[int | None]]:
+        statuses: list[int | None] = []
         other = replace(info, rank=1, local_rank=1)
-        thread = threading.Thread(target=lambda: verdicts.append(ranks.tell(torch_store, other, there(report))))
+        thread = threading.Thread(target=lambda: statuses.append(ranks.send(torch_store, other, change(report))))
         thread.start()
-        wait_until(lambda: torch_store.add(f"{ranks._prefix(info)}/told", 0))
+        wait_until(lambda: torch_store.add(f"{ranks._prefix(info)}/sent", 0))
         newer = {"info": {"rank": 3, "colour": "red"}, "versions": {"flyteplugins-tracking": "9.9"}, "diagnostics": []}
         torch_store.set(f"{ranks._prefix(info)}/3", json.dumps(newer))
-        heard = ranks.gather(torch_store, info) or {}
-        merged = replace(report, diagnostics=ranks.merged(report, info, heard), ranks_heard=len(heard) + 1)
-        ranks.give_verdict(torch_store, info, status)
+        reports = ranks.gather(torch_store, info) or {}
+        merged = replace(report, diagnostics=ranks.merged(report, info, reports), ranks_heard=len(reports) + 1)
+        ranks.send_status(torch_store, info, status)
         thread.join(60)
-        return text.as_text(merged), verdicts
+        return text.as_text(merged), statuses
 
-    return exchange
+    return call
 
 
-def test_other_versions_and_silent_ranks_are_told_and_all_end_with_one_status(told, monkeypatch):
-    monkeypatch.setattr(ranks, "_TELLING_S", 0.5)
+def test_other_versions_and_silent_ranks_are_reported_and_all_ranks_exit_with_one_status(exchange, monkeypatch):
+    monkeypatch.setattr(ranks, "_REPORT_S", 0.5)
     versions = {"flyteplugins-tracking": "9.9", "python": "3.0"}
-    printed, verdicts = told(lambda report: replace(report, versions={**report.versions, **versions}), 1)
+    printed, statuses = exchange(lambda report: replace(report, versions={**report.versions, **versions}), 1)
     assert "error: ranks 1, 3 (worker 0): flyteplugins-tracking is 9.9 there" in printed
     assert "warning: rank 1 (worker 0): python is 3.0 there" in printed
-    assert "==" not in printed.partition("Findings")[2]  # pip has no python, and rank 0 may have none
-    assert "warning: rank 2: nothing was told within 0.5 s" in printed
-    assert verdicts == [1]
+    assert "==" not in printed.partition("Diagnostics")[2]  # pip has no python, and rank 0 may have none
+    assert "warning: rank 2: no report within 0.5 s" in printed
+    assert statuses == [1]
 
 
 def test_a_rank_without_a_store_prints_its_errors_alone(ask, monkeypatch):
@@ -556,7 +561,7 @@ def test_a_torch_that_cannot_be_imported_is_an_error(ask, monkeypatch):
     assert "torch cannot be imported: libcudnn.so.9" in diagnostics(out, "error")
 
 
-def test_agents_without_a_store_are_an_error_where_nodes_must_agree(ask):
+def test_agents_without_a_store_are_an_error_if_nodes_must_agree(ask):
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
     assert status == 1
-    assert "the agents of 2 nodes share no store" in diagnostics(out, "error")
+    assert "the agents of 2 nodes share no reachable store" in diagnostics(out, "error")

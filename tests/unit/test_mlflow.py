@@ -96,7 +96,7 @@ def test_one_at_a_time_opens_a_store_that_is_a_file(store):
         ({"framework": "sklearn"}, "autolog=True"),
         ({"autolog": True, "framework": "skearn"}, "no module mlflow.skearn"),
         ({"autolog": True, "autolog_kwargs": ["a"]}, "must be a mapping"),
-        ({"autolog": "yes"}, "neither True nor False"),
+        ({"autolog": "yes"}, "must be True or False"),
         ({"link_host": "mlflow"}, "must begin with https://"),
         ({"tracking_uri": "https://user:the-password@host"}, "secret="),
         ({"trackin_uri": "http://host"}, "tracking_uri"),
@@ -134,7 +134,7 @@ def test_a_page_is_the_experiments_runs_with_a_filter_by_our_tag(bare_environmen
     assert page(Page("run", "r")) == ADDRESS
 
 
-def test_flytekits_links_lead_to_the_experiment_where_its_id_is_known(bare_environment):
+def test_flytekits_links_lead_to_the_experiment_if_its_id_is_known(bare_environment):
     tracker = find_tracker("mlflow")
 
     def link(pages, **arguments):
@@ -153,7 +153,7 @@ def test_flytekits_links_lead_to_the_experiment_where_its_id_is_known(bare_envir
 
 
 @pytest.mark.parametrize(("status", "body"), [(404, "default backend"), (200, "<html>log in</html>")])
-def test_what_a_proxy_answers_is_an_outage_where_mlflow_has_answered_before(status, body):
+def test_a_proxys_answer_is_an_outage_if_mlflow_has_answered_before(status, body):
     from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, UnavailableError
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -109,13 +109,13 @@ def test_public_functions_and_classes_have_type_hints_that_resolve(name):
         typing.get_type_hints(one, localns=THIRD_PARTY)
 
 
-def test_what_a_tracker_is_opened_with_has_type_hints_that_resolve():
+def test_the_type_hints_of_a_run_request_resolve():
     hints = typing.get_type_hints(flyteplugins_tracking.trackers.base.Tracker.open)
     assert typing.get_type_hints(hints["request"])["plan"] is flyteplugins_tracking.RunPlan
 
 
 @pytest.mark.parametrize("name", ["config.TrackingConfig", "entries.Task", "topology.DistributedInfo"])
-def test_a_pickle_of_an_older_version_is_refused_with_what_to_do(name):
+def test_a_pickle_of_an_older_version_is_refused_with_a_fix(name):
     module, _, attribute = name.partition(".")
     with pytest.raises(ConfigError, match=rf"{module} does not exist in this version .* register it again"):
         pickle.loads(f"cflyteplugins_tracking.{module}\n{attribute}\n.".encode())

@@ -35,7 +35,7 @@ def test_ids_that_pluto_would_misread_are_refused_at_decoration(run_id):
         ({"entity": "team"}, "no argument 'entity'"),
     ],
 )
-def test_what_cannot_be_had_is_refused_at_decoration_with_the_reason(arguments, reason):
+def test_unsupported_arguments_are_refused_at_decoration_with_the_reason(arguments, reason):
     with pytest.raises(ConfigError, match=re.escape(reason)) as error:
         tracking_init(tracker="pluto", **arguments)
     assert "secret-key" not in str(error.value)

@@ -95,7 +95,7 @@ def test_a_request_sent_twice_overwrites_nothing(server):
     assert (server.run("r").rows_overwritten, values(server.run("r"))) == (1, [1, 3])
 
 
-def test_what_the_service_would_not_take_is_refused(server):
+def test_requests_that_the_service_would_reject_are_rejected(server):
     assert stream(server, 0, 1) == 404
     assert post(server, "/graphql", {"query": "query Nothing { nothing }"}) == 200
     assert server.unknown_operations == ["Nothing"]

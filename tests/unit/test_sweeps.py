@@ -40,8 +40,8 @@ GRID = {"method": "grid", "parameters": {"x": {"values": [1]}}}
         ({"metric": {"name": "loss", "goal": "min"}}, "the goal of metric='min' is not one of maximize, minimize"),
         ({"early_terminat": {}}, "has no argument 'early_terminat'; did you mean 'early_terminate'?"),
         ({"early_terminate": 3}, "early_terminate must be a mapping, got int"),
-        ({"prior_runs": "one"}, "prior_runs='one' is no sequence of texts"),
-        ({"project": 3}, "project=3 is no text"),
+        ({"prior_runs": "one"}, "prior_runs must be a sequence of strings, got 'one'"),
+        ({"project": 3}, "project must be a non-empty string, got 3"),
         ({"download_logs": True}, "has no argument 'download_logs'"),
     ],
 )

@@ -14,7 +14,7 @@ variable: ContextVar[str] = ContextVar("variable", default="none")
 
 
 @pytest.mark.parametrize("timeout_s", [None, 30])
-def test_it_returns_when_the_function_has_and_says_so(timeout_s):
+def test_true_is_returned_when_the_function_has_ended(timeout_s):
     done: list[int] = []
     assert run_with_timeout(timeout_s, done.append, 1)
     assert done == [1]

@@ -75,7 +75,7 @@ class Events(Noting):
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_built_in_tracker_has_its_name_and_says_how_it_is_installed(monkeypatch, bare_environment, name):
+def test_a_missing_vendor_raises_with_the_command_that_installs_it(monkeypatch, bare_environment, name):
     tracker = find_tracker(name)
     assert tracker.name == name
     for module in [m for m in sys.modules if m.partition(".")[0] == tracker.package]:
@@ -86,7 +86,7 @@ def test_a_built_in_tracker_has_its_name_and_says_how_it_is_installed(monkeypatc
 
 
 @pytest.mark.parametrize("given", [Noting(), Noting], ids=["object", "class"])
-def test_a_tracker_may_be_given_itself(bare_environment, given):
+def test_a_tracker_object_can_be_passed(bare_environment, given):
     @tracking_init(tracker=given, colour="red", id="i")
     def train():
         return get_run("noting").request.config.options, get_run().id
@@ -99,7 +99,7 @@ def test_a_handle_that_is_its_own_run_has_no_page(bare_environment):
 
 
 @pytest.mark.parametrize("given", [Noting, Noting()])
-def test_the_link_of_a_tracker_that_is_given_itself_leads_to_the_calling_tasks_run(monkeypatch, given):
+def test_the_link_of_a_tracker_object_leads_to_the_calling_tasks_run(monkeypatch, given):
     monkeypatch.setattr(Noting, "page", lambda _, config, page: f"https://noting/{page.id}")
     link = TrackingLink("Noting", TrackingConfig.from_arguments({"tracker": given}))
     runs = {propagation.RUNS: json.dumps({"noting": {"id": "the-parents"}})}
@@ -108,11 +108,11 @@ def test_the_link_of_a_tracker_that_is_given_itself_leads_to_the_calling_tasks_r
 
 
 @pytest.mark.parametrize("given", [object(), 5, None, len, logging.Logger("l")])
-def test_what_is_no_tracker_is_refused_with_what_it_lacks(given):
+def test_an_object_that_is_not_a_tracker_is_refused_with_the_missing_members(given):
     if given is None:  # the default
         tracking_init(tracker="wandb")
         return
-    with pytest.raises(ConfigError, match=r"and no tracker: it has no .*open.*inherit from .*Tracker"):
+    with pytest.raises(ConfigError, match=r"must be a tracker, got a .* without .*open.*inherit from .*Tracker"):
         tracking_init(tracker=given)
 
 
@@ -126,7 +126,7 @@ def test_what_is_no_tracker_is_refused_with_what_it_lacks(given):
         ("download_logs", {"download_logs": True}),
     ],
 )
-def test_what_a_tracker_lacks_is_refused_with_the_reason(bare_environment, feature, arguments):
+def test_an_unsupported_feature_is_refused_with_the_reason(bare_environment, feature, arguments):
     class Lacking(Noting):
         unsupported = {feature: "its reason"}  # noqa: RUF012 as third parties write it
 
@@ -160,7 +160,7 @@ def test_propagated_arguments_of_another_tracker_are_left_out(bare_environment):
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_no_tracker_refuses_what_is_propagated_to_all(bare_environment, monkeypatch, name):
+def test_every_tracker_accepts_arguments_propagated_to_all(bare_environment, monkeypatch, name):
     monkeypatch.setattr(type(find_tracker(name)), "open", lambda _, request: Noted(request))
     monkeypatch.setattr("flyteplugins_tracking._runs.open.require", lambda _: None)
 
@@ -173,7 +173,7 @@ def test_no_tracker_refuses_what_is_propagated_to_all(bare_environment, monkeypa
     assert (config.project, config.group, config.tags, config.config) == ("p", "g", ("t",), {"lr": 1})
 
 
-def test_what_cannot_be_made_a_tracker_is_refused_with_the_reason(monkeypatch):
+def test_a_tracker_that_cannot_be_made_is_refused_with_the_reason(monkeypatch):
     class Wanting(Noting):
         def __init__(self, key: str) -> None:
             self.key = key
@@ -184,7 +184,7 @@ def test_what_cannot_be_made_a_tracker_is_refused_with_the_reason(monkeypatch):
     monkeypatch.setattr(registry, "_registered", lambda: {"broken": SimpleNamespace(load=broken)})
     with pytest.raises(ConfigError, match=r"entry point 'broken' .* cannot be loaded: ImportError: made to fail"):
         tracking_init(tracker="broken")
-    with pytest.raises(ConfigError, match=r"Wanting\(\) makes no tracker: .*'key'"):
+    with pytest.raises(ConfigError, match=r"Wanting\(\) fails: .*'key'"):
         tracking_init(tracker=Wanting)
     tracking_init(tracker=Wanting("key"))
 
@@ -294,14 +294,14 @@ MANY = Scalar(1.0, ndim=1)
         (MANY, MANY, None),  # the service's to take or to refuse
     ],
 )
-def test_values_become_numbers_or_are_said_once(caplog, value, plain, said):
+def test_values_become_numbers_or_warn_once(caplog, value, plain, said):
     values = MetricSanitizer("A service", "rank_1/", odd_floats="dropped")
     for _ in range(2):
         assert values.clean({"a": value}) == ({} if plain == "left out" else {"rank_1/a": plain})
     assert [message.startswith(f"A service: 'a': {said}") for message in caplog.messages] == ([True] if said else [])
 
 
-def test_nan_is_said_where_the_service_does_something_to_it(caplog):
+def test_nan_warns_if_the_service_changes_it(caplog):
     for odd_floats in (None, "shown as 0"):
         assert math.isnan(MetricSanitizer("A service", odd_floats=odd_floats).clean({"a": math.nan})["a"])
     assert caplog.messages == ["A service: 'a': nan is shown as 0"]
@@ -322,10 +322,10 @@ def test_scalars_of_numpy_and_torch_become_pythons():
 
 
 @pytest.mark.parametrize("row", [None, [1], "text", {1: 2}, {"a": 1, None: 2}])
-def test_what_is_no_row_is_an_error(row):
+def test_a_row_that_is_not_a_mapping_is_an_error(row):
     with pytest.raises(TypeError, match="takes a mapping of strings to values"):
         MetricSanitizer("A service").clean(row)
 
 
-def test_the_example_is_as_short_as_it_is_said_to_be():
+def test_the_example_is_as_short_as_documented():
     assert len((EXAMPLES / "jsonl_tracker" / "jsonl_tracker.py").read_text().splitlines()) < 50

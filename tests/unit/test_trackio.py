@@ -52,14 +52,14 @@ def test_the_decorator_takes_every_argument_of_trackio_init():
         ({"download_logs": True}, "the whole project"),
     ],
 )
-def test_what_cannot_work_is_refused_where_it_is_decorated(arguments, reason):
+def test_arguments_that_cannot_work_are_refused_at_decoration(arguments, reason):
     with pytest.raises(ConfigError) as refused:
         tracking_init(tracker="trackio", **arguments)
     assert reason in str(refused.value)
     assert TOKEN not in str(refused.value)
 
 
-def test_what_does_nothing_else_is_taken():
+def test_arguments_without_an_effect_are_accepted():
     tracking_init(tracker="trackio", resume="allow", embed=False, auto_log_gpu=False, server_url="https://h:1/base")
 
 

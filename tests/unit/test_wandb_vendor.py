@@ -120,7 +120,7 @@ def torn_down():
     return SimpleNamespace(_interface=SimpleNamespace(_asyncer=SimpleNamespace(_joined=True)))
 
 
-def test_a_torn_down_client_has_the_part_that_says_so():
+def test_a_torn_down_client_is_recognized():
     from wandb.sdk.lib.asyncio_manager import AsyncioManager
 
     manager = AsyncioManager()
@@ -158,7 +158,7 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_a_wandb_without_a_part_loses_a_feature_or_says_which_versions_were_tested(name, monkeypatch, caplog):
+def test_a_wandb_without_a_part_loses_a_feature_or_raises_with_the_tested_versions(name, monkeypatch, caplog):
     from wandb.sdk import wandb_setup
 
     monkeypatch.setattr(wandb_setup, "singleton", lambda: SimpleNamespace())
@@ -188,6 +188,6 @@ def private_names(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", sorted(ROOM.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOM)))
-def test_only_the_door_uses_private_names(path):
+def test_only_vendor_py_uses_private_names(path):
     if path.name != "vendor.py":
         assert private_names(path) == set()

@@ -23,7 +23,7 @@ def missing(primary):
     return primary.wait(0.1, Unwatched())
 
 
-def test_a_writer_that_has_left_is_not_waited_for_also_where_the_primary_came_later(store):
+def test_a_writer_that_has_left_is_not_waited_for_even_if_the_primary_enters_later(store):
     for _ in range(3):  # attempts
         other, primary = barriers(store)
         other.enter()
@@ -32,7 +32,7 @@ def test_a_writer_that_has_left_is_not_waited_for_also_where_the_primary_came_la
         assert missing(primary) == []
 
 
-def test_a_writer_of_an_earlier_attempt_is_not_taken_for_this_ones(store):
+def test_a_writer_of_an_earlier_attempt_does_not_count(store):
     for _ in range(3):
         other, primary = barriers(store)
         primary.enter_as_primary()
@@ -43,7 +43,7 @@ def test_a_writer_of_an_earlier_attempt_is_not_taken_for_this_ones(store):
         assert missing(primary) == []
 
 
-def test_a_writer_that_was_not_there_in_an_earlier_attempt_is_waited_for(store):
+def test_a_writer_that_is_new_in_this_attempt_is_waited_for(store):
     barriers(store)[1].enter_as_primary()
     other, primary = barriers(store)
     primary.enter_as_primary()

@@ -1,8 +1,8 @@
 """SIGTERM for decorated functions in other threads than the main one, while that runs an asyncio loop.
 
-So Flyte 2 runs a plain task in its pod. Only the main thread can install a handler, and it has no function of ours to
-unwind. So its loop installs the handler. A thread finishes the runs and signals the main thread again, which then does
-what the signal would have done without us.
+Flyte 2 runs a plain task in its pod this way. Only the main thread can install a handler, so its loop installs ours. It
+has no function of ours to unwind. A thread finishes the runs and signals the main thread again: then the signal has its
+usual effect.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ANSWER_S = 1.0
 _OPENING_S = 5.0
 # How long the user's handler waits for the end of the runs; and how long threads that log wait for that handler.
 _HANDLER_S = 5.0
-# How long they wait for what the handler has set off, such as the end of the loop.
+# How long they wait for the effects of the handler, such as the end of the loop.
 _AFTERMATH_S = 0.2
 _POLL_S = 0.005
 
@@ -53,7 +53,7 @@ class _ChainedHandler:
         return self.previous is signal.SIG_DFL
 
     def install(self) -> None:
-        """On the loop: be the handler, unless the signal is ignored, watched already, or handled outside of Python."""
+        """On the loop: install the handler, unless the signal is ignored, already watched, or handled in C."""
         previous = signal.getsignal(SIGNAL)
         if previous not in (None, signal.SIG_IGN) and not is_watched():
             self.previous = previous
@@ -69,7 +69,7 @@ class _ChainedHandler:
         self.restore()
 
     def restore(self) -> None:
-        """The same without the loop: a forked child shares its selector with the parent."""
+        """Put back the replaced handler, without the loop: a forked child shares its selector with the parent."""
         if self._wakeup is not None:
             wakeup, self._wakeup = self._wakeup, None
             wakeup.give_back()
@@ -79,7 +79,7 @@ class _ChainedHandler:
             signal.signal(SIGNAL, self.previous)
 
     def act(self, signum: int, frame: FrameType | None) -> None:
-        """Do what the signal would have done without us."""
+        """Let the signal have its usual effect."""
         if self.ends_process:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
@@ -189,7 +189,7 @@ class AsyncioSigtermWatcher:
             time.sleep(_POLL_S)
 
     def before_fork(self) -> None:
-        """Block SIGTERM: until the child has put back what was there, a signal to it would be lost."""
+        """Block SIGTERM: until the child has put back the old handler, a signal to it would be lost."""
         if isinstance(signal.getsignal(SIGNAL), _ChainedHandler):
             self._mask.block()
 
@@ -198,7 +198,7 @@ class AsyncioSigtermWatcher:
         self._mask.restore()
 
     def after_fork_in_child(self) -> None:
-        """Put back what was there: the runs are the parent's."""
+        """Put back the handler and the wakeup fd: the runs are the parent's."""
         handler = signal.getsignal(SIGNAL)
         if isinstance(handler, _ChainedHandler):
             handler.restore()
@@ -234,7 +234,7 @@ class AsyncioSigtermWatcher:
     # In the main thread
 
     def handle(self, handler: _ChainedHandler, signum: int, frame: FrameType | None) -> None:
-        """What our handler does."""
+        """Handle the signal, for our handler."""
         if self._handler is not handler or self._acting:
             handler.act(signum, frame)
         elif self._runs_finished:
@@ -252,7 +252,7 @@ class AsyncioSigtermWatcher:
         try:
             self._finish_runs(handler)
             self._runs_finished = True
-            self._have_it_act(handler)
+            self._act_in_main_thread(handler)
         finally:
             self._is_due = False
         self._finish_what_opens_again(left)
@@ -260,11 +260,11 @@ class AsyncioSigtermWatcher:
     def _finish_runs(self, handler: _ChainedHandler) -> None:
         _wait_until(lambda: not self._opening, _OPENING_S)
         timeout_s = self._timeout_s + _ANSWER_S if handler.ends_process else min(_HANDLER_S, self._timeout_s)
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         run_with_timeout(timeout_s, self._finish_on_signal, TERMINATED)
-        _wait_until(lambda: not self._closing, until - time.monotonic())
+        _wait_until(lambda: not self._closing, deadline - time.monotonic())
 
-    def _have_it_act(self, handler: _ChainedHandler) -> None:
+    def _act_in_main_thread(self, handler: _ChainedHandler) -> None:
         """Signal the main thread again: the user's handler runs, raises and is interrupted there as without us."""
         signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
         has_returned = _wait_until(lambda: self._acted, _ANSWER_S if handler.ends_process else _HANDLER_S)
@@ -274,14 +274,14 @@ class AsyncioSigtermWatcher:
             time.sleep(_AFTERMATH_S)
 
     def _finish_what_opens_again(self, left: threading.Event) -> None:
-        """What is logged after the user's handler opens a run again: it is finished too, before the launcher kills."""
+        """Finish runs that are opened again by rows logged after the user's handler, before the launcher kills."""
         since = time.monotonic() - (self._signalled_at or 0.0)
         if not left.wait(max(0.0, self._timeout_s - since)):
             self._finish_on_signal(TERMINATED)
 
 
 def _main_threads_loop() -> Any:
-    """The asyncio loop that the main thread runs right now; None where there is none or it is not asyncio's own."""
+    """Return the asyncio loop that the main thread runs right now; None if it runs none, or one of another library."""
     kind = getattr(sys.modules.get("asyncio"), "AbstractEventLoop", ())
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
@@ -292,7 +292,7 @@ def _main_threads_loop() -> Any:
 
 
 def _wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    until = time.monotonic() + timeout_s
-    while not is_done() and time.monotonic() < until:
+    deadline = time.monotonic() + timeout_s
+    while not is_done() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return is_done()

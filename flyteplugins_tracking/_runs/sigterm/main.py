@@ -1,10 +1,10 @@
-"""SIGTERM for a decorated function in the main thread: see the room's page for the sequence.
+"""SIGTERM for a decorated function in the main thread. The package's docstring draws the sequence.
 
-- Nobody else has a handler: where the main thread runs Python it unwinds by SystemExit(143), its `finally` blocks run
-  with the run still open, and the decorator closes the run. Where it does not, the thread finishes the run and ends the
-  process.
-- Somebody has a handler: it may do anything, so the thread finishes the run first and has the handler called then. What
-  is logged afterwards opens the run again.
+- Nobody else has a handler: if the main thread runs Python, it unwinds by SystemExit(143). Its `finally` blocks run
+  with the run still open, and the decorator closes the run. If the main thread is in a C call, our thread finishes the
+  run and ends the process.
+- Somebody has a handler, which may do anything: our thread finishes the run first, and then has the handler called.
+  Logging opens the run again afterwards.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REINSTALL_S = 0.1
 # may hold it open.
 _STOP = 0
 # The package of torchelastic's agent, whose handler its workers may inherit. This is the only name of a module that a
-# signal asks for: that handler is a private function, and nothing else tells it from a handler of the user's.
+# signal asks for: that handler is a private function, and nothing else distinguishes it from a handler of the user's.
 _ELASTIC = "torch.distributed.elastic."
 
 
@@ -190,10 +190,10 @@ class SigtermWatcher:
     # Called by trackers
 
     def reinstall(self) -> None:
-        """Put our handler in front of one, and of an asyncio loop, that the function has installed since.
+        """Put our handler before a handler, or an asyncio loop, that the function has installed since.
 
-        Trackers call this for each row, before anything of it is done. So a signal takes effect here that has found the
-        main thread in a critical section so far: a loop that does nothing but log is nearly always in one.
+        Trackers call this first for each row. A signal that had to wait for a critical section takes effect here: a
+        loop that only logs is nearly always in such a section.
         """
         if self._signalled_at is None and time.monotonic() < self._reinstalled_at + _REINSTALL_S:
             return
@@ -208,9 +208,9 @@ class SigtermWatcher:
             self._act_if_ready(handler, SIGNAL, frame)
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:
-        """Return when the user's handler has run, if it is still to run: it may end the process.
+        """Return when the user's handler has run, if it has not run yet: it may end the process.
 
-        Called before a run is opened again. Threads other than the main one do not wait, but for `any_thread`.
+        Called before a run is opened again. Threads other than the main one wait only with `any_thread`.
         """
         until = time.monotonic() + _HANDLER_S
         while self._handler_due and (any_thread or threading.current_thread() is threading.main_thread()):
@@ -221,7 +221,7 @@ class SigtermWatcher:
     # Called by os.fork
 
     def before_fork(self) -> None:
-        """Block SIGTERM: until the child has put back what was there, a signal to it would reach our thread here."""
+        """Block SIGTERM: until the child has put back the old handler, a signal to it would reach our thread here."""
         if self._wakeup is not None:
             self._mask.block()
 
@@ -230,7 +230,7 @@ class SigtermWatcher:
         self._mask.restore()
 
     def after_fork_in_child(self) -> None:
-        """Put back what was there: the runs are the parent's."""
+        """Put back the handler and the wakeup fd: the runs are the parent's."""
         if self._wakeup is not None:
             self._depth = 0
             self._restore(self._wakeup)
@@ -255,7 +255,7 @@ class SigtermWatcher:
             signal.signal(SIGNAL, _ChainedHandler(self, previous))
 
     def _current_handler(self) -> _ChainedHandler | None:
-        """The installed handler, if it is ours."""
+        """Return the installed handler if it is ours."""
         current = signal.getsignal(SIGNAL)
         return current if isinstance(current, _ChainedHandler) else None
 
@@ -277,7 +277,7 @@ class SigtermWatcher:
         wakeup.close()
 
     def _restore(self, wakeup: WakeupFd) -> _ChainedHandler | None:
-        """Put back what was there before. Returns our handler; None if the function has installed another one."""
+        """Put back the old handler and wakeup fd. Returns our handler; None if the function has installed another."""
         wakeup.give_back()
         handler = self._current_handler()
         if handler is not None:
@@ -287,7 +287,7 @@ class SigtermWatcher:
     # In the main thread, when the signal has come
 
     def handle(self, handler: _ChainedHandler, signum: int, frame: FrameType | None) -> None:
-        """What our handler does."""
+        """Handle the signal, for our handler."""
         if self._depth == 0:  # somebody who chained to our handler has kept it
             self._act(handler, signum, frame)
             return
@@ -307,11 +307,11 @@ class SigtermWatcher:
             self._act_if_ready(handler, signum, frame)
 
     def _waiting_handler(self) -> _ChainedHandler | None:
-        """Our handler, if it has run and the signal had to wait."""
+        """Return our handler if it has run and the signal had to wait."""
         return self._current_handler() if self._depth > 0 and self._answered and not self._acted else None
 
     def _act_if_ready(self, handler: _ChainedHandler, signum: int, frame: FrameType | None) -> None:
-        """Before a handler of the user's, the runs are finished."""
+        """Let the signal have its effect. A handler of the user's must wait until the runs are finished."""
         if handler.ends_process or self._runs_finished:
             self._act(handler, signum, frame)
 
@@ -320,9 +320,9 @@ class SigtermWatcher:
         return waited_s < self._closing_s or waited_s < self._patience_s(frame)
 
     def _patience_s(self, frame: FrameType | None) -> float:
-        """How long the signal waits for `frame` and its callers: critical sections of ours, and vendors' code.
+        """Return how long the signal waits for `frame` and its callers: our critical sections, and vendors' code.
 
-        Vendors' code is known by the name that the tracker imports it by.
+        Vendors' code is recognized by the package that the tracker imports.
         """
         longest_s = 0.0
         while frame is not None:
@@ -333,7 +333,7 @@ class SigtermWatcher:
         return longest_s
 
     def _act(self, handler: _ChainedHandler, signum: int, frame: FrameType | None) -> None:
-        """Do what the signal would have done without us."""
+        """Let the signal have its usual effect."""
         is_first, self._acted, self._handler_due = not self._acted, True, False
         if self._wakeup is not None:
             self._wakeup.forward(bytes([signum]))
@@ -384,7 +384,7 @@ class SigtermWatcher:
             self._terminate_process()
         else:
             self._call_user_handler(handler)
-        # What is logged from here on has opened a run again: it is finished too, before the launcher kills.
+        # A row that is logged from here on opens a run again: finish it too, before the launcher kills.
         self._wait(self._timeout_s - (time.monotonic() - self._signalled_at))
         if not self._left.is_set():
             self._finish_on_signal(TERMINATED)
@@ -415,8 +415,8 @@ class SigtermWatcher:
 
         Meanwhile the signal is sent again, if our handler had to put it off.
         """
-        until = time.monotonic() + timeout_s
-        while time.monotonic() < until:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
             if is_done() or self._left.wait(_POLL_S):
                 return True
             if self._answered and not self._acted:
@@ -436,6 +436,6 @@ def is_watched() -> bool:
 
 
 def _main_thread_at() -> tuple[int, int]:
-    """Where the main thread is: its innermost frame and the instruction there."""
+    """Return the position of the main thread: its innermost frame and the instruction there."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]
     return id(frame), frame.f_lasti

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 class WakeupFd:
-    """A pipe of ours that takes the place of the process's wakeup fd, such as an asyncio loop's.
+    """A pipe of ours that replaces the process's wakeup fd, such as an asyncio loop's.
 
     Attributes:
         reader: The end that can be read when a signal has come.
@@ -43,7 +43,7 @@ class WakeupFd:
         return self.received()
 
     def received(self) -> bytes:
-        """The numbers of the signals that have come since the last call."""
+        """Return the numbers of the signals that have come since the last call."""
         with suppress(BlockingIOError):
             return os.read(self.reader, 512)
         return b""

@@ -23,16 +23,16 @@ _CREDENTIALS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 
 def diagnose() -> Diagnosis:
     """Return how this tracker is set up in the environment, and what is wrong."""
-    given = os.environ.get("MLFLOW_TRACKING_URI")
-    uri = given or _DEFAULT
+    variable = os.environ.get("MLFLOW_TRACKING_URI")
+    uri = variable or _DEFAULT
     is_server = uri.lower().startswith(("https://", "http://"))
     place, credentials = without_credentials(uri), _credentials(uri)
     return Diagnosis(
         place=place,
         credentials=credentials,
-        is_chosen=bool(given or credentials),
+        is_chosen=bool(variable or credentials),
         reach=functools.partial(_reach, place, credentials is not None) if is_server else None,
-        diagnostics=() if is_server else tuple(_of_files(uri, place, is_given=given is not None)),
+        diagnostics=() if is_server else tuple(_of_files(uri, place, is_given=variable is not None)),
     )
 
 
@@ -50,26 +50,26 @@ def _credentials(uri: str) -> str | None:
 def _of_files(uri: str, place: str, *, is_given: bool) -> Iterator[Diagnostic]:
     scheme = urlsplit(uri).scheme
     serve = "mlflow server --host 0.0.0.0, then export MLFLOW_TRACKING_URI=http://HOST:5000"
-    what = f"MLFLOW_TRACKING_URI={place}" if is_given else f"MLFLOW_TRACKING_URI is not set, and runs go to {place}"
+    setting = f"MLFLOW_TRACKING_URI={place}" if is_given else f"MLFLOW_TRACKING_URI is not set, and runs go to {place}"
     if scheme.partition("+")[0] in _DATABASES and find_spec("sqlalchemy") is None:
         yield Diagnostic(
-            "error", f"MLflow: {what}, which mlflow-skinny alone cannot open", f"pip install mlflow; or {serve}"
+            "error", f"MLflow: {setting}, which mlflow-skinny alone cannot open", f"pip install mlflow; or {serve}"
         )
     elif (scheme or uri) in _DATABRICKS:
         return
     elif scheme in ("", "file"):
         yield Diagnostic(
             "warning",
-            f"MLflow: {what}: MLflow does not develop runs in files any further, and new versions refuse them",
+            f"MLflow: {setting}: MLflow does not develop runs in files any further, and new versions refuse them",
             serve,
         )
     elif scheme == "sqlite":
         folder = os.path.dirname(place.removeprefix("sqlite:///")) or os.curdir
         why = diagnostics.why_unwritable(folder)
         if why is not None:
-            yield Diagnostic("error", f"MLflow: {what}: {why}", serve)
+            yield Diagnostic("error", f"MLflow: {setting}: {why}", serve)
     elif scheme.partition("+")[0] not in _DATABASES:
-        text = f"MLflow: {what}: MLflow itself does not support addresses that begin with {scheme}:"
+        text = f"MLflow: {setting}: MLflow itself does not support addresses that begin with {scheme}:"
         yield Diagnostic(
             "warning", text, "export MLFLOW_TRACKING_URI=http://HOST:PORT, unless a plugin of MLflow's does"
         )

@@ -66,16 +66,16 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
         run = chosen or _awaited(request, service, experiment_id, ID_TAG, run_id)
         return Opened(run, ATTEMPTS_TAG in run.data.tags, parent_id)
     tags, name = _tags(request, run_id, parent_id), request.config.name or request.plan.run_id
-    found = chosen
-    if found is None:
-        found, is_new = _find_or_create(service, experiment_id, (ID_TAG, run_id), name, tags)
+    run = chosen
+    if run is None:
+        run, is_new = _find_or_create(service, experiment_id, (ID_TAG, run_id), name, tags)
         if is_new:
-            return Opened(found, False, parent_id)
-    attempts = found.data.tags.get(ATTEMPTS_TAG, "1")
+            return Opened(run, False, parent_id)
+    attempts = run.data.tags.get(ATTEMPTS_TAG, "1")
     tags[ATTEMPTS_TAG] = str(int(attempts) + 1 if attempts.isdecimal() else 2)
-    service.persist("log_batch", found.info.run_id, [], [], entities("RunTag", tags))
-    _set_status(service, found, "RUNNING", request.config.name)
-    return Opened(found, True, parent_id)
+    service.persist("log_batch", run.info.run_id, [], [], entities("RunTag", tags))
+    _set_status(service, run, "RUNNING", request.config.name)
+    return Opened(run, True, parent_id)
 
 
 def end_run(service: Service, opened: Opened, exit_code: int) -> None:
@@ -218,8 +218,8 @@ def _find_or_create(
     """Return the run, and whether it is new."""
 
     def attempt() -> tuple[Any, bool]:
-        found = _find(service, experiment_id, *tag)
-        return (found, False) if found is not None else (_create(service, experiment_id, name, tags), True)
+        run = _find(service, experiment_id, *tag)
+        return (run, False) if run is not None else (_create(service, experiment_id, name, tags), True)
 
     run_and_is_new: tuple[Any, bool] = service.until(attempt)
     return run_and_is_new
@@ -272,5 +272,5 @@ def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, 
 
 def _config_tag(request: RunRequest) -> str:
     """Return the whole config as JSON. If that is too long for a tag, leave out the user's config: params have it."""
-    whole = json.dumps(run_config(request))
-    return whole if len(whole) <= _LONGEST_TAG else json.dumps(dict(request.run_metadata))[:_LONGEST_TAG]
+    text = json.dumps(run_config(request))
+    return text if len(text) <= _LONGEST_TAG else json.dumps(dict(request.run_metadata))[:_LONGEST_TAG]

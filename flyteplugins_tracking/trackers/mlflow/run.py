@@ -107,9 +107,9 @@ class MlflowHandle(ClientHandle):
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:
         with self._lock:
             if not self._sender.has_room:
-                left = self._sender.flush(time.monotonic() + self.request.config.finish_timeout_s)
-                if left:
-                    self._keep(left, None)
+                unsent = self._sender.flush(time.monotonic() + self.request.config.finish_timeout_s)
+                if unsent:
+                    self._keep(unsent, None)
             self._write_at(row, step, round(time_s * 1000))
 
     def put(self, kind: Literal["params", "tags"], data: Mapping[str, Any]) -> None:
@@ -127,17 +127,17 @@ class MlflowHandle(ClientHandle):
         status_s = min(_STATUS_S, timeout_s * _STATUS_SHARE)
         if not flush_vendors(Service(self.uri), until - status_s - time.monotonic()):
             self._warn("has rows of MLflow's own asynchronous logging that were not sent in time")
-        left = self._sender.flush(until - status_s)
+        unsent = self._sender.flush(until - status_s)
         is_sent = self._send_status(exit_code, until)
-        if left or not is_sent or self._journal is not None:
-            self._keep(left, exit_code)
+        if unsent or not is_sent or self._journal is not None:
+            self._keep(unsent, exit_code)
 
     def finish(self, exit_code: int) -> None:
         try:
             super().finish(exit_code)
-            left = self._sender.flush(time.monotonic() + _STATUS_S)  # params that were logged after an early end
-            if left:
-                self._keep(left, exit_code)
+            unsent = self._sender.flush(time.monotonic() + _STATUS_S)  # params that were logged after an early end
+            if unsent:
+                self._keep(unsent, exit_code)
         finally:
             self._deactivate()
 
@@ -179,11 +179,11 @@ class MlflowHandle(ClientHandle):
         if step is None:
             return self._next_step
         try:
-            whole = int(step)
+            number = int(step)
         except (TypeError, ValueError, OverflowError):
-            whole = _LARGEST_STEP
-        if abs(whole) < _LARGEST_STEP:
-            return whole
+            number = _LARGEST_STEP
+        if abs(number) < _LARGEST_STEP:
+            return number
         self._values.warn_once(
             f"step={step!r}", "MLflow takes integers of 64 bits as steps: the row gets the next step"
         )
@@ -225,11 +225,11 @@ class MlflowHandle(ClientHandle):
             return False
         return True
 
-    def _keep(self, left: Sequence[Item], exit_code: int | None) -> None:
+    def _keep(self, unsent: Sequence[Item], exit_code: int | None) -> None:
         """Keep rows in files: at the end, those that are not sent; before that, those for which memory has no room."""
         is_first = self._journal is None
         journal = self._journal = self._journal or Journal(to_be_sent(self.request, self.place), self._tracker, self.id)
-        for item in left:
+        for item in unsent:
             if item.kind == "row":
                 journal.row(item.data, item.step, item.time_ms / 1000)
             else:

@@ -100,12 +100,12 @@ class Sender:
             self._until = self._service.deadline = until
             self._changed.notify()
             self._changed.wait_for(lambda: not self._waiting, max(0.0, until - time.monotonic()))
-            left = list(self._waiting)
+            unsent = list(self._waiting)
             self._waiting.clear()
             self._size = 0
             self._thread = self._until = self._service.deadline = None  # a thread that is in a call ends after it
             self._changed.notify()
-        return left
+        return unsent
 
     def _run(self) -> None:
         pause_s, down_since = 0.0, None
@@ -115,7 +115,7 @@ class Sender:
             except UnavailableError as error:
                 down_since = down_since or time.monotonic()
                 pause_s = min(max(_SHORTEST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
-                self._tell(f"outage {self._outages}", "%s. Rows are kept, and sent when it answers", error)
+                self._warn(f"outage {self._outages}", "%s. Rows are kept, and sent when it answers", error)
                 continue
             except Exception:
                 logger.warning("MLflow: run %s: rows are lost", self._label, exc_info=True)
@@ -182,14 +182,14 @@ class Sender:
             try:
                 self._call(**{item.kind: chunk})
             except RejectedError:
-                for one in chunk:
-                    self._send_value(item.kind, one)
+                for value in chunk:
+                    self._send_value(item.kind, value)
 
     def _send_value(self, kind: str, value: Any) -> None:
         try:
             self._call(**{kind: [value]})
         except RejectedError as error:
-            self._tell(value.key, f"the server rejects the {kind[:-1]} {value.key!r}: %s", error)
+            self._warn(value.key, f"the server rejects the {kind[:-1]} {value.key!r}: %s", error)
 
     def _send_one_by_one(self, batch: Sequence[Item], error: RejectedError) -> None:
         """Send the rows of a rejected batch one by one: the server takes a whole batch or nothing."""
@@ -198,12 +198,12 @@ class Sender:
             try:
                 self._log([item])
                 rejected = 0
-            except RejectedError as own:
-                rejected, error = rejected + 1, own
-                self._tell(",".join(item.data), f"the server rejects a row of {', '.join(item.data)}: %s", own)
+            except RejectedError as row_error:
+                rejected, error = rejected + 1, row_error
+                self._warn(",".join(item.data), f"the server rejects a row of {', '.join(item.data)}: %s", row_error)
             if rejected == _MOST_REJECTED:
                 lost = len(batch) - number - 1
-                self._tell("rows", f"{lost} more rows are lost: %s", error)
+                self._warn("rows", f"{lost} more rows are lost: %s", error)
                 return
 
     def _log(self, items: Sequence[Item]) -> None:
@@ -213,10 +213,10 @@ class Sender:
         for first in range(0, len(points), _MOST_AT_ONCE):  # a single row may have more values
             self._call(metrics=points[first : first + _MOST_AT_ONCE])
 
-    def _call(self, **what: Sequence[Any]) -> None:
-        self._service.call("log_batch", self._run_id, **{"metrics": [], "params": [], "tags": [], **what})
+    def _call(self, **entries: Sequence[Any]) -> None:
+        self._service.call("log_batch", self._run_id, **{"metrics": [], "params": [], "tags": [], **entries})
 
-    def _tell(self, key: str, text: str, *args: object) -> None:
+    def _warn(self, key: str, text: str, *args: object) -> None:
         """Warn, once for each key: the cause may repeat with each batch."""
         self._warn_once(key, f"MLflow: run %s: {text}", self._label, *args)
 

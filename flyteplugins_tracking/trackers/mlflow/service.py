@@ -130,8 +130,12 @@ class Service:
 
     def timeout_s(self) -> float:
         """Return the longest time for the next call."""
-        own = float(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT") or _CALL_S)
-        return own if self.deadline is None else max(_SHORTEST_S, min(own, self.deadline - time.monotonic()))
+        configured_s = float(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT") or _CALL_S)
+        return (
+            configured_s
+            if self.deadline is None
+            else max(_SHORTEST_S, min(configured_s, self.deadline - time.monotonic()))
+        )
 
     def _is_over(self) -> bool:
         return self.deadline is not None and time.monotonic() + _PAUSE_S > self.deadline

@@ -1,6 +1,6 @@
-"""The door to what MLflow does not document. No other module uses a private name of it.
+"""The undocumented names of MLflow. No other module uses them.
 
-`PARTS` says of each name what it is for, and what is lost without it. The functions below it use them.
+`PARTS` lists each name with its use, and the feature that is lost without it. The functions below it use them.
 """
 
 from __future__ import annotations

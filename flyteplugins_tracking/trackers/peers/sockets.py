@@ -141,9 +141,9 @@ def socket_path(name: str) -> str:
 
 def socket_directory() -> str:
     """The directory for this user's sockets. It may not exist yet."""
-    own = f"flyteplugins-tracking-{os.geteuid()}"
-    path = os.path.join(tempfile.gettempdir(), own)
-    return path if len(path) + 48 <= _MAX_PATH else os.path.join("/tmp", own)  # noqa: S108 its owner is checked
+    name = f"flyteplugins-tracking-{os.geteuid()}"
+    path = os.path.join(tempfile.gettempdir(), name)
+    return path if len(path) + 48 <= _MAX_PATH else os.path.join("/tmp", name)  # noqa: S108 its owner is checked
 
 
 def why_unusable(directory: str) -> str | None:

@@ -98,16 +98,18 @@ def _app(config: TrackingConfig) -> str:
     return str(settings.get("url_app") or variable or _APP).rstrip("/")
 
 
-def _check_id(run_id: str | None, what: str) -> None:
+def _check_id(run_id: str | None, argument: str) -> None:
     if run_id is None:
         return
     if _is_made_by_server(run_id):
         raise ConfigError(
-            f"{what}={run_id!r} looks like an id that Pluto's server made: digits, or a text like 'ABC-1'. Pluto would "
-            "look for that run, and not create one. Put a word before the id, as in 'run-...'"
+            f"{argument}={run_id!r} looks like an id that Pluto's server made: digits, or a text like 'ABC-1'. Pluto "
+            "would look for that run, and not create one. Put a word before the id, as in 'run-...'"
         )
     if "/" in run_id or "\0" in run_id:
-        raise ConfigError(f"{what}={run_id!r} must not contain / or a null character: it is the name of a directory")
+        raise ConfigError(
+            f"{argument}={run_id!r} must not contain / or a null character: it is the name of a directory"
+        )
 
 
 def _is_made_by_server(run_id: str) -> bool:

@@ -19,15 +19,15 @@ _SERVERS = ("APP", "API", "INGEST", "PY")
 
 def diagnose() -> Diagnosis:
     """Return how this tracker is set up in the environment, and what is wrong."""
-    given = {name: _variable(f"URL_{name}") for name in _SERVERS}
-    address = without_credentials(given["API"] or _SERVER)
+    servers = {name: _variable(f"URL_{name}") for name in _SERVERS}
+    address = without_credentials(servers["API"] or _SERVER)
     where, key = _key()
     return Diagnosis(
         place=address,
         credentials=diagnostics.found_key(where, key) if key else None,
-        is_chosen=bool(key) or any(given.values()),
+        is_chosen=bool(key) or any(servers.values()),
         reach=functools.partial(_reach, address),
-        diagnostics=(*_of_key(key), *_of_servers(given), *_of_files()),
+        diagnostics=(*_of_key(key), *_of_servers(servers), *_of_files()),
     )
 
 
@@ -56,9 +56,9 @@ def _of_key(key: str) -> Iterator[Diagnostic]:
         )
 
 
-def _of_servers(given: dict[str, str | None]) -> Iterator[Diagnostic]:
-    missing = [f"PLUTO_URL_{name}" for name, value in given.items() if not value]
-    if missing and len(missing) < len(given):
+def _of_servers(servers: dict[str, str | None]) -> Iterator[Diagnostic]:
+    missing = [f"PLUTO_URL_{name}" for name, value in servers.items() if not value]
+    if missing and len(missing) < len(servers):
         yield Diagnostic(
             "error",
             f"Pluto: {', '.join(missing)} not set, but the others are: a part of each run goes to Pluto's own servers",

@@ -20,14 +20,14 @@ _RESTART_S = 10
 
 
 class UploaderProcess:
-    """The process that sends a run's queue, and what is left in the queue."""
+    """The process that sends a run's queue, and the unsent rows and files of the queue."""
 
     def __init__(self, database: str, settings: Mapping[str, Any], stderr: int) -> None:
         """Start the process.
 
         Args:
             database: The queue's file.
-            settings: What the uploader needs to know, with the API key.
+            settings: The uploader's settings, with the API key.
             stderr: Where the uploader logs: a file descriptor, which `close` closes.
         """
         self._database = database

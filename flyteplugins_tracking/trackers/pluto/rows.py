@@ -62,10 +62,10 @@ class StepCounter:
     def step_of(self, step: Any, sanitizer: MetricSanitizer) -> int:
         """Return `step` if Pluto takes it, or the next one."""
         if step is not None:
-            whole = _whole(step)
-            if whole is not None:
-                _last_steps[self._run_id] = max(whole, _last_steps.get(self._run_id, 0))
-                return whole
+            number = _whole(step)
+            if number is not None:
+                _last_steps[self._run_id] = max(number, _last_steps.get(self._run_id, 0))
+                return number
             sanitizer.warn_once(
                 f"step={step!r}", "Pluto takes whole numbers from 0 on as steps: the row gets the next step"
             )
@@ -87,7 +87,7 @@ def continue_after(run_id: str, last_step: int) -> None:
 
 def _whole(step: Any) -> int | None:
     try:
-        whole = int(step)
+        number = int(step)
     except (TypeError, ValueError, OverflowError):
         return None
-    return whole if whole == step and 0 <= whole < 2**63 else None
+    return number if number == step and 0 <= number < 2**63 else None

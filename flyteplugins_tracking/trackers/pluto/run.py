@@ -65,11 +65,11 @@ class PlutoHandle(ClientHandle):
     def how_to_send(self, directory: str) -> str:
         return how_to_send(directory)
 
-    def write(self, row: Mapping[str, Any], step: Any, **more: Any) -> None:
+    def write(self, row: Mapping[str, Any], step: Any, **kwargs: Any) -> None:
         if self._uploader is not None:
             self._uploader.revive()
         if row:
-            type(self.run).log(self.run, dict(row), step=self._steps.step_of(step, self._values), **more)
+            type(self.run).log(self.run, dict(row), step=self._steps.step_of(step, self._values), **kwargs)
 
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:
         with self._lock:
@@ -81,13 +81,13 @@ class PlutoHandle(ClientHandle):
         run_with_timeout(self.request.config.finish_timeout_s, ending.run)
         if self._uploader is None or not ending.give_up():
             return
-        left = self._uploader.stop(0)
+        unsent = self._uploader.stop(0)
         self._keep_unsent(exit_code)
         logger.warning(
             "Pluto: run %s has ended, and the service has not taken %s within finish_timeout_s=%g. Send it when the "
             "service answers: %s",
             self.id,
-            f"{left} rows" if left else "its status",
+            f"{unsent} rows" if unsent else "its status",
             self.request.config.finish_timeout_s,
             how_to_send(self._kept_in or ""),
         )
@@ -128,7 +128,7 @@ class PlutoHandle(ClientHandle):
         self._values.warn_once(f"{name}()", "the run is the calling task's: this call is not sent")
 
     def _keep_unsent(self, exit_code: int) -> None:
-        """Write what is left in the queue to files that can be sent from any place."""
+        """Write the unsent rows of the queue to files that can be sent from any machine."""
         assert self._uploader is not None
         journal, files = Journal(self.request, self._tracker, self.id), self._uploader.unsent_files()
         for kind, payload, time_ms, step in self._uploader.unsent_rows():
@@ -160,9 +160,9 @@ class _Ending:
 
     def run(self) -> None:
         """Send the rows, and then the status. The status is sent too if the service refuses a row."""
-        left = 0 if self._uploader is None else self._send(self._uploader)
+        unsent = 0 if self._uploader is None else self._send(self._uploader)
         is_confirmed = vendor.end(self._op, self._code)
-        is_complete = not left and is_confirmed and self._decision.acquire(blocking=False)
+        is_complete = not unsent and is_confirmed and self._decision.acquire(blocking=False)
         if is_complete and self._uploader is not None:
             self._uploader.close()
             remove_directory(self._op.settings.dir)
@@ -174,6 +174,6 @@ class _Ending:
     def _send(self, uploader: UploaderProcess) -> int:
         vendor.stop_threads(self._op, self._code or 0)
         queue = vendor.take_queue(self._op)
-        left = uploader.stop(self._deadline - time.monotonic() - min(_STATUS_S, self._timeout_s / 4))
+        unsent = uploader.stop(self._deadline - time.monotonic() - min(_STATUS_S, self._timeout_s / 4))
         queue.close()
-        return left
+        return unsent

@@ -71,9 +71,9 @@ def _send(store: Any, uploader: Any, settings: dict[str, Any], parent: int, rank
             uploader.failures = 0
         sent = _send_batch(store, uploader, settings)
         if deadline is not None and not sent:
-            left = vendor.count_unsent(store.conn)
-            if not left or time.monotonic() > deadline:
-                return int(left > 0)
+            unsent = vendor.count_unsent(store.conn)
+            if not unsent or time.monotonic() > deadline:
+                return int(unsent > 0)
         if not sent:
             time.sleep(_INTERVAL_S) if rank_ended.is_set() else rank_ended.wait(max(_INTERVAL_S, uploader.wait_s()))
         if time.monotonic() - cleaned > _CLEANING_S:

@@ -1,6 +1,6 @@
-"""The door to what Pluto's client (`pluto-ml`) does not document. No other module uses a private name of it.
+"""The undocumented names of Pluto's client (`pluto-ml`). No other module uses them.
 
-`PARTS` says of each name what it is for, and what is lost without it. The functions below it use them.
+`PARTS` lists each name with its use, and the feature that is lost without it. The functions below it use them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PARTS = VendorParts(
         Part("settings.url_meta", "is where new keys are registered"),
         Part("manager._started", "keeps the client from starting its own uploader"),
         Part("manager.store", "holds the rows that are not sent yet"),
-        Part("manager.settings", "says to our uploader where the service is"),
+        Part("manager.settings", "holds the service's addresses for our uploader"),
         Part("manager.db_path", "is the queue's file"),
         Part("manager.run_id", "is the run's name in the queue"),
         Part("pluto:System", "describes the machine", _SYSTEM_METRICS),
@@ -71,12 +71,12 @@ PARTS = VendorParts(
         Part(f"{_PROCESS}:SyncProcessManager.enqueue_system_metrics", "queues metrics of the system"),
         Part(f"{_PROCESS}:SyncProcessManager.close", "closes the queue"),
         Part(f"{_PROCESS}:_sync_batch", "sends a part of the queue"),
-        Part(f"{_PROCESS}:_SyncUploader._get_headers", "says whose run a request is for"),
+        Part(f"{_PROCESS}:_SyncUploader._get_headers", "identifies the run of a request"),
         Part(
             f"{_PROCESS}:_SyncUploader._post_with_retry", "sends a request, which our uploader sends until it is taken"
         ),
         Part(f"{_PROCESS}:_SyncUploader.upload_metrics_batch", "sends rows"),
-        Part(f"{_PROCESS}:_SyncUploader.upload_data_batch", "sends what is no row and no file"),
+        Part(f"{_PROCESS}:_SyncUploader.upload_data_batch", "sends requests other than rows and files"),
     ],
 )
 # The codes of the queue's rows (`RecordType`), and of how far they are (`SyncStatus`).
@@ -104,7 +104,7 @@ def project_name(name: str) -> str:
 def set_key(settings: Any, key: str) -> None:
     """Give the client the API key, and have it skip its own login for this run.
 
-    The login would write the key to a file on each rank, and ask for one where nobody sits.
+    The login would write the key to a file on each rank, and prompt for one on ranks without a terminal.
     """
     settings._auth = key
     settings._flyteplugins_key_known = True
@@ -151,7 +151,7 @@ def leave_to_us(settings: Any, *, describes_machine: bool) -> None:
 
 
 def machine_of(settings: Any) -> Any:
-    """Return what the client says of this machine."""
+    """Return the client's description of this machine."""
     return settings._sys.get_info()
 
 
@@ -181,7 +181,7 @@ class _UnknownMachine:
 
 
 def check_run(op: Any) -> None:
-    """Refuse a run object that lacks what is needed.
+    """Refuse a run object that lacks a required name.
 
     Raises:
         TrackerNotInstalledError: It does.
@@ -210,7 +210,7 @@ def start_queue(op: Any, database: str) -> Any:
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
-    """The heartbeat tells the client's uploader that the rank lives. Ours asks the system."""
+    """The heartbeat shows the client's uploader that the rank is alive. Our uploader asks the system."""
 
 
 def register_keys(op: Any, num: Sequence[str] | None = None, df: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -255,7 +255,7 @@ def capture_console(op: Any) -> None:
 
 
 def enqueue(op: Any, kind: int, payload: Any, time_ms: int, step: int | None) -> None:
-    """Put into the queue what was left in an earlier one."""
+    """Put the unsent rows of an earlier queue into this one."""
     from pluto.sync.store import RecordType
 
     manager = op._sync_manager
@@ -308,7 +308,7 @@ def end(op: Any, exit_code: int | None) -> bool:
 
     Args:
         op: The run.
-        exit_code: What the service is told; None to leave the run's status as it is.
+        exit_code: The exit code for the service; None to leave the run's status as it is.
 
     Returns:
         Whether the service has taken the status.

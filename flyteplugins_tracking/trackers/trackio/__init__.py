@@ -89,8 +89,8 @@ class TrackioTracker(Tracker):
 
     def check(self, config: TrackingConfig) -> None:
         for name, value in config.options.items():
-            wanted, reason = _ONLY.get(name, (None, _REFUSED.get(name)))
-            if reason is not None and value is not None and value != wanted:
+            only_value, reason = _ONLY.get(name, (None, _REFUSED.get(name)))
+            if reason is not None and value is not None and value != only_value:
                 raise ConfigError(f"Trackio does not support {name}={value!r}: {reason}")
         check_server(config.options.get("server_url"))
         check_project(config.project)

@@ -15,13 +15,13 @@ from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, No
 
 def diagnose() -> Diagnosis:
     """Return how this tracker is set up in the environment, and what is wrong."""
-    given = os.environ.get("TRACKIO_SERVER_URL")
+    server_url = os.environ.get("TRACKIO_SERVER_URL")
     is_chosen = any(name.startswith("TRACKIO_") for name in os.environ)
-    if not given:
+    if not server_url:
         return _of_files(is_chosen)
-    address, token = without_credentials(given), os.environ.get("TRACKIO_WRITE_TOKEN")
+    address, token = without_credentials(server_url), os.environ.get("TRACKIO_WRITE_TOKEN")
     with suppress(ValueError, LookupError):
-        token = token or parse_qs(urlsplit(given).query)["write_token"][0]
+        token = token or parse_qs(urlsplit(server_url).query)["write_token"][0]
     missing_token = Diagnostic(
         "error",
         f"Trackio: {address} wants a write token, and TRACKIO_WRITE_TOKEN is not set",

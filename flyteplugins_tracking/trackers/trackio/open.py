@@ -59,7 +59,7 @@ def _new_run(
     request: RunRequest, project: str, run_id: str, store: Any, stored: Any, url: str | None, client: Any
 ) -> Any:
     config, options, is_primary = request.config, request.config.options, request.plan.primary
-    own = {} if stored is None else {k: v for k, v in stored.config.items() if not k.startswith("_")}
+    stored_config = {} if stored is None else {k: v for k, v in stored.config.items() if not k.startswith("_")}
     run = vendor.run_class()(
         url=url,
         project=project,
@@ -67,7 +67,7 @@ def _new_run(
         name=stored.name if stored is not None else config.name or run_id,
         run_id=run_id,
         group=config.group or request.plan.group or (stored and stored.config.get("_Group")),
-        config={**own, **_tags_and_notes(config), **run_config(request)} if is_primary else own,
+        config={**stored_config, **_tags_and_notes(config), **run_config(request)} if is_primary else stored_config,
         server_base_url=url,
         existing_runs=[],
         initial_last_step=-1,  # the handle counts the steps

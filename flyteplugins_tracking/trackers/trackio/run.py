@@ -86,8 +86,8 @@ class TrackioHandle(ClientHandle):
         info = self.request.info
         is_chosen = self.run.url is not None or "TRACKIO_DIR" in os.environ or "HF_HOME" in os.environ
         is_first = info is None or info.local_rank == 0
-        own = [str(vendor.directory())] if is_first and not is_chosen else []
-        return own if self._journal is None else [*own, self._journal.directory]
+        directories = [str(vendor.directory())] if is_first and not is_chosen else []
+        return directories if self._journal is None else [*directories, self._journal.directory]
 
     def how_to_send(self, directory: str) -> str:
         from flyteplugins_tracking.trackers.journal import how_to_send

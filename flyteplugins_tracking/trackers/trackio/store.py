@@ -143,10 +143,10 @@ class Server(Store):
         self._project = project
 
     def find(self, run_id: str, before: float) -> Stored | None:  # noqa: ARG002 the server does not say when rows were written
-        found = self._client.predict(api_name="/get_run_summary", project=self._project, run_id=run_id)
-        if not found or not found.get("num_logs"):
+        summary = self._client.predict(api_name="/get_run_summary", project=self._project, run_id=run_id)
+        if not summary or not summary.get("num_logs"):
             return None
-        return Stored(found["run"] or run_id, found.get("config") or {}, found.get("last_step"))
+        return Stored(summary["run"] or run_id, summary.get("config") or {}, summary.get("last_step"))
 
     def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
         """Do nothing: the config is written with the first row."""

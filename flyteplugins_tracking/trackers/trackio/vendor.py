@@ -1,8 +1,8 @@
-"""The door to what Trackio does not document. No other module uses a private name of it.
+"""The undocumented names of Trackio. No other module uses them.
 
-`PARTS` says of each name what it is for, and what is lost without it. `run_class` is Trackio's own run with another way
-to its store: rows are written soon, and rows that cannot be written are kept. Trackio itself drops a batch that it
-could not write, and does not send kept rows to a self-hosted server.
+`PARTS` lists each name with its use, and the feature that is lost without it. `run_class` is Trackio's
+own run with another way to its store: rows are written soon, and rows that cannot be written are kept. Trackio itself
+drops a batch that it could not write, and does not send kept rows to a self-hosted server.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class _KeepsRows:
         self._stop_flag.clear()
 
     def check(self) -> None:
-        """Refuse a run object that lacks what is needed.
+        """Refuse a run object that lacks a required name.
 
         Raises:
             TrackerNotInstalledError: It does.

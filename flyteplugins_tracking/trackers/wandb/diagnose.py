@@ -1,4 +1,4 @@
-"""The doctor's view of W&B. Reads what `wandb` would read, without importing it: an import has effects."""
+"""W&B's diagnosis for the doctor. It reads the sources that `wandb` reads, without importing it: that has effects."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SHORTEST_KEY = 40
 
 
 def diagnose() -> Diagnosis:
-    """Report where runs go, where a key was found and what is wrong."""
+    """Return how this tracker is set up in the environment, and what is wrong."""
     stored = _stored_settings()
     mode = os.environ.get("WANDB_MODE") or stored.get("mode") or "online"
-    given = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or vendor.default_server(_SERVER)
-    address = without_credentials(given)
+    server = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or vendor.default_server(_SERVER)
+    address = without_credentials(server)
     where, key = _key(address, stored)
     is_online = mode not in _NOT_ONLINE
     return Diagnosis(
@@ -37,12 +37,12 @@ def diagnose() -> Diagnosis:
         credentials=diagnostics.found_key(where, key) if key else where or None,
         is_chosen=bool(where) or any(name.startswith("WANDB_") for name in os.environ),
         reach=functools.partial(_reach, address) if is_online else None,
-        diagnostics=(*_of_key(where, key, is_online), *_of_mode(mode), *_of_address(given), *_of_surroundings(mode)),
+        diagnostics=(*_of_key(where, key, is_online), *_of_mode(mode), *_of_address(server), *_of_surroundings(mode)),
     )
 
 
 def _stored_settings() -> Mapping[str, str]:
-    """The settings that `wandb init`, `wandb login --host` and `wandb offline` have stored. The directory's win."""
+    """Return the settings that `wandb init`, `wandb login --host` and `wandb offline` store. The directory's win."""
     folder = os.environ.get("WANDB_CONFIG_DIR") or os.path.join("~", ".config", "wandb")
     stored: dict[str, str] = {}
     for path in (os.path.join(os.path.expanduser(folder), "settings"), os.path.join(_directory(), "settings")):
@@ -57,7 +57,7 @@ def _directory() -> str:
 
 
 def _key(address: str, stored: Mapping[str, str]) -> tuple[str, str]:
-    """Where the key was found, and the key. The key is empty for a token of another kind."""
+    """Return where the key was found, and the key. The key is empty for a token of another kind."""
     if os.environ.get("WANDB_API_KEY"):
         return "WANDB_API_KEY", os.environ["WANDB_API_KEY"]
     if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -96,8 +96,8 @@ def _of_key(where: str, key: str, is_online: bool) -> Iterator[Diagnostic]:
         )
 
 
-def _of_address(given: str) -> Iterator[Diagnostic]:
-    if given != given.strip():
+def _of_address(server: str) -> Iterator[Diagnostic]:
+    if server != server.strip():
         yield Diagnostic(
             "error",
             "W&B: WANDB_BASE_URL has spaces or a line end around it, which W&B refuses",

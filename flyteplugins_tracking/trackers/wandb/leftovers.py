@@ -1,4 +1,4 @@
-"""Remove what a failed `wandb.init` has left on disk."""
+"""Remove the files of a failed `wandb.init`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def remove_failed_run(failure: BaseException | None) -> None:
     """Remove the run directory of the `wandb.init` that raised `failure`.
 
     Call it once the run is open in another directory: W&B's links point there then. A directory stays if it has rows,
-    if a link points into it, or if this version of W&B does not tell which one it is.
+    if a link points into it, or if this version of W&B does not report its directory.
     """
     directory = _failed_directory(failure)
     if directory is None:
@@ -33,7 +33,7 @@ def has_rows(directory: Path) -> bool:
 
 
 def _failed_directory(failure: BaseException | None) -> Path | None:
-    # W&B does not tell the directory before wandb.init returns. The name would not show whose it is: several ranks may
+    # W&B does not report the directory before wandb.init returns. The name would not show its owner: several ranks may
     # open runs with one id in one second. In this frame of W&B's, its settings are final and the directory is made.
     for frame, _ in traceback.walk_tb(failure.__traceback__ if failure is not None else None):
         if frame.f_globals.get("__name__") == "wandb.sdk.wandb_init" and frame.f_code.co_name == "init":

@@ -143,7 +143,7 @@ def _reopen(request: RunRequest, run: Any, offline: bool) -> Any:
 
 
 def _resuming(request: RunRequest, run: Any) -> RunRequest:
-    """The request that goes on with `run` in its project, even if variables name another one by now."""
+    """Return the request that continues `run` in its project, even if variables name another one by now."""
     config = request.config
     options = {k: v for k, v in config.options.items() if k not in ("resume", "resume_from", "fork_from")}
     entity = run.entity or options.get("entity")
@@ -176,7 +176,7 @@ def _is_online(arguments: Mapping[str, Any]) -> bool:
 
 
 def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, Any]:
-    """The arguments for `wandb.init`. The user's take precedence over `WANDB_*` variables, and these over ours.
+    """Return the arguments for `wandb.init`. The user's take precedence over `WANDB_*` variables, and these over ours.
 
     Raises:
         TrackerUnavailableError: The run would be online, and there is no key.
@@ -227,7 +227,7 @@ def _use_wandbs_shared_mode(arguments: dict[str, Any], request: RunRequest) -> N
 
 
 def _drop_run_description(arguments: dict[str, Any]) -> None:
-    """Remove all that describes the run, also what variables set. W&B would use it instead of the primary's."""
+    """Remove the description of the run, also from variables. W&B would use it instead of the primary's."""
     for name in ("group", "job_type"):
         arguments.pop(name, None)
     # Empty text: with None, wandb would use the variable.
@@ -247,7 +247,7 @@ def _run_description(request: RunRequest) -> dict[str, Any]:
 
 
 def _id_arguments(request: RunRequest) -> dict[str, Any]:
-    """The id, and that the run is resumed: after a restart or a retry the same run goes on and keeps its rows."""
+    """Return the arguments that resume the run by its id: after a restart or a retry it keeps its rows."""
     options = request.config.options
     if request.plan.run_id is None or "resume_from" in options:
         return {}
@@ -259,7 +259,7 @@ def _id_arguments(request: RunRequest) -> dict[str, Any]:
 
 
 def _settings(mode: str | None, request: RunRequest) -> Any:
-    """The user's settings with our defaults and the key. They are a copy, because `wandb.init` writes into them."""
+    """Return the user's settings with our defaults and the key. A copy, because `wandb.init` changes them."""
     settings = _given_settings(request)
     effective = vendor.effective_settings(settings)
     for name, value in _SAFER_SETTINGS.items():

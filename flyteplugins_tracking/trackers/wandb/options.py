@@ -57,17 +57,17 @@ def app(config: TrackingConfig) -> str:
 
 
 def api_of(host: str) -> str | None:
-    """The address that the client talks to, for the one that people open; None for W&B's own, which wandb knows."""
+    """Return the address of the API for the address of the pages; None for W&B's own service, which wandb knows."""
     return None if host.rstrip("/") in _APPS.values() else host
 
 
 def without_credentials(address: str) -> str:
-    """The address without user and password, so that it can be shown and stored."""
-    scheme, separator, rest = address.partition("://")
-    host, slash, path = rest.partition("/")
+    """Return the address without user and password, so that it can be shown and stored."""
+    scheme, separator, host_and_path = address.partition("://")
+    host, slash, path = host_and_path.partition("/")
     return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def quoted(name: str) -> str:
-    """`name` as a part of an address. Flyte's templates ({{...}}) stay as they are."""
+    """Quote a name for an address. Flyte's templates ({{...}}) stay as they are."""
     return quote(name, safe="{}")

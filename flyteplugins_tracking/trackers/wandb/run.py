@@ -40,8 +40,8 @@ class WandbHandle(Handle):
 
         Args:
             run: The open run.
-            before: What `wandb.run` was.
-            request: What was asked for.
+            before: The earlier `wandb.run`.
+            request: The decorator's request for this run.
             reopen: Takes the run and whether it shall be offline. Returns it, open again, as another object.
         """
         self.run = run
@@ -181,7 +181,7 @@ class WandbHandle(Handle):
         """Mark the run as ended, because its wandb-core has died: it may have been killed for its memory.
 
         Args:
-            error: What a method of the run has raised.
+            error: The error of a method of the run.
             opening: The value of `_openings` when that method was called. Does nothing if the run was opened since.
         """
         with self._lock:
@@ -341,10 +341,10 @@ def _guard(method: Callable[..., Any]) -> Any:
     return guarded
 
 
-def _guard_property(own: Any) -> Any:
-    if not isinstance(own, property):
-        return own
-    return property(_guard_change(own.fget), _guard_change(own.fset) if own.fset else None, doc=own.__doc__)
+def _guard_property(member: Any) -> Any:
+    if not isinstance(member, property):
+        return member
+    return property(_guard_change(member.fget), _guard_change(member.fset) if member.fset else None, doc=member.__doc__)
 
 
 def _guard_change(accessor: Any) -> Any:
@@ -356,13 +356,13 @@ def _guard_change(accessor: Any) -> Any:
     return guarded
 
 
-def _guard_row(own: Callable[..., Any]) -> Any:
+def _guard_row(log: Callable[..., Any]) -> Any:
     """Keep what `watch` adds to the run's next row: in a shared run, that row may be another rank's."""
 
-    @functools.wraps(own)
+    @functools.wraps(log)
     def guarded(run: Any, data: Any, step: Any = None, commit: bool | None = None) -> Any:
         keep = getattr(vars(run).get(HANDLE), "keep_for_next_row", None)
-        return own(run, data, step, commit) if keep is None or commit is not False else keep(data)
+        return log(run, data, step, commit) if keep is None or commit is not False else keep(data)
 
     return guarded
 
@@ -382,7 +382,7 @@ def directory(run: Any) -> str:
 
 
 def passed_on(run: Any) -> Mapping[str, Any] | None:
-    """What another process needs to go on in this run; None if the run is disabled."""
+    """Return the values with which another process continues this run; None if the run is disabled."""
     if getattr(run, "disabled", False):
         return None
     place = {"id": run.id, "project": run.project or None, "entity": run.entity or None}

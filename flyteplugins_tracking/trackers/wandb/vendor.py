@@ -1,7 +1,7 @@
-"""The one door to the private parts of the `wandb` package: undocumented modules, classes and attributes.
+"""The undocumented modules, classes and attributes of the `wandb` package. No other module uses them.
 
 Another version of wandb may lack any of them. Each function here says what it is for and what happens then. There are
-two cases. A feature that a run can do without is switched off, with one warning. A feature that was asked for raises a
+two cases. An optional feature is switched off, with one warning. A feature that the user asked for raises a
 `TrackerNotInstalledError` that names the versions this file was tested with. tests/unit/test_wandb_vendor.py calls
 every function with the installed wandb.
 """
@@ -245,12 +245,12 @@ def attach(address: str, run_id: str) -> tuple[Any, Any]:
     current = session()
     with _required("run_mode='shared'"):
         wandb: Any = importlib.import_module("wandb")
-        own, current._connection = current._connection, None
+        own_connection, current._connection = current._connection, None
     try:
         with service_variable(address), without_error_reports():
             run = wandb.attach(run_id)
     finally:
-        connection, current._connection = current._connection, own
+        connection, current._connection = current._connection, own_connection
     return run, connection
 
 
@@ -380,8 +380,8 @@ def settings_of(run: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """Some of the run's settings, those that are set. Required by run_mode='shared'."""
     with _required("run_mode='shared'"):
         settings = run._settings
-    found = {name: getattr(settings, name, None) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: getattr(settings, name, None) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def update_settings(run: Any, settings: Mapping[str, Any]) -> None:
@@ -409,7 +409,7 @@ def replace_config_class(run: Any, subclass: Callable[[Any], type]) -> None:
 
 
 def read_summary(run: Any) -> Any:
-    """Ask wandb-core for the run's summary: what the run's summary calls itself. Without it, it is empty."""
+    """Ask wandb-core for the run's summary, as `run.summary` does. Without it, the summary is empty."""
     with _optional("run.summary is empty on ranks that have not opened the run"):
         method = type(run)._summary_get_current_summary_callback
         return method(run)
@@ -438,7 +438,7 @@ def flush(run: Any, timeout_s: float) -> None:
 
 
 def global_run() -> Any:
-    """What `wandb.run` is; None in a forked child that has inherited it.
+    """Return `wandb.run`; None in a forked child that has inherited it.
 
     Without the id of the process that has opened it, a child takes the parent's run for its own.
     """
@@ -471,16 +471,16 @@ def effective_settings(settings: Any) -> Any:
         return effective
 
 
-def merge_settings(settings: Any, given: Any) -> None:
+def merge_settings(settings: Any, user_settings: Any) -> None:
     """Put the user's settings, a mapping or a `wandb.Settings`, over `settings`. Required by `settings=`."""
-    if isinstance(given, Mapping):
-        settings.update_from_dict(dict(given))
-    elif given is not None:
-        settings.update_from_settings(given)
+    if isinstance(user_settings, Mapping):
+        settings.update_from_dict(dict(user_settings))
+    elif user_settings is not None:
+        settings.update_from_settings(user_settings)
 
 
 def is_set(settings: Any, name: str) -> bool:
-    """Whether somebody has set this setting. Without it, nothing counts as set."""
+    """Whether this setting is set explicitly. Without it, nothing counts as set."""
     return name in getattr(settings, "model_fields_set", ())
 
 

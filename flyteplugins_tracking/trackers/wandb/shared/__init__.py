@@ -37,7 +37,7 @@ warning. A run with leaders on several nodes is in W&B's own shared mode on all 
 these would lose rows (https://github.com/wandb/wandb/issues/12269). The primary waits for the other leaders through
 `trackers.peers.barrier`.
 
-In the room: who opens the run and who attaches (`open`), the leader's handle (`leader`), the follower's (`follower`),
-and what both have (`common`). May enter: what a run with several ranks needs. Must not: what a run of one process
-needs, or private names of wandb.
+In the room: the choice between opening the run and attaching to it (`open`), the leader's handle (`leader`), the
+follower's (`follower`), and their common parts (`common`). May enter: code for runs with several ranks. Must not: code
+for runs of one process, and private names of wandb.
 """

@@ -1,4 +1,4 @@
-"""What the handles of a shared run have in common: its name on the node, its rows and its read-only config."""
+"""The common parts of a shared run's handles: the run's name on the node, its rows and its read-only config."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def _read_only(kind: Any, rank: int) -> Any:
 
     def refuse_users_keys(name: str) -> Any:
         def changed(config: Any, *args: Any, **kwargs: Any) -> Any:
-            what = next(iter([*args, *kwargs.values()]), None)
-            keys = what if isinstance(what, Mapping) else [what]
+            change = next(iter([*args, *kwargs.values()]), None)
+            keys = change if isinstance(change, Mapping) else [change]
             method = getattr(kind, name) if all(str(key).startswith("_") for key in keys) else refuse
             return method(config, *args, **kwargs)
 

@@ -47,8 +47,8 @@ class FollowerHandle(Handle):
         Args:
             run: The attached run.
             connection: The connection to the leader's wandb-core.
-            before: What `wandb.run` was.
-            request: What was asked for.
+            before: The earlier `wandb.run`.
+            request: The decorator's request for this run.
             client: The connection to the leader.
         """
         self.run = run
@@ -215,7 +215,7 @@ class FollowerHandle(Handle):
                 self._resume(published)
             except Exception:
                 logger.warning(
-                    "W&B: rank %d could not attach to run %s again, and what it logs from now on is lost",
+                    "W&B: rank %d could not attach to run %s again: its rows are lost from now on",
                     self._client.rank,
                     self.id,
                     exc_info=True,

@@ -58,8 +58,8 @@ class SharedHandle(WandbHandle):
 
         Args:
             run: The open run.
-            before: What `wandb.run` was.
-            request: What was asked for.
+            before: The earlier `wandb.run`.
+            request: The decorator's request for this run.
             reopen: See `WandbHandle`.
             server: The connections to the followers; None without followers.
             barrier: Where the writers of other nodes are waited for; None if the run has one writer.
@@ -182,7 +182,7 @@ class SharedHandle(WandbHandle):
             make_config_read_only(self.run, self._request)
 
     def _warn_of_change(self, *_: Any, **__: Any) -> None:
-        """Warn once. A task that goes on in its caller's run must not fail because of a change of the config."""
+        """Warn once. A task that continues its caller's run must not fail because of a change of the config."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -194,7 +194,7 @@ class SharedHandle(WandbHandle):
 
 
 def _published(run: Any) -> dict[str, Any]:
-    """What a follower needs to attach. There is nothing to attach to in a disabled run."""
+    """Return the values with which a follower attaches. A disabled run has none."""
     if getattr(run, "disabled", False):
         return {"is_disabled": True}
     return {

@@ -34,7 +34,7 @@ def open_shared(
     """Open this rank's part of a shared run.
 
     Args:
-        request: What was asked for.
+        request: The decorator's request for this run.
         open_own: Opens the run in this process.
         open_degraded: Opens a run offline because of this error, or raises it.
         reopen: Opens a run again: see `WandbHandle`.

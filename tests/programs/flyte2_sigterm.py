@@ -1,4 +1,4 @@
-"""Flyte 2 tasks that go on until their pod is told to end. Each process writes its id down when it has logged."""
+"""Flyte 2 tasks that run until their pod gets SIGTERM. Each process writes its id to a file when it has logged."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import flyte
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
 DIRECTORY = Path(os.environ.get("TRAIN_DIR", "."))
-env = flyte.TaskEnvironment(name="told")
+env = flyte.TaskEnvironment(name="sigterm")
 tracked = tracking_init(project="tests", entity="team")
 
 
@@ -20,7 +20,7 @@ def ready() -> None:
 
 
 def logs(seconds: float = 120) -> None:
-    """A loop as tight as can be."""
+    """Log in a loop without pauses."""
     until, row = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         get_run().log({"row": row})

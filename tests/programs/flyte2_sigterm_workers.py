@@ -1,15 +1,15 @@
-"""A Flyte 2 task with workers that goes on until its pod is told to end: see `flyte2_told.py`."""
+"""A Flyte 2 task with workers that runs until its pod gets SIGTERM: see `flyte2_sigterm.py`."""
 
 import time
 
 import flyte
-from flyte2_told import ready, tracked
+from flyte2_sigterm import ready, tracked
 from flyteplugins.pytorch import Elastic
 
 from flyteplugins_tracking import get_run
 
 QUICK = {"max_restarts": 0, "monitor_interval": 1, "rdzv_configs": {"timeout": 60, "join_timeout": 60}}
-elastic = flyte.TaskEnvironment(name="told_workers", plugin_config=Elastic(nnodes=1, nproc_per_node=2, **QUICK))
+elastic = flyte.TaskEnvironment(name="sigterm_workers", plugin_config=Elastic(nnodes=1, nproc_per_node=2, **QUICK))
 
 
 @tracked
