@@ -41,7 +41,7 @@ def train_on(rank_number: int, **arguments: object) -> None:
         train()
 
 
-def test_an_error_at_the_call_shows_the_users_frames_and_two_of_ours(monkeypatch):
+def test_an_error_at_the_call_shows_the_users_frames_and_few_of_ours(monkeypatch):
     for name, value in {"RANK": "3", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
 
@@ -53,8 +53,9 @@ def test_an_error_at_the_call_shows_the_users_frames_and_two_of_ours(monkeypatch
         train()
     assert str(raised.value).endswith("python -m flyteplugins_tracking")
     frames = traceback.extract_tb(raised.value.__traceback__)
-    assert frames[0].name == "test_an_error_at_the_call_shows_the_users_frames_and_two_of_ours"
-    assert [frame.name for frame in frames if frame.filename.startswith(str(PACKAGE))] == ["tracked", "__enter__"]
+    assert frames[0].name == "test_an_error_at_the_call_shows_the_users_frames_and_few_of_ours"
+    own = [frame.name for frame in frames if frame.filename.startswith(str(PACKAGE))]
+    assert own in (["tracked", "__enter__"], ["__call__", "tracked", "__enter__"])  # the latter with Flyte loaded
 
 
 @pytest.mark.parametrize(
