@@ -5,14 +5,13 @@ from __future__ import annotations
 import html
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from flyteplugins_tracking._job.board import Board, job_board
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.store import job_store
 from flyteplugins_tracking._runs.context import EndedRun
 
 TITLE = "Tracking"
@@ -58,30 +57,26 @@ def show_run(show: Callable[[str, str], None], run: EndedRun) -> None:
     """
     info = run.info
     outcome = Outcome.of(run.id, run.url, 0 if info is None else info.rank, run.exit_code, run.summary)
-    store = job_store(info, os.environ) if info is not None and run.other_runs else None
-    base = f"flyteplugins_tracking/report/{run.tracker}/{info.restart_count if info else 0}"
+    topic = f"report/{run.tracker}/{info.restart_count if info else 0}"
+    board = job_board(info, os.environ, topic) if info is not None and run.other_runs else None
     if info is not None and info.rank != 0:
-        send(store, base, outcome)
+        send(board, outcome)
         return
-    others = gather(store, base, run.other_runs) if store is not None else []
+    others = gather(board, run.other_runs) if board is not None else []
     show(TITLE, page(run.tracker, info, run.attempt, [outcome, *others], run.other_runs - len(others)))
 
 
-def send(store: Any, base: str, outcome: Outcome) -> None:
-    """Send an outcome to rank 0 by a `torch.distributed.Store`. `base` is the same on all ranks of an attempt."""
-    with suppress(RuntimeError):
-        number = store.add(f"{base}/sent", 1)
-        store.set(f"{base}/{number}", json.dumps(asdict(outcome)))
+def send(board: Board | None, outcome: Outcome) -> None:
+    """Send an outcome to rank 0."""
+    if board is not None:
+        with suppress(RuntimeError):
+            board.append(json.dumps(asdict(outcome)))
 
 
-def gather(store: Any, base: str, count: int) -> list[Outcome]:
+def gather(board: Board, count: int) -> list[Outcome]:
     """Return the outcomes of `count` other ranks, or those that have been sent within 5 s."""
-    deadline = time.monotonic() + _WAIT_S
     with suppress(RuntimeError):
-        while (sent := store.add(f"{base}/sent", 0)) < count and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        keys = [f"{base}/{number + 1}" for number in range(sent)]
-        return [Outcome(**json.loads(store.get(key))) for key in keys if store.check([key])]
+        return [Outcome(**json.loads(text)) for text in board.wait_for_texts(count, _WAIT_S)]
     return []
 
 

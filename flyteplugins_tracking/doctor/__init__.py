@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
-from typing import Any
 
+from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor import ranks, text
 from flyteplugins_tracking.doctor.checks import check
@@ -40,11 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info = report.detected.info
     if info is None or info.world_size == 1:
         return _show(report, options.json)
-    store, diagnostics = ranks.store_of(info)
+    board, diagnostics = ranks.board_of(info)
     report = replace(report, diagnostics=(*report.diagnostics, *diagnostics))
     if info.rank != 0:
-        return _report_to_rank_0(report, info, store)
-    reports = ranks.gather(store, info)
+        return _report_to_rank_0(report, info, board)
+    reports = ranks.gather(board, info)
     known_ranks = [info, *(other.info for other in (reports or {}).values())]
     status = _show(
         replace(
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ),
         options.json,
     )
-    ranks.send_status(store, info, status)
+    ranks.send_status(board, status)
     return status
 
 
@@ -115,9 +115,9 @@ def _show(report: Report, as_json: bool) -> int:
     return report.status
 
 
-def _report_to_rank_0(report: Report, info: DistributedInfo, store: Any) -> int:
-    """Have rank 0 print this rank's report. Without a store, print this rank's errors on stderr."""
-    job_status = None if store is None else ranks.send(store, info, report)
+def _report_to_rank_0(report: Report, info: DistributedInfo, board: Board | None) -> int:
+    """Have rank 0 print this rank's report. Without a board, print this rank's errors on stderr."""
+    job_status = None if board is None else ranks.send(board, info, report)
     if job_status is not None:
         return job_status
     for entry in report.diagnostics:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from typing import Any
 
+from flyteplugins_tracking._job.board import Board, job_board
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor.report import RankDiagnostic, Report
 from flyteplugins_tracking.doctor.versions import OWN
@@ -40,26 +40,24 @@ class RankReport:
 RankReports = Mapping[int, RankReport]
 
 
-def store_of(info: DistributedInfo) -> tuple[Any, list[RankDiagnostic]]:
-    """Return the store that all ranks share, and what is wrong if the job needs one and has none."""
-    from flyteplugins_tracking._job.store import job_store
-
-    store = None
+def board_of(info: DistributedInfo) -> tuple[Board | None, list[RankDiagnostic]]:
+    """Return the board that all ranks share, and what is wrong if the job needs one and has none."""
+    board = None
     try:
-        store = job_store(info, os.environ)
+        board = job_board(info, os.environ, f"doctor/{info.restart_count}")
     except ModuleNotFoundError:
         pass  # a job without torch
     except (ImportError, OSError) as error:  # torch lacks a shared library
         text = f"torch cannot be imported: {error}"
         return None, [RankDiagnostic(Diagnostic("error", text, "pip install --force-reinstall torch"))]
-    if store is not None or info.launcher != "torchelastic" or info.num_workers == 1:
-        return store, []
+    if board is not None or info.launcher != "torchelastic" or info.num_workers == 1:
+        return board, []
     text = f"the agents of {info.num_workers} nodes share no reachable store, so the ranks cannot agree on a run id"
     fix = "torchrun --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT ..., or pass id= to tracking_init"
     return None, [RankDiagnostic(Diagnostic("error", text, fix))]
 
 
-def send(store: Any, info: DistributedInfo, report: Report) -> int | None:
+def send(board: Board, info: DistributedInfo, report: Report) -> int | None:
     """Send this rank's report to rank 0, and wait until that has printed it.
 
     Returns:
@@ -71,34 +69,32 @@ def send(store: Any, info: DistributedInfo, report: Report) -> int | None:
         "diagnostics": [asdict(entry.diagnostic) for entry in report.diagnostics],
     }
     with suppress(RuntimeError):
-        store.set(f"{_prefix(info)}/{info.rank}", json.dumps(message))
-        store.add(f"{_prefix(info)}/sent", 1)
-        store.wait([f"{_prefix(info)}/status"], timedelta(seconds=_PRINTING_S))
-        return int(store.get(f"{_prefix(info)}/status"))
+        board.append(json.dumps(message))
+        deadline = time.monotonic() + _PRINTING_S
+        while time.monotonic() < deadline:
+            status = board.get("status")
+            if status is not None:
+                return int(status)
+            time.sleep(_POLL_S)
     return None
 
 
-def gather(store: Any, info: DistributedInfo) -> RankReports | None:
-    """Return the reports that the other ranks send within 10 s; None without a store."""
-    if store is None:
+def gather(board: Board | None, info: DistributedInfo) -> RankReports | None:
+    """Return the reports that the other ranks send within 10 s; None without a board."""
+    if board is None:
         return None
-    reports: dict[int, RankReport] = {}
+    texts: list[str] = []
     with suppress(RuntimeError):
-        deadline = time.monotonic() + _REPORT_S
-        while store.add(f"{_prefix(info)}/sent", 0) < info.world_size - 1 and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-        for rank in range(1, info.world_size):
-            if store.check([f"{_prefix(info)}/{rank}"]):
-                message = json.loads(store.get(f"{_prefix(info)}/{rank}"))
-                reports[rank] = _rank_report(replace(info, rank=rank), message)
-    return reports
+        texts = board.wait_for_texts(info.world_size - 1, _REPORT_S)
+    messages = {message["info"]["rank"]: message for message in map(json.loads, texts)}
+    return {rank: _rank_report(replace(info, rank=rank), messages[rank]) for rank in sorted(messages)}
 
 
-def send_status(store: Any, info: DistributedInfo, status: int) -> None:
+def send_status(board: Board | None, status: int) -> None:
     """Send the exit status of the job to the other ranks, after rank 0 has printed."""
-    if store is not None:
+    if board is not None:
         with suppress(RuntimeError):
-            store.set(f"{_prefix(info)}/status", str(status))
+            board.put("status", str(status))
 
 
 def merged(report: Report, info: DistributedInfo, reports: RankReports | None) -> tuple[RankDiagnostic, ...]:
@@ -117,10 +113,6 @@ def merged(report: Report, info: DistributedInfo, reports: RankReports | None) -
         *(_rank_diagnostic(diagnostic, ranks, workers) for diagnostic, ranks in ranks_of.items()),
         *_silent(info, reports),
     )
-
-
-def _prefix(info: DistributedInfo) -> str:
-    return f"flyteplugins_tracking/doctor/{info.restart_count}"
 
 
 def _rank_report(info: DistributedInfo, message: Mapping[str, Any]) -> RankReport:

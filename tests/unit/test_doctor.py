@@ -24,6 +24,7 @@ from support.wandb_server import WandbServer
 from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import DistributedInfo, doctor
+from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.doctor import ranks, services, text
 from flyteplugins_tracking.doctor.plans import named, pattern, plan_rows
@@ -507,7 +508,7 @@ def test_the_console_script_is_the_doctor():
 @pytest.fixture
 def exchange(env):
     """Four ranks with a store. Rank 1 reports in a thread, rank 3 with another version, rank 2 never. Rank 0 prints."""
-    torch_store = pytest.importorskip("torch.distributed").HashStore()
+    board = Board(pytest.importorskip("torch.distributed").HashStore(), "doctor")
     env(WANDB_API_KEY=KEY, **{**LAUNCHERS["torchelastic"], "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
     report = doctor.diagnose(offline=True)
     info = report.detected.info
@@ -516,14 +517,14 @@ def exchange(env):
     def call(change: Any, status: int) -> tuple[str, list[int | None]]:
         statuses: list[int | None] = []
         other = replace(info, rank=1, local_rank=1)
-        thread = threading.Thread(target=lambda: statuses.append(ranks.send(torch_store, other, change(report))))
+        thread = threading.Thread(target=lambda: statuses.append(ranks.send(board, other, change(report))))
         thread.start()
-        wait_until(lambda: torch_store.add(f"{ranks._prefix(info)}/sent", 0))
+        wait_until(lambda: board.count("texts"))
         newer = {"info": {"rank": 3, "colour": "red"}, "versions": {"flyteplugins-tracking": "9.9"}, "diagnostics": []}
-        torch_store.set(f"{ranks._prefix(info)}/3", json.dumps(newer))
-        reports = ranks.gather(torch_store, info) or {}
+        board.append(json.dumps(newer))
+        reports = ranks.gather(board, info) or {}
         merged = replace(report, diagnostics=ranks.merged(report, info, reports), ranks_heard=len(reports) + 1)
-        ranks.send_status(torch_store, info, status)
+        ranks.send_status(board, status)
         thread.join(60)
         return text.as_text(merged), statuses
 
@@ -555,7 +556,7 @@ def test_a_torch_that_cannot_be_imported_is_an_error(ask, monkeypatch):
     def broken(*_: Any) -> None:
         raise OSError("libcudnn.so.9: cannot open shared object file")
 
-    monkeypatch.setattr("flyteplugins_tracking._job.store.job_store", broken)
+    monkeypatch.setattr("flyteplugins_tracking._job.board.job_store", broken)
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
     assert status == 1
     assert "torch cannot be imported: libcudnn.so.9" in diagnostics(out, "error")

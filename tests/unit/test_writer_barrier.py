@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking.trackers.base import Unwatched
 from flyteplugins_tracking.trackers.peers.barrier import WriterBarrier
 
@@ -16,7 +17,8 @@ def store():
 
 
 def barriers(store):
-    return WriterBarrier(store, "run", "other"), WriterBarrier(store, "run", others=["other"])
+    board = Board(store, "writers/run")
+    return WriterBarrier(board, "other"), WriterBarrier(board, others=["other"])
 
 
 def missing(primary):

@@ -7,9 +7,8 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
-from flyteplugins_tracking._job.store import job_store
+from flyteplugins_tracking._job.board import Board, job_board
 from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch
 
 logger = logging.getLogger(__name__)
@@ -32,17 +31,15 @@ class WriterBarrier:
             that another writer has just created.
     """
 
-    def __init__(self, store: Any, run_id: str | None, label: str = "", others: Sequence[str] = ()) -> None:
-        """Does nothing in the store yet.
+    def __init__(self, board: Board | None, label: str = "", others: Sequence[str] = ()) -> None:
+        """Does nothing on the board yet.
 
         Args:
-            store: A `torch.distributed.Store` that all nodes share; None for none.
-            run_id: The run's id, which all its writers know.
+            board: Where the run's writers on all nodes leave their counts; None for none.
             label: This writer's name. The primary needs none.
             others: The names of all the writers that the primary waits for.
         """
-        self._store = store
-        self._prefix = f"flyteplugins_tracking/writers/{run_id}"
+        self._board = board
         self._label, self._others = label, others
         self._entry = 0
         self._is_primary = self.is_retry = False
@@ -57,8 +54,9 @@ class WriterBarrier:
             label: This writer's name.
             others: The names of all the writers that the primary waits for.
         """
-        store = None if request.info is None else job_store(request.info, os.environ)
-        barrier = cls(store, f"{title}/{request.planned_run_id}", label, others)
+        topic = f"writers/{title}/{request.planned_run_id}"
+        board = None if request.info is None else job_board(request.info, os.environ, topic)
+        barrier = cls(board, label, others)
         if request.plan.primary:
             barrier.enter_as_primary()
         else:
@@ -82,24 +80,24 @@ class WriterBarrier:
     def enter_as_primary(self) -> None:
         """Enter as the writer that ends the run."""
         self._is_primary = True
-        if self._store is not None:
+        if self._board is not None:
             with suppress(RuntimeError):
-                self._entry = self._store.add(f"{self._prefix}/entries", 1)
+                self._entry = self._board.count("entries", 1)
 
     def enter(self) -> None:
         """Enter as another writer."""
-        if self._store is not None:
+        if self._board is not None:
             with suppress(RuntimeError):
-                entries: int = self._store.add(f"{self._prefix}/entries/{self._label}", 1)
-                self.is_retry = entries > 1 or self._store.add(f"{self._prefix}/entries", 0) > 1
+                entries = self._board.count(f"entries/{self._label}", 1)
+                self.is_retry = entries > 1 or self._board.count("entries") > 1
 
     def leave(self) -> None:
         """Report that this writer has written all its rows. The primary does not report."""
-        if self._store is None or self._is_primary:
+        if self._board is None or self._is_primary:
             return
         with suppress(RuntimeError):
-            entries = self._store.add(f"{self._prefix}/entries", 0)
-            self._store.set(f"{self._prefix}/left/{self._label}", f"{entries} {self._own_entries(self._label)}")
+            entries = self._board.count("entries")
+            self._board.put(f"left/{self._label}", f"{entries} {self._board.count(f'entries/{self._label}')}")
 
     def wait(self, timeout_s: float, watch: SigtermWatch) -> list[str]:
         """On the primary, wait until the others have left, at most `timeout_s` and not after a SIGTERM.
@@ -107,11 +105,11 @@ class WriterBarrier:
         Returns:
             The labels of the writers that have not left.
         """
-        if self._store is None or not self._is_primary:
+        if self._board is None or not self._is_primary:
             return []
         deadline = time.monotonic() + timeout_s
         with suppress(RuntimeError):
-            while (missing := [label for label in self._others if not self._has_left(label)]) and not watch.terminated:
+            while (missing := self._missing(self._board)) and not watch.terminated:
                 if time.monotonic() > deadline:
                     return missing
                 time.sleep(_POLL_S)
@@ -131,14 +129,13 @@ class WriterBarrier:
                 ", ".join(missing),
             )
 
-    def _has_left(self, label: str) -> bool:
-        left = f"{self._prefix}/left/{label}"
-        if not self._store.check([left]):
-            return False
-        entries, own_entries = map(int, self._store.get(left).split())
-        is_of_this_entry = own_entries >= self._entry and own_entries == self._own_entries(label)
-        return entries >= self._entry or is_of_this_entry
+    def _missing(self, board: Board) -> list[str]:
+        return [label for label in self._others if not self._has_left(board, label)]
 
-    def _own_entries(self, label: str) -> int:
-        entries: int = self._store.add(f"{self._prefix}/entries/{label}", 0)
-        return entries
+    def _has_left(self, board: Board, label: str) -> bool:
+        left = board.get(f"left/{label}")
+        if left is None:
+            return False
+        entries, own_entries = map(int, left.split())
+        is_of_this_entry = own_entries >= self._entry and own_entries == board.count(f"entries/{label}")
+        return entries >= self._entry or is_of_this_entry

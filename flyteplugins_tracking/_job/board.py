@@ -1,0 +1,178 @@
+"""The board of a job: where its ranks leave short texts for each other. Nobody waits for anybody there.
+
+It is in the job's store if the job has one, so that ranks of all nodes read it. Else it is a directory of this machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.store import job_store
+from flyteplugins_tracking._util import proc
+
+_NAMESPACE = "flyteplugins_tracking"
+_POLL_S = 0.05
+# The variable that tells a rank of this launcher from its launcher.
+_RANK_VARIABLES = {
+    "horovod": "HOROVOD_RANK",
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "mvapich": "MV2_COMM_WORLD_RANK",
+    "mpich": "PMI_RANK",
+    "slurm": "SLURM_PROCID",
+}
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that a board needs."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to a counter, which is 0 at first, and return its value."""
+
+    def set(self, key: str, value: str, /) -> object:
+        """Store a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return a value that has been stored."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys have been stored."""
+
+
+class Board:
+    """A part of a job's board.
+
+    Its methods raise a RuntimeError if the store has gone: with torch.distributed's own store, with rank 0.
+    """
+
+    def __init__(self, store: Store, topic: str) -> None:
+        """Does nothing in the store yet.
+
+        Args:
+            store: What all ranks share.
+            topic: Separates what has nothing to do with each other.
+        """
+        self._store = store
+        self._prefix = f"{_NAMESPACE}/{topic}"
+
+    def count(self, key: str, amount: int = 0) -> int:
+        """Add to a counter, and return its value. It is 0 at first."""
+        return self._store.add(f"{self._prefix}/{key}", amount)
+
+    def put(self, key: str, text: str) -> None:
+        """Store a text, in the place of an earlier one."""
+        self._store.set(f"{self._prefix}/{key}", text)
+
+    def get(self, key: str) -> str | None:
+        """Return the text of this key; None if there is none."""
+        name = f"{self._prefix}/{key}"
+        return bytes(self._store.get(name)).decode() if self._store.check([name]) else None
+
+    def append(self, text: str) -> None:
+        """Append a text to those of all ranks."""
+        self.put(f"text/{self.count('texts', 1)}", text)
+
+    def texts(self) -> list[str]:
+        """Return the texts that all ranks have appended, in their order."""
+        texts = (self.get(f"text/{number + 1}") for number in range(self.count("texts")))
+        return [text for text in texts if text is not None]
+
+    def wait_for_texts(self, number: int, timeout_s: float) -> list[str]:
+        """Wait until the ranks have appended so many texts, or for `timeout_s`, and return the texts."""
+        deadline = time.monotonic() + timeout_s
+        while self.count("texts") < number and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self.texts()
+
+
+def job_board(info: DistributedInfo, env: Mapping[str, str], topic: str) -> Board | None:
+    """Return the board in the job's store; None if the job has no store that is known.
+
+    It has a connection of its own: a thread that waits on a connection keeps all others from using it.
+    """
+    store = job_store(info, env)
+    if store is None:
+        return None
+    return Board(store.clone() if hasattr(store, "clone") else store, topic)
+
+
+def nearest_board(info: DistributedInfo, env: Mapping[str, str], topic: str) -> Board:
+    """Return the board in the job's store or, if the job has none, that of this machine's ranks."""
+    try:
+        board = job_board(info, env, topic)
+    except ImportError:  # a job without torch, or with a broken one
+        board = None
+    return board or Board(DirectoryStore(_directory(info, env)), topic)
+
+
+class DirectoryStore:
+    """A store for the processes of one machine: a file for each key."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` is made when something is stored."""
+        self._directory = directory
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which is 0 at first, and return its value."""
+        with self._locked() if amount else _unlocked():
+            value = int(self._read(key) or 0) + amount
+            if amount:
+                self._write(key, str(value))
+            return value
+
+    def set(self, key: str, value: str) -> None:
+        """Store a value."""
+        with self._locked():
+            self._write(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Return a value that has been stored."""
+        return self._read(key)
+
+    def check(self, keys: Iterable[str]) -> bool:
+        """Whether all keys have been stored."""
+        return all(self._path(key).exists() for key in keys)
+
+    def _path(self, key: str) -> Path:
+        return self._directory / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+    def _read(self, key: str) -> bytes:
+        try:
+            return self._path(key).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def _write(self, key: str, value: str) -> None:
+        """Replace the file as a whole: its readers take no lock."""
+        unfinished = self._directory / f"{os.getpid()}.tmp"
+        unfinished.write_text(value)
+        unfinished.replace(self._path(key))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(self._directory / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+@contextmanager
+def _unlocked() -> Iterator[None]:
+    yield
+
+
+def _directory(info: DistributedInfo, env: Mapping[str, str]) -> Path:
+    """A directory for the ranks on this machine that one launcher process has started, which ends with the attempt."""
+    launcher = proc.nearest_without(_RANK_VARIABLES.get(info.launcher, "RANK"))
+    step = env.get("SLURM_STEP_ID", "")
+    names = (proc.machine(), launcher, proc.start_time(launcher), info.job_id, step, env.get("MASTER_PORT"))
+    digest = hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir(), f"{_NAMESPACE}-{os.getuid()}", digest)

@@ -1,0 +1,71 @@
+"""The board of a job's ranks: the same over a store of torch's and over a directory of this machine."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from flyteplugins_tracking import DistributedInfo
+from flyteplugins_tracking._job.board import Board, DirectoryStore, job_board, nearest_board
+
+
+@pytest.fixture(params=["HashStore", "directory"])
+def store(request, tmp_path):
+    if request.param == "directory":
+        return DirectoryStore(tmp_path / "board")
+    return pytest.importorskip("torch.distributed").HashStore()
+
+
+def test_texts_are_in_the_order_of_their_ranks_appends(store):
+    board = Board(store, "topic")
+    assert board.texts() == []
+    for number in range(12):
+        board.append(f"text {number}")
+    assert Board(store, "topic").texts() == [f"text {number}" for number in range(12)]
+    assert Board(store, "other topic").texts() == []
+
+
+def test_a_key_has_the_last_text_and_none_at_first(store):
+    board = Board(store, "topic")
+    assert board.get("state") is None
+    board.put("state", "entered")
+    board.put("state", "left ä")
+    assert board.get("state") == "left ä"
+
+
+def test_ranks_that_count_at_the_same_time_are_all_counted(store):
+    def count() -> None:
+        for _ in range(50):
+            Board(store, "topic").count("entries", 1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Board(store, "topic").count("entries") == 200
+
+
+def test_reading_leaves_no_files(tmp_path):
+    board = Board(DirectoryStore(tmp_path / "board"), "topic")
+    assert (board.get("a"), board.count("b"), board.texts()) == (None, 0, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_waiting_reader_returns_what_there_is(store):
+    board = Board(store, "topic")
+    board.append("one")
+    assert board.wait_for_texts(1, 30) == ["one"]
+    assert board.wait_for_texts(2, 0.1) == ["one"]
+
+
+def test_ranks_without_a_store_share_a_directory_if_one_launcher_has_started_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    ranks = [DistributedInfo(rank, 2, rank, 2, 0, 1, launcher="mpich") for rank in range(2)]
+    assert job_board(ranks[0], os.environ, "topic") is None
+    nearest_board(ranks[1], os.environ, "topic").append("from rank 1")
+    assert nearest_board(ranks[0], os.environ, "topic").texts() == ["from rank 1"]
+    other_step = {**os.environ, "SLURM_STEP_ID": "7"}
+    assert nearest_board(ranks[0], other_step, "topic").texts() == []
