@@ -20,6 +20,7 @@ from flyteplugins_tracking._job.plan import RunPlan
 from flyteplugins_tracking._runs.context import ExecutionContext
 
 if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.failures import FailureReader
     from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
     from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
     from flyteplugins_tracking._util.lock import RunLock
@@ -68,6 +69,7 @@ class OpenRun:
         info: This rank; None outside a distributed job.
         context: The execution context that the run was opened in.
         lock: Keeps other processes from opening the run.
+        failures: Reads why the job ends.
         shows_report: Whether the run is to be shown in the task's report.
         published_dir: The local directory that becomes an output of the task when the run has ended; None for none.
         joined: The number of calls that use the run besides the opener.
@@ -82,6 +84,7 @@ class OpenRun:
     info: DistributedInfo | None
     context: ExecutionContext
     lock: RunLock
+    failures: FailureReader
     shows_report: bool
     published_dir: str | None
     joined: int = 0
@@ -104,6 +107,7 @@ class TrackedCall:
         run: The run that it has opened or joined; None on a rank without a run.
         is_opener: Whether it has opened the run.
         watcher: Watches for SIGTERM during the call. Each call has its own start and stop.
+        info: This rank; None outside a distributed job.
         restore: Undoes what the tracker has done on a rank without a run.
         pid: The process that the call began in; a forked child must not end it.
     """
@@ -114,6 +118,7 @@ class TrackedCall:
     run: OpenRun | None = None
     is_opener: bool = False
     watcher: SigtermWatcher | AsyncioSigtermWatcher | None = None
+    info: DistributedInfo | None = None
     restore: Callable[[], object] | None = None
     pid: int = field(default_factory=os.getpid)
 

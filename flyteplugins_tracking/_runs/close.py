@@ -11,13 +11,15 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import OpenRun, TrackedCall
 from flyteplugins_tracking._runs.context import EndedRun, ExecutionContext
+from flyteplugins_tracking._runs.failures import Verdict
 from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
-from flyteplugins_tracking._util.exit_codes import TERMINATED
+from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.timeout import run_with_timeout
 
 if TYPE_CHECKING:
@@ -57,27 +59,45 @@ def started_watcher(
     return next((watcher for watcher in watchers if watcher.start(tracker.package, config.finish_timeout_s)), None)
 
 
-def close(call: TrackedCall, run: OpenRun, exit_code: int) -> None:
-    """Close `run` for a call that has ended with `exit_code`: finish it, unless other calls still use it."""
+def close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | None = None) -> None:
+    """Close `run` for a call that has ended with `exit_code`: finish it, unless other calls still use it.
+
+    Args:
+        call: The call.
+        run: Its run.
+        exit_code: The status of the call.
+        failure: Why it has failed; None if it has not, or if that is not known.
+    """
     try:
         with nullcontext() if call.watcher is None else call.watcher.closing():
-            _close(call, run, TERMINATED if WATCHER.terminated or _ASYNCIO_WATCHER.terminated else exit_code)
+            _close(call, run, _or_terminated(exit_code), failure)
     finally:
         if call.watcher is not None:
             call.watcher.stop()
 
 
-def _close(call: TrackedCall, run: OpenRun, exit_code: int) -> None:
+def _or_terminated(exit_code: int) -> int:
+    return exit_code if _terminated_at() is None else TERMINATED
+
+
+def _terminated_at() -> float | None:
+    """Return when SIGTERM came to this process, in seconds of `time.monotonic`; None if it has not."""
+    return WATCHER.terminated_at or _ASYNCIO_WATCHER.terminated_at
+
+
+def _close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | None) -> None:
     is_last = calls.end(call, exit_code)  # from here on a signal does not finish the run, but waits for this call
     if is_last:
         # A run that was opened again since its opener left is ended with that one's status, unless a signal ends it.
         opener_code = run.opener_exit_code
-        _finish(run, exit_code if opener_code is None or exit_code == TERMINATED else opener_code)
+        _finish(run, exit_code if opener_code is None or exit_code == TERMINATED else opener_code, failure)
     elif call.is_opener and run.plan.primary:
-        _finish_on_signal(run, exit_code)  # what the others log opens it again
+        _finish_on_signal(run, exit_code, failure)  # what the others log opens it again
 
 
-def _finish(run: OpenRun, exit_code: int) -> None:
+def _finish(run: OpenRun, exit_code: int, failure: Failure | None) -> None:
+    _await_writers(run, exit_code)
+    exit_code = _final_status(run, _or_terminated(exit_code), failure)
     summary = _summary(run, exit_code)
     try:
         run.handle.finish(exit_code)
@@ -86,11 +106,41 @@ def _finish(run: OpenRun, exit_code: int) -> None:
         # Tracker errors must not change the training's outcome.
         logger.warning("%s: the run could not be finished with status %d", run.tracker, exit_code, exc_info=True)
     finally:
+        run.failures.stop()
         run.lock.release()
     if run.context.can_persist:
         run_with_timeout(run.config.finish_timeout_s, _persist, run)
     if summary is not None:
         run_with_timeout(run.config.finish_timeout_s, _render_report, run, exit_code, summary)
+
+
+def _await_writers(run: OpenRun, exit_code: int) -> None:
+    try:
+        run.handle.await_writers(exit_code)
+    except Exception:
+        logger.warning("%s: the run does not wait for its other writers", run.tracker, exc_info=True)
+
+
+def _final_status(run: OpenRun, exit_code: int, failure: Failure | None) -> int:
+    """Keep with the run why its job has failed, and return the status that it ends with: of the rank that was first."""
+    if exit_code in (0, INTERRUPTED):
+        return exit_code
+    verdict, is_new = run.failures.verdict(failure, _terminated_at())
+    if verdict is None:
+        return exit_code
+    if is_new and run.plan.primary:
+        _record_failure(run, verdict)
+    return verdict.cause.exit_code
+
+
+def _record_failure(run: OpenRun, verdict: Verdict) -> None:
+    rank = 0 if run.info is None else run.info.rank
+    if verdict.cause.rank != rank and (run.config.run_mode != "new" or rank == 0):  # Python prints the own traceback
+        logger.error("%s: the run has failed: %s", run.tracker, verdict.text)
+    try:
+        run.handle.record_failure(verdict.summary, verdict.text)
+    except Exception:
+        logger.warning("%s: the run does not show why it has failed: %s", run.tracker, verdict, exc_info=True)
 
 
 def _print_how_to_view(run: OpenRun) -> None:
@@ -169,9 +219,9 @@ def finish_on_signal(exit_code: int) -> None:
         thread.join()
 
 
-def _finish_on_signal(run: OpenRun, exit_code: int) -> None:
+def _finish_on_signal(run: OpenRun, exit_code: int, failure: Failure | None = None) -> None:
     try:
-        run.handle.finish_on_signal(exit_code)
+        run.handle.finish_on_signal(_final_status(run, exit_code, failure))
     except Exception:
         logger.warning("%s: the run could not be finished with status %d", run.tracker, exit_code, exc_info=True)
 

@@ -19,16 +19,20 @@ from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import Task, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._util.critical import critical_section
+from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from flyteplugins_tracking._job.failures import Failure
     from flyteplugins_tracking.trackers.base import Tracker
 
 # How long a signal waits for a run that is being opened or closed: it exists at the server, and would stay "running".
 _PATIENCE_S = 5.0
+# What this process has reported as the end of its rank.
+_reported: list[tuple[Failure, DistributedInfo]] = []
 _DOCTOR = "To see what each rank detects, put it in the place of the script: python -m flyteplugins_tracking"
 
 
@@ -82,7 +86,8 @@ def _tracked(
     # Only this thread's own parent: decorated functions in several threads at once are several trainings.
     start = _Start(tracker, config, context, task, calls.current.get(), override)
     token = None
-    exit_code = 0
+    exit_code, failure = 0, None
+    _withdraw_report()
     call = start.call()
     try:
         token = calls.current.set(call)
@@ -93,10 +98,11 @@ def _tracked(
             context.on_return(call)
     except BaseException as error:
         exit_code = exit_code_of(error, context.success_exceptions)
+        failure = _failure(call, error, exit_code, context)
         raise
     finally:
         try:
-            _close(call, exit_code)
+            _close(call, exit_code, failure)
         finally:
             if token is not None:
                 calls.current.reset(token)
@@ -157,7 +163,7 @@ class _Start:
 
     def _joined(self, enclosing: TrackedCall) -> TrackedCall:
         if enclosing.run is None:
-            call = self._without_run(None)
+            call = self._without_run(None, detect(os.environ))
         else:
             from flyteplugins_tracking._runs import open as opening
 
@@ -165,8 +171,8 @@ class _Start:
         calls.begin(call)
         return call
 
-    def _without_run(self, restore: Callable[[], object] | None) -> TrackedCall:
-        return TrackedCall(self.tracker.name, self.parent, self.override, restore=restore)
+    def _without_run(self, restore: Callable[[], object] | None, info: DistributedInfo | None) -> TrackedCall:
+        return TrackedCall(self.tracker.name, self.parent, self.override, info=info, restore=restore)
 
     def _opened(self) -> TrackedCall:
         call_index = calls.count(self.tracker.name, self.context.call_counts)
@@ -174,7 +180,7 @@ class _Start:
         config, parent_run = self._config_and_parent_run(info)
         # A rank without a run needs no id: agreeing on one would cost imports and time.
         if not opens_run(info, config.run_mode, config.rank_scope):
-            call = self._without_run(self.tracker.on_inactive_rank(config, info))
+            call = self._without_run(self.tracker.on_inactive_rank(config, info), info)
             calls.begin(call)
             return call
         from flyteplugins_tracking._runs import open as opening
@@ -207,7 +213,30 @@ def _propagated_run(call: TrackedCall, tracker: Tracker, context: ExecutionConte
     return context.propagate_run(tracker, call.run.vendor_run)
 
 
-def _close(call: TrackedCall, exit_code: int) -> None:
+def _failure(call: TrackedCall, error: BaseException, exit_code: int, context: ExecutionContext) -> Failure | None:
+    """Return why this rank fails, and report it to the others. None if it does not fail, but is stopped."""
+    is_terminated = call.watcher is not None and call.watcher.terminated
+    if exit_code in (0, INTERRUPTED, TERMINATED) or is_terminated or call.pid != os.getpid():
+        return None
+    from flyteplugins_tracking._job.failures import Failure
+    from flyteplugins_tracking._runs import failures
+
+    failure = Failure.of_error(error, 0 if call.info is None else call.info.rank, exit_code)
+    if call.parent is None and call.info is not None and not context.is_simulated:
+        failures.report(error, failure, call.info)
+        _reported.append((failure, call.info))
+    return failure
+
+
+def _withdraw_report() -> None:
+    """Take back what this rank has reported: its caller has handled the exception, since it calls a function again."""
+    while _reported:
+        from flyteplugins_tracking._runs import failures
+
+        failures.withdraw(*_reported.pop())
+
+
+def _close(call: TrackedCall, exit_code: int, failure: Failure | None) -> None:
     if call.pid != os.getpid():
         return
     if call.run is None:
@@ -219,4 +248,4 @@ def _close(call: TrackedCall, exit_code: int) -> None:
         return
     from flyteplugins_tracking._runs import close as closing
 
-    closing.close(call, call.run, exit_code)
+    closing.close(call, call.run, exit_code, failure)

@@ -19,6 +19,7 @@ from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
+from flyteplugins_tracking._runs.failures import FailureReader
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
@@ -64,7 +65,7 @@ class Opener:
                 run = self._joined_run()
                 is_opener = run is None
                 run = run or self._opened_run(watcher)
-                call = TrackedCall(self.tracker.name, parent, override, run, is_opener, watcher)
+                call = TrackedCall(self.tracker.name, parent, override, run, is_opener, watcher, self.info)
                 calls.begin(call)
                 return call
         except BaseException:
@@ -98,6 +99,11 @@ class Opener:
             info=self.info,
             context=self.context,
             lock=lock,
+            failures=FailureReader(
+                self.info,
+                is_alone=self.context.is_simulated or self.info is None or self.info.world_size == 1,
+                is_own_run=self.config.run_mode == "new",
+            ),
             shows_report=self.has_report and self.context.can_render_report,
             published_dir=self._published_dir(handle) if self.config.download_logs else None,
         )
@@ -137,7 +143,7 @@ def call_of_joined_run(
     tracker: Tracker, run: OpenRun, context: ExecutionContext, parent: TrackedCall | None, override: Override | None
 ) -> TrackedCall:
     """Return a call for a run that has just been joined. If its watcher cannot start, the run is left again."""
-    call = functools.partial(TrackedCall, tracker.name, parent, override, run)
+    call = functools.partial(TrackedCall, tracker.name, parent, override, run, info=run.info)
     try:
         return call(watcher=closing.started_watcher(tracker, run.config, context))
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 
 
@@ -32,16 +33,59 @@ def command_line(pid: int) -> list[str]:
     return _read(f"/proc/{pid}/cmdline").split("\0")
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes that `pid` has started and that are there, in the order of their starts."""
+    tasks = sorted(Path(f"/proc/{pid}/task").glob("*/children"))
+    pids = {int(child) for task in tasks for child in _read(str(task)).split()}
+    return sorted(pids, key=lambda child: (int(start_time(child) or 0), child))
+
+
+def zombie_status(pid: int) -> int | None:
+    """Return the status of a process that has ended and that its parent has not reaped; None for any other one.
+
+    It is that of waitpid(2): field 52 of /proc/[pid]/stat.
+    """
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int(fields[49]) if len(fields) > 49 and fields[0] == "Z" else None
+
+
+def started_at() -> float:
+    """Return when this process was started, in seconds since the epoch; 0 if that is unknown."""
+    ticks, uptime_s = start_time(os.getpid()), _read("/proc/uptime").split()
+    if not ticks or not uptime_s:
+        return 0.0
+    return time.time() - float(uptime_s[0]) + int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+def oom_kills() -> int:
+    """Return how many processes of this one's cgroup the kernel has killed for their memory; 0 if that is unknown.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events), and memory.oom_control of version 1.
+    """
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        events = {
+            "": f"/sys/fs/cgroup{path}/memory.events",
+            "memory": f"/sys/fs/cgroup/memory{path}/memory.oom_control",
+        }
+        match = re.search(r"^oom_kill (\d+)$", _read(events.get(controllers, "")), re.MULTILINE)
+        if match:
+            return int(match[1])
+    return 0
+
+
 def nearest_without(variable: str) -> int:
     """Return the nearest ancestor that was started without this variable: the launcher that sets it."""
     pid = os.getppid()
-    while pid > 1 and variable in _variables_at_start(pid):
+    while pid > 1 and variable in variables_at_start(pid):
         pid = parent(pid)
     return pid
 
 
-def _variables_at_start(pid: int) -> set[str]:
-    return {entry.partition("=")[0] for entry in _read(f"/proc/{pid}/environ").split("\0")}
+def variables_at_start(pid: int) -> dict[str, str]:
+    """Return the environment that `pid` was started with, if it is a process of this user."""
+    entries = (entry.partition("=") for entry in _read(f"/proc/{pid}/environ").split("\0"))
+    return {name: value for name, _, value in entries}
 
 
 def _read(path: str) -> str:

@@ -123,6 +123,19 @@ class Handle(Protocol):
         """Return the command that sends the data in such a directory."""
         return ""
 
+    def await_writers(self, exit_code: int) -> None:  # noqa: ARG002 as they all have it
+        """Wait for the rows of the run's other writers, before `finish`: at most `finish_timeout_s`."""
+        return
+
+    def record_failure(self, values: Mapping[str, Any], text: str) -> None:  # noqa: ARG002
+        """Keep with the run why its job has failed, before it is ended. Called by the primary, once.
+
+        Args:
+            values: What the summary gains: `failure/rank`, `failure/host`, `failure/type` and `failure/message`.
+            text: The failure with its traceback, of at most some 60 lines.
+        """
+        return
+
     def how_to_view(self) -> str:
         """The page of the run that has ended, or the command that shows it; empty if the client prints it itself."""
         return self.url or ""

@@ -133,11 +133,11 @@ class ClientHandle(Handle):
         with self._lock:
             self.write(row, step)
 
-    def finish(self, exit_code: int) -> None:
+    def await_writers(self, exit_code: int) -> None:
         if self._barrier is not None and exit_code == 0:
             self._barrier.wait_for_run(self.request, self._title)
-            if self.request.watch.terminated:  # perhaps since another rank has failed: the job has not succeeded
-                exit_code = TERMINATED
+
+    def finish(self, exit_code: int) -> None:
         with self._lock:
             try:
                 if self._held:

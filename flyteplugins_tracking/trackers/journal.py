@@ -74,6 +74,10 @@ class Journal:
         """Keep a call of a method of the run object."""
         self._add({"call": method, "args": args, "kwargs": kwargs})
 
+    def failure(self, values: Mapping[str, Any], text: str) -> None:
+        """Keep why the job has failed."""
+        self._add({"failure": dict(values), "text": text})
+
     def end(self, exit_code: int) -> None:
         """Keep the run's end."""
         self._add({"exit_code": exit_code})
@@ -138,6 +142,9 @@ class LocalHandle(ClientHandle):
             )
             return False
         return True
+
+    def record_failure(self, values: Mapping[str, Any], text: str) -> None:
+        self.journal.failure(values, text)
 
     def end(self, exit_code: int) -> None:
         self.journal.end(exit_code)
@@ -268,6 +275,8 @@ def _replay(handle: ClientHandle, lines: Sequence[Mapping[str, Any]]) -> None:
             handle.replay(line["row"], line["step"], line["time"])
         elif "call" in line:
             _call(handle, line["call"], line["args"], line["kwargs"])
+        elif "failure" in line:
+            handle.record_failure(line["failure"], line["text"])
 
 
 def _call(handle: ClientHandle, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -44,6 +44,8 @@ class Case:
             for a server which is down is shown by the rows that are logged meanwhile: see `midway`.
         restarts: What the run's config must tell at the end.
         one_writer: Whether the rows have one counter of steps.
+        failures: For each run, in the order of their ids: the rank that its summary names as the first one to fail, and
+            how, as in "1 ValueError"; "-" for none.
     """
 
     fault: str
@@ -55,6 +57,7 @@ class Case:
     log_within_s: float = 1.0
     restarts: int | None = None
     one_writer: bool = True
+    failures: tuple[str, ...] = ("-",)
 
     @property
     def is_full(self) -> bool:
@@ -75,6 +78,8 @@ class Case:
         checks = {
             f"exit codes {found.exit_codes}, not {self.exit_codes}": found.exit_codes != self.exit_codes,
             f"state {found.state}, not {self.state}": found.state != self.state,
+            f"failures {found.failures}, not {self.failures}": found.failures not in ((), self.failures),
+            "a failure without its text, or with a key": not found.told,
             f"{len(found.logged - kept)} of {len(found.logged)} rows lost": not found.logged <= kept,
             f"{found.duplicates} rows twice": found.duplicates > 0,
             f"steps {found.steps}": self.one_writer and sorted(found.steps) != list(range(len(found.steps))),
@@ -334,6 +339,25 @@ def full_disk(job: Job) -> Outcome:
     return job.outcome()
 
 
+def failure_of_rank_1(
+    fault: str, how: str, exit_code: int, kind: str, run_mode: str = "auto", rank_0: str = "sleep"
+) -> Case:
+    """Rank 1 fails, and its agent ends rank 0. Each run tells of rank 1: with "new" both ranks have one."""
+    settings: dict[str, Any] = {"tracking": {"run_mode": run_mode, "id": "chosen"}}
+    if "destroy" in how + rank_0:
+        rank_0 = "collective at go" if rank_0 == "sleep" else rank_0
+        settings["group"] = True
+    runs = 2 if run_mode == "new" else 1
+    return Case(
+        fault,
+        together({"0": rank_0, "1": how}, **settings),
+        (exit_code,) * runs,
+        FAILED,
+        one_writer=run_mode == "auto",
+        failures=(f"1 {kind}",) * runs,
+    )
+
+
 PEER = {"0": "collective", "1": "sleep"}
 ALL_LOOP, ALL_IN_FINALLY = {"*": "loop"}, {"*": "finally"}
 SHARED: dict[str, Any] = {"tracking": {"run_mode": "shared"}, "with_step": True}
@@ -344,8 +368,8 @@ FAILED, PREEMPTED, FINISHED, RUNNING = "failed", "preempted", "finished", "runni
 
 CASES = [
     Case("returns", alone("return"), (0,), FINISHED),
-    Case("exception", alone("raise"), (1,), FAILED),
-    Case("SystemExit(3)", alone("exit 3"), (3,), FAILED),
+    Case("exception", alone("raise"), (1,), FAILED, failures=("0 ValueError",)),
+    Case("SystemExit(3)", alone("exit 3"), (3,), FAILED, failures=("0 SystemExit",)),
     Case("SIGINT in Python code", signalled(SIGINT, "loop"), (130,), FAILED, 5),
     Case("SIGTERM in Python code", signalled(SIGTERM, "loop"), (143,), PREEMPTED, 5),
     Case("SIGTERM, and rows in `finally`", signalled(SIGTERM, "finally"), (143,), PREEMPTED, 5),
@@ -375,16 +399,32 @@ CASES = [
     Case("SIGTERM while the run is opened", during_init, (143,), PREEMPTED, 20),
     Case("SIGTERM while the run is ended", during_finish, (0,), FINISHED, 20),
     Case("SIGKILL of the writer", signalled(SIGKILL, "loop"), (), RUNNING, 5, "killed"),
-    Case("exception on rank 0", of_ranks({"0": "raise", "1": "sleep"}), (1,), FAILED),
-    Case("exception on another rank", together({"0": "sleep", "1": "raise at go"}), (143,), PREEMPTED),
+    Case("exception on rank 0", of_ranks({"0": "raise", "1": "sleep"}), (1,), FAILED, failures=("0 ValueError",)),
+    failure_of_rank_1("exception on another rank", "raise at go", 1, "ValueError"),
+    failure_of_rank_1("`os._exit(7)` on another rank", "os._exit 7 at go", 7, "exit"),
+    failure_of_rank_1("segmentation fault on another rank", "segfault at go", 139, "SIGSEGV"),
+    failure_of_rank_1("another rank out of memory, an exception", "out of memory at go", 1, "MemoryError"),
+    failure_of_rank_1(
+        "another rank's exception after its collectives are cut", "destroy, raise at go", 1, "ValueError"
+    ),
+    failure_of_rank_1("exceptions on two ranks at once", "raise at go", 1, "ValueError", rank_0="destroy, raise at go"),
+    failure_of_rank_1("new: exception on another rank", "raise at go", 1, "ValueError", run_mode="new"),
+    failure_of_rank_1("shared: exception on another rank", "raise at go", 1, "ValueError", run_mode="shared"),
     Case("SIGTERM in a gloo collective", rank_signalled(0, SIGTERM, PEER), (143,), PREEMPTED),
-    Case("SIGKILL of another rank", rank_signalled(1, SIGKILL, {"0": "sleep", "1": "sleep"}), (143,), PREEMPTED),
+    Case(
+        "SIGKILL of another rank",
+        rank_signalled(1, SIGKILL, {"0": "sleep", "1": "sleep"}),
+        (137,),
+        FAILED,
+        failures=("1 SIGKILL",),
+    ),
     # Its agent looks every 30 s, so that the collective's error comes before the agent's SIGTERM.
     Case(
         "SIGKILL of the peer of a collective",
         rank_signalled(1, SIGKILL, PEER, torchrun("--monitor-interval=30")),
-        (1,),
+        (137,),
         FAILED,
+        failures=("1 SIGKILL",),
     ),
     Case("SIGTERM of the agent", agent_signalled(SIGTERM, PEER), (143,), PREEMPTED),
     Case("SIGKILL of the agent", agent_signalled(SIGKILL, {"*": "loop 3 s"}), (0,), FINISHED),
@@ -403,27 +443,37 @@ CASES = [
     Case(
         "Flyte Elastic, fork: exception on another rank",
         together({"0": "sleep", "1": "raise at go"}, command=flyte(), task="fork"),
-        (143,),
-        PREEMPTED,
+        (1,),
+        FAILED,
+        failures=("1 ValueError",),
     ),
-    Case("one restart", of_ranks({"0": "raise", "1": "sleep"}, "--max-restarts=1"), (1, 0), FINISHED, restarts=1),
+    Case(
+        "one restart",
+        of_ranks({"0": "raise", "1": "sleep"}, "--max-restarts=1"),
+        (1, 0),
+        FINISHED,
+        restarts=1,
+        failures=("0 ValueError",),
+    ),
     Case(
         "two restarts",
         of_ranks({"0": "raise", "1": "sleep"}, "--max-restarts=2", attempts=2),
         (1, 1, 0),
         FINISHED,
         restarts=2,
+        failures=("0 ValueError",),
     ),
     Case(
         "restart after another rank's failure",
         together({"0": "sleep", "1": "raise at go"}, "--max-restarts=1"),
-        (143, 0),
+        (1, 0),
         FINISHED,
+        failures=("1 ValueError",),
     ),
     Case("elastic 1:2, the node of rank 0 dies", scale_down(), (0,), FINISHED, kept="killed"),
     Case("elastic 1:2, rank 0 moves to a node that comes", scale_up(), (143, 0), FINISHED),
     Case("Flyte pod: SIGTERM", flyte_pod, (143,), PREEMPTED, 8),
-    Case("Flyte retry", flyte_retry, (1, 0), FINISHED),
+    Case("Flyte retry", flyte_retry, (1, 0), FINISHED, failures=("0 ValueError",)),
     Case("server refuses at the start", unavailable(Fault.refuse()), (), "", 7),
     Case("server mute at the start", unavailable(Fault.mute()), (), "", 7),
     Case("bad API key", unavailable(None, init_timeout_s=60, WANDB_API_KEY="0" * 40), (), "", 4),
@@ -457,12 +507,19 @@ CASES = [
     ),
     Case("shared: SIGTERM, rank 0 in a collective", agent_signalled(SIGTERM, PEER, **SHARED), (143,), PREEMPTED),
     Case("shared: SIGINT", agent_signalled(SIGINT, ALL_LOOP, **GIVEN), (130,), FAILED),
-    Case("shared: SIGKILL of a neighbour", rank_signalled(1, SIGKILL, ALL_LOOP, **GIVEN), (143,), PREEMPTED),
+    Case(
+        "shared: SIGKILL of a neighbour",
+        rank_signalled(1, SIGKILL, ALL_LOOP, **GIVEN),
+        (137,),
+        FAILED,
+        failures=("1 SIGKILL",),
+    ),
     Case(
         "shared: exception on a neighbour, restart",
         together({"0": "sleep", "1": "raise at go"}, "--max-restarts=1", **SHARED),
-        (143, 0),
+        (1, 0),
         FINISHED,
+        failures=("1 ValueError",),
         restarts=1,
     ),
     Case(

@@ -142,7 +142,7 @@ def in_a_lock() -> None:
 
 
 def raises() -> None:
-    raise ValueError("made to fail")
+    raise ValueError(f"made to fail, with the key {os.environ.get('SOME_KEY')}")
 
 
 def raises_at_go() -> None:
@@ -150,10 +150,48 @@ def raises_at_go() -> None:
     raises()
 
 
+def at_go(end: Callable[[], object]) -> Callable[[], object]:
+    def ends() -> None:
+        until_go()
+        end()
+
+    return ends
+
+
+def crashes() -> None:
+    import ctypes
+
+    ctypes.string_at(0)
+
+
+def runs_out_of_memory() -> None:
+    """The limit is that of the process: `malloc` fails, and Python raises."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
+    bytearray(2**34)
+
+
+def hides_its_failure() -> None:
+    """The peers of a collective lose this rank before its own exception leaves the function."""
+    import torch.distributed as dist
+
+    try:
+        raises()
+    finally:
+        dist.destroy_process_group()
+        time.sleep(0.5)
+
+
 ENDS: dict[str, Callable[[], object]] = {
     "return": lambda: None,
     "raise": raises,
     "raise at go": raises_at_go,
+    "os._exit 7 at go": at_go(lambda: os._exit(7)),
+    "segfault at go": at_go(crashes),
+    "out of memory at go": at_go(runs_out_of_memory),
+    "destroy, raise at go": at_go(hides_its_failure),
+    "collective at go": at_go(lambda: in_collective()),
     "exit 3": lambda: sys.exit(3),
     "os._exit 0": lambda: os._exit(0),
     "loop": loop,
@@ -237,7 +275,7 @@ def main() -> None:
     if "handler" in SETTINGS:
         signal.signal(signal.SIGTERM, handler(SETTINGS["handler"]))
     before = signal.getsignal(signal.SIGTERM)
-    if {"collective", "together"} & set(SETTINGS.get("ends", {}).values()):
+    if SETTINGS.get("group") or {"collective", "together"} & set(SETTINGS.get("ends", {}).values()):
         import torch.distributed as dist
 
         dist.init_process_group("gloo")

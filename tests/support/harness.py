@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,10 @@ from wandb_files import read_runs
 
 from support import jobs
 from support.wandb_server import WandbServer
+from support.wandb_store import RecordedRun
 
+# A key in the message of what the scripted training raises.
+SECRET = "0123456789abcdef0123456789abcdef01234567"
 ENDS = jobs.PROGRAMS / "scripted_training.py"
 FLYTE_ENDS = jobs.PROGRAMS / "flyte_scripted_workers.py"
 # A row that was logged so shortly before a kill may still be on its way to the local file.
@@ -43,6 +47,8 @@ class Outcome:
         slowest_log_s: The longest that one `log` took.
         steps: The `_step` of each row that arrived.
         config: The run's config at the end.
+        failures: For each run, the rank and the type of the failure that its summary tells; "-" where it tells none.
+        told: Whether each run that tells a failure has its text as a file, without a key.
         local: The rows in the local files.
         leaked: What does not end with the job.
     """
@@ -60,6 +66,8 @@ class Outcome:
     slowest_log_s: float
     steps: tuple[int, ...]
     config: Mapping[str, Any]
+    failures: tuple[str, ...]
+    told: bool
     local: frozenset[Row]
     leaked: tuple[str, ...]
     notes: Mapping[int, tuple[str, ...]] = field(repr=False)
@@ -79,7 +87,12 @@ class Job:
         self._started: list[subprocess.Popen[str]] = []
 
     def start(self, command: list[str], env: Mapping[str, str] | None = None, **settings: Any) -> subprocess.Popen[str]:
-        variables = {**self.server.environment, "TRAIN_SETTINGS": json.dumps(settings), **(env or {})}
+        variables = {
+            **self.server.environment,
+            "TRAIN_SETTINGS": json.dumps(settings),
+            "SOME_KEY": SECRET,
+            **(env or {}),
+        }
         process = jobs.start(command, self.directory, variables)
         self._started.append(process)
         return process
@@ -192,6 +205,8 @@ class Job:
             slowest_log_s=max((float(seconds) for _, _, seconds, _ in logs), default=0.0),
             steps=tuple(row["_step"] for row in rows),
             config=runs[-1].config if runs else {},
+            failures=tuple(_failure(run) for run in sorted(runs, key=lambda run: run.id)),
+            told=all(_is_told(run) for run in runs),
             local=self.rows_stored(),
             leaked=leaked,
             notes=notes,
@@ -206,6 +221,20 @@ class Job:
         while (running := _processes_with(f"TRAIN_DIR={self.directory}")) and time.monotonic() < until:
             time.sleep(0.1)
         return tuple(running.values())
+
+
+def _failure(run: RecordedRun) -> str:
+    summary = run.summary
+    if "failure/rank" not in summary:
+        return "-"
+    assert summary["failure/host"] == socket.gethostname()
+    return f"{summary['failure/rank']} {summary['failure/type']}"
+
+
+def _is_told(run: RecordedRun) -> bool:
+    text = run.files.get("failure.txt", b"").decode()
+    message = str(run.summary.get("failure/message", ""))
+    return bool(message in text and bool(text) == ("failure/rank" in run.summary) and SECRET not in text + message)
 
 
 def _processes_with(variable: str) -> dict[int, str]:

@@ -19,6 +19,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte import flyte1
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
 from flyteplugins_tracking._runs import calls
+from flyteplugins_tracking._runs.context import ProcessContext
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
@@ -230,8 +231,9 @@ def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end
     assert train() == [143, "resume", {"late": 1}, 143]
 
 
-def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(bare_environment):
-    tracker = Events()
+def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(bare_environment, monkeypatch):
+    tracker, shown = Events(), list[Any]()
+    monkeypatch.setattr(ProcessContext, "render_report", lambda _, run: shown.append(run.summary))
 
     @tracking_init(tracker=tracker, id="i")
     def train():
@@ -241,6 +243,7 @@ def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(ba
 
     assert train().lock._bound is None
     assert tracker.handle.events == [0]
+    assert shown == [{}]
 
 
 class Deck:

@@ -134,6 +134,11 @@ class AsyncioSigtermWatcher:
         """Whether SIGTERM has come since the first of the functions was entered."""
         return self._depth > 0 and self._signalled_at is not None
 
+    @property
+    def terminated_at(self) -> float | None:
+        """When that SIGTERM came, in seconds of `time.monotonic`; None if none has."""
+        return self._signalled_at if self._depth > 0 else None
+
     def start(self, package: str | None, timeout_s: float) -> bool:  # noqa: ARG002 no thread is unwound out of its code
         """Watch for one more function's run. Called before the run is opened: the signal waits until `run_opened`.
 

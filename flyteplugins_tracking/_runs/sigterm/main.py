@@ -116,6 +116,11 @@ class SigtermWatcher:
         return self._depth > 0 and self._signalled_at is not None
 
     @property
+    def terminated_at(self) -> float | None:
+        """When that SIGTERM came, in seconds of `time.monotonic`; None if none has."""
+        return self._signalled_at if self._depth > 0 else None
+
+    @property
     def _is_due(self) -> bool:
         return self._signalled_at is not None and not self._acted
 

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _STATUS_S, _STATUS_SHARE = 3.0, 0.25
 # The server's steps have 64 bits, and the next step needs room.
 _LARGEST_STEP = 2**63 - 1
+# The longest text that servers of all versions take as a tag: mlflow.utils.validation.MAX_TAG_VAL_LENGTH.
+_MAX_TAG = 5000
 # The options that concern the rank itself. The process that sends kept rows later does not need them.
 _LOCAL_OPTIONS = ("autolog", "framework", "log_models", "log_datasets", "autolog_kwargs", "log_system_metrics")
 
@@ -97,6 +99,10 @@ class MlflowHandle(ClientHandle):
 
     def how_to_send(self, directory: str) -> str:
         return how_to_send(directory)
+
+    def record_failure(self, values: Mapping[str, Any], text: str) -> None:
+        tags = {key: str(value)[-_MAX_TAG:] for key, value in {**values, "failure/traceback": text}.items()}
+        self._put(Item("tags", tags, 0, now_ms()))
 
     def how_to_view(self) -> str:
         return self.url or f"mlflow ui --backend-store-uri {shlex.quote(without_credentials(self.uri))}"

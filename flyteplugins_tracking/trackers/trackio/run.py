@@ -95,6 +95,9 @@ class TrackioHandle(ClientHandle):
         is_journal = self._journal is not None and directory.endswith(os.path.basename(self._journal.directory))
         return how_to_send(directory) if is_journal else f"TRACKIO_DIR={directory} trackio show"
 
+    def record_failure(self, values: Mapping[str, Any], text: str) -> None:
+        self.run.config.update({**values, "failure/traceback": text})  # which is sent with the status
+
     def how_to_view(self) -> str:
         directory = os.environ.get("TRACKIO_DIR")
         place = f"TRACKIO_DIR={shlex.quote(directory)} " if directory else ""

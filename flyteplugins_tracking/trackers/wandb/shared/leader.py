@@ -89,16 +89,14 @@ class SharedHandle(WandbHandle):
             return step_of(lambda: super(SharedHandle, self).change(accessor), self._rows)
         return super().change(accessor, *args, **kwargs)
 
-    def finish(self, exit_code: int) -> None:
+    def await_writers(self, exit_code: int) -> None:
         self._rows.commit(self._log_row)
         if self._server is not None:
             self._await_followers(self._server, exit_code)
         if self._barrier is not None and exit_code == 0:
             self._barrier.wait_for_run(self._request, "W&B")
-        if (
-            self._request.watch.terminated
-        ):  # while it waited: another rank may have failed, so the job has not succeeded
-            exit_code = TERMINATED
+
+    def finish(self, exit_code: int) -> None:
         with self._lock:
             self._has_left = True
         try:

@@ -1,0 +1,104 @@
+"""What ended a rank: its exception, in a form that other ranks can read, and which of several was the first cause."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from os import getpid
+from pathlib import Path
+from types import TracebackType
+
+from flyteplugins_tracking._util.secrets import masked
+
+_PACKAGE = str(Path(__file__).parent.parent)
+_LAST_LINES = 50
+_LONGEST_MESSAGE = 1000
+# What a collective raises on a rank whose peer has gone: gloo, NCCL, torch's stores, MPI and sockets.
+_LOST_PEER = re.compile(
+    r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|socket (?:closed|timeout)|failed to recv|"
+    r"nccl|gloo|watchdog|remote process (?:exited|has exited)|pair closure|timed out waiting|wait timeout|peer",
+    re.IGNORECASE,
+)
+_COLLECTIVES = re.compile(r"[/\\](?:torch[/\\](?:distributed|autograd)|horovod|mpi4py|deepspeed[/\\]comm)[/\\]")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that has failed.
+
+    Attributes:
+        rank: The rank, in its job.
+        type: The exception's type, with its module unless it is built in; or the signal's name.
+        message: The exception's text, without keys.
+        exit_code: The status of the process: 1 for an exception, 128+n if signal n ended it.
+        traceback: The last 50 lines of the traceback, without keys; empty if the process ended without a word.
+        is_secondary: Whether the rank has only lost another one: a collective was cut off.
+        host: The host's name.
+        pid: The process.
+        failed_at: When, in seconds since the epoch, by the clock of the host.
+    """
+
+    rank: int
+    type: str
+    message: str
+    exit_code: int
+    traceback: str = ""
+    is_secondary: bool = False
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=getpid)
+    failed_at: float = field(default_factory=time.time)
+
+    @classmethod
+    def of_error(cls, error: BaseException, rank: int, exit_code: int) -> Failure:
+        """Return the failure of this process, whose function has raised `error`."""
+        lines = "".join(traceback.format_exception(type(error), error, _of_user(error.__traceback__))).splitlines()
+        kind = type(error)
+        prefix = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+        return cls(
+            rank=rank,
+            type=prefix + kind.__qualname__,
+            message=masked(str(error))[:_LONGEST_MESSAGE],
+            exit_code=exit_code,
+            traceback=masked("\n".join(lines[-_LAST_LINES:])),
+            is_secondary=is_secondary(error),
+        )
+
+    def to_json(self) -> str:
+        """Return the failure as text for the job's board."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Failure:
+        """Return the failure from the text of `to_json`."""
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        what = f"{self.type}: {self.message}" if self.traceback else self.message
+        return f"rank {self.rank} on {self.host}: {what}"
+
+
+def _of_user(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of this package that it begins with."""
+    while frames is not None and frames.tb_next and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        frames = frames.tb_next
+    return frames
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an exception only says that another rank has gone, or that a collective was cut off."""
+    if type(error).__module__.startswith("torch.distributed") and type(error).__name__.startswith("Dist"):
+        return True
+    if not isinstance(error, (RuntimeError, OSError, TimeoutError)) or not _LOST_PEER.search(str(error)):
+        return False
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return any(_COLLECTIVES.search(file) for file in files)
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure | None:
+    """Return the failure that ended the job: the first that is not secondary; if all are, the first."""
+    return next((failure for failure in failures if not failure.is_secondary), failures[0] if failures else None)

@@ -1,0 +1,196 @@
+"""The other ranks of this machine, as processes: which have ended, and with what status. Linux only.
+
+A rank that a signal has ended leaves no word. Its parent, the launcher's agent, reaps it within a tenth of a second. A
+file descriptor of the process reports its end at once, and its status can be read until then; since Linux 6.15 also
+afterwards, from the descriptor (https://man7.org/linux/man-pages/man2/PIDFD_GET_INFO.2const.html).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flyteplugins_tracking._job.failures import Failure
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
+
+# include/uapi/linux/pidfd.h
+_PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
+_PIDFD_INFO_EXIT = 1 << 3
+_STOP = b"."
+# A sibling may be started after this rank: they are looked for again until all are there.
+_LOOK_AGAIN_MS = 1000
+# How long a rank that exits because of a SIGTERM needs at least.
+_EXIT_S = 0.01
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A sibling that has ended.
+
+    Attributes:
+        rank: Its rank.
+        pid: The process.
+        status: The status of waitpid(2); None if it could not be read in time.
+        at: When, in seconds of `time.monotonic`.
+    """
+
+    rank: int
+    pid: int
+    status: int | None
+    at: float = field(default_factory=time.monotonic)
+
+    @property
+    def signal(self) -> int:
+        """The signal that has ended it; 0 for none, and if that is unknown."""
+        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
+
+    def is_cause(self, terminated_at: float | None) -> bool:
+        """Whether it may be why the job ends: not if it returned, or was terminated with this process.
+
+        Args:
+            terminated_at: When SIGTERM came to this process; None if it has not. The agent sends it after it has seen
+                that a rank has ended, and a scheduler sends it to all: a rank may exit because of it.
+        """
+        if (
+            self.status == 0
+            or self.signal in (signal.SIGTERM, signal.SIGINT)
+            or self.exit_code in (TERMINATED, INTERRUPTED)
+        ):
+            return False
+        margin_s = 0.0 if self.signal else _EXIT_S
+        return terminated_at is None or self.at < terminated_at - margin_s
+
+    @property
+    def exit_code(self) -> int:
+        """The status as a shell has it: 128+n for signal n; 1 if it is unknown."""
+        if self.status is None:
+            return 1
+        code = os.waitstatus_to_exitcode(self.status)
+        return code if code >= 0 else 128 - code
+
+    def failure(self, is_out_of_memory: bool) -> Failure:
+        """Return the failure of a rank that has left no word."""
+        if self.status is None:
+            kind, how = "unknown", "its status is unknown"
+        elif self.signal:
+            kind = signal.Signals(self.signal).name
+            memory = "out of memory" if is_out_of_memory else "often out of memory"
+            how = f"signal {self.signal}, {memory if self.signal == signal.SIGKILL else kind}"
+        else:
+            kind, how = "exit", f"exit code {self.exit_code}"
+        return Failure(
+            rank=self.rank,
+            type=kind,
+            message=f"ended without a word ({how})",
+            exit_code=self.exit_code,
+            is_secondary=self.signal == signal.SIGABRT,  # NCCL's watchdog aborts the ranks that have lost another one
+            pid=self.pid,
+            failed_at=time.time() - (time.monotonic() - self.at),
+        )
+
+
+class SiblingWatcher:
+    """Watches the other ranks that the same process has started, in a thread that sleeps until one ends."""
+
+    def __init__(self, info: DistributedInfo) -> None:
+        """Start the thread."""
+        self._info = info
+        self._ended: dict[int, Ended] = {}
+        self._oom_kills = proc.oom_kills()
+        self._wake, self._stop = os.pipe()
+        threading.Thread(target=self._watch, name="flyteplugins_tracking.siblings", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        with contextlib.suppress(OSError):
+            os.write(self._stop, _STOP)
+            os.close(self._stop)
+
+    def failures(self, terminated_at: float | None) -> list[Failure]:
+        """Return the siblings that may be why the job ends, in the order of their ends. See `Ended.is_cause`."""
+        failed = [ended for ended in list(self._ended.values()) if ended.is_cause(terminated_at)]
+        is_out_of_memory = proc.oom_kills() > self._oom_kills
+        return [ended.failure(is_out_of_memory) for ended in failed]
+
+    def _watch(self) -> None:
+        poll, descriptors = select.poll(), dict[int, tuple[int, int]]()
+        poll.register(self._wake, select.POLLIN)
+        known = set[int]()
+        try:
+            while True:
+                for rank, pid in _siblings(self._info).items():
+                    if rank not in known:
+                        known.add(rank)
+                        with contextlib.suppress(OSError):
+                            descriptor = os.pidfd_open(pid)
+                            descriptors[descriptor] = (rank, pid)
+                            poll.register(descriptor, select.POLLIN)
+                is_complete = len(known) >= (self._info.local_world_size or 1) - 1
+                for descriptor, _ in poll.poll(None if is_complete else _LOOK_AGAIN_MS):
+                    if descriptor == self._wake:
+                        return
+                    rank, pid = descriptors.pop(descriptor)
+                    self._ended[rank] = Ended(rank, pid, _status(descriptor, pid))
+                    poll.unregister(descriptor)
+                    os.close(descriptor)
+        finally:
+            for descriptor in [self._wake, *descriptors]:
+                os.close(descriptor)
+
+
+def can_watch(info: DistributedInfo) -> bool:
+    """Whether this machine has other ranks, and can tell of their ends."""
+    return hasattr(os, "pidfd_open") and Path("/proc/self/stat").exists() and (info.local_world_size or 1) > 1
+
+
+def _siblings(info: DistributedInfo) -> Mapping[int, int]:
+    """Return the process of each other rank that this process's parent has started, by rank."""
+    children = proc.children(os.getppid())
+    by_variable = {rank: pid for pid in children if (rank := _rank_variable(pid)) is not None}
+    if os.getpid() in by_variable.values():
+        return {rank: pid for rank, pid in by_variable.items() if pid != os.getpid()}
+    # Processes of multiprocessing get their variables after their start. They are started in the order of the ranks.
+    own_program = proc.command_line(os.getpid())[:1]
+    ranks = [pid for pid in children if proc.command_line(pid)[:1] == own_program and not _is_tracker(pid)]
+    if len(ranks) != info.local_world_size or info.local_rank is None or ranks[info.local_rank] != os.getpid():
+        return {}
+    first = info.rank - info.local_rank
+    return {first + index: pid for index, pid in enumerate(ranks) if pid != os.getpid()}
+
+
+_RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "HOROVOD_RANK")
+
+
+def _rank_variable(pid: int) -> int | None:
+    variables = proc.variables_at_start(pid)
+    value = next((variables[name] for name in _RANK_NAMES if name in variables), "")
+    return int(value) if value.isdecimal() else None
+
+
+def _is_tracker(pid: int) -> bool:
+    return "resource_tracker" in " ".join(proc.command_line(pid))
+
+
+def _status(descriptor: int, pid: int) -> int | None:
+    """Return the status of a process that has ended: from /proc until it is reaped, then from the descriptor."""
+    status = proc.zombie_status(pid)
+    if status is not None:
+        return status
+    import fcntl
+
+    answer = bytearray(struct.pack("=Q", _PIDFD_INFO_EXIT).ljust(64, b"\0"))
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(descriptor, _PIDFD_GET_INFO, answer)
+        if struct.unpack_from("=Q", answer)[0] & _PIDFD_INFO_EXIT:
+            return int(struct.unpack_from("=i", answer, 60)[0])
+    return None
