@@ -224,6 +224,8 @@ def _finish_on_signal(run: OpenRun, exit_code: int, failure: Failure | None = No
         run.handle.finish_on_signal(_final_status(run, exit_code, failure))
     except Exception:
         logger.warning("%s: the run could not be finished with status %d", run.tracker, exit_code, exc_info=True)
+    if exit_code == TERMINATED and run.context.can_persist:  # the function may never return: it sits in a collective
+        _persist(run)
 
 
 WATCHER = SigtermWatcher(finish_on_signal)

@@ -7,6 +7,7 @@ import logging
 import math
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte import flyte1
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
 from flyteplugins_tracking._runs import calls
+from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.context import ProcessContext
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
@@ -244,6 +246,22 @@ def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(ba
     assert train().lock._bound is None
     assert tracker.handle.events == [0]
     assert shown == [{}]
+
+
+def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never_returns(bare_environment, monkeypatch):
+    """As in a collective: the process ends with `os._exit`, and the function's end never comes."""
+    tracker, kept = Events(), list[str]()
+    monkeypatch.setattr(ProcessContext, "persist", lambda _, directory: kept.append(directory) or "s3://bucket")
+    doubles = calls.Override(lambda own: own, lambda context: replace(context, can_persist=True))
+
+    @tracking_init(tracker=tracker, id="i")
+    def train():
+        tracker.handle.unsent = lambda: ["unsent"]
+        closing.finish_on_signal(143)
+        return list(kept)
+
+    with calls.override(doubles):
+        assert train() == ["unsent"]
 
 
 class Deck:
