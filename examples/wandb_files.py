@@ -34,6 +34,7 @@ class StoredRun:
     tags: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
     exit_code: int | None = None
 
 
@@ -66,6 +67,8 @@ def _add(run: StoredRun, record: Any) -> None:
         run.config.update(_values(record.config.update))
     elif kind == "history":
         run.rows.append(_values(record.history.item))
+    elif kind == "summary":
+        run.summary.update(_values(record.summary.update))
     elif kind == "exit":
         run.exit_code = record.exit.exit_code
 

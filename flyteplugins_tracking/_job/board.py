@@ -104,13 +104,20 @@ def job_board(info: DistributedInfo, env: Mapping[str, str], topic: str) -> Boar
     return Board(store.clone() if hasattr(store, "clone") else store, topic)
 
 
-def nearest_board(info: DistributedInfo, env: Mapping[str, str], topic: str) -> Board:
-    """Return the board in the job's store or, if the job has none, that of this machine's ranks."""
+def nearest_board(info: DistributedInfo, env: Mapping[str, str], topic: str, directory: Path) -> Board:
+    """Return the board in the job's store or, if the job has none, that of this machine's ranks.
+
+    Args:
+        info: This rank.
+        env: The launcher's variables.
+        topic: Separates what has nothing to do with each other.
+        directory: What `board_directory` has returned when this process's parent was there.
+    """
     try:
         board = job_board(info, env, topic)
     except ImportError:  # a job without torch, or with a broken one
         board = None
-    return board or Board(DirectoryStore(_directory(info, env)), topic)
+    return board or Board(DirectoryStore(directory), topic)
 
 
 class DirectoryStore:
@@ -169,9 +176,14 @@ def _unlocked() -> Iterator[None]:
     yield
 
 
-def _directory(info: DistributedInfo, env: Mapping[str, str]) -> Path:
-    """A directory for the ranks on this machine that one launcher process has started, which ends with the attempt."""
-    launcher = proc.nearest_without(_RANK_VARIABLES.get(info.launcher, "RANK"))
+def rank_variable(info: DistributedInfo) -> str:
+    """Return the variable that a launcher sets for its ranks, and does not have itself."""
+    return _RANK_VARIABLES.get(info.launcher, "RANK")
+
+
+def board_directory(info: DistributedInfo, env: Mapping[str, str]) -> Path:
+    """Return a directory for the ranks of this machine that one launcher process has started, for one attempt."""
+    launcher = proc.nearest_without(rank_variable(info))
     step = env.get("SLURM_STEP_ID", "")
     names = (proc.machine(), launcher, proc.start_time(launcher), info.job_id, step, env.get("MASTER_PORT"))
     digest = hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flyteplugins_tracking._job.board import rank_variable
 from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._util import proc
@@ -51,8 +52,12 @@ class Ended:
 
     @property
     def signal(self) -> int:
-        """The signal that has ended it; 0 for none, and if that is unknown."""
-        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else 0
+        """The signal that has ended it; 0 for none, and if that is unknown. A shell around it exits with 128+n."""
+        if self.status is None:
+            return 0
+        code = os.waitstatus_to_exitcode(self.status)
+        number = -code if code < 0 else code - 128
+        return number if number in signal.valid_signals() else 0
 
     def is_cause(self, terminated_at: float | None) -> bool:
         """Whether it may be why the job ends: not if it returned, or was terminated with this process.
@@ -154,11 +159,14 @@ def can_watch(info: DistributedInfo) -> bool:
 
 
 def _siblings(info: DistributedInfo) -> Mapping[int, int]:
-    """Return the process of each other rank that this process's parent has started, by rank."""
-    children = proc.children(os.getppid())
-    by_variable = {rank: pid for pid in children if (rank := _rank_variable(pid)) is not None}
-    if os.getpid() in by_variable.values():
-        return {rank: pid for rank, pid in by_variable.items() if pid != os.getpid()}
+    """Return the process of each other rank that this machine's launcher process has started, by rank."""
+    variable = rank_variable(info)
+    # A shell around each rank ends with its rank's status.
+    children = proc.children(proc.nearest_without(variable))
+    ranks_by_pid = {pid: proc.variables_at_start(pid).get(variable, "") for pid in children}
+    by_variable = {int(rank): pid for pid, rank in ranks_by_pid.items() if rank.isdecimal()}
+    if info.rank in by_variable:
+        return {rank: pid for rank, pid in by_variable.items() if rank != info.rank}
     # Processes of multiprocessing get their variables after their start. They are started in the order of the ranks.
     own_program = proc.command_line(os.getpid())[:1]
     ranks = [pid for pid in children if proc.command_line(pid)[:1] == own_program and not _is_tracker(pid)]
@@ -166,15 +174,6 @@ def _siblings(info: DistributedInfo) -> Mapping[int, int]:
         return {}
     first = info.rank - info.local_rank
     return {first + index: pid for index, pid in enumerate(ranks) if pid != os.getpid()}
-
-
-_RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "HOROVOD_RANK")
-
-
-def _rank_variable(pid: int) -> int | None:
-    variables = proc.variables_at_start(pid)
-    value = next((variables[name] for name in _RANK_NAMES if name in variables), "")
-    return int(value) if value.isdecimal() else None
 
 
 def _is_tracker(pid: int) -> bool:

@@ -13,10 +13,11 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._job import error_files, siblings
-from flyteplugins_tracking._job.board import nearest_board
+from flyteplugins_tracking._job.board import board_directory, nearest_board
 from flyteplugins_tracking._job.failures import Failure, first_cause
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._util import proc
@@ -52,7 +53,8 @@ def withdraw(failure: Failure, info: DistributedInfo) -> None:
 def _append(info: DistributedInfo, failure: Failure) -> None:
     def append() -> None:
         with suppress(RuntimeError, OSError):  # the store has gone: with rank 0, or its node
-            nearest_board(info, os.environ, _TOPIC).append(failure.to_json())
+            board = nearest_board(info, os.environ, _TOPIC, board_directory(info, os.environ))
+            board.append(failure.to_json())
 
     if info.world_size > 1:
         run_with_timeout(_STORE_S, append)
@@ -104,6 +106,7 @@ class FailureReader:
             is_own_run: Whether the run is this rank's alone: if its code has failed, that is why the run has.
         """
         self._info = None if is_alone else info
+        self._directory = Path() if self._info is None else board_directory(self._info, os.environ)
         self._is_own_run = is_own_run
         self._started_at = proc.started_at()
         can_watch = self._info is not None and siblings.can_watch(self._info)
@@ -163,7 +166,7 @@ class FailureReader:
         if info.launcher == "torchelastic" and "torch.distributed" not in sys.modules:
             return  # importing torch takes seconds, which a process that is being terminated may not have
         with suppress(RuntimeError, OSError, ImportError):
-            texts = nearest_board(info, os.environ, _TOPIC).texts()
+            texts = nearest_board(info, os.environ, _TOPIC, self._directory).texts()
             last = {(failure.rank, failure.failed_at): failure for failure in map(Failure.from_json, texts)}
             failures += [
                 failure for failure in last.values() if failure.exit_code and failure.failed_at > self._started_at

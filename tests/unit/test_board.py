@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._job.board import Board, DirectoryStore, job_board, nearest_board
+from flyteplugins_tracking._job.board import Board, DirectoryStore, board_directory, job_board, nearest_board
 
 
 @pytest.fixture(params=["HashStore", "directory"])
@@ -65,7 +65,11 @@ def test_ranks_without_a_store_share_a_directory_if_one_launcher_has_started_the
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     ranks = [DistributedInfo(rank, 2, rank, 2, 0, 1, launcher="mpich") for rank in range(2)]
     assert job_board(ranks[0], os.environ, "topic") is None
-    nearest_board(ranks[1], os.environ, "topic").append("from rank 1")
-    assert nearest_board(ranks[0], os.environ, "topic").texts() == ["from rank 1"]
-    other_step = {**os.environ, "SLURM_STEP_ID": "7"}
-    assert nearest_board(ranks[0], other_step, "topic").texts() == []
+
+    def board(rank: int, **env: str) -> Board:
+        variables = {**os.environ, **env}
+        return nearest_board(ranks[rank], variables, "topic", board_directory(ranks[rank], variables))
+
+    board(1).append("from rank 1")
+    assert board(0).texts() == ["from rank 1"]
+    assert board(0, SLURM_STEP_ID="7").texts() == []

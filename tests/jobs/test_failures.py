@@ -1,0 +1,103 @@
+"""Who failed first, in real jobs: on other nodes, without a store, with restarts, and under mpirun.
+
+Faults on one node under torchrun are lines of the fault matrix.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+
+PROGRAM = jobs.PROGRAMS / "failing_ranks.py"
+FAILURE = ("failure/rank", "failure/type")
+
+
+def failing(how: dict[str, str], **settings: Any) -> list[str]:
+    """The command's arguments."""
+    return [str(PROGRAM), json.dumps({"how": how, **settings})]
+
+
+def two_nodes(directory: Path, how: dict[str, str], **settings: Any) -> jobs.Done:
+    """2 agents of 2 ranks, which are two nodes."""
+    options = [
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}",
+    ]
+    command = [*jobs.torchrun(*options, "--monitor-interval=0.1"), *failing(how, **settings)]
+    agents = [jobs.start(command, directory) for _ in range(2)]
+    done = [jobs.finish(agent, directory) for agent in agents]
+    return jobs.Done(max(one.returncode for one in done), "\n".join(one.output for one in done), directory)
+
+
+def failure(run: Any) -> tuple[Any, ...]:
+    return (run.exit_code, *(run.summary.get(key) for key in FAILURE))
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("raise", (1, 3, "ValueError")),
+        # Nobody on its node has a run: what is known is that its peers were cut off.
+        pytest.param("kill", None, marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_of_another_node_is_named_if_it_could_report(tmp_path, how, expected):
+    done = two_nodes(tmp_path, {"3": how}, collectives=True)
+    assert done.returncode != 0
+    (run,) = done.runs
+    if expected is None:
+        assert run.exit_code == 1
+        assert run.summary["failure/message"]
+        return
+    assert failure(run) == expected
+    assert "wandb: the run has failed: rank 3 on" in done.output
+    assert 'raise ValueError("made to fail")' in done.output
+    text = next(tmp_path.rglob("failure.txt")).read_text()
+    assert "ValueError: made to fail" in text
+    assert "lifecycle.py" not in text  # the frames are the user's
+
+
+@pytest.mark.parametrize("run_mode", ["auto", pytest.param("new", marks=pytest.mark.full)])
+def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
+    how, settings = {"1": "raise", "2": "exit 7"}, {"tracking": {"run_mode": run_mode, "id": "chosen"}}
+    torchrun = jobs.torchrun("--standalone", "--nproc-per-node=3", "--max-restarts=1", "--monitor-interval=0.1")
+    first = jobs.run([*torchrun, *failing({"1": how["1"]}, **settings)], tmp_path / "first")
+    assert first.returncode == 0, first.output
+    attempts = [run for run in first.runs if run.config["distributed"] and not run.id.endswith(("-1", "-2"))]
+    assert [failure(run) for run in attempts] == [(1, 1, "ValueError"), (0, None, None)]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed: apt-get install openmpi-bin")
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("raise", (1, 1, "ValueError")), pytest.param("kill", (137, 1, "SIGKILL"), marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize(
+    "shell", [pytest.param(True, marks=pytest.mark.full, id="in a shell"), pytest.param(False, id="alone")]
+)
+def test_mpirun_without_any_store(tmp_path, how, expected, shell):
+    wrapped = ["bash", "-c", '"$0" "$@"; exit $?'] if shell else []
+    # Its SIGKILL follows its SIGTERM after 1 s, if this is left out.
+    grace = ["--mca", "odls_base_sigkill_timeout", "10"]
+    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", *grace, "-n", "3", *wrapped, sys.executable]
+    done = jobs.run([*mpirun, *failing({"1": how}, tracking={"id": "chosen"})], tmp_path)
+    assert done.returncode != 0
+    (run,) = done.runs
+    assert failure(run) == expected, done.output
+
+
+def test_an_exception_that_the_caller_handles_is_not_the_end_of_the_rank(tmp_path):
+    torchrun = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+    done = jobs.run([*torchrun, str(jobs.PROGRAMS / "retrying_ranks.py")], tmp_path)
+    assert done.returncode != 0
+    first, second = sorted(done.runs, key=lambda run: run.id)
+    assert failure(first) == (1, 0, "KeyError")
+    assert failure(second) == (9, 1, "SystemExit")

@@ -1,0 +1,74 @@
+"""A training whose ranks end as the argument, a JSON object, says: the others go on until they are ended, or 60 s.
+
+Keys: `how`: {rank: "raise", "exit 7", "kill", or "kill after SIGTERM of rank 0"}; `fail_attempts`: `how` holds for the
+attempts below it; `collectives`: whether each step has one; `tracking`: the decorator's arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+
+SETTINGS = json.loads(sys.argv[-1])
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+DIRECTORY = Path(os.environ["TRAIN_DIR"])
+LONGEST_S = 60
+
+
+def train() -> None:
+    info = get_distributed_info()
+    assert info is not None
+    how = SETTINGS["how"].get(str(info.rank)) if SETTINGS.get("fail_attempts", 1) > ATTEMPT else None
+    if get_run() is not None:
+        get_run().log({"attempt": ATTEMPT})
+    wait_for_all(info.rank, info.world_size)
+    if how is not None:
+        end(how)
+    if SETTINGS.get("fail_attempts", 1) <= ATTEMPT:
+        return
+    until = time.monotonic() + LONGEST_S
+    while time.monotonic() < until and not Path(DIRECTORY, "over").exists():
+        step()
+
+
+def wait_for_all(rank: int, world_size: int) -> None:
+    """Nobody fails before all have entered."""
+    Path(DIRECTORY, f"entered-{ATTEMPT}-{rank}").touch()
+    while len(list(DIRECTORY.glob(f"entered-{ATTEMPT}-*"))) < world_size:
+        time.sleep(0.02)
+    step()
+
+
+def step() -> None:
+    if SETTINGS.get("collectives"):
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(1))
+    time.sleep(0.05)
+
+
+def end(how: str) -> None:
+    if how == "raise":
+        raise ValueError("made to fail")
+    if how == "exit 7":
+        os._exit(7)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    if SETTINGS.get("collectives"):
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+    try:
+        tracking_init(**{"project": "tests", **SETTINGS.get("tracking", {})})(train)()
+    finally:
+        if os.environ.get("OMPI_COMM_WORLD_RANK") == "0":
+            Path(DIRECTORY, "over").touch()  # mpirun does not reach a rank that a shell has started
