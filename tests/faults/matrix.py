@@ -313,7 +313,7 @@ def unavailable(fault: Fault | None, if_unavailable: str = "raise", init_timeout
     """The server cannot be used when the run is opened."""
 
     def scenario(job: Job) -> Outcome:
-        tracking = {"init_timeout_s": init_timeout_s, "if_unavailable": if_unavailable, "id": "chosen"}
+        tracking = {"init_timeout_s": init_timeout_s, "if_unavailable": if_unavailable, "id": jobs.RUN_ID}
         with job.server.failing(fault) if fault else contextlib.nullcontext():
             job.fault_at = time.monotonic()
             job.start(python(), env, **ends("return", tracking=tracking))
@@ -343,7 +343,7 @@ def failure_of_rank_1(
     fault: str, how: str, exit_code: int, kind: str, run_mode: str = "auto", rank_0: str = "sleep"
 ) -> Case:
     """Rank 1 fails, and its agent ends rank 0. Each run tells of rank 1: with "new" both ranks have one."""
-    settings: dict[str, Any] = {"tracking": {"run_mode": run_mode, "id": "chosen"}}
+    settings: dict[str, Any] = {"tracking": {"run_mode": run_mode, "id": jobs.RUN_ID}}
     if "destroy" in how + rank_0:
         rank_0 = "collective at go" if rank_0 == "sleep" else rank_0
         settings["group"] = True
@@ -362,7 +362,7 @@ PEER = {"0": "collective", "1": "sleep"}
 ALL_LOOP, ALL_IN_FINALLY = {"*": "loop"}, {"*": "finally"}
 SHARED: dict[str, Any] = {"tracking": {"run_mode": "shared"}, "with_step": True}
 # Ranks that need not agree on an id are spared torch, 2 s of CPU each.
-GIVEN: dict[str, Any] = {"tracking": {"run_mode": "shared", "id": "chosen"}, "with_step": True}
+GIVEN: dict[str, Any] = {"tracking": {"run_mode": "shared", "id": jobs.RUN_ID}, "with_step": True}
 SIGTERM, SIGINT, SIGKILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 FAILED, PREEMPTED, FINISHED, RUNNING = "failed", "preempted", "finished", "running"
 

@@ -67,7 +67,7 @@ def test_a_rank_of_another_node_is_named_if_it_could_report(tmp_path, how, expec
 
 @pytest.mark.parametrize("run_mode", ["auto", pytest.param("new", marks=pytest.mark.full)])
 def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
-    how, settings = {"1": "raise", "2": "exit 7"}, {"tracking": {"run_mode": run_mode, "id": "chosen"}}
+    how, settings = {"1": "raise", "2": "exit 7"}, {"tracking": {"run_mode": run_mode, "id": jobs.RUN_ID}}
     torchrun = jobs.torchrun("--standalone", "--nproc-per-node=3", "--max-restarts=1", "--monitor-interval=0.1")
     first = jobs.run([*torchrun, *failing({"1": how["1"]}, **settings)], tmp_path / "first")
     assert first.returncode == 0, first.output
@@ -88,7 +88,7 @@ def test_mpirun_without_any_store(tmp_path, how, expected, shell):
     # Its SIGKILL follows its SIGTERM after 1 s, if this is left out.
     grace = ["--mca", "odls_base_sigkill_timeout", "10"]
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", *grace, "-n", "3", *wrapped, sys.executable]
-    done = jobs.run([*mpirun, *failing({"1": how}, tracking={"id": "chosen"})], tmp_path)
+    done = jobs.run([*mpirun, *failing({"1": how}, tracking={"id": jobs.RUN_ID})], tmp_path)
     assert done.returncode != 0
     (run,) = done.runs
     assert failure(run) == expected, done.output

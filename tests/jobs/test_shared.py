@@ -22,7 +22,7 @@ from wandb_files import read_runs
 
 RUNS = jobs.PROGRAMS / "shared_runs.py"
 SHARED = {"run_mode": "shared"}
-GIVEN = {**SHARED, "id": "chosen"}  # ranks that need not agree on an id are spared torch, 2 s of CPU each
+GIVEN = {**SHARED, "id": jobs.RUN_ID}  # ranks that need not agree on an id are spared torch, 2 s of CPU each
 PROMPT = {"WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "1"}
 
 
@@ -258,7 +258,8 @@ def test_a_follower_without_a_leader_raises(tmp_path):
         assert time.monotonic() - began < 7 * jobs.TIME_SCALE  # the vendor would wait 90 s
         assert found.returncode == 1
         assert (
-            "TrackerUnavailableError: W&B: rank 1 waited for run chosen, which local rank 0 of worker 0" in found.output
+            f"TrackerUnavailableError: W&B: rank 1 waited for run {jobs.RUN_ID}, which local rank 0 of worker 0"
+            in found.output
         )
         assert started.server.runs == []
 
@@ -413,7 +414,8 @@ def test_two_jobs_with_one_id_have_a_run_each(tmp_path):
         found = started.outcome()
         assert (found.returncode, found.lost) == (0, 0), found.output
         first, second = started.server.runs
-        assert (first.id, second.id[:7]) == ("chosen", "chosen-")
+        assert first.id == jobs.RUN_ID
+        assert second.id.startswith(f"{jobs.RUN_ID}-")
         writers = [{row["pid"] for row in run.rows} for run in (first, second)]
         assert [len(pids) for pids in writers] == [2, 2]
         assert not writers[0] & writers[1]

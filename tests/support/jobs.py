@@ -57,6 +57,10 @@ class Done:
         return sorted(reports, key=lambda report: (report["rank"], report["restart_count"]))
 
 
+# An id for jobs that are given one: runs of one id lock each other out, also those of tests in other processes.
+RUN_ID = f"chosen-{os.getpid()}"
+
+
 def environment(directory: Path, **more: str) -> dict[str, str]:
     """This environment without any launcher's or tracker's variables, with W&B offline in `directory`."""
     kept = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
