@@ -78,8 +78,8 @@ class Failure:
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
-        what = f"{self.type}: {self.message}" if self.traceback else self.message
-        return f"rank {self.rank} on {self.host}: {what}"
+        what = [self.type, self.message] if self.traceback else [self.message]
+        return ": ".join([f"rank {self.rank} on {self.host}", *filter(None, what)])
 
 
 def _of_user(frames: TracebackType | None) -> TracebackType | None:
