@@ -16,19 +16,12 @@ from pathlib import Path
 from typing import Protocol
 
 from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.launchers import RANK_VARIABLES
 from flyteplugins_tracking._job.store import job_store
 from flyteplugins_tracking._util import proc
 
 _NAMESPACE = "flyteplugins_tracking"
 _POLL_S = 0.05
-# The variable that tells a rank of this launcher from its launcher.
-_RANK_VARIABLES = {
-    "horovod": "HOROVOD_RANK",
-    "openmpi": "OMPI_COMM_WORLD_RANK",
-    "mvapich": "MV2_COMM_WORLD_RANK",
-    "mpich": "PMI_RANK",
-    "slurm": "SLURM_PROCID",
-}
 
 
 class Store(Protocol):
@@ -171,7 +164,7 @@ def _unlocked() -> Iterator[None]:
 
 def _directory(info: DistributedInfo, env: Mapping[str, str]) -> Path:
     """A directory for the ranks on this machine that one launcher process has started, which ends with the attempt."""
-    launcher = proc.nearest_without(_RANK_VARIABLES.get(info.launcher, "RANK"))
+    launcher = proc.nearest_without(RANK_VARIABLES.get(info.launcher, "RANK"))
     step = env.get("SLURM_STEP_ID", "")
     names = (proc.machine(), launcher, proc.start_time(launcher), info.job_id, step, env.get("MASTER_PORT"))
     digest = hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]

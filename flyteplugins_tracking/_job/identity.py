@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.launchers import RANK_VARIABLES
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking.errors import IdentityError
@@ -149,13 +150,14 @@ def _launcher_process(info: DistributedInfo) -> str | None:
     None for ranks that a script, a shell or multiprocessing's parent may have started, since one such process may start
     several jobs.
     """
-    marker = _RANK_VARIABLES.get(info.launcher)
-    if marker is None:
+    if info.launcher not in _ONE_PROCESS_PER_JOB:
         return None
-    pid = proc.nearest_without(marker)
+    pid = proc.nearest_without(RANK_VARIABLES[info.launcher])
     return _digest(proc.machine(), pid, proc.start_time(pid))
 
 
+# Other launchers give a job no name that is its own: `_without_job_name`. jsm is one of them, though it has LSB_JOBID:
+# that is the LSF job, which may run `jsrun` several times.
 RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
     "torchelastic": _torchelastic,
     "slurm": _slurm,
@@ -163,13 +165,8 @@ RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = 
     "skypilot": _job_name,
     "openmpi": _openmpi,
 }
-# For launchers that run one process per job: a variable that only the processes below that one have.
-_RANK_VARIABLES = {
-    "horovod": "HOROVOD_RANK",
-    "openmpi": "OMPI_COMM_WORLD_RANK",
-    "mvapich": "MV2_COMM_WORLD_RANK",
-    "mpich": "PMI_RANK",
-}
+# The launchers whose ranks have one ancestor for each job. A daemon of jsm or Slurm may start the ranks of several.
+_ONE_PROCESS_PER_JOB = ("horovod", "openmpi", "mvapich", "mpich")
 
 
 def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
