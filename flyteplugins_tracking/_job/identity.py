@@ -2,6 +2,9 @@
 
 Another invocation gets another id, even with a constant `--rdzv-id`. An id from the user or from Flyte takes precedence
 over the launcher's.
+
+This module only names the run. After a restart the tracker opens the id again and continues the run with that id:
+`_id_arguments` of W&B, `open_run` of MLflow and Trackio, and `_init` of Pluto, each in `trackers/<service>/open.py`.
 """
 
 from __future__ import annotations
@@ -85,7 +88,17 @@ def readable(*parts: str | None) -> str:
 
 
 def _torchelastic(info: DistributedInfo, env: Env, alone: bool) -> str | None:
-    """Join the run id ("none" for a static rendezvous) and a token, since constant run ids are common."""
+    """Join the run id ("none" for a static rendezvous) and a token, since constant run ids are common.
+
+    Each rank offers a token to these stores in turn. The first token that a store receives stays there:
+
+    1. The store of a c10d rendezvous whose address is known. It stays when rank 0 moves to another node.
+    2. The store that the agents share, if they share one. It receives the token of 1, so that ranks which do not know
+       the rendezvous's address agree too. It is on the node of rank 0.
+
+    Both stores belong to the agents, so that they outlive a restart of the workers. If there is neither, the token is
+    that of the agent: this rank's own if no other node needs it, else rank 0's, through the process group.
+    """
     name = info.job_id if info.job_id not in (None, "none") else "torchrun"
     rendezvous, agents = rendezvous_store(env), agents_store(env)
     token = None
