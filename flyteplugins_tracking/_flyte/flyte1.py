@@ -167,7 +167,7 @@ class Flyte1Context(ExecutionContext):
         runs_a_task = _runs_a_task(flytekit)
         is_pod = execution is not None and runs_a_task
         prefix = flytekit.current_context().raw_output_prefix if is_pod else ""
-        base_id, group = _identity(str(execution), prefix) if is_pod else (None, None)
+        base_id, group = _base_id_and_group(str(execution), prefix) if is_pod else (None, None)
         return cls(
             base_id=base_id,
             group=group,
@@ -230,7 +230,7 @@ def _runs_a_task(flytekit: Any) -> bool:
     return state is not None and state.mode is not None and not {"RUN_NAME", "ACTION_NAME"} <= os.environ.keys()
 
 
-def _identity(execution: str, raw_output_prefix: str) -> tuple[str, str | None]:
+def _base_id_and_group(execution: str, raw_output_prefix: str) -> tuple[str, str | None]:
     """Return the base id, `{execution}-{node}`, and a group.
 
     The raw output prefix ends in the name of the task execution, `{execution}-{node}-{attempt}`. No variable holds the

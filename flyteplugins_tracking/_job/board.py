@@ -16,19 +16,12 @@ from pathlib import Path
 from typing import Protocol
 
 from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.launchers import RANK_VARIABLES
 from flyteplugins_tracking._job.store import job_store
 from flyteplugins_tracking._util import proc
 
 _NAMESPACE = "flyteplugins_tracking"
 _POLL_S = 0.05
-# The variable that tells a rank of this launcher from its launcher.
-_RANK_VARIABLES = {
-    "horovod": "HOROVOD_RANK",
-    "openmpi": "OMPI_COMM_WORLD_RANK",
-    "mvapich": "MV2_COMM_WORLD_RANK",
-    "mpich": "PMI_RANK",
-    "slurm": "SLURM_PROCID",
-}
 
 
 class Store(Protocol):
@@ -178,7 +171,7 @@ def _unlocked() -> Iterator[None]:
 
 def rank_variable(info: DistributedInfo) -> str:
     """Return the variable that a launcher sets for its ranks, and does not have itself."""
-    return _RANK_VARIABLES.get(info.launcher, "RANK")
+    return RANK_VARIABLES.get(info.launcher, "RANK")
 
 
 def board_directory(info: DistributedInfo, env: Mapping[str, str]) -> Path:

@@ -2,6 +2,9 @@
 
 Another invocation gets another id, even with a constant `--rdzv-id`. An id from the user or from Flyte takes precedence
 over the launcher's.
+
+This module only names the run. After a restart the tracker opens the id again and continues the run with that id:
+`_id_arguments` of W&B, `open_run` of MLflow and Trackio, and `_init` of Pluto, each in `trackers/<service>/open.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.launchers import RANK_VARIABLES
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking.errors import IdentityError
@@ -84,7 +88,17 @@ def readable(*parts: str | None) -> str:
 
 
 def _torchelastic(info: DistributedInfo, env: Env, alone: bool) -> str | None:
-    """Join the run id ("none" for a static rendezvous) and a token, since constant run ids are common."""
+    """Join the run id ("none" for a static rendezvous) and a token, since constant run ids are common.
+
+    Each rank offers a token to these stores in turn. The first token that a store receives stays there:
+
+    1. The store of a c10d rendezvous whose address is known. It stays when rank 0 moves to another node.
+    2. The store that the agents share, if they share one. It receives the token of 1, so that ranks which do not know
+       the rendezvous's address agree too. It is on the node of rank 0.
+
+    Both stores belong to the agents, so that they outlive a restart of the workers. If there is neither, the token is
+    that of the agent: this rank's own if no other node needs it, else rank 0's, through the process group.
+    """
     name = info.job_id if info.job_id not in (None, "none") else "torchrun"
     rendezvous, agents = rendezvous_store(env), agents_store(env)
     token = None
@@ -149,13 +163,14 @@ def _launcher_process(info: DistributedInfo) -> str | None:
     None for ranks that a script, a shell or multiprocessing's parent may have started, since one such process may start
     several jobs.
     """
-    marker = _RANK_VARIABLES.get(info.launcher)
-    if marker is None:
+    if info.launcher not in _ONE_PROCESS_PER_JOB:
         return None
-    pid = proc.nearest_without(marker)
+    pid = proc.nearest_without(RANK_VARIABLES[info.launcher])
     return _digest(proc.machine(), pid, proc.start_time(pid))
 
 
+# Other launchers give a job no name that is its own: `_without_job_name`. jsm is one of them, though it has LSB_JOBID:
+# that is the LSF job, which may run `jsrun` several times.
 RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
     "torchelastic": _torchelastic,
     "slurm": _slurm,
@@ -163,13 +178,8 @@ RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = 
     "skypilot": _job_name,
     "openmpi": _openmpi,
 }
-# For launchers that run one process per job: a variable that only the processes below that one have.
-_RANK_VARIABLES = {
-    "horovod": "HOROVOD_RANK",
-    "openmpi": "OMPI_COMM_WORLD_RANK",
-    "mvapich": "MV2_COMM_WORLD_RANK",
-    "mpich": "PMI_RANK",
-}
+# The launchers whose ranks have one ancestor for each job. A daemon of jsm or Slurm may start the ranks of several.
+_ONE_PROCESS_PER_JOB = ("horovod", "openmpi", "mvapich", "mpich")
 
 
 def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:

@@ -17,6 +17,16 @@ from flyteplugins_tracking.errors import TopologyError
 
 Env = Mapping[str, str]
 
+# A rank's variable, for each launcher whose variables have its name: only the processes below that launcher have it.
+RANK_VARIABLES = {
+    "horovod": "HOROVOD_RANK",
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "mvapich": "MV2_COMM_WORLD_RANK",
+    "jsm": "JSM_NAMESPACE_RANK",
+    "mpich": "PMI_RANK",
+    "slurm": "SLURM_PROCID",
+}
+
 
 def _torchelastic(env: Env) -> DistributedInfo | None:
     """torchrun, torch.distributed.launch, Elastic of Flyte 1 and 2.
@@ -89,7 +99,7 @@ def _slurm(env: Env) -> DistributedInfo | None:
     return _from_env(
         env,
         "slurm",
-        rank="SLURM_PROCID",
+        rank=RANK_VARIABLES["slurm"],
         world_size="SLURM_STEP_NUM_TASKS",
         local_rank="SLURM_LOCALID",
         local_world_size="SLURM_STEP_TASKS_PER_NODE",
@@ -237,7 +247,7 @@ def _one_process_per_node(
 
 def refuse_ranks_that_disagree(info: DistributedInfo, env: Env) -> None:
     """Refuse a RANK that differs from mpirun's or srun's, for instance RANK=0 exported once for all processes."""
-    for name in ("openmpi", "mvapich", "jsm", "mpich", "slurm"):
+    for name in RANK_VARIABLES:
         other = None
         with suppress(TopologyError):
             other = DETECTORS[name](env)
@@ -275,13 +285,14 @@ def _plain(launcher: str, *markers: str, **names: str) -> Detector:
     """Return the detector of a launcher that has a plain variable for each field.
 
     Args:
-        launcher: The launcher's name.
-        *markers: The variables that are set if, and only if, it started the process.
-        **names: The variable of each field, as for `_from_env`.
+        launcher: The launcher's name, which is in `RANK_VARIABLES`.
+        *markers: The variables that are set beside the rank's if, and only if, it started the process.
+        **names: The variable of each other field, as for `_from_env`.
     """
+    rank = RANK_VARIABLES[launcher]
 
     def detector(env: Env) -> DistributedInfo | None:
-        return _from_env(env, launcher, **names) if _are_set(env, *markers) else None  # type: ignore[arg-type]
+        return _from_env(env, launcher, rank=rank, **names) if _are_set(env, rank, *markers) else None  # type: ignore[arg-type]
 
     return detector
 
@@ -289,8 +300,6 @@ def _plain(launcher: str, *markers: str, **names: str) -> Detector:
 _PLAIN = {
     "horovod": _plain(
         "horovod",
-        "HOROVOD_RANK",
-        rank="HOROVOD_RANK",
         world_size="HOROVOD_SIZE",
         local_rank="HOROVOD_LOCAL_RANK",
         local_world_size="HOROVOD_LOCAL_SIZE",
@@ -301,8 +310,6 @@ _PLAIN = {
     # https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
     "openmpi": _plain(
         "openmpi",
-        "OMPI_COMM_WORLD_RANK",
-        rank="OMPI_COMM_WORLD_RANK",
         world_size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
@@ -310,8 +317,6 @@ _PLAIN = {
     ),
     "mvapich": _plain(
         "mvapich",
-        "MV2_COMM_WORLD_RANK",
-        rank="MV2_COMM_WORLD_RANK",
         world_size="MV2_COMM_WORLD_SIZE",
         local_rank="MV2_COMM_WORLD_LOCAL_RANK",
         local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
@@ -319,8 +324,6 @@ _PLAIN = {
     # IBM's jsrun, under LSF.
     "jsm": _plain(
         "jsm",
-        "JSM_NAMESPACE_RANK",
-        rank="JSM_NAMESPACE_RANK",
         world_size="JSM_NAMESPACE_SIZE",
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
         job_id="LSB_JOBID",
@@ -328,15 +331,15 @@ _PLAIN = {
     # MPICH and Intel MPI (hydra). PMI_RANK alone may be Slurm's.
     "mpich": _plain(
         "mpich",
-        *("PMI_RANK", "MPI_LOCALRANKID"),
-        rank="PMI_RANK",
+        "MPI_LOCALRANKID",
         world_size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
         local_world_size="MPI_LOCALNRANKS",
     ),
 }
 # By the launcher's name, the innermost first: the variables of an outer launcher describe the agent, not this process.
-# Launchers that set the rank of a process come before those that set only the node's.
+# Launchers that set the rank of a process come before those that set only the node's. If both are set, the order among
+# `_PLAIN` decides: Horovod may run on top of an MPI.
 DETECTORS: dict[str, Detector] = {
     "torchelastic": _torchelastic,
     "env": _rank_variables,

@@ -1,4 +1,14 @@
-"""Who gets which run: `plan()`, a pure function, and the only source of run ids and groups."""
+"""Who gets which run: `plan()`, a pure function. It alone derives the ids and groups of a job's runs from the base id.
+
+Four places outside of it change an id. The first three keep two runs from getting the same one:
+
+- `_runs/open.py`, `_identity`: the second call in one process has the base id `{base}-2`, and so on.
+- `_runs/open.py`, `_lock_run`: if another process or thread of the machine has the run open, this one is
+  `{id}-{random}`.
+- `trackers/wandb/open.py`, `_init_offline`: if a run goes on offline while wandb-core still holds its id, because other
+  runs are open in the process, it is `{id}-{random}`.
+- `trackers/pluto/__init__.py`, `_with_usable_id`: an id that Pluto would take for one of its server's is `run-{id}`.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +122,8 @@ def plan(
     suffix, group_suffix = _suffixes(info, run_mode, rank_scope)
     return RunPlan(
         opens=True,
-        run_id=_joined(base_id, suffix),
-        group=None if group_suffix is None else _joined(base_id, group_suffix),
+        run_id=_with_suffix(base_id, suffix),
+        group=None if group_suffix is None else _with_suffix(base_id, group_suffix),
         primary=run_mode == "new" or _is_first(info, rank_scope),
         label=f"rank-{info.rank}" if info.worker_index is None else f"worker-{info.worker_index}",
         writers=_writers(info, run_mode, rank_scope),
@@ -192,7 +202,7 @@ def _suffixes(info: DistributedInfo, run_mode: RunMode, rank_scope: RankScope) -
     return (worker, "") if rank_scope == "worker" else ("", None)
 
 
-def _joined(base_id: str | None, suffix: str) -> str | None:
+def _with_suffix(base_id: str | None, suffix: str) -> str | None:
     return None if base_id is None else base_id + suffix
 
 

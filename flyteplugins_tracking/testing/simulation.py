@@ -22,6 +22,7 @@ from typing import Any
 from flyteplugins_tracking._config.propagation import set_variables
 from flyteplugins_tracking._flyte import flyte1, flyte2
 from flyteplugins_tracking._job.info import DistributedInfo, iter_ranks
+from flyteplugins_tracking._job.launchers import RANK_VARIABLES
 from flyteplugins_tracking._job.plan import NodeRequest
 from flyteplugins_tracking._job.topology import override_distributed_info
 from flyteplugins_tracking._runs.calls import Override, TrackedCall, override, override_here
@@ -55,8 +56,8 @@ _OF_WORLD = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_S
 _OF_JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 _UNSET = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "NODE_RANK"),
-    *("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "PMI_RANK", "PMI_SIZE"),
-    *("SLURM_STEP_ID", "SLURM_PROCID", "KONDUKTOR_JOB_NAME", "SKYPILOT_NODE_RANK", "JOBSET_RESTART_ATTEMPT"),
+    *(*RANK_VARIABLES.values(), "PMI_SIZE", "SLURM_STEP_ID", "PET_NODE_RANK", "PET_NNODES"),
+    *("KONDUKTOR_JOB_NAME", "SKYPILOT_NODE_RANK", "JOBSET_RESTART_ATTEMPT"),
 )
 _VARIABLES = (*_OF_RANK, *_OF_WORLD, *_OF_JOB, *_UNSET)
 

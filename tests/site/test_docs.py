@@ -264,9 +264,20 @@ def test_the_page_of_launchers_has_each_detector_in_its_order_and_each_variable(
     assert re.findall(r"^\| `(\w+)` \| (?!\-)", page.partition("| `launcher` |")[2], re.MULTILINE) == [
         *launchers.DETECTORS
     ]
-    read = set(re.findall(r'"([A-Z][A-Z0-9]*_[A-Z0-9_]+|RANK)"', Path(launchers.__file__).read_text()))
     told = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", page))
-    assert read - told == CHECKED_ONLY
+    assert jobs.variables_of_launchers() - told == CHECKED_ONLY
+
+
+def test_where_things_are_names_files_and_what_they_define():
+    """A line of a flow is a file of the package, and the functions, classes and tables of it that are crossed."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things are\n")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\d+\. `([\w/]+\.py)`: (.*(?:\n   .*)*)", section, re.MULTILINE)
+    assert len(lines) == len(re.findall(r"^\d+\. ", section, re.MULTILINE))
+    assert len(lines) > 20
+    for path, text in lines:
+        code = (jobs.PACKAGE / path).read_text()
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", text):
+            assert re.search(rf"^ *(def|class) {name}\b|^{name}\b.*=", code, re.MULTILINE), (path, name)
 
 
 def test_the_reference_has_every_public_name():

@@ -18,6 +18,7 @@ import psutil
 from wandb_files import StoredRun, read_runs
 
 import flyteplugins_tracking
+from flyteplugins_tracking._job import launchers
 from support.warm import client
 
 COLD = bool(os.environ.get("TESTS_COLD"))
@@ -30,9 +31,14 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 TRAIN = PROGRAMS / "train.py"
 _LAUNCHERS = re.compile(
     "RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|NODE_RANK|MASTER_|TORCH|PET_|SLURM_|OMPI_|PMIX?_|MPI_|MV2_|HOROVOD_|JSM_|"
-    "CROSS_|KONDUKTOR_|SKYPILOT_|NUM_NODES|WANDB_|PLUTO_|MLOP_|MLFLOW_|FLYTE_|_F_|_U_|RUN_NAME|ACTION_NAME|POD_CHILDREN|"
-    "BATCH_JOB_"
+    "LSB_|JOBSET_|RESTART_ATTEMPT|CROSS_|KONDUKTOR_|SKYPILOT_|NUM_NODES|NUM_GPUS_PER_NODE|"
+    "WANDB_|PLUTO_|MLOP_|MLFLOW_|FLYTE_|_F_|_U_|RUN_NAME|ACTION_NAME|POD_CHILDREN|BATCH_JOB_"
 )
+
+
+def variables_of_launchers() -> set[str]:
+    """Every variable that a detector of `_job/launchers.py` names."""
+    return set(re.findall(r'"([A-Z][A-Z0-9]*_[A-Z0-9_]+|RANK)"', Path(launchers.__file__).read_text()))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import DistributedInfo, doctor
 from flyteplugins_tracking._job.board import Board
+from flyteplugins_tracking._job.launchers import DETECTORS
 from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.doctor import ranks, services, text
 from flyteplugins_tracking.doctor.plans import named, pattern, plan_rows
@@ -88,6 +89,10 @@ LAUNCHERS: dict[str, dict[str, str]] = {
     "konduktor": {"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "2"},
     "skypilot": {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "t"},
 }
+
+
+def test_every_launcher_that_sets_variables_is_tested_here():
+    assert set(LAUNCHERS) | {"process_group"} == set(DETECTORS)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -6,8 +6,11 @@ import pytest
 
 from flyteplugins_tracking import DistributedInfo, IdentityError
 from flyteplugins_tracking._job import store as stores
-from flyteplugins_tracking._job.identity import Identity, from_launcher, from_variables, readable
+from flyteplugins_tracking._job.identity import RUN_ID_SOURCES, Identity, from_launcher, from_variables, readable
+from flyteplugins_tracking._job.launchers import DETECTORS
 
+# Launchers that give a job no name of its own. The error for Lightning's own launcher is another.
+NAMELESS = ("env", "mpich", "mvapich", "horovod", "jsm", "kubeflow", "process_group")
 TWO_NODES = DistributedInfo(rank=1, world_size=4, local_rank=1, local_world_size=2, launcher="env")
 
 
@@ -26,7 +29,11 @@ def test_konduktor_gives_its_job_name():
     assert from_launcher(info, {}, agreement=True) == Identity("my-job")
 
 
-@pytest.mark.parametrize("launcher", ["env", "mpich", "mvapich", "horovod", "jsm", "kubeflow", "process_group"])
+def test_every_launcher_has_a_source_of_run_ids_or_is_known_to_have_none():
+    assert {*RUN_ID_SOURCES, *NAMELESS, "lightning"} == set(DETECTORS)
+
+
+@pytest.mark.parametrize("launcher", NAMELESS)
 def test_several_nodes_that_share_nothing_cannot_agree(launcher):
     info = DistributedInfo(rank=1, world_size=4, num_workers=2, worker_index=1, launcher=launcher)
     with pytest.raises(IdentityError, match=f"no run id that all 2 nodes agree on: {launcher} offers none.*id="):

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.jobs import variables_of_launchers
 
 from flyteplugins_tracking import (
     ConfigError,
@@ -255,6 +256,14 @@ def test_a_simulation_joins_nothing_around_it_and_is_among_what_is_recorded(monk
             runs["inside"]
         with pytest.raises(KeyError, match="no run has the id 'none'; the ids are named, of-a-thread"):
             runs["none"]
+
+
+def test_no_launcher_is_detected_in_a_recording(monkeypatch):
+    """Whichever starts pytest: with all their variables, any that is not unset is a launcher or an error."""
+    for name in variables_of_launchers():
+        monkeypatch.setenv(name, "2")
+    with recording():
+        assert detect(os.environ) is None
 
 
 def test_what_a_training_calls_on_a_run_is_recorded():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 
 import pytest
+from support import jobs
 
 from flyteplugins_tracking import (
     DistributedInfo,
@@ -14,6 +16,7 @@ from flyteplugins_tracking import (
     override_distributed_info,
     plan,
 )
+from flyteplugins_tracking._job.launchers import DETECTORS
 from flyteplugins_tracking._job.topology import detect
 
 TORCHRUN = {
@@ -275,6 +278,10 @@ def test_one_process_is_not_a_distributed_job(env):
             "RANK=0 and WORLD_SIZE=4 contradict openmpi, for which this is rank 3 of 4",
         ),
         ({**SLURM, "RANK": "0", "WORLD_SIZE": "11", "LOCAL_RANK": "0"}, "contradict slurm, for which this is rank 9"),
+        (
+            {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            "contradict horovod, for which this is rank 1 of 2",
+        ),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1 of PMI_SIZE=2 without MPI_LOCALRANKID"),
         (without(SLURM, "SLURM_PROCID"), "SLURM_PROCID is not set"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x"}, "SLURM_STEP_TASKS_PER_NODE='4x' is not of the form"),
@@ -286,6 +293,16 @@ def test_bad_values_are_reported_by_variable_and_value_and_no_process_becomes_ra
     with pytest.raises(TopologyError) as caught:
         detect(env)
     assert message in str(caught.value)
+
+
+def test_the_documented_launchers_are_those_that_are_detected():
+    assert [name for name in DETECTORS if f'"{name}"' not in (DistributedInfo.__doc__ or "")] == []
+
+
+def test_a_tests_job_has_no_variable_of_a_launcher(monkeypatch):
+    for name in jobs.variables_of_launchers():
+        monkeypatch.setenv(name, "2")
+    assert jobs.variables_of_launchers() & jobs.environment(Path()).keys() == set()
 
 
 def test_variables_are_read_at_the_call(bare_environment):

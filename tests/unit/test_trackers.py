@@ -7,7 +7,6 @@ import logging
 import math
 import sys
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -233,9 +232,30 @@ def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end
     assert train() == [143, "resume", {"late": 1}, 143]
 
 
-def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(bare_environment, monkeypatch):
-    tracker, shown = Events(), list[Any]()
-    monkeypatch.setattr(ProcessContext, "render_report", lambda _, run: shown.append(run.summary))
+class Platform(ProcessContext):
+    """Notes what it is asked to do with a run."""
+
+    noted: ClassVar[list[Any]] = []
+
+    def render_report(self, run: Any) -> None:
+        self.noted.append(run.summary)
+
+    def persist(self, directory: str) -> str:
+        self.noted.append(directory)
+        return "s3://bucket"
+
+
+@pytest.fixture
+def platform(bare_environment):
+    """What the platform of the functions that a test calls has noted."""
+    Platform.noted.clear()
+    doubles = calls.Override(lambda own: own, lambda _: Platform(can_persist=True))
+    with calls.override(doubles):
+        yield Platform.noted
+
+
+def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(platform):
+    tracker = Events()
 
     @tracking_init(tracker=tracker, id="i")
     def train():
@@ -245,23 +265,20 @@ def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(ba
 
     assert train().lock._bound is None
     assert tracker.handle.events == [0]
-    assert shown == [{}]
+    assert platform == [{}]
 
 
-def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never_returns(bare_environment, monkeypatch):
+def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never_returns(platform):
     """As in a collective: the process ends with `os._exit`, and the function's end never comes."""
-    tracker, kept = Events(), list[str]()
-    monkeypatch.setattr(ProcessContext, "persist", lambda _, directory: kept.append(directory) or "s3://bucket")
-    doubles = calls.Override(lambda own: own, lambda context: replace(context, can_persist=True))
+    tracker = Events()
 
     @tracking_init(tracker=tracker, id="i")
     def train():
         tracker.handle.unsent = lambda: ["unsent"]
         closing.finish_on_signal(143)
-        return list(kept)
+        return list(platform)
 
-    with calls.override(doubles):
-        assert train() == ["unsent"]
+    assert train() == ["unsent"]
 
 
 class Deck:
