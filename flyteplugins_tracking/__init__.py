@@ -38,6 +38,7 @@ __all__ = [
     "get_run",
     "get_sweep_id",
     "get_sweep_parameters",
+    "heartbeat",
     "override_distributed_info",
     "plan",
     "prefix_metrics",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._flyte.tracking_config import tracking_config
     from flyteplugins_tracking._job.metrics import gather_metrics, prefix_metrics
     from flyteplugins_tracking._job.process_group import process_group
+    from flyteplugins_tracking._runs.progress import heartbeat
     from flyteplugins_tracking._sweeps.agent import get_sweep_parameters, sweep_agent
     from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
 else:  # without the `else`, a type checker would accept every misspelt name
@@ -61,6 +63,7 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "_flyte.tracking_config": ("tracking_config",),
         "_job.metrics": ("gather_metrics", "prefix_metrics"),
         "_job.process_group": ("process_group",),
+        "_runs.progress": ("heartbeat",),
         "_sweeps.agent": ("get_sweep_parameters", "sweep_agent"),
         "_sweeps.sweep": ("get_sweep_id", "tracking_sweep", "tracking_sweep_config"),
     }

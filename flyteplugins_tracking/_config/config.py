@@ -36,6 +36,7 @@ class TrackingConfig:
         if_unavailable: Whether to raise or to degrade if the service or its API key is missing when the run is opened.
         init_timeout_s: Seconds that opening may take.
         finish_timeout_s: Seconds that finishing may take.
+        hang_timeout_s: Seconds without a row or a heartbeat after which the ranks' stacks are reported; None for never.
         rank_prefix: Whether the keys that a rank logs to a shared run get the prefix `rank_{rank}/`.
         allow_config: Whether all ranks of a shared run may change its config.
         step_metric: The column that `step=` becomes in a shared run.
@@ -58,6 +59,7 @@ class TrackingConfig:
     if_unavailable: IfUnavailable = "raise"
     init_timeout_s: float = 30.0
     finish_timeout_s: float = 25.0
+    hang_timeout_s: float | None = None
     rank_prefix: bool = False
     allow_config: bool = False
     step_metric: str = "global_step"
@@ -71,6 +73,8 @@ class TrackingConfig:
         check_choice("if_unavailable", self.if_unavailable, get_args(IfUnavailable))
         check_seconds("init_timeout_s", self.init_timeout_s)
         check_seconds("finish_timeout_s", self.finish_timeout_s)
+        if self.hang_timeout_s is not None:
+            check_seconds("hang_timeout_s", self.hang_timeout_s)
         for name in ("rank_prefix", "allow_config", "download_logs"):
             check_flag(name, getattr(self, name))
         for name in ("id", "project", "group", "name", "notes"):

@@ -138,7 +138,7 @@ def _record_failure(run: OpenRun, verdict: Verdict) -> None:
     if verdict.cause.rank != rank and (run.config.run_mode != "new" or rank == 0):  # Python prints the own traceback
         logger.error("%s: the run has failed: %s", run.tracker, verdict.text)
     try:
-        run.handle.record_failure(verdict.summary, verdict.text)
+        run.handle.record_event("failure", verdict.summary, verdict.text)
     except Exception:
         logger.warning("%s: the run does not show why it has failed: %s", run.tracker, verdict, exc_info=True)
 

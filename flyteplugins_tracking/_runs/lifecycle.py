@@ -93,7 +93,7 @@ def _tracked(
         token = calls.current.set(call)
         if call.watcher is not None:
             call.watcher.run_opened()
-        with _propagated_run(call, tracker, context):
+        with _propagated_run(call, tracker, context), _watched_for_hangs(call, config, context):
             yield call
             context.on_return(call)
     except BaseException as error:
@@ -204,6 +204,22 @@ class _Start:
                 f"and that task has no {name} run: put tracking_init on that task too, or use run_mode='auto'"
             )
         return config, None
+
+
+@contextmanager
+def _watched_for_hangs(call: TrackedCall, config: TrackingConfig, context: ExecutionContext) -> Iterator[None]:
+    """Have the job's ranks report where they are, if this one makes no progress for `hang_timeout_s`."""
+    if config.hang_timeout_s is None or call.parent is not None or context.is_simulated:
+        yield
+        return
+    from flyteplugins_tracking._runs import hang
+
+    monitor = hang.monitor_of(call, config.hang_timeout_s)
+    try:
+        yield
+    finally:
+        if call.pid == os.getpid():
+            monitor.stop()
 
 
 def _propagated_run(call: TrackedCall, tracker: Tracker, context: ExecutionContext) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.failures import FailureReader
+from flyteplugins_tracking._runs.progress import ProgressWatch
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
@@ -84,7 +85,9 @@ class Opener:
         deadline = time.monotonic() + self.config.init_timeout_s
         run_plan, lock = _lock_run(self.tracker, self.plan, self.config, self.context)
         try:
-            request = self._request(run_plan, watcher or closing.WATCHER, deadline)
+            watch = watcher or closing.WATCHER
+            is_watched = self.config.hang_timeout_s is not None
+            request = self._request(run_plan, ProgressWatch(watch) if is_watched else watch, deadline)
             require(self.tracker)
             handle = self.tracker.open(request)
         except BaseException:

@@ -49,6 +49,12 @@ def zombie_status(pid: int) -> int | None:
     return int(fields[49]) if len(fields) > 49 and fields[0] == "Z" else None
 
 
+def state(pid: int) -> str:
+    """Return the state of `pid`: "R", "S", "D", "T" (stopped by a signal), "Z", ...; empty if it is not there."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[0] if fields else ""
+
+
 def started_at() -> float:
     """Return when this process was started, in seconds since the epoch; 0 if that is unknown."""
     ticks, uptime_s = start_time(os.getpid()), _read("/proc/uptime").split()

@@ -76,7 +76,7 @@ class RecordedRun:
         attempts: How often it was opened: once, and once more for each restart and each later call with the same id.
         exit_codes: The exit code of each end.
         calls: The calls of other methods.
-        failure: Why its job has failed, with the traceback; empty if it has not.
+        texts: By "failure", why its job has failed, with the traceback; by "hang", where its ranks were.
     """
 
     id: str
@@ -94,7 +94,7 @@ class RecordedRun:
     attempts: int = 1
     exit_codes: tuple[int, ...] = ()
     calls: tuple[Call, ...] = ()
-    failure: str = ""
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def exit_code(self) -> int | None:
@@ -306,7 +306,7 @@ class _State:
     config: Dictionary = field(default_factory=Dictionary)
     summary: Dictionary = field(default_factory=Dictionary)
     exit_codes: list[int] = field(default_factory=list)
-    failure: str = ""
+    texts: dict[str, str] = field(default_factory=dict)
 
     def frozen(self) -> RecordedRun:
         head = self.primary
@@ -326,7 +326,7 @@ class _State:
             attempts=max(self.opened.values()),
             exit_codes=tuple(self.exit_codes),
             calls=tuple(self.calls),
-            failure=self.failure,
+            texts=dict(self.texts),
         )
 
 
@@ -477,9 +477,9 @@ class _Handle(Handle):
         if self._is_primary:
             self._state.exit_codes.append(exit_code)
 
-    def record_failure(self, values: Mapping[str, Any], text: str) -> None:
+    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self._state.summary.update(values)
-        self._state.failure = text
+        self._state.texts[name] = text
 
     def finish_on_signal(self, exit_code: int) -> None:
         """Do nothing: functions that joined the run may still use it, and `finish` follows."""

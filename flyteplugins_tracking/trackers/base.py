@@ -127,12 +127,14 @@ class Handle(Protocol):
         """Wait for the rows of the run's other writers, before `finish`: at most `finish_timeout_s`."""
         return
 
-    def record_failure(self, values: Mapping[str, Any], text: str) -> None:  # noqa: ARG002
-        """Keep with the run why its job has failed, before it is ended. Called by the primary, once.
+    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:  # noqa: ARG002
+        """Keep with the run what has happened to its job. Called on the primary, also from other threads.
 
         Args:
-            values: What the summary gains: `failure/rank`, `failure/host`, `failure/type` and `failure/message`.
-            text: The failure with its traceback, of at most some 60 lines.
+            name: "failure": why the job has failed, before the run is ended. "hang": where its ranks are.
+            values: What the summary gains: `failure/rank`, `failure/host`, `failure/type`, `failure/message`; or
+                `hang/verdict`.
+            text: The traceback, or the stacks of all ranks.
         """
         return
 

@@ -74,9 +74,9 @@ class Journal:
         """Keep a call of a method of the run object."""
         self._add({"call": method, "args": args, "kwargs": kwargs})
 
-    def failure(self, values: Mapping[str, Any], text: str) -> None:
-        """Keep why the job has failed."""
-        self._add({"failure": dict(values), "text": text})
+    def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Keep what the run tells of its job: see `Handle.record_event`."""
+        self._add({"event": name, "values": dict(values), "text": text})
 
     def end(self, exit_code: int) -> None:
         """Keep the run's end."""
@@ -143,8 +143,8 @@ class LocalHandle(ClientHandle):
             return False
         return True
 
-    def record_failure(self, values: Mapping[str, Any], text: str) -> None:
-        self.journal.failure(values, text)
+    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        self.journal.event(name, values, text)
 
     def end(self, exit_code: int) -> None:
         self.journal.end(exit_code)
@@ -275,8 +275,8 @@ def _replay(handle: ClientHandle, lines: Sequence[Mapping[str, Any]]) -> None:
             handle.replay(line["row"], line["step"], line["time"])
         elif "call" in line:
             _call(handle, line["call"], line["args"], line["kwargs"])
-        elif "failure" in line:
-            handle.record_failure(line["failure"], line["text"])
+        elif "event" in line:
+            handle.record_event(line["event"], line["values"], line["text"])
 
 
 def _call(handle: ClientHandle, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -55,6 +55,7 @@ def test_the_public_names_change_on_purpose_only():
         "get_run",
         "get_sweep_id",
         "get_sweep_parameters",
+        "heartbeat",
         "override_distributed_info",
         "plan",
         "prefix_metrics",

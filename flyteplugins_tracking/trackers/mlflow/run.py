@@ -100,8 +100,8 @@ class MlflowHandle(ClientHandle):
     def how_to_send(self, directory: str) -> str:
         return how_to_send(directory)
 
-    def record_failure(self, values: Mapping[str, Any], text: str) -> None:
-        tags = {key: str(value)[-_MAX_TAG:] for key, value in {**values, "failure/traceback": text}.items()}
+    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        tags = {key: str(value)[-_MAX_TAG:] for key, value in {**values, f"{name}/text": text}.items()}
         self._put(Item("tags", tags, 0, now_ms()))
 
     def how_to_view(self) -> str:

@@ -65,8 +65,8 @@ class PlutoHandle(ClientHandle):
     def how_to_send(self, directory: str) -> str:
         return how_to_send(directory)
 
-    def record_failure(self, values: Mapping[str, Any], text: str) -> None:
-        run_with_timeout(REQUEST_S, self.run.update_config, {**values, "failure/traceback": text})
+    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        run_with_timeout(REQUEST_S, self.run.update_config, {**values, f"{name}/text": text})
 
     def write(self, row: Mapping[str, Any], step: Any, **kwargs: Any) -> None:
         if self._uploader is not None:

@@ -95,8 +95,8 @@ class TrackioHandle(ClientHandle):
         is_journal = self._journal is not None and directory.endswith(os.path.basename(self._journal.directory))
         return how_to_send(directory) if is_journal else f"TRACKIO_DIR={directory} trackio show"
 
-    def record_failure(self, values: Mapping[str, Any], text: str) -> None:
-        self.run.config.update({**values, "failure/traceback": text})  # which is sent with the status
+    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        self.run.config.update({**values, f"{name}/text": text})  # which is sent with the status
 
     def how_to_view(self) -> str:
         directory = os.environ.get("TRACKIO_DIR")

@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 # The properties that change the run, by being set or through the object that they return.
 _CHANGING = ("config", "name", "notes", "step", "summary", "tags")
-# The run's file that says why its job has failed.
-FAILURE_FILE = "failure.txt"
 # The run's attribute that holds its handle.
 HANDLE = "_flyteplugins_tracking_handle"
 # How long a signal waits for a call of the run to return: an exception out of it would leave the run half written.
@@ -82,10 +80,10 @@ class WandbHandle(Handle):
     def how_to_send(self, directory: str) -> str:
         return f"wandb sync {directory}"
 
-    def record_failure(self, values: Mapping[str, Any], text: str) -> None:
+    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self.run.summary.update(dict(values))
         if self.files is not None:
-            path = os.path.join(self.files, FAILURE_FILE)
+            path = os.path.join(self.files, f"{name}.txt")
             with open(path, "w") as file:
                 file.write(text)
             self.run.save(path, base_path=self.files, policy="now")

@@ -1,0 +1,202 @@
+"""The roll-call of a job that makes no progress: each rank writes its stacks, and the primary says who is where.
+
+A thread of each rank looks at the job's board a few times within `hang_timeout_s`. A rank that has not logged and not
+called `heartbeat` for so long calls the roll: it starts an episode there, once. Every rank then writes its stacks by
+`faulthandler`, and the primary groups them.
+
+The thread cannot run on a rank that holds the GIL. There `faulthandler`'s own C thread writes the stacks, since the
+thread has not put its deadline off; and the primary of the same machine reads them from the file.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flyteplugins_tracking._job import stacks
+from flyteplugins_tracking._job.board import Board, board_directory, nearest_board
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._runs import progress
+from flyteplugins_tracking._runs.calls import TrackedCall
+from flyteplugins_tracking._util import proc
+
+logger = logging.getLogger(__name__)
+
+_TOPIC = "hang"
+# How often the thread looks, within `hang_timeout_s`.
+_LOOKS = 5
+# How long the primary waits for the other ranks' stacks, in parts of `hang_timeout_s`, and at most.
+_ANSWER_SHARE, _LONGEST_ANSWER_S = 1.0, 10.0
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class RollCall:
+    """What the ranks have answered.
+
+    Attributes:
+        verdict: Who is where, in one line.
+        text: The verdict, and the stacks of all ranks.
+    """
+
+    verdict: str
+    text: str
+
+
+class HangMonitor:
+    """Watches the progress of this rank, and answers when a roll is called."""
+
+    def __init__(
+        self,
+        info: DistributedInfo,
+        timeout_s: float,
+        report: Callable[[RollCall], None] | None,
+        has_run: bool,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            info: This rank.
+            timeout_s: `hang_timeout_s`.
+            report: What the primary does with the answers; None on the other ranks.
+            has_run: Whether this rank logs. If it does not, only its heartbeats tell that it hangs.
+        """
+        self._info = info
+        self._timeout_s = timeout_s
+        self._report = report
+        self._has_run = has_run
+        self._thread_id = threading.get_ident()  # the thread that runs the decorated function
+        self._started_s = time.monotonic()
+        self._directory = board_directory(info, os.environ)
+        self._file = tempfile.NamedTemporaryFile(prefix="flyteplugins-tracking-stacks-", suffix=".txt")  # noqa: SIM115
+        self._stopped = threading.Event()
+        self._alarmed_at = -1.0  # the progress that was the last one when this rank has called the roll
+        self._thread = threading.Thread(target=self._watch, name="flyteplugins_tracking.hang", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        self._thread.join(self._timeout_s)
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+
+    def _watch(self) -> None:
+        progress.ignore_this_thread()  # what it reports with the run is no progress
+        with suppress(RuntimeError, OSError, ImportError):  # the store goes when the job ends
+            board = nearest_board(self._info, os.environ, f"{_TOPIC}/{self._attempt()}", self._directory)
+            board.put(
+                f"place/{self._info.rank}",
+                json.dumps([socket.gethostname(), os.getpid(), self._thread_id, self._file.name]),
+            )
+            answered = board.count("episodes")
+            while not self._stopped.wait(self._timeout_s / _LOOKS):
+                was_blocked = self._put_off()
+                episode = board.count("episodes")
+                # While this rank was blocked, others may have called the roll: then it only answers.
+                if episode == answered and self._is_silent(was_blocked) and board.count(f"claims/{episode}", 1) == 1:
+                    episode = board.count("episodes", 1)
+                if episode > answered:
+                    answered = episode
+                    self._answer(board, episode, was_blocked)
+
+    def _attempt(self) -> str:
+        """A name for this attempt of the job that its ranks agree on, as far as one machine's do."""
+        return f"{self._info.job_id}/{self._info.restart_count}"
+
+    def _put_off(self) -> bool:
+        """Put off `faulthandler`'s deadline. Returns whether it has passed: somebody has held the GIL."""
+        was_blocked = os.fstat(self._file.fileno()).st_size > 0
+        faulthandler.cancel_dump_traceback_later()
+        if not was_blocked:
+            faulthandler.dump_traceback_later(self._timeout_s, file=self._file, exit=False)
+        return was_blocked
+
+    def _is_silent(self, was_blocked: bool) -> bool:
+        """Whether this rank calls the roll: once, until it has made progress again."""
+        last_s = progress.last_progress()
+        if last_s < self._started_s:
+            last_s = self._started_s if self._has_run else 0.0
+        is_late = last_s > 0 and time.monotonic() - last_s > self._timeout_s and last_s != self._alarmed_at
+        if is_late:
+            self._alarmed_at = last_s
+        return is_late or was_blocked
+
+    def _answer(self, board: Board, episode: int, was_blocked: bool) -> None:
+        if not was_blocked:
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback(file=self._file, all_threads=True)
+        dump = Path(self._file.name).read_text(errors="replace")
+        os.ftruncate(self._file.fileno(), 0)
+        os.lseek(self._file.fileno(), 0, os.SEEK_SET)
+        where = stacks.place(stacks.frames_of(dump, self._thread_id))
+        board.put(f"stacks/{episode}/{self._info.rank}", json.dumps({"place": f"at {where}", "dump": dump}))
+        if self._report is not None:
+            try:
+                self._report(self._roll_call(board, episode))
+            except Exception:
+                logger.warning("the run does not show where the ranks are", exc_info=True)
+
+    def _roll_call(self, board: Board, episode: int) -> RollCall:
+        answers: dict[int, Mapping[str, Any]] = {}
+        deadline = time.monotonic() + min(self._timeout_s * _ANSWER_SHARE, _LONGEST_ANSWER_S)
+        while len(answers) < self._info.world_size and time.monotonic() < deadline and not self._stopped.is_set():
+            time.sleep(_POLL_S)
+            for rank in range(self._info.world_size):
+                text = None if rank in answers else board.get(f"stacks/{episode}/{rank}")
+                if text is not None:
+                    answers[rank] = json.loads(text)
+        for rank in range(self._info.world_size):
+            if rank not in answers:
+                answers[rank] = _silent_rank(board, rank)
+        line = f"no progress for {self._timeout_s:g} s: "
+        line += stacks.verdict({rank: str(answer["place"]) for rank, answer in answers.items()})
+        dumps = [f"rank {rank}\n{answers[rank]['dump']}" for rank in sorted(answers) if answers[rank]["dump"]]
+        return RollCall(line, "\n\n".join([line, *dumps]))
+
+
+def monitor_of(call: TrackedCall, timeout_s: float) -> HangMonitor:
+    """Return the monitor of a call that has begun: on the first primary, it reports with the run."""
+    run = call.run
+    # A process alone answers its own roll.
+    info = call.info or DistributedInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    is_first = run is not None and run.plan.primary and (run.config.run_mode != "new" or info.rank == 0)
+
+    def report(roll_call: RollCall) -> None:
+        if run is not None:
+            logger.error("%s: %s", run.tracker, roll_call.verdict)
+            run.handle.record_event("hang", {"hang/verdict": roll_call.verdict}, roll_call.text)
+
+    return HangMonitor(info, timeout_s, report if is_first else None, has_run=run is not None)
+
+
+def _silent_rank(board: Board, rank: int) -> dict[str, str]:
+    """What can be told of a rank that does not answer: from this machine, if it is here."""
+    text = board.get(f"place/{rank}")
+    if text is None:
+        return {"place": "has not entered the function", "dump": ""}
+    host, pid, thread_id, file = json.loads(text)
+    if host != socket.gethostname():
+        return {"place": "does not answer", "dump": ""}
+    state = proc.state(pid)
+    if not state:
+        return {"place": "has ended", "dump": ""}
+    if state in ("T", "t"):
+        return {"place": "is stopped by a signal", "dump": ""}
+    with suppress(OSError):
+        dump = Path(file).read_text(errors="replace")
+        frames = stacks.frames_of(dump, thread_id)
+        if frames:
+            return {"place": f"holds the GIL at {stacks.place(frames)}", "dump": dump}
+    return {"place": "does not answer", "dump": ""}
