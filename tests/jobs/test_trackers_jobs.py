@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sqlite3
 import sys
 from contextlib import closing
@@ -22,10 +23,10 @@ from flyteplugins_tracking import (
     tracking_config,
     tracking_init,
 )
+from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 from flyteplugins_tracking.send import main as send
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
-from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.journal import open_or_keep
 
 BUILT_IN = sorted(registry._BUILT_IN)
@@ -213,11 +214,8 @@ def test_a_line_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_be
 class Waiting:
     """Writers that are waited for until a signal comes."""
 
-    def __init__(self, handle: ClientHandle) -> None:
-        self._handle = handle
-
     def wait_for_run(self, *_: object) -> None:
-        self._handle.request = SimpleNamespace(watch=SimpleNamespace(terminated=True))
+        signal.raise_signal(signal.SIGTERM)
 
     def leave(self) -> None:
         pass
@@ -230,14 +228,15 @@ def test_a_run_that_is_terminated_while_it_waits_for_its_other_ranks_has_not_suc
 
     codes = []
     monkeypatch.setattr(JsonlHandle, "end", lambda _, code: codes.append(code))
+    monkeypatch.setattr(SigtermWatcher, "_exit_in_the_end", lambda _: None)
 
     @tracking_init(tracker="jsonl", project="waits", id="i")
     def train():
-        handle = get_run()._handle
-        handle._barrier = Waiting(handle)
+        get_run()._handle._barrier = Waiting()
 
-    train()
-    assert codes == [143]
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert (ended.value.code, codes) == (143, [143])
 
 
 def test_rows_that_are_kept_again_during_sending_are_reported_as_unsent(
