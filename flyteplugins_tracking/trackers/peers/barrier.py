@@ -37,10 +37,10 @@ class WriterBarrier:
         Args:
             board: Where the run's writers on all nodes leave their counts; None for none.
             label: This writer's name. The primary needs none.
-            others: The names of all the writers that the primary waits for.
+            others: The names of the writers that the primary waits for. A writer does not wait for itself.
         """
         self._board = board
-        self._label, self._others = label, others
+        self._label, self._others = label, [other for other in others if other != label]
         self._entry = 0
         self._is_primary = self.is_retry = False
 
@@ -52,7 +52,7 @@ class WriterBarrier:
             request: The run that is opened.
             title: The service's name. It separates the runs of two services.
             label: This writer's name.
-            others: The names of all the writers that the primary waits for.
+            others: The names of the writers that the primary waits for. A writer does not wait for itself.
         """
         topic = f"writers/{title}/{request.planned_run_id}"
         board = None if request.info is None else job_board(request.info, os.environ, topic)
@@ -71,9 +71,9 @@ class WriterBarrier:
         if info is None or config.run_mode != "shared":
             return None
         if config.rank_scope == "global":
-            label, others = f"rank-{info.rank}", [f"rank-{rank}" for rank in range(1, info.world_size)]
+            label, others = f"rank-{info.rank}", [f"rank-{rank}" for rank in range(info.world_size)]
         else:
-            local_ranks = range(1, info.local_world_size or 1)
+            local_ranks = range(info.local_world_size or 1)
             label, others = f"local-rank-{info.local_rank}", [f"local-rank-{rank}" for rank in local_ranks]
         return cls.entered(request, title, label, others)
 
