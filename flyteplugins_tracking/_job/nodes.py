@@ -34,6 +34,8 @@ def local_rank_of(rank: int, info: DistributedInfo, env: Env) -> int | None:
 
     A worker's ranks are consecutive, except where Slurm distributes them otherwise: it lists them.
     """
+    if rank == 0:
+        return 0 if info.worker_index == 0 else None
     listed = env.get("SLURM_GTIDS") if info.launcher == "slurm" else None
     if listed is not None:
         ranks = sorted(int(text) for text in listed.split(",") if text.strip().isdecimal())

@@ -135,9 +135,8 @@ def _final_status(run: OpenRun, exit_code: int, failure: Failure | None) -> int:
 
 def _record_failure(run: OpenRun, verdict: Verdict) -> None:
     rank = 0 if run.info is None else run.info.rank
-    if verdict.cause.rank != rank and (
-        run.config.run_mode != "new" or run.plan.first
-    ):  # Python prints the own traceback
+    is_own = verdict.cause.rank == rank  # Python prints its traceback
+    if not is_own and not _is_one_of_many(run):
         logger.error("%s: the run has failed: %s", run.tracker, verdict.text)
     try:
         run.handle.record_failure(verdict.summary, verdict.text)
@@ -147,12 +146,16 @@ def _record_failure(run: OpenRun, verdict: Verdict) -> None:
 
 def _print_how_to_view(run: OpenRun) -> None:
     """Print how to look at the run: one line a job, or one a worker where each worker has its run."""
-    is_one_of_many = run.config.run_mode == "new" and not run.plan.first
-    if not run.plan.primary or is_one_of_many or run.context.is_simulated:
+    if not run.plan.primary or _is_one_of_many(run) or run.context.is_simulated:
         return
     command = run.handle.how_to_view()
     if command:
         print(f"{run.tracker}: to look at run {run.handle.id}: {command}", file=sys.stderr)  # noqa: T201
+
+
+def _is_one_of_many(run: OpenRun) -> bool:
+    """Whether each rank has its run, and this is not the first: a line for each would be too many."""
+    return run.config.run_mode == "new" and not run.plan.first
 
 
 def _summary(run: OpenRun, exit_code: int) -> Mapping[str, Any] | None:

@@ -42,7 +42,9 @@ class Job:
     def __init__(self, backend: Backend, directory: Path, scenario: str, *options: str) -> None:
         self.backend = backend
         self.directory = directory
-        self.project = f"{scenario}-{secrets.token_hex(3)}"  # no other test's, whose run would be this one too
+        self.project = (
+            f"{scenario.replace(' ', '-')}-{secrets.token_hex(3)}"  # no other test's, whose run would be this one too
+        )
         agent = jobs.torchrun("--standalone", f"--nproc-per-node={RANKS}", "--monitor-interval=0.1", *options)
         script = [str(CONFORM), scenario, backend.name, backend.package, self.project]
         env = backend.environment()
@@ -136,6 +138,26 @@ def test_each_mode_and_scope_has_its_runs_with_every_row_once(modes, mode, scope
         assert runs[run_id].config["lr"] == 0.1
         assert runs[run_id].config["restart_count"] == 0
         assert runs[run_id].config["distributed"]["world_size"] == RANKS
+
+
+@default_for("mlflow")
+def test_the_last_rank_can_be_the_primary(backend, tmp_path):
+    job = Job(backend, tmp_path, "last rank")
+    done = job.ended()
+    assert done.returncode == 0, done.output
+    runs = {run.id: run for run in job.runs}
+    ran = [(mode, scope, int(rank), has_run) for what, mode, scope, rank, has_run, *_ in job.notes() if what == "ran"]
+    in_auto = sorted((scope, rank) for mode, scope, rank, has_run in ran if (mode, has_run) == ("auto", "True"))
+    assert in_auto == [("global", RANKS - 1), ("worker", RANKS - 1)]
+    assert set(runs) == {f"{mode}-{scope}" for mode in ("auto", "shared") for scope in ("global", "worker-worker-0")}
+    logged: Counter[tuple[str, int]] = Counter()
+    for run_id, run in runs.items():
+        writers = range(RANKS) if run_id.startswith("shared") else [RANKS - 1]
+        assert {key for key, _ in run.points} == {f"rank{rank}" for rank in writers}
+        assert set(run.points.values()) == {1}
+        assert (run.status, run.ends or 1, run.config["primary"]) == ("finished", 1, RANKS - 1)
+        logged += run.points
+    assert logged == job.logged() == job.logged("logs")
 
 
 def test_a_rank_without_a_run_loads_nothing_of_the_vendor(backend, modes):

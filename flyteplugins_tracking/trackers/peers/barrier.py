@@ -83,6 +83,7 @@ class WriterBarrier:
         if self._board is not None:
             with suppress(RuntimeError):
                 self._entry = self._board.count("entries", 1)
+                self._board.count(f"entries/{self._label}", 1)  # in another attempt, it may not be the primary
 
     def enter(self) -> None:
         """Enter as another writer."""

@@ -126,8 +126,8 @@ class SharedHandle(WandbHandle):
         elif ranks or (server.missing and exit_code == 0):
             logger.warning(
                 "W&B: run %s ends now, finish_timeout_s=%g after the function of its node's local rank %d has "
-                "returned. What these ranks log from now on is lost: %s. Number of ranks of the node that have not called the "
-                "function: %d.",
+                "returned. What these ranks log from now on is lost: %s. Number of ranks of the node that have not "
+                "called the function: %d.",
                 self.id,
                 timeout_s,
                 self._request.node_leader,
