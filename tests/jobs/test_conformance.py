@@ -146,8 +146,9 @@ def test_the_last_rank_can_be_the_primary(backend, tmp_path):
     done = job.ended()
     assert done.returncode == 0, done.output
     runs = {run.id: run for run in job.runs}
-    ran = [(mode, scope, int(rank), has_run) for what, mode, scope, rank, has_run, *_ in job.notes() if what == "ran"]
-    in_auto = sorted((scope, rank) for mode, scope, rank, has_run in ran if (mode, has_run) == ("auto", "True"))
+    in_auto = sorted(
+        (line[2], int(line[3])) for line in job.notes() if line[:2] == ["ran", "auto"] and line[4] == "True"
+    )
     assert in_auto == [("global", RANKS - 1), ("worker", RANKS - 1)]
     assert set(runs) == {f"{mode}-{scope}" for mode in ("auto", "shared") for scope in ("global", "worker-worker-0")}
     logged: Counter[tuple[str, int]] = Counter()
