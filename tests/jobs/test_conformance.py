@@ -36,17 +36,20 @@ def default_for(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("backend", params, indirect=True, scope="module")
 
 
+FIRST_AND_LAST = pytest.mark.parametrize("primary", ["first", pytest.param("last", marks=pytest.mark.full)])
+
+
 class Job:
     """`conformance_job.py` under torchrun."""
 
-    def __init__(self, backend: Backend, directory: Path, scenario: str, *options: str) -> None:
+    def __init__(self, backend: Backend, directory: Path, scenario: str, *options: str, primary: str = "") -> None:
         self.backend = backend
         self.directory = directory
         self.project = (
             f"{scenario.replace(' ', '-')}-{secrets.token_hex(3)}"  # no other test's, whose run would be this one too
         )
         agent = jobs.torchrun("--standalone", f"--nproc-per-node={RANKS}", "--monitor-interval=0.1", *options)
-        script = [str(CONFORM), scenario, backend.name, backend.package, self.project]
+        script = [str(CONFORM), scenario, backend.name, backend.package, self.project, primary]
         env = backend.environment()
         if scenario == "missing":
             env = backend.missing(directory)
@@ -169,9 +172,10 @@ def test_a_rank_without_a_run_loads_nothing_of_the_vendor(backend, modes):
     )
 
 
+@FIRST_AND_LAST
 @default_for("wandb")
-def test_a_restart_continues_the_run(backend, tmp_path):
-    job = Job(backend, tmp_path, "restart", "--max-restarts=1")
+def test_a_restart_continues_the_run(backend, tmp_path, primary):
+    job = Job(backend, tmp_path, "restart", "--max-restarts=1", primary=primary)
     done = job.ended()
     assert done.returncode == 0, done.output
     (run,) = job.runs
@@ -189,9 +193,10 @@ def test_an_exception_is_a_failure(modes):
     assert (failed.status, failed.ends or 1) == ("failed", 1)
 
 
+@FIRST_AND_LAST
 @default_for("wandb", "pluto")
-def test_sigterm_ends_the_run_with_all_its_rows(backend, tmp_path):
-    job = Job(backend, tmp_path, "sigterm")
+def test_sigterm_ends_the_run_with_all_its_rows(backend, tmp_path, primary):
+    job = Job(backend, tmp_path, "sigterm", primary=primary)
     job.wait_until_all_log()
     os.kill(job.process.pid, signal.SIGTERM)
     done = job.ended()
