@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from support import jobs
-from support.harness import ENDS, Job, ends, job, torchrun
+from support.harness import ENDS, Job, ends, job, python, torchrun
 from support.wandb_server import WandbServer
 
 RANKS = 4
@@ -99,6 +99,25 @@ def test_the_last_rank_waits_for_the_others(tmp_path, nodes):
         for rank in range(RANKS - 1):
             started.wait_for(f"ready {rank} 0")
         started.log_more(rows=20, but_not=started.wait_for("ready 3 0"))
+        (run,) = started.server.runs
+        assert not run.completed
+        started.go()
+        found = started.outcome()
+        assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
+        assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
+
+
+def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_run(tmp_path):
+    """Three nodes without an agent, whose only store is the process group's."""
+    with job(tmp_path) as started:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.free_port()), "WORLD_SIZE": "3"}
+        how = ends({"1": "until go", "*": "return"}, group=True, tracking={**SHARED, "finish_timeout_s": 600})
+        for rank in range(3):
+            place = {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            started.start(python(), {**address, **place, "GROUP_WORLD_SIZE": "3"}, **how)
+        started.wait_for("returns", 2)
+        (late,) = started.wait_for("ready 1 0")
+        started.log_more(rows=20, but_not=set(started.notes()) - {late})
         (run,) = started.server.runs
         assert not run.completed
         started.go()

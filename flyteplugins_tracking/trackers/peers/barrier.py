@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from flyteplugins_tracking._job.board import Board, job_board
+from flyteplugins_tracking._job.store import hosts_job_store
 from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ class WriterBarrier:
     compares them with the counts of its own attempt. A writer that has come and gone before the primary entered is
     recognized too, and not waited for.
 
+    The store may be the process group's own, which ends with the process of rank 0. If another rank is the primary,
+    rank 0 stays until the primary has ended the run.
+
     Attributes:
         is_retry: Whether the run may exist from an earlier attempt. The service itself would also call a run "resumed"
             that another writer has just created.
@@ -41,8 +45,8 @@ class WriterBarrier:
         """
         self._board = board
         self._label, self._others = label, [other for other in others if other != label]
-        self._entry = 0
-        self._is_primary = self.is_retry = False
+        self._entry = self._ends = 0
+        self._is_primary = self.is_retry = self._hosts_board = False
 
     @classmethod
     def entered(cls, request: RunRequest, title: str, label: str, others: Sequence[str]) -> WriterBarrier:
@@ -61,6 +65,7 @@ class WriterBarrier:
             barrier.enter_as_primary()
         else:
             barrier.enter()
+            barrier._hosts_board = request.info is not None and hosts_job_store(request.info, os.environ)
         barrier.is_retry |= request.is_retry
         return barrier
 
@@ -91,14 +96,27 @@ class WriterBarrier:
             with suppress(RuntimeError):
                 entries = self._board.count(f"entries/{self._label}", 1)
                 self.is_retry = entries > 1 or self._board.count("entries") > 1
+                self._ends = self._board.count("ends")
 
     def leave(self) -> None:
-        """Report that this writer has written all its rows. The primary does not report."""
-        if self._board is None or self._is_primary:
+        """Report that this writer has written all its rows, or, on the primary, that the run has ended."""
+        if self._board is None:
             return
         with suppress(RuntimeError):
+            if self._is_primary:
+                self._board.count("ends", 1)
+                return
             entries = self._board.count("entries")
             self._board.put(f"left/{self._label}", f"{entries} {self._board.count(f'entries/{self._label}')}")
+
+    def stay(self, timeout_s: float, watch: SigtermWatch) -> None:
+        """After `leave`, on the rank that hosts the board, wait until the primary has ended the run."""
+        if self._board is None or self._is_primary or not self._hosts_board:
+            return
+        deadline = time.monotonic() + timeout_s
+        with suppress(RuntimeError):
+            while self._board.count("ends") <= self._ends and not watch.terminated and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float, watch: SigtermWatch) -> list[str]:
         """On the primary, wait until the others have left, at most `timeout_s` and not after a SIGTERM.

@@ -104,6 +104,8 @@ class SharedHandle(WandbHandle):
         finally:
             if self._barrier is not None:
                 self._barrier.leave()
+                if exit_code == 0:
+                    self._barrier.stay(self._request.config.finish_timeout_s, self._request.watch)
             if self._server is not None:
                 self._server.close()
             if self._offline and self._role.has_peers and self._request.plan.primary and self._request.info:
