@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking._config.config import IfUnavailable, TrackingConfig
 from flyteplugins_tracking._flyte import context as flyte_context
-from flyteplugins_tracking._job.plan import RankScope, RunMode
+from flyteplugins_tracking._job.plan import PrimaryRank, RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.lifecycle import RunScope, publish_files
 from flyteplugins_tracking.trackers.base import Tracker
@@ -27,6 +27,7 @@ def tracking_init(
     tracker: str | Tracker = "wandb",
     run_mode: RunMode = "auto",
     rank_scope: RankScope = "global",
+    primary_rank: PrimaryRank = 0,
     id: str | None = None,
     project: str | None = None,
     group: str | None = None,
@@ -58,9 +59,13 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         function: The function or task, if the decorator is used without arguments.
         tracker: The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry
             point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`.
-        run_mode: "auto": one run for the scope, on its first rank. "new": a run for every rank. "shared": one run
-            for the scope, on all its ranks.
+        run_mode: "auto": one run for the scope, on its primary rank. "new": a run for every rank. "shared": one run
+            for the scope, on all its ranks; the primary ends it.
         rank_scope: "global": the scope is the whole job. "worker": it is each worker (= node).
+        primary_rank: The scope's primary: a rank, or with rank_scope="worker" a local rank. Negative numbers count
+            from the end: -1 is the last rank, which has the loss in pipeline parallelism. Or a callable of
+            `DistributedInfo` that returns such an int, the same on every rank of the scope; it is called once per
+            call, before the run is opened. No effect with "new" and outside a distributed job.
         id: The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on
             one.
         project: The runs' project.
@@ -86,7 +91,8 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
 
     Raises:
         ConfigError: At decoration: an argument is invalid, or the object cannot be tracked.
-        TopologyError: At the call: the launcher's variables are incomplete or contradict each other.
+        TopologyError: At the call: the launcher's variables are incomplete or contradict each other, or the job has no
+            rank `primary_rank`.
         IdentityError: At the call: the ranks cannot agree on a run id.
         TrackerUnavailableError: At the call: the service cannot be reached, or has no valid API key.
         TrackerNotInstalledError: At the call: the tracker's package is missing.

@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args
 
-from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES, RankScope, RunMode
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.plan import (
+    RANK_SCOPES,
+    RUN_MODES,
+    PrimaryRank,
+    RankScope,
+    RunMode,
+    primary_rank_of,
+)
 from flyteplugins_tracking._util.checks import check_choice, check_flag, check_seconds, check_text, check_texts
 from flyteplugins_tracking.errors import ConfigError
 
@@ -25,6 +33,8 @@ class TrackingConfig:
         tracker: The tracker's name, or a `Tracker`.
         run_mode: Which ranks of the scope have a run: as for `flyteplugins_tracking.plan`.
         rank_scope: Whether the scope is the job or the worker: as for `flyteplugins_tracking.plan`.
+        primary_rank: The scope's primary, or a callable that returns it: as for `flyteplugins_tracking.plan`. In the
+            config that a tracker gets, it is the primary's number in its scope, from 0.
         id: The base id; None if the ranks shall agree on one.
         project: The project of the runs; None for the tracker's default.
         group: The group of the runs; None for the plan's.
@@ -48,6 +58,7 @@ class TrackingConfig:
     tracker: Any = "wandb"
     run_mode: RunMode = "auto"
     rank_scope: RankScope = "global"
+    primary_rank: PrimaryRank = 0
     id: str | None = None
     project: str | None = None
     group: str | None = None
@@ -70,6 +81,7 @@ class TrackingConfig:
     def __post_init__(self) -> None:
         check_choice("run_mode", self.run_mode, RUN_MODES)
         check_choice("rank_scope", self.rank_scope, RANK_SCOPES)
+        _check_primary_rank(self.primary_rank)
         check_choice("if_unavailable", self.if_unavailable, get_args(IfUnavailable))
         check_seconds("init_timeout_s", self.init_timeout_s)
         check_seconds("finish_timeout_s", self.finish_timeout_s)
@@ -127,6 +139,18 @@ class TrackingConfig:
         """
         overrides = {name: value for name, value in parent.items() if name != "id"}
         return replace(self, config={}).with_overrides(overrides)
+
+    def in_world(self, info: DistributedInfo | None) -> TrackingConfig:
+        """Return this config with `primary_rank` as the primary's number, from 0, in the scope of the rank `info`.
+
+        A callable is called here, and nowhere else.
+
+        Raises:
+            ConfigError: The callable has returned anything but an int.
+            TopologyError: The scope does not have this rank.
+        """
+        primary = primary_rank_of(info, self.run_mode, self.rank_scope, self.primary_rank)
+        return self if primary == self.primary_rank else replace(self, primary_rank=primary)
 
 
 # The arguments that `tracking_init` has for every tracker.
@@ -204,6 +228,15 @@ def _plain_object(value: Any, path: str, parents: tuple[int, ...]) -> Any:
         return float(value) if isinstance(value, float) else int(value)
     raise ConfigError(
         f"{path} is a {type(value).__name__}: JSON cannot hold it. Pass text, numbers, lists or mappings."
+    )
+
+
+def _check_primary_rank(value: object) -> None:
+    if callable(value) or (isinstance(value, int) and not isinstance(value, bool)):
+        return
+    raise ConfigError(
+        f"primary_rank must be an int such as 0, or -1 for the last rank; or a callable that takes a DistributedInfo "
+        f"and returns such an int; got {value!r}"
     )
 
 

@@ -230,7 +230,7 @@ def propagate(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _show(title: str, html: str) -> None:
-    """Add a tab to the report. The process that stores its report last wins: rank 0."""
+    """Add a tab to the report. The process that stores its report last wins: the first run's primary."""
     report = importlib.import_module("flyte.report")
     report.get_tab(title).log(html)
     # flyte does not store the report of a worker or of a task that fails. In local mode, flyte's loop may wait for us.
@@ -291,7 +291,9 @@ def run_links(config: TrackingConfig, workers: NodeRequest | None, task: Any) ->
         return
     relevant_names = (propagation.CONFIG, *tracker.run_id_variables)
     variables = {name: value for name, value in (task.env_vars or {}).items() if name in relevant_names}
-    title, config = tracker.title, replace(config, secret=None, given=config.given - {"secret"})
+    title = tracker.title
+    # A link is pickled, and its pages do not depend on these: a callable may be one that cannot be pickled.
+    config = replace(config, secret=None, primary_rank=0, given=config.given - {"secret", "primary_rank"})
     for index, page in enumerate(pages(workers, config.run_mode, config.rank_scope, "")):
         name = title if page.worker_index is None else f"{title} worker {page.worker_index}"
         yield TrackingLink(name, config, workers, index, variables)

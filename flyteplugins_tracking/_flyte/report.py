@@ -1,10 +1,14 @@
-"""The report of a Flyte task: a table of the job's runs, as HTML. The other ranks send their runs to rank 0."""
+"""The report of a Flyte task: a table of the job's runs, as HTML.
+
+The primary of the job's first run shows it. The other ranks send their runs to that one.
+"""
 
 from __future__ import annotations
 
 import html
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -15,11 +19,13 @@ from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._runs.context import EndedRun
 
 TITLE = "Tracking"
-# How long rank 0 waits for the end of the others' runs.
+# How long the first primary waits for the end of the others' runs.
 _WAIT_S = 5.0
 _POLL_S = 0.05
 # How many values of a summary are shown.
 _MAX_VALUES = 12
+# The number of pages that this process has shown for another rank, by topic: the page of each call is another one.
+_relayed: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -48,26 +54,58 @@ class Outcome:
         return cls(run_id, rank, exit_code, url, dict(list(shown.items())[:_MAX_VALUES]))
 
 
-def show_run(show: Callable[[str, str], None], run: EndedRun) -> None:
-    """On rank 0, show the runs of all ranks; on the others, send this rank's run to rank 0.
+def show_run(show: Callable[[str, str], None], run: EndedRun, *, of_rank_0: bool = False) -> None:
+    """On the first run's primary, show the runs of all ranks; on the others, send this rank's run to it.
 
     Args:
         show: Shows HTML in a tab of the task's report or deck, by its title.
         run: This rank's run.
+        of_rank_0: Whether only rank 0 can show HTML. A primary on another rank sends the page to it: see `relay`.
     """
     info = run.info
     outcome = Outcome.of(run.id, run.url, 0 if info is None else info.rank, run.exit_code, run.summary)
-    topic = f"report/{run.tracker}/{info.restart_count if info else 0}"
-    board = job_board(info, os.environ, topic) if info is not None and run.other_runs else None
-    if info is not None and info.rank != 0:
+    board = job_board(info, os.environ, _topic(run.tracker, info)) if info is not None and run.other_runs else None
+    if not run.is_first:
         send(board, outcome)
         return
     others = gather(board, run.other_runs) if board is not None else []
-    show(TITLE, page(run.tracker, info, run.attempt, [outcome, *others], run.other_runs - len(others)))
+    html_page = page(run.tracker, info, run.attempt, [outcome, *others], run.other_runs - len(others))
+    if of_rank_0 and info is not None and info.rank != 0:
+        _send_page(run.tracker, info, html_page)
+    else:
+        show(TITLE, html_page)
+
+
+def relay(show: Callable[[str, str], None], tracker: str, info: DistributedInfo, timeout_s: float) -> None:
+    """On rank 0, show the page that the first run's primary, another rank, sends within `timeout_s` from now."""
+    topic = _pages_topic(tracker, info)
+    board = job_board(info, os.environ, topic)
+    if board is None:
+        return
+    _relayed[topic] += 1
+    with suppress(RuntimeError):
+        pages = board.wait_for_texts(_relayed[topic], timeout_s + _WAIT_S)
+        if len(pages) >= _relayed[topic]:
+            show(TITLE, pages[_relayed[topic] - 1])
+
+
+def _send_page(tracker: str, info: DistributedInfo, html_page: str) -> None:
+    board = job_board(info, os.environ, _pages_topic(tracker, info))
+    if board is not None:
+        with suppress(RuntimeError):
+            board.append(html_page)
+
+
+def _topic(tracker: str, info: DistributedInfo | None) -> str:
+    return f"report/{tracker}/{info.restart_count if info else 0}"
+
+
+def _pages_topic(tracker: str, info: DistributedInfo) -> str:
+    return f"report-pages/{tracker}/{info.restart_count}"
 
 
 def send(board: Board | None, outcome: Outcome) -> None:
-    """Send an outcome to rank 0."""
+    """Send an outcome to the first run's primary."""
     if board is not None:
         with suppress(RuntimeError):
             board.append(json.dumps(asdict(outcome)))
@@ -85,7 +123,7 @@ def page(tracker: str, info: DistributedInfo | None, attempt: int, outcomes: Seq
 
     Args:
         tracker: The tracker's title.
-        info: Rank 0; None outside a distributed job.
+        info: The first run's primary; None outside a distributed job.
         attempt: The attempt of the task, from 0.
         outcomes: The runs that have ended.
         missing: The number of runs that had not ended in time.

@@ -66,13 +66,19 @@ def tracking_config(**options: Any) -> PropagatedConfig:
     that order.
 
     Args:
-        **options: The arguments of `tracking_init`, except `secret=`, which cannot be propagated as text.
+        **options: The arguments of `tracking_init`, except `secret=` and a callable `primary_rank=`, which cannot be
+            propagated as text.
 
     Raises:
         ConfigError: An argument cannot work, or JSON cannot hold it.
     """
     if "secret" in options:
         raise ConfigError("secret= is read where the run is opened, and is not propagated: pass it to tracking_init")
+    if callable(options.get("primary_rank")):
+        raise ConfigError(
+            "primary_rank= is a callable, which cannot be propagated as text: propagate an int such as -1, or pass the "
+            "callable to tracking_init"
+        )
     config = TrackingConfig.from_arguments(options)
     check_propagated(config)
     return PropagatedConfig(propagation.CONFIG, config.arguments, "tracking_config")

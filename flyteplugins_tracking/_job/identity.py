@@ -61,8 +61,7 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
     """
     if info is None:
         return Identity(None)
-    alone = info.num_workers == 1 or not agreement
-    base_id = RUN_ID_SOURCES.get(info.launcher, _without_job_name)(info, env, alone)
+    base_id = RUN_ID_SOURCES.get(info.launcher, _without_job_name)(info, env, agreement)
     if base_id is None and agreement:
         if info.launcher == "lightning":
             # It starts the other ranks when the first one's run is already open, as the run of a single process.
@@ -87,7 +86,12 @@ def readable(*parts: str | None) -> str:
     return f"{text[: _MAX_LENGTH - 9].rstrip('-.')}-{_digest(text)}"
 
 
-def _torchelastic(info: DistributedInfo, env: Env, alone: bool) -> str | None:
+def _is_alone(info: DistributedInfo, agreement: bool) -> bool:
+    """Return whether what this machine knows is enough: no rank of another one needs the id."""
+    return info.num_workers == 1 or not agreement
+
+
+def _torchelastic(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
     """Join the run id ("none" for a static rendezvous) and a token, since constant run ids are common.
 
     Each rank offers a token to these stores in turn. The first token that a store receives stays there:
@@ -107,7 +111,7 @@ def _torchelastic(info: DistributedInfo, env: Env, alone: bool) -> str | None:
     if agents is not None:
         token = _agree(agents, token or _random_token())
     elif token is None:
-        token = _agent_token(env) if alone else _from_rank_0(info, _agent_token(env))
+        token = _agent_token(env) if _is_alone(info, agreement) else _from_rank_0(info, _agent_token(env))
     return None if token is None else readable(name, token)
 
 
@@ -134,26 +138,29 @@ def _slurm(info: DistributedInfo, env: Env, _: bool) -> str | None:
     return readable("slurm", env.get("SLURM_CLUSTER_NAME"), info.job_id, env.get("SLURM_STEP_ID"))
 
 
-def _job_name(info: DistributedInfo, env: Env, alone: bool) -> str | None:
-    return readable(info.job_id) if info.job_id else _without_job_name(info, env, alone)
+def _job_name(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
+    return readable(info.job_id) if info.job_id else _without_job_name(info, env, agreement)
 
 
-def _openmpi(info: DistributedInfo, env: Env, alone: bool) -> str | None:
+def _openmpi(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
     """Join the namespace and, on one node, mpirun's process.
 
     The namespace is the same on all nodes. It is made from mpirun's host and process id, which may be reused.
     """
     if not info.job_id:
-        return _without_job_name(info, env, alone)
+        return _without_job_name(info, env, agreement)
     return readable("mpi", info.job_id, _launcher_process(info) if info.num_workers == 1 else None)
 
 
-def _without_job_name(info: DistributedInfo, _: Env, alone: bool) -> str | None:
-    """Use the ranks' process group or, on one node, the launcher's process."""
-    token = _from_rank_0(info, _random_token())
+def _without_job_name(info: DistributedInfo, _: Env, agreement: bool) -> str | None:
+    """Use the ranks' process group or, on one node, the launcher's process.
+
+    Without agreement the primary, which may be any rank, does not wait for rank 0: that one has no run, and sends none.
+    """
+    token = _from_rank_0(info, _random_token(), waits=agreement)
     if token is not None:
         return readable(info.launcher, token)
-    process = _launcher_process(info) if alone else None
+    process = _launcher_process(info) if _is_alone(info, agreement) else None
     return None if process is None else readable(info.launcher, process)
 
 
@@ -182,8 +189,13 @@ RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = 
 _ONE_PROCESS_PER_JOB = ("horovod", "openmpi", "mvapich", "mpich")
 
 
-def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
+def _from_rank_0(info: DistributedInfo, token: str | None, *, waits: bool = True) -> str | None:
     """Return rank 0's `token`, through the store of a process group that the user's code initialised for all ranks.
+
+    Args:
+        info: This rank.
+        token: The token of this rank.
+        waits: Whether other ranks wait for rank 0's token. If not, the token of the first rank that calls this is used.
 
     Raises:
         IdentityError: Rank 0 did not call the decorated function in time.
@@ -194,7 +206,7 @@ def _from_rank_0(info: DistributedInfo, token: str | None) -> str | None:
     if dist.get_world_size() != info.world_size:
         return None
     store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 or not waits:
         return _agree(store, token)
     try:
         store.wait([_STORE_KEY], STORE_TIMEOUT)

@@ -36,19 +36,19 @@ def prefix_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gather_metrics(
-    metrics: Mapping[str, Any], stats: Sequence[Stat] = ("mean", "min", "max")
+    metrics: Mapping[str, Any], stats: Sequence[Stat] = ("mean", "min", "max"), *, primary_rank: int = 0
 ) -> dict[str, Number] | None:
     """Gather the metrics of all ranks into one row for `run.log` on the primary.
 
     This is a collective: every rank of the default process group must call it, in the same order among its other
-    collectives. It costs one `torch.distributed.gather_object`. The ranks are those of the process group; the primary
-    is its rank 0.
+    collectives. It costs one `torch.distributed.gather_object`. The ranks are those of the process group.
 
     Args:
         metrics: This rank's values: numbers, truth values (1 or 0), and tensors and arrays with one element, on any
             device. Ranks may have different keys; a statistic is over the ranks that have the key.
         stats: Some of "mean", "min", "max", "sum" and "std" (of the population). Only the primary's argument is used.
             NaN on one rank makes each statistic of that key NaN, as in NumPy.
+        primary_rank: The rank that gets the row, the same on every rank: as for `tracking_init`. -1 is the last rank.
 
     Returns:
         On the primary `{key}/{stat}` for each statistic and `rank_{rank}/{key}` for each rank that has the key; None
@@ -59,16 +59,19 @@ def gather_metrics(
             names that rank. The other ranks do not wait in vain. Or two metrics would have the same key.
     """
     dist = sys.modules.get("torch.distributed")
+    if isinstance(primary_rank, bool) or not isinstance(primary_rank, int):
+        raise ConfigError(f"primary_rank must be an int such as 0, or -1 for the last rank, got {primary_rank!r}")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         _check_stats(stats)
         return _numbers(metrics)
+    destination = _rank_of(primary_rank, dist.get_world_size())
     payload: dict[str, Number] | str
     failure = None
     try:
         stat_names, payload = _check_stats(stats), _numbers(metrics)
     except Exception as error:  # raised below: the others wait for this rank
         failure, payload = error, str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-    payloads = _gather(dist, payload)
+    payloads = _gather(dist, payload, destination)
     if payloads is None:
         if failure is not None:
             raise failure
@@ -131,14 +134,23 @@ def _number(key: str, value: Any) -> Number:
     return float(number) if isinstance(number, float) else int(number)
 
 
-def _gather(dist: Any, payload: dict[str, Number] | str) -> list[Any] | None:
+def _rank_of(primary_rank: int, world_size: int) -> int:
+    if not -world_size <= primary_rank < world_size:
+        raise ConfigError(
+            f"primary_rank={primary_rank} is not in the process group, whose ranks are 0 to {world_size - 1}, or "
+            f"{-world_size} to -1 from the end"
+        )
+    return primary_rank % world_size
+
+
+def _gather(dist: Any, payload: dict[str, Number] | str, destination: int) -> list[Any] | None:
     """Return the payload of each rank on the primary, and None on the other ranks."""
-    payloads = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    payloads = [None] * dist.get_world_size() if dist.get_rank() == destination else None
     # NCCL uses the current device. In another thread, or after the user's code, it may not be this rank's.
     device = getattr(dist.group.WORLD, "bound_device_id", None)
     on_device = device is not None and device.type == "cuda"
     with sys.modules["torch"].cuda.device(device) if on_device else contextlib.nullcontext():
-        dist.gather_object(payload, payloads, dst=0)
+        dist.gather_object(payload, payloads, dst=destination)
     return payloads
 
 

@@ -12,16 +12,19 @@ Four places outside of it change an id. The first three keep two runs from getti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking.errors import TopologyError
+from flyteplugins_tracking.errors import ConfigError, TopologyError
 
 RunMode = Literal["auto", "shared", "new"]
-"""Which ranks of the scope have a run: only the first, all in one run, or each its own."""
+"""Which ranks of the scope have a run: only the primary, all in one run, or each its own."""
 RankScope = Literal["global", "worker"]
 """The scope of a run: the whole job, or each worker (= node)."""
+PrimaryRank = int | Callable[[DistributedInfo], int]
+"""The scope's primary: a rank of the job, or a local rank of each worker. Negative numbers count from the end."""
 RUN_MODES: tuple[RunMode, ...] = get_args(RunMode)
 RANK_SCOPES: tuple[RankScope, ...] = get_args(RankScope)
 
@@ -37,6 +40,8 @@ class RunPlan:
         primary: Whether the run ends when this rank ends. One rank of each run is primary.
         label: This rank's name among the writers of its run, for instance "worker-0". None outside a distributed job.
         writers: How many ranks write to the run; 0 if this rank has no run. None if the launcher does not set it.
+        first: Whether this rank prints and reports what concerns the whole job: it is the primary of the job's first
+            run.
     """
 
     opens: bool
@@ -45,6 +50,7 @@ class RunPlan:
     primary: bool = False
     label: str | None = None
     writers: int | None = 0
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,16 +83,49 @@ class Page:
     worker_index: int | None = None
 
 
-def opens_run(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
+def primary_rank_of(
+    info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope, primary_rank: PrimaryRank
+) -> int:
+    """Return the primary's number in the scope of the rank `info`: its rank, or with "worker" its local rank.
+
+    Without a job, and with "new", where each rank has its own run, `primary_rank` has no effect: this returns 0, and
+    does not call it.
+
+    Raises:
+        ConfigError: `primary_rank` is a callable that returns anything but an int.
+        TopologyError: The scope does not have this rank.
+    """
+    if info is None or run_mode == "new":
+        return 0
+    _require_worker(info, rank_scope)
+    number = primary_rank(info) if callable(primary_rank) else primary_rank
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ConfigError(
+            f"primary_rank={primary_rank!r} returned {number!r} on rank {info.rank}: it must return the primary's rank "
+            "as an int, the same on every rank"
+        )
+    if number == 0:  # every scope has it, also if its size is unknown
+        return 0
+    size = _scope_size(info, rank_scope)
+    if size is None or not -size <= number < size:
+        raise _no_such_rank(info, rank_scope, number, size)
+    return number % size
+
+
+def opens_run(
+    info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope, primary_rank: PrimaryRank = 0
+) -> bool:
     """Return whether the rank `info` has a run. No run id is needed for that.
 
     Raises:
         TopologyError: As `plan`.
+        ConfigError: As `plan`.
     """
     if info is None:
         return True
     _require_worker(info, rank_scope)
-    return run_mode != "auto" or _is_first(info, rank_scope)
+    primary = primary_rank_of(info, run_mode, rank_scope, primary_rank)
+    return run_mode != "auto" or _position(info, rank_scope) == primary
 
 
 def plan(
@@ -95,6 +134,7 @@ def plan(
     rank_scope: RankScope,
     base_id: str | None,
     parent_id: str | None = None,
+    primary_rank: PrimaryRank = 0,
 ) -> RunPlan:
     """Return the plan of the rank `info`. It depends on the arguments alone.
 
@@ -103,30 +143,38 @@ def plan(
 
     Args:
         info: The rank; None outside a distributed job.
-        run_mode: "auto": the scope's first rank has the run. "shared": all ranks of the scope have the same run.
-            "new": every rank has its own.
+        run_mode: "auto": the scope's primary has the run. "shared": all ranks of the scope have the same run. "new":
+            every rank has its own.
         rank_scope: "global": the scope is the job. "worker": it is a worker (= node).
         base_id: The id that all ranks of the job agree on. None if the tracker shall make a random id.
         parent_id: The run of the calling task, if it has one. A task without workers of its own continues that run,
             unless `run_mode` is "new". The calling task ends it.
+        primary_rank: The scope's primary: a rank of the job or, with "worker", a local rank of each worker; or a
+            callable that returns it. Negative numbers count from the end of the scope. No effect with "new". The ids
+            do not depend on it.
 
     Raises:
-        TopologyError: `rank_scope` is "worker", and the launcher does not set which worker this is.
+        TopologyError: `rank_scope` is "worker", and the launcher does not set which worker this is. Or the scope does
+            not have the rank `primary_rank`.
+        ConfigError: `primary_rank` is a callable that returns anything but an int.
     """
     if info is None and parent_id is not None and run_mode != "new":
-        return RunPlan(opens=True, run_id=parent_id, writers=None)
+        return RunPlan(opens=True, run_id=parent_id, writers=None, first=True)
     if info is None:
-        return RunPlan(opens=True, run_id=base_id, primary=True, writers=1)
-    if not opens_run(info, run_mode, rank_scope):
+        return RunPlan(opens=True, run_id=base_id, primary=True, writers=1, first=True)
+    primary_rank = primary_rank_of(info, run_mode, rank_scope, primary_rank)
+    if not opens_run(info, run_mode, rank_scope, primary_rank):
         return RunPlan(opens=False)
+    is_primary = run_mode == "new" or _position(info, rank_scope) == primary_rank
     suffix, group_suffix = _suffixes(info, run_mode, rank_scope)
     return RunPlan(
         opens=True,
         run_id=_with_suffix(base_id, suffix),
         group=None if group_suffix is None else _with_suffix(base_id, group_suffix),
-        primary=run_mode == "new" or _is_first(info, rank_scope),
+        primary=is_primary,
         label=f"rank-{info.rank}" if info.worker_index is None else f"worker-{info.worker_index}",
         writers=_writers(info, run_mode, rank_scope),
+        first=info.rank == 0 if run_mode == "new" else is_primary and _is_in_first_scope(info, rank_scope),
     )
 
 
@@ -177,12 +225,40 @@ def _plan_of_first_rank(
 
 
 def needs_shared_id(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
-    """Return whether several ranks must know the same base id. False if only one rank has a run."""
+    """Return whether several ranks must know the same base id. False if only one rank, the primary, has a run."""
     return info is not None and (run_mode, rank_scope) != ("auto", "global")
 
 
-def _is_first(info: DistributedInfo, rank_scope: RankScope) -> bool:
-    return (info.rank if rank_scope == "global" else info.local_rank) == 0
+def _position(info: DistributedInfo, rank_scope: RankScope) -> int | None:
+    return info.rank if rank_scope == "global" else info.local_rank
+
+
+def _is_in_first_scope(info: DistributedInfo, rank_scope: RankScope) -> bool:
+    return rank_scope == "global" or info.worker_index == 0
+
+
+def _scope_size(info: DistributedInfo, rank_scope: RankScope) -> int | None:
+    """Return the number of ranks in the scope; None if the launcher does not set it."""
+    if rank_scope == "global":
+        return info.world_size
+    return info.world_size if info.num_workers == 1 else info.local_world_size
+
+
+def _no_such_rank(info: DistributedInfo, rank_scope: RankScope, number: int, size: int | None) -> TopologyError:
+    if size is None:
+        return TopologyError(
+            f"primary_rank={number} with rank_scope='worker', but {info.launcher} does not set how many ranks worker "
+            f"{info.worker_index} has. Use primary_rank=0, start with torchrun or srun, or set LOCAL_WORLD_SIZE in "
+            "each process."
+        )
+    if rank_scope == "worker":
+        place, kind = f"worker {info.worker_index}, whose local ranks", "local rank of each worker"
+    else:
+        place, kind = "this job, whose ranks", "rank of the job"
+    return TopologyError(
+        f"primary_rank={number} is not in {place} are 0 to {size - 1}, or {-size} to -1 from the end. Pass a {kind}; "
+        "-1 is the last one of every size."
+    )
 
 
 def _require_worker(info: DistributedInfo, rank_scope: RankScope) -> None:

@@ -31,6 +31,14 @@ def job_store(info: DistributedInfo, env: Env) -> Any:
     return store
 
 
+def hosts_job_store(info: DistributedInfo, env: Env) -> bool:
+    """Return whether the job's store ends with this process: it is the process group's own, which rank 0 hosts."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if info.rank != 0 or dist is None or not dist.is_available() or not dist.is_initialized():
+        return False
+    return job_store(info, env) is dist.distributed_c10d._get_default_store()
+
+
 def rendezvous_store(env: Env, timeout: timedelta = STORE_TIMEOUT) -> Any:
     """Return the store of a c10d rendezvous; None for another rendezvous. It stays when rank 0 moves to another node.
 

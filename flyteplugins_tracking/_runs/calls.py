@@ -109,6 +109,7 @@ class TrackedCall:
         watcher: Watches for SIGTERM during the call. Each call has its own start and stop.
         info: This rank; None outside a distributed job.
         restore: Undoes what the tracker has done on a rank without a run.
+        relay_report: On rank 0, shows the report of a primary that is another rank; None if there is nothing to show.
         pid: The process that the call began in; a forked child must not end it.
     """
 
@@ -120,6 +121,7 @@ class TrackedCall:
     watcher: SigtermWatcher | AsyncioSigtermWatcher | None = None
     info: DistributedInfo | None = None
     restore: Callable[[], object] | None = None
+    relay_report: Callable[[], object] | None = None
     pid: int = field(default_factory=os.getpid)
 
 

@@ -135,7 +135,8 @@ def _final_status(run: OpenRun, exit_code: int, failure: Failure | None) -> int:
 
 def _record_failure(run: OpenRun, verdict: Verdict) -> None:
     rank = 0 if run.info is None else run.info.rank
-    if verdict.cause.rank != rank and (run.config.run_mode != "new" or rank == 0):  # Python prints the own traceback
+    is_own = verdict.cause.rank == rank  # Python prints its traceback
+    if not is_own and not _is_one_of_many(run):
         logger.error("%s: the run has failed: %s", run.tracker, verdict.text)
     try:
         run.handle.record_event("failure", verdict.summary, verdict.text)
@@ -145,12 +146,16 @@ def _record_failure(run: OpenRun, verdict: Verdict) -> None:
 
 def _print_how_to_view(run: OpenRun) -> None:
     """Print how to look at the run: one line a job, or one a worker where each worker has its run."""
-    is_first = run.info is None or run.config.run_mode != "new" or run.info.rank == 0
-    if not run.plan.primary or not is_first or run.context.is_simulated:
+    if not run.plan.primary or _is_one_of_many(run) or run.context.is_simulated:
         return
     command = run.handle.how_to_view()
     if command:
         print(f"{run.tracker}: to look at run {run.handle.id}: {command}", file=sys.stderr)  # noqa: T201
+
+
+def _is_one_of_many(run: OpenRun) -> bool:
+    """Whether each rank has its run, and this is not the first: a line for each would be too many."""
+    return run.config.run_mode == "new" and not run.plan.first
 
 
 def _summary(run: OpenRun, exit_code: int) -> Mapping[str, Any] | None:
@@ -173,6 +178,7 @@ def _render_report(run: OpenRun, exit_code: int, summary: Mapping[str, Any]) -> 
             exit_code=exit_code,
             summary=summary,
             info=run.info,
+            is_first=run.plan.first,
             other_runs=_other_runs(run.config, run.info),
             attempt=run.context.run_metadata.get("attempt_number", 0),
         )
@@ -180,7 +186,7 @@ def _render_report(run: OpenRun, exit_code: int, summary: Mapping[str, Any]) -> 
 
 
 def _other_runs(config: TrackingConfig, info: DistributedInfo | None) -> int:
-    """Return the number of runs that the job has besides rank 0's."""
+    """Return the number of runs that the job has besides the first."""
     if info is None or (config.run_mode != "new" and config.rank_scope == "global"):
         return 0
     return (info.world_size if config.run_mode == "new" else info.num_workers or 1) - 1

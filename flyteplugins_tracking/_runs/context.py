@@ -28,7 +28,8 @@ class EndedRun:
         exit_code: The status that the run ended with.
         summary: The run's last values.
         info: The rank that had the run; None outside a distributed job.
-        other_runs: The number of runs that the job has besides rank 0's.
+        is_first: Whether it is the job's first run, whose primary reports those of all ranks.
+        other_runs: The number of runs that the job has besides the first.
         attempt: The attempt of the task, from 0.
     """
 
@@ -38,6 +39,7 @@ class EndedRun:
     exit_code: int
     summary: Mapping[str, Any]
     info: DistributedInfo | None
+    is_first: bool
     other_runs: int
     attempt: int
 
@@ -57,6 +59,7 @@ class ExecutionContext(ABC):
             count them over the life of the process.
         has_report: Whether the task has a report, as far as this is known when it runs.
         can_render_report: Whether `render_report` works here.
+        report_is_of_rank_0: Whether only rank 0's process can show a report: `relay_report` shows another rank's there.
         can_persist: Whether `persist` works here. False if there is no storage, or if this machine's files stay.
         can_publish_files: Whether `publish_files` works here.
         run_metadata: The values that the platform adds to the run's config.
@@ -75,6 +78,7 @@ class ExecutionContext(ABC):
     call_counts: Counter[str] | None = None
     has_report: bool = False
     can_render_report: bool = False
+    report_is_of_rank_0: bool = False
     can_persist: bool = False
     can_publish_files: bool = False
     run_metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -93,6 +97,9 @@ class ExecutionContext(ABC):
     def render_report(self, run: EndedRun) -> None:
         """Show a run that has ended in the task's report or deck."""
         raise NotImplementedError
+
+    def relay_report(self, tracker: str, info: DistributedInfo, timeout_s: float) -> None:  # noqa: B027
+        """On rank 0, show the report that the primary, another rank, has sent. A platform may show only rank 0's."""
 
     def persist(self, directory: str) -> str:
         """Copy a local directory to storage that outlives this machine, and return the address."""

@@ -171,7 +171,7 @@ def monitor_of(call: TrackedCall, timeout_s: float) -> HangMonitor:
     run = call.run
     # A process alone answers its own roll.
     info = call.info or DistributedInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
-    is_first = run is not None and run.plan.primary and (run.config.run_mode != "new" or info.rank == 0)
+    is_first = run is not None and run.plan.first
 
     def report(roll_call: RollCall) -> None:
         if run is not None:

@@ -5,6 +5,8 @@ Every rank loads this module. The parts that only ranks with a run need are in `
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
     from flyteplugins_tracking._job.failures import Failure
     from flyteplugins_tracking.trackers.base import Tracker
+
+logger = logging.getLogger(__name__)
 
 # How long a signal waits for a run that is being opened or closed: it exists at the server, and would stay "running".
 _PATIENCE_S = 5.0
@@ -103,6 +107,8 @@ def _tracked(
     finally:
         try:
             _close(call, exit_code, failure)
+            if exit_code == 0 and call.relay_report is not None:
+                _relay_report(call, call.relay_report)
         finally:
             if token is not None:
                 calls.current.reset(token)
@@ -149,6 +155,10 @@ class _Start:
     def _has_workers(self) -> bool | None:
         return None if self.task is None else self.task.has_workers
 
+    @property
+    def _has_report(self) -> bool:
+        return self.context.has_report if self.task is None else self.task.has_report
+
     def call(self) -> TrackedCall:
         """Return the call, which is registered as running.
 
@@ -171,25 +181,41 @@ class _Start:
         calls.begin(call)
         return call
 
-    def _without_run(self, restore: Callable[[], object] | None, info: DistributedInfo | None) -> TrackedCall:
-        return TrackedCall(self.tracker.name, self.parent, self.override, info=info, restore=restore)
+    def _without_run(
+        self,
+        restore: Callable[[], object] | None,
+        info: DistributedInfo | None,
+        relay_report: Callable[[], object] | None = None,
+    ) -> TrackedCall:
+        return TrackedCall(
+            self.tracker.name, self.parent, self.override, info=info, restore=restore, relay_report=relay_report
+        )
 
     def _opened(self) -> TrackedCall:
         call_index = calls.count(self.tracker.name, self.context.call_counts)
         info = detect(os.environ)
         config, parent_run = self._config_and_parent_run(info)
+        config = config.in_world(info)
         # A rank without a run needs no id: agreeing on one would cost imports and time.
-        if not opens_run(info, config.run_mode, config.rank_scope):
-            call = self._without_run(self.tracker.on_inactive_rank(config, info), info)
+        relay_report = self._relay_report(config, info)
+        if not opens_run(info, config.run_mode, config.rank_scope, config.primary_rank):
+            call = self._without_run(self.tracker.on_inactive_rank(config, info), info, relay_report)
             calls.begin(call)
             return call
         from flyteplugins_tracking._runs import open as opening
 
         parent_id = None if parent_run is None else parent_run["id"]
         plan = opening.plan_run(config, self.tracker, self.context, info, call_index, parent_id)
-        has_report = self.context.has_report if self.task is None else self.task.has_report
-        opener = opening.Opener(self.tracker, plan, config, info, self.context, has_report)
+        opener = opening.Opener(self.tracker, plan, config, info, self.context, self._has_report, relay_report)
         return opener.open(self.parent, self.override)
+
+    def _relay_report(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
+        """Return what shows the primary's report on rank 0; None if this rank is another one, or the primary itself."""
+        if info is None or info.rank != 0 or config.primary_rank == 0 or not self._has_report:
+            return None
+        if not self.context.report_is_of_rank_0:
+            return None
+        return functools.partial(self.context.relay_report, self.tracker.name, info, config.finish_timeout_s)
 
     def _config_and_parent_run(self, info: DistributedInfo | None) -> tuple[TrackingConfig, Mapping[str, Any] | None]:
         """Return the arguments of this call, and the run of the calling task if this task continues it."""
@@ -250,6 +276,14 @@ def _withdraw_report() -> None:
         from flyteplugins_tracking._runs import failures
 
         failures.withdraw(*_reported.pop())
+
+
+def _relay_report(call: TrackedCall, relay_report: Callable[[], object]) -> None:
+    try:
+        relay_report()
+    except Exception:
+        # Tracker errors must not change the training's outcome.
+        logger.warning("%s: the task's report does not show the primary's run", call.tracker, exc_info=True)
 
 
 def _close(call: TrackedCall, exit_code: int, failure: Failure | None) -> None:

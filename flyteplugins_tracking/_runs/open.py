@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ class Opener:
         info: This rank; None outside a distributed job.
         context: The platform's side of the call.
         has_report: Whether the task has a report.
+        relay_report: See `TrackedCall`.
     """
 
     tracker: Tracker
@@ -52,6 +54,7 @@ class Opener:
     info: DistributedInfo | None
     context: ExecutionContext
     has_report: bool
+    relay_report: Callable[[], object] | None = None
 
     def open(self, parent: TrackedCall | None, override: Override | None) -> TrackedCall:
         """Open the run, or join it if this process has it open, and return the call, registered as running.
@@ -66,7 +69,16 @@ class Opener:
                 run = self._joined_run()
                 is_opener = run is None
                 run = run or self._opened_run(watcher)
-                call = TrackedCall(self.tracker.name, parent, override, run, is_opener, watcher, self.info)
+                call = TrackedCall(
+                    self.tracker.name,
+                    parent,
+                    override,
+                    run,
+                    is_opener,
+                    watcher,
+                    self.info,
+                    relay_report=self.relay_report,
+                )
                 calls.begin(call)
                 return call
         except BaseException:
@@ -126,8 +138,7 @@ class Opener:
         )
 
     def _warn_of_unused_prefix(self) -> None:
-        is_first = self.info is None or self.info.rank == 0
-        if self.config.rank_prefix and self.config.run_mode != "shared" and is_first:
+        if self.config.rank_prefix and self.config.run_mode != "shared" and self.plan.first:
             text = "%s: rank_prefix=True is ignored: with run_mode=%r each run has one writer. Use run_mode='shared'"
             logger.warning(text, self.tracker.name, self.config.run_mode)
 
@@ -137,7 +148,7 @@ class Opener:
             reason = f"the training has {self.info.world_size} ranks, and a task's output comes from one process"
         elif not self.context.can_publish_files:
             reason = "the function does not run as a Flyte task"
-        if reason is not None and (self.info is None or self.info.rank == 0):
+        if reason is not None and self.plan.first:
             logger.warning("%s: download_logs=True is ignored: %s", self.tracker.name, reason)
         return handle.files if reason is None else None
 
@@ -211,7 +222,7 @@ def plan_run(
     identity = Identity(None)
     if parent_id is None:
         identity = _identity(config, tracker, context, info, call_index)
-    run_plan = plan(info, config.run_mode, config.rank_scope, identity.base_id, parent_id)
+    run_plan = plan(info, config.run_mode, config.rank_scope, identity.base_id, parent_id, config.primary_rank)
     return replace(run_plan, group=run_plan.group or identity.group, label=run_plan.label or context.label)
 
 

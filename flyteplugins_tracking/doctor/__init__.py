@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         with redirect_stdout(sys.stderr):  # other packages may print: that is not part of the document
-            report = diagnose(options.tracker, offline=options.offline)
+            report = diagnose(options.tracker, offline=options.offline, primary_rank=options.primary_rank)
     except ConfigError as error:
         _parser().error(str(error))
     info = report.detected.info
@@ -50,7 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         replace(
             report,
             diagnostics=ranks.merged(report, info, reports),
-            plans=plan_rows(info, report.ids.base_id, known_ranks if len(known_ranks) == info.world_size else None),
+            plans=plan_rows(
+                info,
+                report.ids.base_id,
+                known_ranks if len(known_ranks) == info.world_size else None,
+                options.primary_rank,
+            ),
             ranks_heard=len(known_ranks),
         ),
         options.json,
@@ -59,12 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def diagnose(tracker: str | None = None, *, offline: bool = False) -> Report:
+def diagnose(tracker: str | None = None, *, offline: bool = False, primary_rank: int = 0) -> Report:
     """Return the report of this process.
 
     Args:
         tracker: The only tracker to examine. A problem with it is an error. None for all trackers.
         offline: Do not ask any server.
+        primary_rank: As for `tracking_init`.
 
     Raises:
         ConfigError: There is no tracker of that name.
@@ -85,7 +91,7 @@ def diagnose(tracker: str | None = None, *, offline: bool = False) -> Report:
     return Report(
         detected=detected,
         ids=ids,
-        plans=plan_rows(detected.info, ids.base_id) if detected.error is None else (),
+        plans=plan_rows(detected.info, ids.base_id, primary_rank=primary_rank) if detected.error is None else (),
         trackers=trackers,
         versions=installed,
         diagnostics=tuple(map(RankDiagnostic, diagnostics)),
@@ -101,6 +107,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--tracker", metavar="NAME", help="examine only this tracker; a problem with it is an error")
+    parser.add_argument(
+        "--primary-rank",
+        metavar="RANK",
+        type=int,
+        default=0,
+        help="show the runs for this primary_rank= of tracking_init, for instance -1",
+    )
     parser.add_argument("--offline", action="store_true", help="do not ask any server")
     return parser
 

@@ -20,7 +20,10 @@ MOST_RANKS = 100_000
 
 
 def plan_rows(
-    info: DistributedInfo | None, base_id: str | None, ranks: Sequence[DistributedInfo | None] | None = None
+    info: DistributedInfo | None,
+    base_id: str | None,
+    ranks: Sequence[DistributedInfo | None] | None = None,
+    primary_rank: int = 0,
 ) -> tuple[PlanRow, ...]:
     """Return one row for each mode and scope.
 
@@ -28,6 +31,7 @@ def plan_rows(
         info: This rank; None outside a distributed job.
         base_id: The base id; None if it is unknown.
         ranks: All ranks; None if they are unknown. The other workers then count as equal in size.
+        primary_rank: As for `tracking_init`.
 
     Returns:
         No rows for more than `MOST_RANKS` ranks.
@@ -35,7 +39,7 @@ def plan_rows(
     if info is not None and info.world_size > MOST_RANKS:
         return ()
     all_ranks = list(ranks or _world(info))
-    rows = (_row(all_ranks, m, s) for m in RUN_MODES for s in RANK_SCOPES)
+    rows = (_row(all_ranks, m, s, primary_rank) for m in RUN_MODES for s in RANK_SCOPES)
     return tuple(
         replace(
             row,
@@ -67,12 +71,14 @@ def _sizes(info: DistributedInfo, worker_index: int) -> list[int]:
     return [size for size in (*sizes[:worker_index], own_size, *sizes[worker_index:]) if size > 0]
 
 
-def _row(ranks: Sequence[DistributedInfo | None], run_mode: RunMode, rank_scope: RankScope) -> PlanRow:
+def _row(
+    ranks: Sequence[DistributedInfo | None], run_mode: RunMode, rank_scope: RankScope, primary_rank: int
+) -> PlanRow:
     writers: dict[str, list[int]] = {}
     groups: dict[str, None] = {}
     try:
         for info in ranks:
-            planned = plan(info, run_mode, rank_scope, _BASE)
+            planned = plan(info, run_mode, rank_scope, _BASE, primary_rank=primary_rank)
             if planned.opens:
                 writers.setdefault(planned.run_id or "", []).append(info.rank if info else 0)
             if planned.opens and planned.group:

@@ -263,8 +263,9 @@ class Dictionary(dict[str, Any]):
 class _ReadOnly(Mapping[str, Any]):
     """A read-only view of a shared run's config, for ranks that may not change it."""
 
-    def __init__(self, config: Dictionary) -> None:
+    def __init__(self, config: Dictionary, primary: str) -> None:
         object.__setattr__(self, "_config", config)
+        object.__setattr__(self, "_primary", primary)
 
     def __getitem__(self, key: str) -> Any:
         return self._config[key]
@@ -286,8 +287,8 @@ class _ReadOnly(Mapping[str, Any]):
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise ConfigError(
-            "only the primary rank may change the config of a shared run: change it on rank 0 (local rank 0 with "
-            "rank_scope='worker'), pass config= to tracking_init, or pass allow_config=True"
+            f"only the primary may change the config of a shared run: change it on {self._primary}, pass config= to "
+            "tracking_init, or pass allow_config=True"
         )
 
     __setitem__ = __setattr__ = update = setdefaults = setdefault = _refuse
@@ -436,7 +437,7 @@ class _Handle(Handle):
             return
         state.config.setdefaults(config)  # the primary of a shared run may open it later, with the same config
         if is_shared and "allow_config" not in tracker.unsupported and not request.config.allow_config:
-            self.run.config = _ReadOnly(state.config)
+            self.run.config = _ReadOnly(state.config, request.primary_name)
 
     def _describe(self, config: Mapping[str, Any]) -> None:
         """Set the values that only the primary passes. A later attempt keeps the values of the run."""

@@ -6,13 +6,15 @@ found by its name: see `registry`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.plan import Page, RunPlan
+from flyteplugins_tracking._job.nodes import leader_of
+from flyteplugins_tracking._job.plan import Page, RunPlan, primary_rank_of
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
 Feature = Literal[
@@ -88,6 +90,31 @@ class RunRequest:
         """Whether this is a later attempt of the job, after a restart of its workers or a retry by Flyte."""
         flyte = self.run_metadata.get("flyte") or {}
         return bool(self.run_metadata.get("restart_count") or flyte.get("attempt"))
+
+    @property
+    def primary_rank(self) -> int:
+        """The primary's number in the run's scope: its rank, or its local rank with rank_scope="worker"."""
+        config = self.config
+        return primary_rank_of(self.info, config.run_mode, config.rank_scope, config.primary_rank)
+
+    @property
+    def primary_name(self) -> str:
+        """The primary in messages: "rank 3", or "local rank 3" with rank_scope="worker"."""
+        return f"{'local rank' if self.config.rank_scope == 'worker' else 'rank'} {self.primary_rank}"
+
+    @property
+    def node_leader(self) -> int | None:
+        """The local rank that leads on this node: the primary, or 0 if the primary is elsewhere. None if unknown."""
+        if self.info is None or self.info.local_rank is None:
+            return None
+        if self.config.run_mode == "new":
+            return 0
+        return leader_of(self.info, self.config.rank_scope, self.primary_rank, os.environ)
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this rank does what one rank of its node does. True if the ranks of the node are unknown."""
+        return self.info is None or self.node_leader == self.info.local_rank
 
 
 class Handle(Protocol):

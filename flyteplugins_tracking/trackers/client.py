@@ -148,6 +148,8 @@ class ClientHandle(Handle):
                 self._finished = True
                 if self._barrier is not None:
                     self._barrier.leave()
+                    if exit_code == 0:
+                        self._barrier.stay(self.request.config.finish_timeout_s, self.request.watch)
 
     def finish_on_signal(self, exit_code: int) -> None:
         with self._lock:

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # The parent of the runs' directories, in the job's working directory.
 FOLDER = "tracking-offline"
 _SENT = ".sent"
+# The arguments that mean nothing to the process that sends the run later.
+_OF_THIS_JOB = ("secret", "tracker", "primary_rank")
 
 
 def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], ClientHandle]) -> ClientHandle:
@@ -43,7 +45,7 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
         if request.config.if_unavailable == "raise":
             raise
         handle = LocalHandle(request, tracker)
-        if request.plan.primary or (request.info is not None and request.info.local_rank == 0):
+        if request.plan.primary or (request.node_leader is not None and request.leads_node):
             logger.warning(
                 "%s This run is logged to files. Send it when %s answers: %s",
                 error,
@@ -234,7 +236,7 @@ def _send_attempt(files: Sequence[list[Any]]) -> set[Path]:
 
 
 def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any]:
-    arguments = {name: value for name, value in request.config.arguments.items() if name not in ("secret", "tracker")}
+    arguments = {name: value for name, value in request.config.arguments.items() if name not in _OF_THIS_JOB}
     return {
         "tracker": tracker.name,
         "id": run_id,

@@ -36,15 +36,20 @@ def default_for(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("backend", params, indirect=True, scope="module")
 
 
+FIRST_AND_LAST = pytest.mark.parametrize("primary", ["first", pytest.param("last", marks=pytest.mark.full)])
+
+
 class Job:
     """`conformance_job.py` under torchrun."""
 
-    def __init__(self, backend: Backend, directory: Path, scenario: str, *options: str) -> None:
+    def __init__(self, backend: Backend, directory: Path, scenario: str, *options: str, primary: str = "") -> None:
         self.backend = backend
         self.directory = directory
-        self.project = f"{scenario}-{secrets.token_hex(3)}"  # no other test's, whose run would be this one too
+        self.project = (
+            f"{scenario.replace(' ', '-')}-{secrets.token_hex(3)}"  # no other test's, whose run would be this one too
+        )
         agent = jobs.torchrun("--standalone", f"--nproc-per-node={RANKS}", "--monitor-interval=0.1", *options)
-        script = [str(CONFORM), scenario, backend.name, backend.package, self.project]
+        script = [str(CONFORM), scenario, backend.name, backend.package, self.project, primary]
         env = backend.environment()
         if scenario == "missing":
             env = backend.missing(directory)
@@ -138,6 +143,27 @@ def test_each_mode_and_scope_has_its_runs_with_every_row_once(modes, mode, scope
         assert runs[run_id].config["distributed"]["world_size"] == RANKS
 
 
+@default_for("mlflow")
+def test_the_last_rank_can_be_the_primary(backend, tmp_path):
+    job = Job(backend, tmp_path, "last rank")
+    done = job.ended()
+    assert done.returncode == 0, done.output
+    runs = {run.id: run for run in job.runs}
+    in_auto = sorted(
+        (line[2], int(line[3])) for line in job.notes() if line[:2] == ["ran", "auto"] and line[4] == "True"
+    )
+    assert in_auto == [("global", RANKS - 1), ("worker", RANKS - 1)]
+    assert set(runs) == {f"{mode}-{scope}" for mode in ("auto", "shared") for scope in ("global", "worker-worker-0")}
+    logged: Counter[tuple[str, int]] = Counter()
+    for run_id, run in runs.items():
+        writers = range(RANKS) if run_id.startswith("shared") else [RANKS - 1]
+        assert {key for key, _ in run.points} == {f"rank{rank}" for rank in writers}
+        assert set(run.points.values()) == {1}
+        assert (run.status, run.ends or 1, run.config["primary"]) == ("finished", 1, RANKS - 1)
+        logged += run.points
+    assert logged == job.logged() == job.logged("logs")
+
+
 def test_a_rank_without_a_run_loads_nothing_of_the_vendor(backend, modes):
     job, _ = modes
     in_auto = [line[3:6] for line in job.notes() if line[:2] == ["ran", "auto"]]
@@ -146,9 +172,10 @@ def test_a_rank_without_a_run_loads_nothing_of_the_vendor(backend, modes):
     )
 
 
+@FIRST_AND_LAST
 @default_for("wandb")
-def test_a_restart_continues_the_run(backend, tmp_path):
-    job = Job(backend, tmp_path, "restart", "--max-restarts=1")
+def test_a_restart_continues_the_run(backend, tmp_path, primary):
+    job = Job(backend, tmp_path, "restart", "--max-restarts=1", primary=primary)
     done = job.ended()
     assert done.returncode == 0, done.output
     (run,) = job.runs
@@ -166,9 +193,10 @@ def test_an_exception_is_a_failure(modes):
     assert (failed.status, failed.ends or 1) == ("failed", 1)
 
 
+@FIRST_AND_LAST
 @default_for("wandb", "pluto")
-def test_sigterm_ends_the_run_with_all_its_rows(backend, tmp_path):
-    job = Job(backend, tmp_path, "sigterm")
+def test_sigterm_ends_the_run_with_all_its_rows(backend, tmp_path, primary):
+    job = Job(backend, tmp_path, "sigterm", primary=primary)
     job.wait_until_all_log()
     os.kill(job.process.pid, signal.SIGTERM)
     done = job.ended()

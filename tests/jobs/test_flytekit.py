@@ -256,6 +256,15 @@ def test_the_deck_shows_the_runs_of_all_ranks_and_unsent_rows_outlive_the_pod(tm
     assert sorted(path.stem.removeprefix("run-") for path in (tmp_path / "raw").rglob("*.wandb")) == ids
 
 
+@pytest.mark.full
+def test_the_deck_shows_the_run_of_a_primary_that_is_not_rank_0(tmp_path):
+    done = flyte1_pods.run("decked_last_rank", tmp_path, module="flyte_workers")
+    assert done.returncode == 0, done.output
+    deck = (tmp_path / "out" / "deck.html").read_text()
+    run_id = f"{flyte1_pods.EXECUTION}-{flyte1_pods.NODE}"
+    assert f"<td>1</td><td>{run_id}</td><td>finished</td>" in deck
+
+
 def test_malformed_configuration_raises_and_opens_no_run(tmp_path):
     done = flyte1_pods.run("above", tmp_path, FLYTE_TRACKING_CONFIG="[1]")
     assert "the variable FLYTE_TRACKING_CONFIG must be a JSON object, got a list" in done.output

@@ -1,6 +1,7 @@
 """A job that `test_conformance.py` runs, and ends in several ways.
 
-Its arguments: a key of `SCENARIOS`, the tracker's name, its package, the project; "degrade", where that can be had.
+Its arguments: a key of `SCENARIOS`, the tracker's name, its package, the project; "degrade", where that can be had;
+"last" for a shared run whose primary is the last rank.
 
 What is logged is written down: `logs {rank} {value}` before `log` is called with `value` for the key
 `rank{rank}`, and the same with `logged` as soon as it has returned.
@@ -21,7 +22,7 @@ ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 NOTES = (DIRECTORY / f"notes-{os.getpid()}").open("a", buffering=1)
 TRACKING = {"tracker": TRACKER, "project": PROJECT, "config": {"lr": 0.1}, "name": "n"}
 # Ranks that need not agree on an id are spared torch, 2 s of CPU each; test_torchrun.py has those that agree.
-SHARED = {**TRACKING, "run_mode": "shared", "id": "given"}
+SHARED = {**TRACKING, "run_mode": "shared", "id": "given", "primary_rank": -1 if "last" in sys.argv else 0}
 ROWS = {"shared": 500}
 # Of a service that is not there: with the import of its client by four ranks at once, on a busy machine.
 INIT_TIMEOUT_S = 30
@@ -60,8 +61,8 @@ def modes() -> None:
     failing()
 
 
-def in_mode(mode: str, scope: str) -> None:
-    @tracking_init(**TRACKING, run_mode=mode, rank_scope=scope, id=f"{mode}-{scope}")
+def in_mode(mode: str, scope: str, **more: object) -> None:
+    @tracking_init(**{**TRACKING, **more}, run_mode=mode, rank_scope=scope, id=f"{mode}-{scope}")
     def train() -> None:
         first = numbers.__reduce__()[-1]
         log(ROWS.get(mode, 5))
@@ -71,6 +72,13 @@ def in_mode(mode: str, scope: str) -> None:
         getattr(run, "finish", lambda: None)()  # as a framework would: the run is not its to end
 
     train()
+
+
+def last_rank() -> None:
+    """The primary is the last rank, whose config counts."""
+    for mode in ("auto", "shared"):
+        for scope in ("global", "worker"):
+            in_mode(mode, scope, primary_rank=-1, config={"primary": rank()})
 
 
 @tracking_init(**SHARED)
@@ -114,6 +122,7 @@ def wait_for(line: str) -> None:
 
 SCENARIOS: dict[str, Callable[[], None]] = {
     "modes": modes,
+    "last rank": last_rank,
     "restart": restarted,
     "sigterm": looping,
     "sigkill": looping,

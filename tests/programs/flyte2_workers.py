@@ -100,6 +100,12 @@ def reported_ranks(n: int) -> str:
     return training("reported_ranks")
 
 
+@tracking_init(project="tests", entity="team", primary_rank=lambda info: info.world_size - 1)
+@elastic.task(report=True)
+def reported_last_rank(n: int) -> str:
+    return training("reported_last_rank")
+
+
 @tracking_init(project="tests", download_logs=True)
 @elastic.task
 def downloaded_workers(n: int) -> str:

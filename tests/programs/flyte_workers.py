@@ -76,6 +76,12 @@ def decked_ranks(n: int) -> str:
     return training("decked_ranks")
 
 
+@tracking_init(primary_rank=-1)
+@task(enable_deck=True, task_config=fork)
+def decked_last_rank(n: int) -> str:
+    return training("decked_last_rank")
+
+
 @workflow
 def elastic(n: int) -> str:
     spawn_below(n=n)

@@ -1,11 +1,12 @@
 """A training that ends as the variable TRAIN_SETTINGS, a JSON object, says. Each process writes down what it logs.
 
-Keys: `tracking`: the decorator's arguments; `then`: those of a second training of the process. `config_bytes`: the size
-of the run's config. `rows`: how many rows are logged before anything else. `with_step`: with `step=`. `step_s`: seconds
-between later ones. `value`: what a row holds. `ends`: how each rank goes on, by rank, or `"*"`: a key of `ENDS`.
-`attempts`: `ends` holds for the attempts below it, 1 unless given; later ones return. `handler`: a key of `HANDLERS`,
-installed for SIGTERM before the function; `handler_inside`: in it. `nested`: another decorated function is called.
-`async`: the function is async, and sleeps. `start_together`: so many ranks wait for each other before the function.
+Keys: `tracking`: the decorator's arguments; `then`: those of a second training of the process. `config_bytes`: the
+size of the run's config. `rank_in_config`: the config of each rank holds its rank. `rows`: how many rows are logged
+before anything else. `with_step`: with `step=`. `step_s`: seconds between later ones. `value`: what a row holds.
+`ends`: how each rank goes on, by rank, or `"*"`: a key of `ENDS`. `attempts`: `ends` holds for the attempts below it,
+1 unless given; later ones return. `handler`: a key of `HANDLERS`, installed for SIGTERM before the function;
+`handler_inside`: in it. `nested`: another decorated function is called. `async`: the function is async, and sleeps.
+`start_together`: so many ranks wait for each other before the function.
 """
 
 import asyncio
@@ -247,7 +248,8 @@ def training() -> None:
 
 
 def train(**arguments: object) -> None:
-    tracking_init(**{"project": PROJECT, **arguments})(training)()
+    config = {"config": {"rank": rank()}} if SETTINGS.get("rank_in_config") else {}
+    tracking_init(**{"project": PROJECT, **config, **arguments})(training)()
 
 
 @tracking_init(project=PROJECT)

@@ -50,11 +50,11 @@ def one_after_the_other(variable: str) -> None:
     train()
 
 
-def restarted() -> None:
+def restarted(primary_rank: str = "0") -> None:
     """Two attempts fail on rank 1 when every rank has logged; the third one returns."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
-    @tracking_init(project="tests", id="restarted", run_mode="shared")
+    @tracking_init(project="tests", id="restarted", run_mode="shared", primary_rank=int(primary_rank))
     def train() -> None:
         run = get_run()
         run.log({"rank": RANK, "attempt": attempt}, step=attempt)

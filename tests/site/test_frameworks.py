@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support import jobs
-from support.backends import EXAMPLES, search_path
+from support.backends import EXAMPLES
 from support.mlflow_server import StoredRun, stored_runs
 from support.wandb_server import RecordedRun, WandbServer
 
@@ -29,7 +29,7 @@ class Job:
         self._store = directory / "mlflow.db"
         env = {
             **server.environment,
-            "PYTHONPATH": search_path(EXAMPLES),
+            "PYTHONPATH": jobs.search_path(EXAMPLES),
             "MLFLOW_TRACKING_URI": f"sqlite:///{self._store}",
             "MLFLOW_DISABLE_TELEMETRY": "true",
         }

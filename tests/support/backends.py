@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import subprocess
 import sys
@@ -133,7 +132,7 @@ class JsonlBackend:
         subprocess.run([*pip, "--target", self._installed, EXAMPLES / "jsonl_tracker"], check=True, timeout=300)
 
     def environment(self) -> dict[str, str]:
-        return {"JSONL_DIR": str(self._directory), "PYTHONPATH": search_path(self._installed)}
+        return {"JSONL_DIR": str(self._directory), "PYTHONPATH": jobs.search_path(self._installed)}
 
     def missing(self, directory: Path) -> dict[str, str]:
         (directory / "a-file").touch()
@@ -207,11 +206,7 @@ class PlutoBackend:
 
 def pluto_environment(server: PlutoServer) -> dict[str, str]:
     """The variables that lead a job's client to `server`; and to the client, which is installed beside the others."""
-    return {**server.environment, "PYTHONPATH": search_path(Path(sys.prefix) / "pluto")}
-
-
-def search_path(directory: Path) -> str:
-    return os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+    return {**server.environment, "PYTHONPATH": jobs.search_path(Path(sys.prefix) / "pluto")}
 
 
 @contextmanager

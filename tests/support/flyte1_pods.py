@@ -43,7 +43,7 @@ def environment(task: str, attempt: int = 0, execution: str = EXECUTION, **more:
         "FLYTE_INTERNAL_TASK_VERSION": "v1",
         "FLYTE_ATTEMPT_NUMBER": str(attempt),
         "HOSTNAME": f"{execution}-{NODE}-{attempt}",
-        "PYTHONPATH": str(jobs.PROGRAMS),
+        "PYTHONPATH": jobs.search_path(jobs.PROGRAMS),
         **more,
     }
 

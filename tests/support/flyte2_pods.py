@@ -107,7 +107,7 @@ def start(
     variables = {
         **flyte2_pod.pod_environment(run, action, attempt, node),
         "_U_RUN_BASE": str(base(directory, run)),
-        "PYTHONPATH": str(jobs.PROGRAMS),
+        "PYTHONPATH": jobs.search_path(jobs.PROGRAMS),
         **({"POD_CHILDREN": "processes"} if children else {}),
         **env,
     }
@@ -137,7 +137,7 @@ def local(
     place_code(directory)
     arguments = {"module": module, "task": task, "name": run, "directory": str(directory)}
     given = json.dumps({**arguments, "context": dict(context or {}), "inputs": dict(inputs or {"n": 1})})
-    done = jobs.python(directory, LOCAL, given, env={"PYTHONPATH": str(jobs.PROGRAMS), **env})
+    done = jobs.python(directory, LOCAL, given, env={"PYTHONPATH": jobs.search_path(jobs.PROGRAMS), **env})
     outputs = directory / "outputs.json"
     html = next(iter(sorted((directory / "metadata" / run).rglob("report.html"))), None)
     return Ended(

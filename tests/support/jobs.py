@@ -169,6 +169,11 @@ def nodes(
     return Done(max(d.returncode for d in done), "\n".join(d.output for d in done), directory)
 
 
+def search_path(directory: Path) -> str:
+    """A PYTHONPATH with `directory`, and with what this process has: the package that is tested may be there."""
+    return os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH")]))
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

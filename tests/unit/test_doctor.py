@@ -152,6 +152,13 @@ def test_the_plan_of_each_mode_and_scope_is_for_this_world():
     ]
 
 
+def test_the_plan_is_for_the_primary_that_is_asked_for():
+    rows = plan_rows(DistributedInfo(0, 8, 0, 4, 0, 2), None, primary_rank=-1)
+    assert [row.writers for row in rows if row.run_mode == "auto"] == ["rank 7", "ranks 3, 7"]
+    refused = plan_rows(DistributedInfo(0, 8, 0, 4, 0, 2), None, primary_rank=4)
+    assert [row.error is None for row in refused if row.run_mode == "auto"] == [True, False]
+
+
 def test_a_large_world_is_planned_in_a_second():
     begin = time.process_time()
     rows = plan_rows(DistributedInfo(0, 8192, 0, 8, 0, 1024), None)

@@ -51,6 +51,19 @@ def test_one_rank_alone_needs_no_agreement():
     assert from_launcher(TWO_NODES, {}, agreement=False) == Identity(None)
 
 
+def test_a_primary_alone_does_not_wait_for_rank_0_which_has_no_run(monkeypatch):
+    dist = pytest.importorskip("torch", reason="torch is not installed").distributed
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    info = DistributedInfo(rank=3, world_size=4, num_workers=2, launcher="env")
+    first = from_launcher(info, {}, agreement=False)
+    assert first.base_id.startswith("env-")
+    assert from_launcher(info, {}, agreement=False) == first  # of the second call in this process
+
+
 def test_one_process_leaves_the_id_to_the_tracker():
     assert from_launcher(None, {}, agreement=False) == Identity(None)
 

@@ -101,6 +101,15 @@ def test_a_group_of_one_has_the_columns_of_a_job(group_of_one):
     assert gather_metrics({"loss": 0.5}) == {"loss/mean": 0.5, "loss/min": 0.5, "loss/max": 0.5, "rank_0/loss": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("primary_rank", "message"), [(1, "primary_rank=1 is not in the process group"), ("0", "an int")]
+)
+def test_a_primary_that_the_group_does_not_have_is_refused(group_of_one, primary_rank, message):
+    assert gather_metrics({"loss": 0.5}, ["mean"], primary_rank=-1) == {"loss/mean": 0.5, "rank_0/loss": 0.5}
+    with pytest.raises(ConfigError, match=message):
+        gather_metrics({"loss": 0.5}, primary_rank=primary_rank)
+
+
 def test_tensors_are_fetched_in_one_copy_for_each_type(monkeypatch):
     import torch
 

@@ -111,6 +111,8 @@ def test_an_invalid_propagated_argument_is_refused_at_the_call(bare_environment,
     [
         ({"run_mode": "shard"}, "did you mean 'shared'"),
         ({"projct": "p"}, "did you mean 'project'"),
+        ({"primary_rank": lambda _: 0}, "primary_rank= is a callable, which cannot be propagated as text"),
+        ({"primary_rank": "3"}, "primary_rank must be an int"),
         ({"secret": lambda: "key"}, "secret= is read where the run is opened"),
         ({"settings": {"api_key": "key"}}, "settings= must not hold an API key"),
         ({"config": {"x": object()}}, "JSON cannot hold it"),

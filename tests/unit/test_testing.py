@@ -8,6 +8,7 @@ import contextvars
 import copy
 import importlib
 import os
+import pickle
 import re
 import socket
 import sys
@@ -24,6 +25,8 @@ from support.jobs import variables_of_launchers
 
 from flyteplugins_tracking import (
     ConfigError,
+    DistributedInfo,
+    TopologyError,
     get_distributed_info,
     get_run,
     override_distributed_info,
@@ -31,6 +34,7 @@ from flyteplugins_tracking import (
     tracking_config,
     tracking_init,
 )
+from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking._job.topology import detect
 from flyteplugins_tracking._runs.calls import _overrides, _running
@@ -108,6 +112,76 @@ def test_each_rank_has_the_run_that_the_plan_says(sizes, threads, monkeypatch):
                 assert (run.group, run.status, run.tracker) == (plans[having[0]].group, "finished", "wandb")
                 assert run.config["distributed"]["num_workers"] == len(sizes)
     assert os.environ.items() >= OUTER.items()  # they are back
+
+
+@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize(
+    ("primary_rank", "primary"), [(2, 2), (-1, 5), (lambda info: info.world_size - 2, 4)], ids=["2", "-1", "callable"]
+)
+def test_the_primary_has_the_run_ends_it_and_gives_its_config(primary_rank, primary, threads):
+    auto = simulate(
+        tracked(primary_rank=primary_rank), nproc_per_node=[4, 2], failing={0: ValueError()}, threads=threads
+    )
+    assert [(run.ranks, run.primary, run.exit_codes) for run in auto.runs] == [((primary,), primary, (0,))]
+    failing = {primary: SystemExit(3)}
+    shared = tracked(primary_rank=primary_rank, run_mode="shared")
+    job = simulate(shared, nproc_per_node=[4, 2], failing=failing, max_restarts=1, threads=threads)
+    assert [(run.ranks, run.primary, run.exit_codes) for run in job.runs] == [((0, 1, 2, 3, 4, 5), primary, (3, 0))]
+    assert [run.id for run in (*auto.runs, *job.runs)] == ["simulated"] * 2
+
+
+def test_only_the_primary_may_change_the_config_of_a_shared_run():
+    @tracking_init(run_mode="shared", primary_rank=-1)
+    def train() -> None:
+        get_run().config["rank"] = get_distributed_info().rank
+
+    job = simulate(train, num_workers=1, nproc_per_node=3)
+    assert [type(result.error) for result in job.ranks] == [ConfigError, ConfigError, type(None)]
+    assert "change it on rank 2" in str(job.ranks[0].error)
+    assert job.runs[0].config["rank"] == 2
+
+
+def test_a_callable_is_called_once_per_rank_and_call():
+    asked = []
+
+    def last(info: DistributedInfo) -> int:
+        asked.append(info.rank)
+        return -1
+
+    for mode in ("auto", "shared"):
+        assert [run.primary for run in simulate(tracked(primary_rank=last, run_mode=mode), 1, 3).runs] == [2]
+        assert sorted(asked) == [0, 1, 2]
+        asked.clear()
+    assert len(simulate(tracked(primary_rank=last, run_mode="new"), 1, 3).runs) == 3
+    simulate(tracked(primary_rank=last), distributed=False)
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("primary_rank", "error", "message"),
+    [
+        (4, TopologyError, "primary_rank=4 is not in this job, whose ranks are 0 to 3, or -4 to -1 from the end"),
+        (-5, TopologyError, "primary_rank=-5 is not in this job"),
+        (lambda _: "3", ConfigError, "returned '3' on rank 0: it must return the primary's rank as an int"),
+    ],
+    ids=["4", "-5", "callable"],
+)
+def test_a_primary_that_cannot_be_is_refused_at_the_call_on_every_rank(primary_rank, error, message):
+    for mode in ("auto", "shared"):
+        job = simulate(tracked(primary_rank=primary_rank, run_mode=mode), 2, 2)
+        assert [type(result.error) for result in job.ranks] == [error] * 4
+        assert message in str(job.ranks[0].error)
+        assert len(job.runs) == 0
+
+
+def test_the_primary_rank_is_propagated_and_pickled():
+    with tracking_config(primary_rank=-1):
+        assert [run.primary for run in simulate(tracked(), 1, 3).runs] == [2]
+        assert [run.primary for run in simulate(tracked(primary_rank=1), 1, 3).runs] == [1]
+    for value in (-1, len):
+        config = TrackingConfig.from_arguments({"primary_rank": value, "id": "i"})
+        assert pickle.loads(pickle.dumps(config)) == config
+        assert config.for_parent({"id": "p", "project": "q"}).primary_rank == value
 
 
 def test_ranks_in_threads_can_wait_for_each_other_and_those_that_wait_in_vain_are_named():

@@ -45,6 +45,25 @@ def test_a_writer_of_an_earlier_attempt_does_not_count(store):
         assert missing(primary) == []
 
 
+def test_a_writer_does_not_wait_for_itself(store):
+    primary = WriterBarrier(Board(store, "writers/run"), "rank-3", others=["rank-0", "rank-3"])
+    primary.enter_as_primary()
+    assert missing(primary) == ["rank-0"]
+
+
+def test_a_writer_that_was_the_primary_of_an_earlier_attempt_can_leave_before_the_new_primary_enters(store):
+    """An elastic job that grows has another last rank."""
+    board = Board(store, "writers/run")
+    WriterBarrier(board, "rank-1", others=["rank-0"]).enter_as_primary()
+    other = WriterBarrier(board, "rank-1")
+    other.enter()
+    assert other.is_retry
+    other.leave()
+    primary = WriterBarrier(board, "rank-3", others=["rank-1"])
+    primary.enter_as_primary()
+    assert missing(primary) == []
+
+
 def test_a_writer_that_is_new_in_this_attempt_is_waited_for(store):
     barriers(store)[1].enter_as_primary()
     other, primary = barriers(store)

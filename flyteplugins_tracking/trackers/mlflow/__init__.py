@@ -9,7 +9,8 @@ from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking._job.nodes import has_primary
+from flyteplugins_tracking._job.plan import Page, primary_rank_of
 from flyteplugins_tracking._util.checks import check_flag, check_text
 from flyteplugins_tracking._util.url import has_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
@@ -73,7 +74,8 @@ class MlflowTracker(Tracker):
         from flyteplugins_tracking.trackers.mlflow.tables import await_first_run
 
         # On another node, the file may be another one, to which nobody writes.
-        if config.rank_scope == "worker" or (info is not None and info.worker_index == 0):
+        primary = primary_rank_of(info, config.run_mode, config.rank_scope, config.primary_rank)
+        if info is not None and has_primary(info, config.rank_scope, primary, os.environ):
             await_first_run(config.options, config.init_timeout_s)
         if "mlflow" not in sys.modules:
             return None

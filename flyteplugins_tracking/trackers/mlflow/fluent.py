@@ -179,7 +179,7 @@ def system_metrics(
     info, is_on = request.info, request.config.options.get("log_system_metrics")
     if is_on is None:
         is_on = MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get()
-    if not is_on or (info is not None and info.local_rank not in (0, None)):
+    if not is_on or not request.leads_node:
         return None
     worker = None if info is None or info.worker_index is None else f"worker-{info.worker_index}"
     try:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from flyteplugins_tracking._job.board import Board, job_board
+from flyteplugins_tracking._job.store import hosts_job_store
 from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,9 @@ class WriterBarrier:
     compares them with the counts of its own attempt. A writer that has come and gone before the primary entered is
     recognized too, and not waited for.
 
+    The store may be the process group's own, which ends with the process of rank 0. If another rank is the primary,
+    rank 0 stays until the primary has ended the run.
+
     Attributes:
         is_retry: Whether the run may exist from an earlier attempt. The service itself would also call a run "resumed"
             that another writer has just created.
@@ -37,12 +41,12 @@ class WriterBarrier:
         Args:
             board: Where the run's writers on all nodes leave their counts; None for none.
             label: This writer's name. The primary needs none.
-            others: The names of all the writers that the primary waits for.
+            others: The names of the writers that the primary waits for. A writer does not wait for itself.
         """
         self._board = board
-        self._label, self._others = label, others
-        self._entry = 0
-        self._is_primary = self.is_retry = False
+        self._label, self._others = label, [other for other in others if other != label]
+        self._entry = self._ends = 0
+        self._is_primary = self.is_retry = self._hosts_board = False
 
     @classmethod
     def entered(cls, request: RunRequest, title: str, label: str, others: Sequence[str]) -> WriterBarrier:
@@ -52,7 +56,7 @@ class WriterBarrier:
             request: The run that is opened.
             title: The service's name. It separates the runs of two services.
             label: This writer's name.
-            others: The names of all the writers that the primary waits for.
+            others: The names of the writers that the primary waits for. A writer does not wait for itself.
         """
         topic = f"writers/{title}/{request.planned_run_id}"
         board = None if request.info is None else job_board(request.info, os.environ, topic)
@@ -61,6 +65,7 @@ class WriterBarrier:
             barrier.enter_as_primary()
         else:
             barrier.enter()
+            barrier._hosts_board = request.info is not None and hosts_job_store(request.info, os.environ)
         barrier.is_retry |= request.is_retry
         return barrier
 
@@ -71,9 +76,9 @@ class WriterBarrier:
         if info is None or config.run_mode != "shared":
             return None
         if config.rank_scope == "global":
-            label, others = f"rank-{info.rank}", [f"rank-{rank}" for rank in range(1, info.world_size)]
+            label, others = f"rank-{info.rank}", [f"rank-{rank}" for rank in range(info.world_size)]
         else:
-            local_ranks = range(1, info.local_world_size or 1)
+            local_ranks = range(info.local_world_size or 1)
             label, others = f"local-rank-{info.local_rank}", [f"local-rank-{rank}" for rank in local_ranks]
         return cls.entered(request, title, label, others)
 
@@ -83,6 +88,7 @@ class WriterBarrier:
         if self._board is not None:
             with suppress(RuntimeError):
                 self._entry = self._board.count("entries", 1)
+                self._board.count(f"entries/{self._label}", 1)  # in another attempt, it may not be the primary
 
     def enter(self) -> None:
         """Enter as another writer."""
@@ -90,14 +96,27 @@ class WriterBarrier:
             with suppress(RuntimeError):
                 entries = self._board.count(f"entries/{self._label}", 1)
                 self.is_retry = entries > 1 or self._board.count("entries") > 1
+                self._ends = self._board.count("ends")
 
     def leave(self) -> None:
-        """Report that this writer has written all its rows. The primary does not report."""
-        if self._board is None or self._is_primary:
+        """Report that this writer has written all its rows, or, on the primary, that the run has ended."""
+        if self._board is None:
             return
         with suppress(RuntimeError):
+            if self._is_primary:
+                self._board.count("ends", 1)
+                return
             entries = self._board.count("entries")
             self._board.put(f"left/{self._label}", f"{entries} {self._board.count(f'entries/{self._label}')}")
+
+    def stay(self, timeout_s: float, watch: SigtermWatch) -> None:
+        """After `leave`, on the rank that hosts the board, wait until the primary has ended the run."""
+        if self._board is None or self._is_primary or not self._hosts_board:
+            return
+        deadline = time.monotonic() + timeout_s
+        with suppress(RuntimeError):
+            while self._board.count("ends") <= self._ends and not watch.terminated and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
 
     def wait(self, timeout_s: float, watch: SigtermWatch) -> list[str]:
         """On the primary, wait until the others have left, at most `timeout_s` and not after a SIGTERM.

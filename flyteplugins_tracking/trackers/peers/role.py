@@ -13,7 +13,8 @@ class NodeRole:
     """A rank's role among the ranks that share its run.
 
     Attributes:
-        name: "leader": opens the run for itself and the other ranks of its node. "follower": attaches to the leader's.
+        name: "leader": opens the run for itself and the other ranks of its node. It is the primary on the primary's
+            node, and local rank 0 on the others. "follower": attaches to the leader's.
             "single": is the only rank of its node, or the ranks of its node are unknown.
         has_peers: Whether other nodes, ranks whose node is unknown, or tasks open the run too, now or later.
     """
@@ -33,6 +34,6 @@ class NodeRole:
             return cls(has_peers=True)
         # An elastic job with one node today may have had several: all writers of a run must be of one kind.
         has_peers = config.rank_scope == "global" and (info.num_workers != 1 or request.has_other_writers)
-        if info.local_rank != 0:
+        if not request.leads_node:
             return cls("follower", has_peers)
         return cls("single" if info.local_world_size == 1 else "leader", has_peers)

@@ -267,7 +267,7 @@ def _sends_system_metrics(request: RunRequest) -> bool:
     info = request.info
     if info is None:
         return request.plan.primary
-    return info.rank == 0 if info.local_rank is None else info.local_rank == 0
+    return request.plan.first if info.local_rank is None else request.leads_node
 
 
 def _complete(op: Any, request: RunRequest) -> UploaderProcess:

@@ -92,8 +92,8 @@ def _tags_and_notes(config: TrackingConfig) -> dict[str, Any]:
 
 def _monitors(request: RunRequest) -> dict[str, Any]:
     """Return the arguments for metrics of the system: one rank of a node logs them, by default if Trackio would."""
-    options, info = request.config.options, request.info
-    is_first = request.config.run_mode != "shared" or info is None or info.local_rank in (0, None)
+    options = request.config.options
+    is_first = request.config.run_mode != "shared" or request.leads_node
     cpu, gpu = options.get("auto_log_cpu"), options.get("auto_log_gpu")
     return {
         "auto_log_cpu": is_first and (vendor.has_cpu_metrics() if cpu is None else cpu),

@@ -83,10 +83,8 @@ class TrackioHandle(ClientHandle):
 
     def unsent(self) -> Sequence[str]:
         # Trackio's default directory is lost with a pod. A directory that the user has chosen is not.
-        info = self.request.info
         is_chosen = self.run.url is not None or "TRACKIO_DIR" in os.environ or "HF_HOME" in os.environ
-        is_first = info is None or info.local_rank == 0
-        directories = [str(vendor.directory())] if is_first and not is_chosen else []
+        directories = [str(vendor.directory())] if self.request.leads_node and not is_chosen else []
         return directories if self._journal is None else [*directories, self._journal.directory]
 
     def how_to_send(self, directory: str) -> str:

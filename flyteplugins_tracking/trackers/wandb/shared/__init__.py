@@ -4,7 +4,7 @@ The leader has called `wandb.init`, and so has a wandb-core. Its followers call 
 stream. Who is who: `trackers.peers.role`. The messages: `trackers.peers`.
 
 ```
-leader (local rank 0)                  socket                 followers (the other ranks of the node)
+leader (primary or local rank 0)       socket                 followers (the other ranks of the node)
 NodeServer(name)                                              NodeClient.connect(name)
   |                                                             |  waits until the socket is there
   |<------------------- rank: 1 --------------------------------|

@@ -39,10 +39,10 @@ def writer_barrier(request: RunRequest) -> WriterBarrier | None:
     if not NodeRole.of(request).has_peers:
         return None
     info = request.info
-    kind, count = ("rank", 1) if info is None else ("rank", info.world_size)
+    kind, count = ("rank", 0) if info is None else ("rank", info.world_size)
     if info is not None and info.worker_index is not None:
         kind, count = "worker", info.num_workers or 1
-    others = [f"{kind}-{index}" for index in range(1, count)]
+    others = [f"{kind}-{index}" for index in range(count)]
     return WriterBarrier.entered(request, "W&B", request.plan.label or "", others)
 
 
@@ -64,17 +64,17 @@ def step_of(read: Callable[[], Any], rows: RowBuffer) -> Any:
 def make_config_read_only(run: Any, request: RunRequest) -> None:
     """Have `run.config` raise a `ConfigError` when this rank changes it."""
     rank = request.info.rank if request.info else 0
-    vendor.replace_config_class(run, lambda kind: _read_only(kind, rank))
+    vendor.replace_config_class(run, lambda kind: _read_only(kind, rank, request.primary_name))
 
 
 @functools.cache
-def _read_only(kind: Any, rank: int) -> Any:
+def _read_only(kind: Any, rank: int, primary: str) -> Any:
     """A subclass of `wandb.Config` that refuses changes, except for wandb's own keys, which begin with _."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise ConfigError(
-            f"rank {rank} cannot change the config of its shared run, which is the primary's: change it on rank 0 "
-            "(local rank 0 with rank_scope='worker'), pass config= to tracking_init, or allow_config=True"
+            f"rank {rank} cannot change the config of its shared run, which is the primary's: change it on {primary}, "
+            "pass config= to tracking_init, or allow_config=True"
         )
 
     def refuse_users_keys(name: str) -> Any:

@@ -173,10 +173,11 @@ class FollowerHandle(Handle):
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "W&B: rank %d cannot log to run %s any more: local rank 0 of its node, which writes the run, has ended "
-                "it or was killed. What this rank logs from now on is lost.",
+                "W&B: rank %d cannot log to run %s any more: local rank %d of its node, which writes the run, has "
+                "ended it or was killed. What this rank logs from now on is lost.",
                 self._client.rank,
                 self.id,
+                self._request.node_leader,
             )
 
     def _flush(self, timeout_s: float) -> None:

@@ -104,6 +104,8 @@ class SharedHandle(WandbHandle):
         finally:
             if self._barrier is not None:
                 self._barrier.leave()
+                if exit_code == 0:
+                    self._barrier.stay(self._request.config.finish_timeout_s, self._request.watch)
             if self._server is not None:
                 self._server.close()
             if self._offline and self._role.has_peers and self._request.plan.primary and self._request.info:
@@ -125,11 +127,12 @@ class SharedHandle(WandbHandle):
             server.wait(min(_LEAVING_S, timeout_s))
         elif ranks or (server.missing and exit_code == 0):
             logger.warning(
-                "W&B: run %s ends now, finish_timeout_s=%g after the function of its node's local rank 0 has returned. "
-                "What these ranks log from now on is lost: %s. Number of ranks of the node that have not called the "
-                "function: %d.",
+                "W&B: run %s ends now, finish_timeout_s=%g after the function of its node's local rank %d has "
+                "returned. What these ranks log from now on is lost: %s. Number of ranks of the node that have not "
+                "called the function: %d.",
                 self.id,
                 timeout_s,
+                self._request.node_leader,
                 ", ".join(map(str, ranks)) or "none",
                 server.missing,
             )

@@ -106,13 +106,13 @@ def _attach(request: RunRequest, is_disabled: bool) -> Handle:
         try:
             return FollowerHandle(*attached(client.value), before, request, client)
         except BaseException as error:
-            failure = _give_up(client, before, error)
+            failure = _give_up(request, client, before, error)
             if time.monotonic() > request.deadline:
                 raise failure from error
         time.sleep(_RETRY_S)
 
 
-def _give_up(client: NodeClient, before: Any, error: BaseException) -> TrackerUnavailableError:
+def _give_up(request: RunRequest, client: NodeClient, before: Any, error: BaseException) -> TrackerUnavailableError:
     """Leave the leader for now, and return the error to raise if this was the last attempt."""
     # The leader's wandb-core may have died. When the leader learns of that, it starts another one.
     client.request(client.value["service"])
@@ -121,8 +121,8 @@ def _give_up(client: NodeClient, before: Any, error: BaseException) -> TrackerUn
     if not isinstance(error, Exception):
         raise error
     return TrackerUnavailableError(
-        f"W&B: rank {client.rank} could not attach to run {client.value['run_id']}, which local rank 0 of its "
-        f"node has opened: {error or type(error).__name__}"
+        f"W&B: rank {client.rank} could not attach to run {client.value['run_id']}, which local rank "
+        f"{request.node_leader} of its node has opened: {error or type(error).__name__}"
     )
 
 
@@ -133,9 +133,9 @@ def _connect(request: RunRequest) -> NodeClient:
         return NodeClient.connect(node_name(request), info.rank, request.deadline, config.init_timeout_s)
     except NodeError as error:
         raise TrackerUnavailableError(
-            f"W&B: rank {info.rank} waited for run {request.planned_run_id}, which local rank 0 of worker "
-            f"{info.worker_index} opens for its node: {error}. Call the decorated function on every rank of the node; "
-            f"or pass a longer init_timeout_s than {config.init_timeout_s:g}."
+            f"W&B: rank {info.rank} waited for run {request.planned_run_id}, which local rank {request.node_leader} of "
+            f"worker {info.worker_index} opens for its node: {error}. Call the decorated function on every rank "
+            f"of the node; or pass a longer init_timeout_s than {config.init_timeout_s:g}."
         ) from error
 
 

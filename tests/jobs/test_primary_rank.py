@@ -1,0 +1,150 @@
+"""Real jobs whose primary is the last rank, as in pipeline parallelism: who has the run, and who ends it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from support import jobs
+from support.harness import ENDS, Job, ends, job, python, torchrun
+from support.wandb_server import WandbServer
+
+RANKS = 4
+SHARED = {"run_mode": "shared", "id": "chosen", "primary_rank": -1}
+NODES = [pytest.param([4], id="one node"), pytest.param([2, 2], id="two nodes")]
+
+
+def start(started: Job, nodes: list[int], how: dict[str, str]) -> None:
+    """One agent for each node, with so many ranks."""
+    rendezvous = f"127.0.0.1:{jobs.free_port()}"
+    settings = ends(how, with_step=True, rank_in_config=True, tracking=SHARED)
+    for ranks in nodes:
+        options = [f"--nnodes={len(nodes)}", f"--nproc-per-node={ranks}", "--monitor-interval=0.1"]
+        where = ["--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"]
+        started.start([*jobs.torchrun(*options, *where), str(ENDS)], **settings)
+
+
+def test_only_the_last_rank_has_the_run_and_its_exit_code_counts(tmp_path):
+    done = jobs.one_node(tmp_path, RANKS, tracking={"primary_rank": -1}, end={"3": 3})
+    (run,) = done.runs
+    assert [row["row"] for row in run.rows] == [0, 1, 2]
+    assert run.exit_code == 3
+    opened = {report["rank"]: report["run_id"] for report in done.reports}
+    assert opened == {0: None, 1: None, 2: None, 3: run.id}
+    for report in done.reports[:-1]:
+        assert not report["wandb_loaded"]
+        assert not report["torch_loaded"]
+
+
+def test_the_last_local_rank_of_each_worker_has_its_run(tmp_path):
+    tracking = {"primary_rank": -1, "rank_scope": "worker"}
+    done = jobs.nodes(tmp_path, [3, 1], ["--rdzv-id=job"], tracking=tracking)
+    assert done.returncode == 0, done.output
+    opened = [(report["local_rank"], report["run_id"]) for report in done.reports if report["run_id"]]
+    assert sorted(local_rank for local_rank, _ in opened) == [0, 2]
+    assert {run_id for _, run_id in opened} == {run.id for run in done.runs}
+    (group,) = {run.group for run in done.runs}
+    assert {run.id for run in done.runs} == {f"{group}-worker-0", f"{group}-worker-1"}
+
+
+def test_a_rank_that_the_job_does_not_have_is_refused_on_every_rank(tmp_path):
+    done = jobs.one_node(tmp_path, 2, tracking={"primary_rank": 2})
+    assert done.returncode != 0
+    assert "TopologyError: primary_rank=2 is not in this job, whose ranks are 0 to 1" in done.output
+    assert done.runs == []
+
+
+def test_a_restart_goes_on_with_the_run_of_the_last_rank(tmp_path):
+    done = jobs.one_node(tmp_path, 2, ["--max-restarts=1"], end={"1": "raise"}, tracking={"primary_rank": -1})
+    assert done.returncode == 0, done.output
+    assert len({run.id for run in done.runs}) == 1
+    assert [run.exit_code for run in sorted(done.runs, key=lambda run: run.config["restart_count"])] == [1, 0]
+    assert {report["rank"] for report in done.reports if report["run_id"]} == {1}
+
+
+def test_a_process_group_without_a_job_name_gives_the_last_rank_an_id_alone(tmp_path):
+    """Rank 0 has no run, and so sends no id."""
+    script = (
+        "for r in 0 1; do RANK=$r LOCAL_RANK=$r WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 "
+        f'MASTER_ADDR=127.0.0.1 MASTER_PORT={jobs.free_port()} "$@" & done; wait'
+    )
+    program = jobs.train(tracking={"primary_rank": -1}, process_group=True)
+    done = jobs.run(["bash", "-c", script, "bash", sys.executable, *program], tmp_path)
+    assert [report["run_id"] is not None for report in done.reports] == [False, True], done.output
+    assert [(len(run.rows), run.exit_code) for run in done.runs] == [(3, 0)]
+    assert done.runs[0].id.startswith("env-")
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_a_shared_run_ends_with_the_last_rank_and_has_its_config(tmp_path, nodes):
+    with job(tmp_path) as started:
+        start(started, nodes, {"3": "until go", "*": "return"})
+        started.wait_for("returns", RANKS - 1)
+        started.wait_for("ready 3 0")
+        (run,) = started.server.runs
+        assert not run.completed
+        started.go()
+        found = started.outcome()
+        assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
+        assert len({pid for pid, _ in found.arrived}) == RANKS
+        assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
+        assert (run.config["rank"], run.mixed_writers, run.connections) == (3, False, len(nodes))
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_the_last_rank_waits_for_the_others(tmp_path, nodes):
+    with job(tmp_path) as started:
+        start(started, nodes, {"3": "return", "*": "until go"})
+        started.wait_for("returns")
+        for rank in range(RANKS - 1):
+            started.wait_for(f"ready {rank} 0")
+        started.log_more(rows=20, but_not=started.wait_for("ready 3 0"))
+        (run,) = started.server.runs
+        assert not run.completed
+        started.go()
+        found = started.outcome()
+        assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
+        assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
+
+
+def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_run(tmp_path):
+    """Three nodes without an agent, whose only store is the process group's."""
+    with job(tmp_path) as started:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.free_port()), "WORLD_SIZE": "3"}
+        how = ends({"1": "until go", "*": "return"}, group=True, tracking={**SHARED, "finish_timeout_s": 600})
+        for rank in range(3):
+            place = {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            started.start(python(), {**address, **place, "GROUP_WORLD_SIZE": "3"}, **how)
+        started.wait_for("returns", 2)
+        (late,) = started.wait_for("ready 1 0")
+        started.log_more(rows=20, but_not=set(started.notes()) - {late})
+        (run,) = started.server.runs
+        assert not run.completed
+        started.go()
+        found = started.outcome()
+        assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
+        assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
+
+
+def test_sigterm_ends_the_shared_run_with_the_rows_of_all_ranks(tmp_path):
+    with job(tmp_path) as started:
+        agent = started.start(torchrun(ranks=RANKS), **ends("finally", with_step=True, tracking=SHARED))
+        for rank in range(RANKS):
+            started.wait_for(f"ready {rank} 0")
+        started.signal(agent.pid)
+        found = started.outcome()
+        assert (found.lost, found.leaked) == (0, ()), found.output
+        assert (set(found.exit_codes), found.runs) == ({143}, 1)
+
+
+def test_a_restart_resumes_the_shared_run_on_every_rank(tmp_path):
+    with WandbServer() as server:
+        options = ["--standalone", "--nproc-per-node=3", "--max-restarts=2", "--monitor-interval=0.1"]
+        program = [str(jobs.PROGRAMS / "shared_runs.py"), "restarted", "-1"]
+        done = jobs.run([*jobs.torchrun(*options), *program], tmp_path, server.environment)
+        (run,) = server.runs
+        assert (done.returncode, run.exit_codes[-1], run.state) == (0, 0, "finished"), done.output
+        everyone = [(rank, attempt) for attempt in range(3) for rank in range(3)]
+        assert sorted((row["rank"], row["attempt"]) for row in run.rows) == sorted(everyone)
+        for rank, attempt in everyone:
+            assert (tmp_path / f"seen-{rank}-{attempt}").read_text() == f"{run.id} {attempt > 0}"
