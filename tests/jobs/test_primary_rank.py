@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
+from faults.matrix import agent, until_logged
 from support import jobs
 from support.harness import ENDS, Job, ends, job, python, torchrun
 from support.wandb_server import WandbServer
@@ -124,6 +126,33 @@ def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_ru
         found = started.outcome()
         assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
         assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("run_mode", ["auto", "shared"])
+def test_in_an_elastic_job_the_run_goes_on_where_the_last_rank_is(tmp_path, run_mode):
+    """A second node comes, and has the last rank. Then it dies, and the first node goes on alone."""
+    tracking = {"run_mode": run_mode, "primary_rank": -1}
+    with job(tmp_path) as started:
+        port, how = jobs.free_port(), ends("together", attempts=9, step_s=0.1, tracking=tracking)
+        agent(started, "127.0.0.1", port, host=True, **how)
+        (alone,) = started.wait_for("ready 0 0")
+        second = agent(started, "127.0.0.2", port, host=False, **how)
+        started.wait_until(lambda: any("entered 1" in lines for lines in started.notes().values()), "no second rank")
+        (last,) = started.wait_for("entered 1")
+        until_logged(started, but_not=set(started.notes()) - {last})
+        before = set(started.notes())
+        for pid in (second.pid, last):
+            started.signal(pid, signal.SIGKILL)
+        until_logged(started, but_not=before)
+        started.go()
+        found = started.outcome()
+        assert found.runs == 1, found.output
+        (run,) = started.server.runs
+        writers = {row["pid"] for row in run.rows}
+        assert {alone, last} <= writers
+        assert (run.exit_codes[-1], run.state, found.duplicates) == (0, "finished", 0), found.output
+        assert found.logged - found.arrived <= {row for row in found.fresh if row[0] == last}
 
 
 def test_sigterm_ends_the_shared_run_with_the_rows_of_all_ranks(tmp_path):

@@ -82,6 +82,11 @@ def test_what_is_gathered_has_the_primarys_statistics_of_the_ranks_that_have_the
     assert [seen[call] for seen in ranks] == [expected, None, None, None]
 
 
+def test_the_row_is_on_the_primary_that_is_asked_for(ranks):
+    expected = {"loss/sum": 6, **{f"rank_{i}/loss": i for i in range(4)}}
+    assert [seen["to the last"] for seen in ranks] == [None, None, None, expected]
+
+
 @pytest.mark.parametrize(
     ("call", "own", "told"),
     [

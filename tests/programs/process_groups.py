@@ -77,6 +77,7 @@ def gathering() -> dict:
     seen["empty"] = gather_metrics({"loss": 1.0} if RANK == 3 else {}, ["mean"])
     seen["none"] = gather_metrics({"loss": RANK}, ())
     seen["different stats"] = gather_metrics({"loss": RANK}, ("sum",) if RANK == 0 else ("max", "min"))
+    seen["to the last"] = gather_metrics({"loss": RANK}, ("sum",), primary_rank=-1)
     for name, (metrics, stats) in BAD.items():
         seen[f"bad {name}"] = outcome(metrics, stats) if RANK == BAD_RANK else outcome({"loss": 1.0}, ("mean",))
     seen["bad primary"] = outcome({"loss": "abc"}) if RANK == 0 else outcome({"loss": 1.0})

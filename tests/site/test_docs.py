@@ -48,6 +48,7 @@ RUNS = {
     "README/configured.py": 2,
     "docs/index/hello.py": 1,
     "docs/metrics/per_rank.py": 1,
+    "docs/modes/primary/primary.py": 1,
     "docs/metrics/statistics_only.py": 1,
     "docs/metrics/train.py": 1,
     "docs/modes/auto/auto.py": 1,
@@ -74,6 +75,7 @@ RAISING = {
         {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **OMPI}
     ),
     "rank_scope='worker', but openmpi does not set": lambda: plan(topology.detect(OMPI), "auto", "worker", None),
+    "primary_rank=8 is not in this job": lambda: plan(topology.detect(OMPI), "auto", "global", None, primary_rank=8),
     "no run id that all 2 nodes agree on": lambda: from_launcher(
         DistributedInfo(rank=0, world_size=2, num_workers=2, launcher="env"), {}, agreement=True
     ),

@@ -70,6 +70,9 @@ bare("1")  # type: ignore[arg-type]
 with_arguments()  # type: ignore[call-arg]
 tracking_init(run_mode="atuo")  # type: ignore[call-overload]
 tracking_init(rank_scope="node")  # type: ignore[call-overload]
+tracking_init(primary_rank=-1)
+tracking_init(primary_rank=lambda info: info.world_size - 1)
+tracking_init(primary_rank="last")  # type: ignore[call-overload]
 
 info = get_distributed_info()
 if info is not None:
@@ -77,6 +80,7 @@ if info is not None:
     assert_type(info.rank, int)
     assert_type(info.worker_index, int | None)
 assert_type(plan(info, "auto", "global", "base"), RunPlan)
+assert_type(plan(info, "auto", "global", "base", primary_rank=-1), RunPlan)
 
 assert_type(prefix_metrics({"loss": 0.5}), dict[str, Any])
 assert_type(gather_metrics({"loss": 0.5}, ("mean", "std")), dict[str, int | float] | None)
