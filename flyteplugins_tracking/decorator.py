@@ -80,9 +80,9 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         init_timeout_s: Seconds that opening the run may take.
         finish_timeout_s: Seconds that finishing the run may take. The rank that finishes a shared run also waits this
             long for the other ranks, after its own function returned.
-        hang_timeout_s: Seconds without a row and without a `heartbeat()` after which a rank calls the roll: every rank
-            writes its stacks, and the run and the primary's log say which ranks are where. Nothing is ended. None for
-            never.
+        hang_timeout_s: Seconds without a row and without a `heartbeat()` after which a rank with a run calls the roll:
+            every rank writes its stacks, and the run and the primary's log say which ranks are where. Nothing is ended.
+            None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
         allow_config: In a shared run, let all ranks change its config, and not only the primary.
         step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter.

@@ -1,8 +1,8 @@
 """The roll-call of a job that makes no progress: each rank writes its stacks, and the primary says who is where.
 
-A thread of each rank looks at the job's board a few times within `hang_timeout_s`. A rank that has not logged and not
-called `heartbeat` for so long calls the roll: it starts an episode there, once. Every rank then writes its stacks by
-`faulthandler`, and the primary groups them.
+A thread of each rank looks at the job's board a few times within `hang_timeout_s`. A rank with a run that has not
+logged and not called `heartbeat` for so long calls the roll: it starts an episode there, once. Every rank then writes
+its stacks by `faulthandler`, and the primary groups them.
 
 The thread cannot run on a rank that holds the GIL. There `faulthandler`'s own C thread writes the stacks, since the
 thread has not put its deadline off; and the primary of the same machine reads them from the file.
@@ -70,7 +70,7 @@ class HangMonitor:
             info: This rank.
             timeout_s: `hang_timeout_s`.
             report: What the primary does with the answers; None on the other ranks.
-            has_run: Whether this rank logs. If it does not, only its heartbeats tell that it hangs.
+            has_run: Whether this rank logs, and so calls the roll. The others only answer: nobody knows of their steps.
         """
         self._info = info
         self._timeout_s = timeout_s
@@ -105,7 +105,7 @@ class HangMonitor:
                 was_blocked = self._put_off()
                 episode = board.count("episodes")
                 # While this rank was blocked, others may have called the roll: then it only answers.
-                if episode == answered and self._is_silent(was_blocked) and board.count(f"claims/{episode}", 1) == 1:
+                if episode == answered and self._is_silent() and board.count(f"claims/{episode}", 1) == 1:
                     episode = board.count("episodes", 1)
                 if episode > answered:
                     answered = episode
@@ -123,15 +123,14 @@ class HangMonitor:
             faulthandler.dump_traceback_later(self._timeout_s, file=self._file, exit=False)
         return was_blocked
 
-    def _is_silent(self, was_blocked: bool) -> bool:
+    def _is_silent(self) -> bool:
         """Whether this rank calls the roll: once, until it has made progress again."""
-        last_s = progress.last_progress()
-        if last_s < self._started_s:
-            last_s = self._started_s if self._has_run else 0.0
-        is_late = last_s > 0 and time.monotonic() - last_s > self._timeout_s and last_s != self._alarmed_at
-        if is_late:
-            self._alarmed_at = last_s
-        return is_late or was_blocked
+        last_s = max(progress.last_progress(), self._started_s)
+        is_late = time.monotonic() - last_s > self._timeout_s and last_s != self._alarmed_at
+        if not self._has_run or not is_late:
+            return False
+        self._alarmed_at = last_s
+        return True
 
     def _answer(self, board: Board, episode: int, was_blocked: bool) -> None:
         if not was_blocked:

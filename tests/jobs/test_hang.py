@@ -1,0 +1,59 @@
+"""The roll-call of a job that hangs: real ranks, of which one sleeps, holds the GIL in C or is stopped."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support import jobs
+
+PROGRAM = jobs.PROGRAMS / "hanging_ranks.py"
+TIMEOUT_S = 3.0
+HANG_S = 4 * TIMEOUT_S
+
+
+def hang(directory: Path, how: str) -> jobs.Done:
+    torchrun = jobs.torchrun("--standalone", "--nproc-per-node=3", "--monitor-interval=0.1")
+    command = [sys.executable] if how == "alone" else torchrun
+    return jobs.run([*command, str(PROGRAM), how, str(TIMEOUT_S), str(HANG_S)], directory)
+
+
+@pytest.mark.parametrize(
+    ("how", "rank_1"),
+    [
+        ("sleeps", r"at hanging_ranks.py:\d+ next_batch"),
+        ("holds the GIL", r"holds the GIL at hanging_ranks.py:\d+ holds_the_gil"),
+        pytest.param("is stopped", "is stopped by a signal", marks=pytest.mark.full),
+    ],
+)
+def test_the_run_and_the_log_say_once_where_the_ranks_are(tmp_path, how, rank_1):
+    done = hang(tmp_path, how)
+    assert done.returncode == 0, done.output
+    (run,) = done.runs
+    verdict = run.summary["hang/verdict"]
+    assert done.output.count("no progress for") == 1, done.output
+    assert verdict in done.output
+    pattern = rf"no progress for {TIMEOUT_S:g} s: ranks 0, 2 at hanging_ranks.py:\d+ all_reduce; rank 1 {rank_1}"
+    assert re.fullmatch(pattern, verdict), verdict
+    text = next(tmp_path.rglob("hang.txt")).read_text()
+    assert text.startswith(verdict)
+    assert "rank 0\n" in text
+    assert "rank 2\n" in text
+    assert run.exit_code == 0
+    assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
+
+
+def test_nothing_is_reported_while_an_evaluation_calls_heartbeat(tmp_path):
+    done = hang(tmp_path, "evaluates")
+    assert done.returncode == 0, done.output
+    assert "no progress" not in done.output
+    assert "hang/verdict" not in done.runs[0].summary
+
+
+def test_a_process_alone_says_where_it_is(tmp_path):
+    done = hang(tmp_path, "alone")
+    assert done.returncode == 0, done.output
+    (run,) = done.runs
+    assert run.summary["hang/verdict"].startswith(f"no progress for {TIMEOUT_S:g} s: rank 0 at hanging_ranks.py:")

@@ -1,0 +1,67 @@
+"""Three ranks that reduce in each step, until rank 1 hangs for a while, as the argument says; rank 0 has the run.
+
+"sleeps": in `next_batch`. "holds the GIL": in C. "is stopped": by SIGSTOP. "evaluates": with heartbeats. "alone": one
+process without a launcher sleeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+from flyteplugins_tracking import get_run, heartbeat, tracking_init
+
+TIMEOUT_S, HANG_S = float(sys.argv[2]), float(sys.argv[3])
+
+
+def next_batch() -> None:
+    time.sleep(HANG_S)
+
+
+def holds_the_gil() -> None:
+    ctypes.PyDLL(None).usleep(int(HANG_S * 1e6))
+
+
+def is_stopped() -> None:
+    if os.fork() == 0:
+        time.sleep(HANG_S)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def evaluates() -> None:
+    until = time.monotonic() + HANG_S
+    while time.monotonic() < until:
+        time.sleep(TIMEOUT_S / 20)
+        heartbeat()
+
+
+HANGS = {"sleeps": next_batch, "holds the GIL": holds_the_gil, "is stopped": is_stopped, "evaluates": evaluates}
+
+
+@tracking_init(project="tests", id="hangs", hang_timeout_s=TIMEOUT_S)
+def train() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    for step in range(4):
+        if get_run() is not None:
+            get_run().log({"step": step})
+        if step == 2 and (dist.get_rank() == 1 or sys.argv[1] == "evaluates"):
+            HANGS[sys.argv[1]]()
+        dist.all_reduce(torch.ones(1))
+
+
+@tracking_init(project="tests", id="hangs", hang_timeout_s=TIMEOUT_S)
+def train_alone() -> None:
+    get_run().log({"step": 0})
+    next_batch()
+
+
+if __name__ == "__main__":
+    train_alone() if sys.argv[1] == "alone" else train()
