@@ -19,6 +19,12 @@ STORE_TIMEOUT = timedelta(seconds=30)
 _SHORT_TIMEOUT = timedelta(seconds=5)
 
 
+def is_torch_loaded() -> bool:
+    """Whether torch.distributed is imported, and no thread is about to import it."""
+    modules = [sys.modules.get(name) for name in ("torch", "torch.distributed")]
+    return all(module and not getattr(module.__spec__, "_initializing", False) for module in modules)
+
+
 def job_store(info: DistributedInfo, env: Env) -> Any:
     """Return a `torch.distributed.Store` that all nodes of the job share; None if none is known."""
     store = None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from flyteplugins_tracking._job import error_files, siblings
 from flyteplugins_tracking._job.board import board_directory, nearest_board
 from flyteplugins_tracking._job.failures import Failure, first_cause
 from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.store import is_torch_loaded
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.timeout import run_with_timeout
 
@@ -163,7 +163,7 @@ class FailureReader:
 
     def _read_board(self, info: DistributedInfo, failures: list[Failure]) -> None:
         """Append what the ranks of this attempt have reported. The board may outlive an attempt."""
-        if info.launcher == "torchelastic" and "torch.distributed" not in sys.modules:
+        if info.launcher == "torchelastic" and not is_torch_loaded():
             return  # importing torch takes seconds, which a process that is being terminated may not have
         with suppress(RuntimeError, OSError, ImportError):
             texts = nearest_board(info, os.environ, _TOPIC, self._directory).texts()

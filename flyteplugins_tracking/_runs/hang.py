@@ -78,7 +78,8 @@ class HangMonitor:
         self._has_run = has_run
         self._thread_id = threading.get_ident()  # the thread that runs the decorated function
         self._started_s = time.monotonic()
-        self._directory = board_directory(info, os.environ)
+        # Here and not in the thread: it may import torch, which two threads must not do at once.
+        self._board = self._connect()
         self._file = tempfile.NamedTemporaryFile(prefix="flyteplugins-tracking-stacks-", suffix=".txt")  # noqa: SIM115
         self._stopped = threading.Event()
         self._alarmed_at = -1.0  # the progress that was the last one when this rank has called the roll
@@ -92,10 +93,15 @@ class HangMonitor:
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
 
+    def _connect(self) -> Board:
+        # A name for this attempt that its ranks agree on, as far as one machine's do.
+        topic = f"{_TOPIC}/{self._info.job_id}/{self._info.restart_count}"
+        return nearest_board(self._info, os.environ, topic, board_directory(self._info, os.environ))
+
     def _watch(self) -> None:
         progress.ignore_this_thread()  # what it reports with the run is no progress
-        with suppress(RuntimeError, OSError, ImportError):  # the store goes when the job ends
-            board = nearest_board(self._info, os.environ, f"{_TOPIC}/{self._attempt()}", self._directory)
+        board = self._board
+        with suppress(RuntimeError, OSError):  # the store goes when the job ends
             board.put(
                 f"place/{self._info.rank}",
                 json.dumps([socket.gethostname(), os.getpid(), self._thread_id, self._file.name]),
@@ -110,10 +116,6 @@ class HangMonitor:
                 if episode > answered:
                     answered = episode
                     self._answer(board, episode, was_blocked)
-
-    def _attempt(self) -> str:
-        """A name for this attempt of the job that its ranks agree on, as far as one machine's do."""
-        return f"{self._info.job_id}/{self._info.restart_count}"
 
     def _put_off(self) -> bool:
         """Put off `faulthandler`'s deadline. Returns whether it has passed: somebody has held the GIL."""
