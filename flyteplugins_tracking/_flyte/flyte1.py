@@ -22,7 +22,8 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import NodeRequest, Page, pages
 from flyteplugins_tracking._runs.calls import Task
-from flyteplugins_tracking._runs.context import EndedRun, ExecutionContext
+from flyteplugins_tracking._runs.context import ExecutionContext
+from flyteplugins_tracking._runs.ended import EndedRun
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import find_tracker
 

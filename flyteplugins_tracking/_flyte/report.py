@@ -16,7 +16,7 @@ from typing import Any
 
 from flyteplugins_tracking._job.board import Board, job_board
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._runs.context import EndedRun
+from flyteplugins_tracking._runs.ended import EndedRun
 
 TITLE = "Tracking"
 # How long the first primary waits for the end of the others' runs.

@@ -13,8 +13,8 @@ Four places outside of it change an id. The first three keep two runs from getti
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.errors import ConfigError, TopologyError
@@ -53,8 +53,7 @@ class RunPlan:
     first: bool = False
 
 
-@dataclass(frozen=True)
-class NodeRequest:
+class NodeRequest(NamedTuple):
     """The workers (= nodes) that a task requests, before they exist.
 
     Attributes:
@@ -68,8 +67,7 @@ class NodeRequest:
     nproc_per_node: int
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(NamedTuple):
     """A page of the tracker that shows a run or a group of runs.
 
     Attributes:
@@ -202,7 +200,7 @@ def pages(
         group = _plan_of_first_rank(workers, 0, run_mode, rank_scope, base_id).group
         return (Page("group", group or ""),)  # the number of workers is not known yet
     worker_pages = [_page(workers, index, run_mode, rank_scope, base_id) for index in range(workers.min_nodes)]
-    return tuple(replace(page, worker_index=index) for index, page in enumerate(worker_pages))
+    return tuple(page._replace(worker_index=index) for index, page in enumerate(worker_pages))
 
 
 def _page(workers: NodeRequest, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> Page:

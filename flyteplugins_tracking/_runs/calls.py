@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.info import DistributedInfo
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Handle, Tracker
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """The facts about a Flyte task that are known when it is decorated.
 
     Attributes:
@@ -40,8 +39,7 @@ class Task:
     has_report: bool
 
 
-@dataclass(frozen=True)
-class Override:
+class Override(NamedTuple):
     """Test doubles for the tracker and for the execution context.
 
     Attributes:

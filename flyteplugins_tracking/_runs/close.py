@@ -15,7 +15,8 @@ from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import OpenRun, TrackedCall
-from flyteplugins_tracking._runs.context import EndedRun, ExecutionContext
+from flyteplugins_tracking._runs.context import ExecutionContext
+from flyteplugins_tracking._runs.ended import EndedRun
 from flyteplugins_tracking._runs.failures import Verdict
 from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher

@@ -14,34 +14,8 @@ from flyteplugins_tracking._job.info import DistributedInfo
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.calls import TrackedCall
+    from flyteplugins_tracking._runs.ended import EndedRun
     from flyteplugins_tracking.trackers.base import Tracker
-
-
-@dataclass(frozen=True)
-class EndedRun:
-    """The values that a platform needs to show a run that has ended.
-
-    Attributes:
-        tracker: The tracker's name.
-        id: The run's id.
-        url: The run's page; None if it has none.
-        exit_code: The status that the run ended with.
-        summary: The run's last values.
-        info: The rank that had the run; None outside a distributed job.
-        is_first: Whether it is the job's first run, whose primary reports those of all ranks.
-        other_runs: The number of runs that the job has besides the first.
-        attempt: The attempt of the task, from 0.
-    """
-
-    tracker: str
-    id: str
-    url: str | None
-    exit_code: int
-    summary: Mapping[str, Any]
-    info: DistributedInfo | None
-    is_first: bool
-    other_runs: int
-    attempt: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flyteplugins_tracking._job.board import Board, job_board
@@ -66,7 +66,7 @@ def send(board: Board, info: DistributedInfo, report: Report) -> int | None:
     message = {
         "info": dict(info),
         "versions": _all_versions(report),
-        "diagnostics": [asdict(entry.diagnostic) for entry in report.diagnostics],
+        "diagnostics": [entry.diagnostic._asdict() for entry in report.diagnostics],
     }
     with suppress(RuntimeError):
         board.append(json.dumps(message))

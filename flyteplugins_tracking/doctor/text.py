@@ -40,7 +40,7 @@ def as_json(report: Report) -> str:
         "versions": dict(report.versions),
         "ranks_heard": report.ranks_heard,
         "diagnostics": [
-            {**asdict(entry.diagnostic), "ranks": entry.ranks and list(entry.ranks), "workers": list(entry.workers)}
+            {**entry.diagnostic._asdict(), "ranks": entry.ranks and list(entry.ranks), "workers": list(entry.workers)}
             for entry in _sorted(report.diagnostics)
         ],
     }

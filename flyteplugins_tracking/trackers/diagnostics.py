@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Level = Literal["error", "warning", "note"]
@@ -15,8 +14,7 @@ _LARGEST_FILE = 1_000_000
 NO_WORKING_DIRECTORY = "the working directory has been removed"
 
 
-@dataclass(frozen=True)
-class Diagnostic:
+class Diagnostic(NamedTuple):
     """A problem, or a fact worth knowing.
 
     Attributes:
@@ -30,8 +28,7 @@ class Diagnostic:
     fix: str = ""
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """How a tracker is set up in this environment.
 
     Attributes:

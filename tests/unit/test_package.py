@@ -96,7 +96,8 @@ def with_hints(value: Any) -> Iterator[Any]:
     for cls in value.__mro__ if isinstance(value, type) else ():
         if cls.__module__.startswith("flyteplugins_tracking"):
             yield cls
-            for member in vars(cls).values():
+            # `collections` generates a named tuple's `__new__`, in a namespace without builtins.
+            for member in (member for name, member in vars(cls).items() if name != "__new__"):
                 function = getattr(member, "fget", None) or getattr(member, "__func__", member)
                 yield from with_hints(function) if inspect.isfunction(function) else ()
 

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # The properties that change the run, by being set or through the object that they return.
 _CHANGING = ("config", "name", "notes", "step", "summary", "tags")
+# What `WandbHandle._call_open` returns if the run is not open.
+_NOT_OPEN = object()
 # The run's attribute that holds its handle.
 HANDLE = "_flyteplugins_tracking_handle"
 # How long a signal waits for a call of the run to return: an exception out of it would leave the run half written.
@@ -123,12 +125,12 @@ class WandbHandle(Handle):
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods. If the run was ended early, open it again first."""
         self._request.watch.reinstall()
-        is_done, result = self._call_open(method, args, kwargs)
-        return result if is_done else self._call_late(method, args, kwargs)
+        result = self._call_open(method, args, kwargs)
+        return self._call_late(method, args, kwargs) if result is _NOT_OPEN else result
 
     @critical_section(_PATIENCE_S)
-    def _call_open(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Call the method if the run is open. Returns whether it was, and what the method returned."""
+    def _call_open(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the method if the run is open, and return what it returned; `_NOT_OPEN` if the run is not open."""
         thread, opening = threading.get_ident(), self._openings
         is_outermost = thread not in self._callers
         self._callers.add(thread)
@@ -137,7 +139,7 @@ class WandbHandle(Handle):
                 if method.__name__ == "define_metric":
                     self._definitions.append(lambda: method(self.run, *args, **kwargs))
                 with vendor.TeardownErrors(self.run):
-                    return True, method(self.run, *args, **kwargs)
+                    return method(self.run, *args, **kwargs)
         except vendor.service_gone() as error:
             if self._ender == thread or not is_outermost:
                 raise
@@ -145,7 +147,7 @@ class WandbHandle(Handle):
         finally:
             if is_outermost:
                 self._callers.discard(thread)
-        return False, None
+        return _NOT_OPEN
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Use a property or callback that can change the run. If the run was ended early, open it again first."""
