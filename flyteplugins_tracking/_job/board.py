@@ -73,9 +73,10 @@ class Board:
         """Append a text to those of all ranks."""
         self.put(f"text/{self.count('texts', 1)}", text)
 
-    def texts(self) -> list[str]:
-        """Return the texts that all ranks have appended, in their order."""
-        texts = (self.get(f"text/{number + 1}") for number in range(self.count("texts")))
+    def texts(self, most: int | None = None) -> list[str]:
+        """Return the texts that all ranks have appended, in their order: all of them, or the first `most`."""
+        number = self.count("texts")
+        texts = (self.get(f"text/{index + 1}") for index in range(number if most is None else min(number, most)))
         return [text for text in texts if text is not None]
 
     def wait_for_texts(self, number: int, timeout_s: float) -> list[str]:

@@ -29,7 +29,7 @@ _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _STOP = b"."
 # A sibling may be started after this rank: they are looked for again until all are there.
-_LOOK_AGAIN_MS = 1000
+_LOOK_AGAIN_MS, _LONGEST_PAUSE_MS = 1000, 60_000
 # How long a rank that exits because of a SIGTERM needs at least.
 _EXIT_S = 0.01
 
@@ -131,6 +131,7 @@ class SiblingWatcher:
         poll, descriptors = select.poll(), dict[int, tuple[int, int]]()
         poll.register(self._wake, select.POLLIN)
         known = set[int]()
+        pause_ms = _LOOK_AGAIN_MS
         try:
             while True:
                 for rank, pid in _siblings(self._info).items():
@@ -141,7 +142,9 @@ class SiblingWatcher:
                             descriptors[descriptor] = (rank, pid)
                             poll.register(descriptor, select.POLLIN)
                 is_complete = len(known) >= (self._info.local_world_size or 1) - 1
-                for descriptor, _ in poll.poll(None if is_complete else _LOOK_AGAIN_MS):
+                events = poll.poll(None if is_complete else pause_ms)
+                pause_ms = min(2 * pause_ms, _LONGEST_PAUSE_MS)
+                for descriptor, _ in events:
                     if descriptor == self._wake:
                         return
                     rank, pid = descriptors.pop(descriptor)

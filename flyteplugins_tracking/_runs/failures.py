@@ -25,7 +25,8 @@ from flyteplugins_tracking._util.timeout import run_with_timeout
 
 logger = logging.getLogger(__name__)
 
-_TOPIC = "failures"
+# How many reports are read. A rank that is lost may cut off thousands of others, and the first reports say why.
+_MOST_REPORTS = 64
 # How long the store may take. A launcher ends a process 30 s after its SIGTERM.
 _STORE_S = 3.0
 # How long a rank that has only lost another one waits for that one's report.
@@ -50,10 +51,15 @@ def withdraw(failure: Failure, info: DistributedInfo) -> None:
     _append(info, replace(failure, exit_code=0))
 
 
+def _topic(is_secondary: bool) -> str:
+    """Causes and their echoes are apart, so that thousands of echoes do not hide a cause."""
+    return "failures/secondary" if is_secondary else "failures/causes"
+
+
 def _append(info: DistributedInfo, failure: Failure) -> None:
     def append() -> None:
         with suppress(RuntimeError, OSError):  # the store has gone: with rank 0, or its node
-            board = nearest_board(info, os.environ, _TOPIC, board_directory(info, os.environ))
+            board = nearest_board(info, os.environ, _topic(failure.is_secondary), board_directory(info, os.environ))
             board.append(failure.to_json())
 
     if info.world_size > 1:
@@ -166,8 +172,10 @@ class FailureReader:
         if info.launcher == "torchelastic" and not is_torch_loaded():
             return  # importing torch takes seconds, which a process that is being terminated may not have
         with suppress(RuntimeError, OSError, ImportError):
-            texts = nearest_board(info, os.environ, _TOPIC, self._directory).texts()
-            last = {(failure.rank, failure.failed_at): failure for failure in map(Failure.from_json, texts)}
-            failures += [
-                failure for failure in last.values() if failure.exit_code and failure.failed_at > self._started_at
-            ]
+            for is_secondary in (False, True):
+                board = nearest_board(info, os.environ, _topic(is_secondary), self._directory)
+                reports = [Failure.from_json(text) for text in board.texts(_MOST_REPORTS)]
+                last = {(report.rank, report.failed_at): report for report in reports}  # a later one withdraws it
+                failures += [
+                    report for report in last.values() if report.exit_code and report.failed_at > self._started_at
+                ]

@@ -1,0 +1,193 @@
+"""Which failure is the cause, what it holds, and how it travels between ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flyteplugins_tracking import DistributedInfo
+from flyteplugins_tracking._job import error_files
+from flyteplugins_tracking._job.failures import Failure, first_cause, is_secondary
+from flyteplugins_tracking._job.siblings import Ended
+from flyteplugins_tracking._runs.failures import FailureReader, report, withdraw
+from flyteplugins_tracking._util.secrets import masked
+
+RANKS = [DistributedInfo(rank, 4, rank, 4, 0, 1, launcher="mpich") for rank in range(4)]
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def cut_off() -> BaseException:
+    """As gloo's: raised in a file of torch.distributed."""
+    code = compile(
+        "raise RuntimeError('Connection closed by peer [127.0.0.1]:1234')", "/x/torch/distributed/c10d.py", "exec"
+    )
+    try:
+        exec(code)
+    except RuntimeError as error:
+        return error
+    raise AssertionError
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A directory for the board of this test's ranks, which are this process."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.setattr("flyteplugins_tracking._job.siblings.can_watch", lambda _: False)
+    monkeypatch.setattr("flyteplugins_tracking._runs.failures._GRACE_S", 0.2)
+    return tmp_path
+
+
+def fail(rank: int, error: BaseException) -> Failure:
+    failure = Failure.of_error(raised(error) if error.__traceback__ is None else error, rank, 1)
+    report(error, failure, RANKS[rank])
+    return failure
+
+
+def read(own: Failure | None = None, terminated_at: float | None = 1.0, is_own_run: bool = False) -> str:
+    reader = FailureReader(RANKS[0], is_alone=False, is_own_run=is_own_run)
+    verdict, _ = reader.verdict(own, terminated_at)
+    return "none" if verdict is None else f"{verdict.cause.rank} {verdict.cause.type} {verdict.others}"
+
+
+def test_the_first_exception_of_user_code_is_the_cause(machine):
+    fail(2, cut_off())
+    fail(3, ValueError("bad batch"))
+    fail(1, KeyError("later"))
+    assert read() == "3 ValueError 2"
+
+
+def test_an_echo_alone_is_the_cause_unless_this_rank_is_terminated_and_alone_has_it(machine):
+    own = Failure.of_error(cut_off(), 0, 1)
+    assert read(own, terminated_at=None) == "0 RuntimeError 0"
+    assert read(own, terminated_at=1.0) == "none"  # preempted: the others were too
+    fail(2, cut_off())
+    assert read(own, terminated_at=1.0) == "0 RuntimeError 1"  # a scheduler cuts nobody off
+
+
+def test_thousands_of_echoes_do_not_hide_the_cause(machine):
+    for _ in range(100):
+        fail(2, cut_off())
+    fail(3, ValueError("bad batch"))
+    assert read() == "3 ValueError 1"
+
+
+def test_a_sigterm_without_a_failure_is_none(machine):
+    assert read() == "none"
+
+
+def test_a_withdrawn_failure_does_not_count(machine):
+    failure = fail(3, ValueError("handled"))
+    withdraw(failure, RANKS[3])
+    assert read() == "none"
+
+
+def test_a_failure_of_an_earlier_attempt_does_not_count(machine, monkeypatch):
+    fail(3, ValueError("earlier"))
+    monkeypatch.setattr("flyteplugins_tracking._util.proc.started_at", lambda: 2**40)
+    assert read() == "none"
+
+
+def test_a_run_of_one_rank_tells_of_that_ranks_own_failure(machine):
+    fail(3, ValueError("other"))
+    own = Failure.of_error(raised(KeyError("own")), 0, 1)
+    assert read(own, is_own_run=True) == "0 KeyError 0"
+    assert read(own) == "3 ValueError 1"
+
+
+def test_the_answer_stays(machine):
+    reader = FailureReader(RANKS[0], is_alone=False, is_own_run=False)
+    fail(3, ValueError("first"))
+    assert reader.verdict(None, 1.0)[1]
+    fail(2, ValueError("second"))
+    verdict, is_new = reader.verdict(None, 1.0)
+    assert verdict is not None
+    assert (verdict.cause.rank, is_new) == (3, False)
+
+
+def test_what_lost_a_peer_is_an_echo_and_what_only_sounds_so_is_not():
+    assert is_secondary(cut_off())
+    assert not is_secondary(raised(RuntimeError("Connection closed by peer")))  # in the user's own code
+    assert not is_secondary(raised(ValueError("NCCL")))
+    torch = pytest.importorskip("torch.distributed")
+    assert is_secondary(raised(torch.DistNetworkError("anything")))
+
+
+def test_a_failure_has_the_last_lines_and_no_key(monkeypatch):
+    monkeypatch.setenv("SOME_SERVICE_TOKEN", "abracadabra-1")
+    text = f"key {KEY}, abracadabra-1, https://user:pw@host/x, api_key='whatever12'"
+    failure = Failure.of_error(raised(ValueError(text + "\n" * 200)), 1, 1)
+    whole = failure.to_json()
+    for secret in (KEY, "abracadabra-1", "user:pw", "whatever12"):
+        assert secret not in whole
+    assert len(failure.traceback.splitlines()) <= 50
+    assert Failure.from_json(whole) == failure
+
+
+def test_ordinary_text_is_not_masked(monkeypatch):
+    monkeypatch.setenv("SHORT_KEY", "abc")
+    text = "KeyError: 'loss', expected a token of 5 characters; abc; the key is missing"
+    assert masked(text) == text
+
+
+@pytest.mark.parametrize(
+    ("status", "is_cause", "kind", "exit_code"),
+    [
+        (0, False, "exit", 0),
+        (7 << 8, True, "exit", 7),
+        (9, True, "SIGKILL", 137),
+        (137 << 8, True, "SIGKILL", 137),  # a shell around the rank
+        (11, True, "SIGSEGV", 139),
+        (15, False, "SIGTERM", 143),
+        (143 << 8, False, "SIGTERM", 143),
+        (None, True, "unknown", 1),
+    ],
+)
+def test_the_exit_of_another_rank_of_this_machine(status, is_cause, kind, exit_code):
+    ended = Ended(rank=2, pid=1, status=status, at=10.0)
+    assert ended.is_cause(None) == is_cause
+    assert ended.is_cause(terminated_at=20.0) == is_cause
+    assert not ended.is_cause(terminated_at=5.0)  # after SIGTERM
+    failure = ended.failure(is_out_of_memory=False)
+    assert (failure.type, failure.exit_code) == (kind, exit_code)
+
+
+def test_a_rank_that_was_killed_for_its_memory_is_told_so():
+    ended = Ended(rank=2, pid=1, status=9)
+    assert "(signal 9, often out of memory)" in str(ended.failure(is_out_of_memory=False))
+    assert "(signal 9, out of memory)" in str(ended.failure(is_out_of_memory=True))
+
+
+def test_error_files_are_those_of_torchelastic(tmp_path):
+    handler = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors").ErrorHandler
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempt_0" / "1" / "error.json")}
+    Path(env["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True)
+    failure = Failure.of_error(raised(ValueError("bad")), 1, 1)
+    error_files.write(failure, env)
+    error_files.write(replace(failure, message="other"), env)  # somebody has written it
+    written = json.loads(Path(env["TORCHELASTIC_ERROR_FILE"]).read_text())
+    assert written["message"]["message"] == "ValueError: bad"
+    assert {*written["message"]["extraInfo"]} == {"py_callstack", "timestamp"}
+    (tmp_path / "attempt_0" / "0").mkdir()
+    sibling = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempt_0" / "0" / "error.json")}
+    (found,) = error_files.read(RANKS[0], sibling)
+    assert (found.rank, found.type, found.message) == (1, "ValueError", "bad")
+    assert handler is not None
+    error_files.remove(env)
+    assert error_files.read(RANKS[0], sibling) == []
+    assert os.environ.get("TORCHELASTIC_ERROR_FILE") != env["TORCHELASTIC_ERROR_FILE"]
+
+
+def test_first_cause_of_nothing_is_none():
+    assert first_cause([]) is None
