@@ -78,6 +78,13 @@ def test_shared_metrics_has_one_run_of_all_ranks_and_a_plot_of_them(tmp_path):
     assert (tmp_path / "ranks.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_evaluation_calls_heartbeat_on_every_rank(tmp_path):
+    done = example(tmp_path, "hang_timeout.py", 2)
+    (run,) = done.runs
+    assert [row["epoch"] for row in run.rows] == [0, 1, 2]
+    assert "no progress" not in done.output
+
+
 @pytest.mark.full
 def test_elastic_checkpoint_goes_on_with_run_and_training_when_a_rank_is_killed(tmp_path, server):
     command = jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")
