@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 _MOST_REPORTS = 64
 # How long the store may take. A launcher ends a process 30 s after its SIGTERM.
 _STORE_S = 3.0
+# How long a report may take: a rank that fails early may have to import torch for it.
+_REPORT_S = 10.0
 # How long a rank that has only lost another one waits for that one's report.
 _GRACE_S = 1.0
 _POLL_S = 0.05
@@ -63,7 +65,7 @@ def _append(info: DistributedInfo, failure: Failure) -> None:
             board.append(failure.to_json())
 
     if info.world_size > 1:
-        run_with_timeout(_STORE_S, append)
+        run_with_timeout(_REPORT_S, append)
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,9 @@ class FailureReader:
             for is_secondary in (False, True):
                 board = nearest_board(info, os.environ, _topic(is_secondary), self._directory)
                 reports = [Failure.from_json(text) for text in board.texts(_MOST_REPORTS)]
-                last = {(report.rank, report.failed_at): report for report in reports}  # a later one withdraws it
+                withdrawn = {(report.rank, report.failed_at) for report in reports if not report.exit_code}
                 failures += [
-                    report for report in last.values() if report.exit_code and report.failed_at > self._started_at
+                    report
+                    for report in reports
+                    if (report.rank, report.failed_at) not in withdrawn and report.failed_at > self._started_at
                 ]
