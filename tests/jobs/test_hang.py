@@ -10,8 +10,8 @@ import pytest
 from support import jobs
 
 PROGRAM = jobs.PROGRAMS / "hanging_ranks.py"
-TIMEOUT_S = 3.0
-HANG_S = 4 * TIMEOUT_S
+TIMEOUT_S = 2.5
+HANG_S = 3.5 * TIMEOUT_S
 
 
 def hang(directory: Path, how: str) -> jobs.Done:
