@@ -32,6 +32,8 @@ _STOP = b"."
 _LOOK_AGAIN_MS, _LONGEST_PAUSE_MS = 1000, 60_000
 # How long a rank that exits because of a SIGTERM needs at least.
 _EXIT_S = 0.01
+# How long after a rank's end its agent ends the others, or their collectives are cut.
+_UNKNOWN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ class Ended:
             or self.exit_code in (TERMINATED, INTERRUPTED)
         ):
             return False
+        if self.status is None:  # it may have returned, long ago
+            now_s = time.monotonic() if terminated_at is None else terminated_at
+            return now_s - _UNKNOWN_S < self.at < now_s
         margin_s = 0.0 if self.signal else _EXIT_S
         return terminated_at is None or self.at < terminated_at - margin_s
 
@@ -117,9 +122,9 @@ class SiblingWatcher:
 
     def stop(self) -> None:
         """End the thread."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the thread has ended
             os.write(self._stop, _STOP)
-            os.close(self._stop)
+        os.close(self._stop)
 
     def failures(self, terminated_at: float | None) -> list[Failure]:
         """Return the siblings that may be why the job ends, in the order of their ends. See `Ended.is_cause`."""

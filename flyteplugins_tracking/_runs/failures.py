@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._job import error_files, siblings
-from flyteplugins_tracking._job.board import board_directory, nearest_board
+from flyteplugins_tracking._job.board import Board, board_directory, nearest_board
 from flyteplugins_tracking._job.failures import Failure, first_cause
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.store import is_torch_loaded
@@ -120,6 +120,7 @@ class FailureReader:
         can_watch = self._info is not None and siblings.can_watch(self._info)
         self._siblings = siblings.SiblingWatcher(self._info) if self._info is not None and can_watch else None
         self._lock = threading.Lock()
+        self._boards: list[Board] = []
         self._verdict: Verdict | None = None
 
     def stop(self) -> None:
@@ -174,8 +175,9 @@ class FailureReader:
         if info.launcher == "torchelastic" and not is_torch_loaded():
             return  # importing torch takes seconds, which a process that is being terminated may not have
         with suppress(RuntimeError, OSError, ImportError):
-            for is_secondary in (False, True):
-                board = nearest_board(info, os.environ, _topic(is_secondary), self._directory)
+            topics = map(_topic, (False, True))
+            self._boards = self._boards or [nearest_board(info, os.environ, name, self._directory) for name in topics]
+            for board in self._boards:
                 reports = [Failure.from_json(text) for text in board.texts(_MOST_REPORTS)]
                 withdrawn = {(report.rank, report.failed_at) for report in reports if not report.exit_code}
                 failures += [

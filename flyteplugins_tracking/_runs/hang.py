@@ -94,9 +94,8 @@ class HangMonitor:
         self._file.close()
 
     def _connect(self) -> Board:
-        # A name for this attempt that its ranks agree on, as far as one machine's do.
-        topic = f"{_TOPIC}/{self._info.job_id}/{self._info.restart_count}"
-        return nearest_board(self._info, os.environ, topic, board_directory(self._info, os.environ))
+        # Not by the attempt: torchelastic's agents count restarts each for itself. Episodes have numbers that go on.
+        return nearest_board(self._info, os.environ, _TOPIC, board_directory(self._info, os.environ))
 
     def _watch(self) -> None:
         progress.ignore_this_thread()  # what it reports with the run is no progress

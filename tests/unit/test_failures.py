@@ -151,7 +151,6 @@ def test_ordinary_text_is_not_masked(monkeypatch):
         (11, True, "SIGSEGV", 139),
         (15, False, "SIGTERM", 143),
         (143 << 8, False, "SIGTERM", 143),
-        (None, True, "unknown", 1),
     ],
 )
 def test_the_exit_of_another_rank_of_this_machine(status, is_cause, kind, exit_code):
@@ -161,6 +160,15 @@ def test_the_exit_of_another_rank_of_this_machine(status, is_cause, kind, exit_c
     assert not ended.is_cause(terminated_at=5.0)  # after SIGTERM
     failure = ended.failure(is_out_of_memory=False)
     assert (failure.type, failure.exit_code) == (kind, exit_code)
+
+
+def test_an_exit_of_unknown_status_counts_if_the_job_has_ended_soon_after():
+    ended = Ended(rank=2, pid=1, status=None, at=10.0)
+    assert ended.is_cause(terminated_at=12.0)
+    assert not ended.is_cause(terminated_at=100.0)  # it had returned, and a scheduler ends the others
+    assert not ended.is_cause(terminated_at=5.0)
+    failure = ended.failure(is_out_of_memory=False)
+    assert (failure.type, failure.exit_code) == ("unknown", 1)
 
 
 def test_a_rank_that_was_killed_for_its_memory_is_told_so():
