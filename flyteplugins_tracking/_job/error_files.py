@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from flyteplugins_tracking._job.failures import Failure
+from flyteplugins_tracking._job.failures import Failure, sounds_secondary
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._util.secrets import masked
 
@@ -58,11 +58,13 @@ def read(info: DistributedInfo, env: Mapping[str, str]) -> list[Failure]:
 def _read(path: Path, rank: int) -> Failure:
     message = json.loads(path.read_text())["message"]
     kind, _, text = message["message"].partition(": ")
+    stack = message["extraInfo"]["py_callstack"]
     return Failure(
         rank=rank,
         type=kind,
         message=masked(text),
         exit_code=1,
-        traceback=masked(message["extraInfo"]["py_callstack"]),
+        traceback=masked(stack),
+        is_secondary=sounds_secondary([kind.rpartition(".")[2]], text, stack),
         failed_at=path.stat().st_mtime,
     )

@@ -7,15 +7,14 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from os import getpid
-from pathlib import Path
 from types import TracebackType
 
+from flyteplugins_tracking._util.own_code import is_own
 from flyteplugins_tracking._util.secrets import masked
 
-_PACKAGE = str(Path(__file__).parent.parent)
 _LAST_LINES = 50
 _LONGEST_MESSAGE = 1000
 # What a collective raises on a rank whose peer has gone: gloo, NCCL, torch's stores, MPI and sockets.
@@ -24,6 +23,11 @@ _LOST_PEER = re.compile(
     r"nccl|gloo|watchdog|remote process (?:exited|has exited)|pair closure|timed out waiting|wait timeout|peer",
     re.IGNORECASE,
 )
+_TORCH_ERRORS = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_SYSTEM_ERRORS = {
+    *("RuntimeError", "OSError", "TimeoutError", "ConnectionError", "ConnectionResetError", "ConnectionRefusedError"),
+    *("ConnectionAbortedError", "BrokenPipeError"),
+}
 _COLLECTIVES = re.compile(r"[/\\](?:torch[/\\](?:distributed|autograd)|horovod|mpi4py|deepspeed[/\\]comm)[/\\]")
 
 
@@ -84,19 +88,29 @@ class Failure:
 
 def _of_user(frames: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of this package that it begins with."""
-    while frames is not None and frames.tb_next and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+    while frames is not None and frames.tb_next and is_own(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     return frames
 
 
 def is_secondary(error: BaseException) -> bool:
     """Whether an exception only says that another rank has gone, or that a collective was cut off."""
-    if type(error).__module__.startswith("torch.distributed") and type(error).__name__.startswith("Dist"):
-        return True
-    if not isinstance(error, (RuntimeError, OSError, TimeoutError)) or not _LOST_PEER.search(str(error)):
-        return False
+    names = [kind.__name__ for kind in type(error).__mro__]
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return any(_COLLECTIVES.search(file) for file in files)
+    return sounds_secondary(names, str(error), "\n".join(files))
+
+
+def sounds_secondary(names: Collection[str], message: str, frames: str) -> bool:
+    """As `is_secondary`, for an exception of which only texts are known.
+
+    Args:
+        names: Its class, and its base classes if they are known.
+        message: Its text.
+        frames: The source files of its traceback, or the whole traceback.
+    """
+    if not _TORCH_ERRORS.isdisjoint(names):
+        return True
+    return bool(not _SYSTEM_ERRORS.isdisjoint(names) and _LOST_PEER.search(message) and _COLLECTIVES.search(frames))
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flyteplugins_tracking._util.own_code import is_own
+
 # faulthandler's format: https://docs.python.org/3/library/faulthandler.html. The innermost frame comes first.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -24,8 +26,8 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether it is neither the standard library's nor an installed package's."""
-        return not self.file.startswith((*_LIBRARIES, "<", str(Path(__file__).parent.parent)))
+        """Whether it is neither the standard library's nor a package's."""
+        return not self.file.startswith((*_LIBRARIES, "<")) and not is_own(self.file)
 
 
 def frames_of(dump: str, thread_id: int) -> list[Frame]:

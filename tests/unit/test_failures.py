@@ -191,7 +191,11 @@ def test_error_files_are_those_of_torchelastic(tmp_path):
     sibling = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempt_0" / "0" / "error.json")}
     (found,) = error_files.read(RANKS[0], sibling)
     assert (found.rank, found.type, found.message) == (1, "ValueError", "bad")
+    assert not found.is_secondary
     assert handler is not None
+    error_files.remove(env)
+    error_files.write(Failure.of_error(cut_off(), 1, 1), env)  # its rank has not reached the board yet
+    assert [echo.is_secondary for echo in error_files.read(RANKS[0], sibling)] == [True]
     error_files.remove(env)
     assert error_files.read(RANKS[0], sibling) == []
     assert os.environ.get("TORCHELASTIC_ERROR_FILE") != env["TORCHELASTIC_ERROR_FILE"]
