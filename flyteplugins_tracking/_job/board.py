@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -98,20 +98,20 @@ def job_board(info: DistributedInfo, env: Mapping[str, str], topic: str) -> Boar
     return Board(store.clone() if hasattr(store, "clone") else store, topic)
 
 
-def nearest_board(info: DistributedInfo, env: Mapping[str, str], topic: str, directory: Path) -> Board:
+def nearest_board(info: DistributedInfo, env: Mapping[str, str], topic: str, directory: Path | None = None) -> Board:
     """Return the board in the job's store or, if the job has none, that of this machine's ranks.
 
     Args:
         info: This rank.
         env: The launcher's variables.
         topic: Separates what has nothing to do with each other.
-        directory: What `board_directory` has returned when this process's parent was there.
+        directory: What `board_directory` returned earlier, for a process whose parent may have ended since.
     """
     try:
         board = job_board(info, env, topic)
     except ImportError:  # a job without torch, or with a broken one
         board = None
-    return board or Board(DirectoryStore(directory), topic)
+    return board or Board(DirectoryStore(directory or board_directory(info, env)), topic)
 
 
 class DirectoryStore:
@@ -123,7 +123,7 @@ class DirectoryStore:
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which is 0 at first, and return its value."""
-        with self._locked() if amount else _unlocked():
+        with self._locked() if amount else nullcontext():
             value = int(self._read(key) or 0) + amount
             if amount:
                 self._write(key, str(value))
@@ -163,11 +163,6 @@ class DirectoryStore:
         with open(self._directory / "lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-
-@contextmanager
-def _unlocked() -> Iterator[None]:
-    yield
 
 
 def rank_variable(info: DistributedInfo) -> str:

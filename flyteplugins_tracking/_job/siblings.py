@@ -8,6 +8,7 @@ afterwards, from the descriptor (https://man7.org/linux/man-pages/man2/PIDFD_GET
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -193,8 +194,6 @@ def _status(descriptor: int, pid: int) -> int | None:
     status = proc.zombie_status(pid)
     if status is not None:
         return status
-    import fcntl
-
     answer = bytearray(struct.pack("=Q", _PIDFD_INFO_EXIT).ljust(64, b"\0"))
     with contextlib.suppress(OSError):
         fcntl.ioctl(descriptor, _PIDFD_GET_INFO, answer)

@@ -61,8 +61,7 @@ def _topic(is_secondary: bool) -> str:
 def _append(info: DistributedInfo, failure: Failure) -> None:
     def append() -> None:
         with suppress(RuntimeError, OSError):  # the store has gone: with rank 0, or its node
-            board = nearest_board(info, os.environ, _topic(failure.is_secondary), board_directory(info, os.environ))
-            board.append(failure.to_json())
+            nearest_board(info, os.environ, _topic(failure.is_secondary)).append(failure.to_json())
 
     if info.world_size > 1:
         run_with_timeout(_REPORT_S, append)
@@ -117,8 +116,9 @@ class FailureReader:
         self._directory = Path() if self._info is None else board_directory(self._info, os.environ)
         self._is_own_run = is_own_run
         self._started_at = proc.started_at()
-        can_watch = self._info is not None and siblings.can_watch(self._info)
-        self._siblings = siblings.SiblingWatcher(self._info) if self._info is not None and can_watch else None
+        self._siblings: siblings.SiblingWatcher | None = None
+        if self._info is not None and siblings.can_watch(self._info):
+            self._siblings = siblings.SiblingWatcher(self._info)
         self._lock = threading.Lock()
         self._boards: list[Board] = []
         self._verdict: Verdict | None = None

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._job import stacks
-from flyteplugins_tracking._job.board import Board, board_directory, nearest_board
+from flyteplugins_tracking._job.board import Board, nearest_board
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._runs import progress
 from flyteplugins_tracking._runs.calls import TrackedCall
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 _TOPIC = "hang"
 # How often the thread looks, within `hang_timeout_s`.
 _LOOKS = 5
-# How long the primary waits for the other ranks' stacks, in parts of `hang_timeout_s`, and at most.
-_ANSWER_SHARE, _LONGEST_ANSWER_S = 1.0, 10.0
+# The primary waits for the other ranks' stacks as long as `hang_timeout_s`, and at most this long.
+_LONGEST_ANSWER_S = 10.0
 _POLL_S = 0.1
 
 
@@ -95,7 +95,7 @@ class HangMonitor:
 
     def _connect(self) -> Board:
         # Not by the attempt: torchelastic's agents count restarts each for itself. Episodes have numbers that go on.
-        return nearest_board(self._info, os.environ, _TOPIC, board_directory(self._info, os.environ))
+        return nearest_board(self._info, os.environ, _TOPIC)
 
     def _watch(self) -> None:
         progress.ignore_this_thread()  # what it reports with the run is no progress
@@ -150,7 +150,7 @@ class HangMonitor:
 
     def _roll_call(self, board: Board, episode: int) -> RollCall:
         answers: dict[int, Mapping[str, Any]] = {}
-        deadline = time.monotonic() + min(self._timeout_s * _ANSWER_SHARE, _LONGEST_ANSWER_S)
+        deadline = time.monotonic() + min(self._timeout_s, _LONGEST_ANSWER_S)
         while len(answers) < self._info.world_size and time.monotonic() < deadline and not self._stopped.is_set():
             time.sleep(_POLL_S)
             for rank in range(self._info.world_size):

@@ -132,7 +132,7 @@ def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...
     if isinstance(error, successes):
         return 0
     if isinstance(error, KeyboardInterrupt):
-        return 130
+        return INTERRUPTED
     if isinstance(error, SystemExit):
         # https://docs.python.org/3/library/exceptions.html#SystemExit
         # The system keeps the lowest 8 bits of the code.

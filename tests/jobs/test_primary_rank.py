@@ -93,6 +93,16 @@ def test_a_shared_run_ends_with_the_last_rank_and_has_its_config(tmp_path, nodes
         assert (run.config["rank"], run.mixed_writers, run.connections) == (3, False, len(nodes))
 
 
+def ends_once_all_have_returned(started: Job) -> None:
+    """Let the ranks that still log return. The run, which is still open, ends then, with all rows."""
+    (run,) = started.server.runs
+    assert not run.completed
+    started.go()
+    found = started.outcome()
+    assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
+    assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
+
+
 @pytest.mark.parametrize("nodes", NODES)
 def test_the_last_rank_waits_for_the_others(tmp_path, nodes):
     with job(tmp_path) as started:
@@ -101,12 +111,7 @@ def test_the_last_rank_waits_for_the_others(tmp_path, nodes):
         for rank in range(RANKS - 1):
             started.wait_for(f"ready {rank} 0")
         started.log_more(rows=20, but_not=started.wait_for("ready 3 0"))
-        (run,) = started.server.runs
-        assert not run.completed
-        started.go()
-        found = started.outcome()
-        assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
-        assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
+        ends_once_all_have_returned(started)
 
 
 def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_run(tmp_path):
@@ -120,12 +125,7 @@ def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_ru
         started.wait_for("returns", 2)
         (late,) = started.wait_for("ready 1 0")
         started.log_more(rows=20, but_not=set(started.notes()) - {late})
-        (run,) = started.server.runs
-        assert not run.completed
-        started.go()
-        found = started.outcome()
-        assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
-        assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
+        ends_once_all_have_returned(started)
 
 
 @pytest.mark.full

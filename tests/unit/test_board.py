@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._job.board import Board, DirectoryStore, board_directory, job_board, nearest_board
+from flyteplugins_tracking._job.board import Board, DirectoryStore, job_board, nearest_board
 
 
 @pytest.fixture(params=["HashStore", "directory"])
@@ -67,8 +67,7 @@ def test_ranks_without_a_store_share_a_directory_if_one_launcher_has_started_the
     assert job_board(ranks[0], os.environ, "topic") is None
 
     def board(rank: int, **env: str) -> Board:
-        variables = {**os.environ, **env}
-        return nearest_board(ranks[rank], variables, "topic", board_directory(ranks[rank], variables))
+        return nearest_board(ranks[rank], {**os.environ, **env}, "topic")
 
     board(1).append("from rank 1")
     assert board(0).texts() == ["from rank 1"]
