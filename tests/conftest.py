@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from support.jobs import environment
+from support import jobs
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("tests")
 @pytest.fixture
 def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """This process's environment without any launcher's variables."""
-    for name in set(os.environ) - set(environment(Path())):
+    for name in set(os.environ) - set(jobs.environment(Path())):
         monkeypatch.delenv(name)
     return monkeypatch
 
@@ -70,6 +70,12 @@ def pytest_configure(config: pytest.Config) -> None:
         directory = tempfile.mkdtemp(prefix="warm-")
         os.environ.update(TESTS_WARM_DIR=directory, TESTS_WARM_OWNER=str(os.getpid()))
         config.add_cleanup(functools.partial(shutil.rmtree, directory, ignore_errors=True))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The first test that uses a shared fixture says how the fixture's job starts."""
+    jobs.set_cold(full=item.get_closest_marker("full") is not None)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

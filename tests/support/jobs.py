@@ -21,7 +21,7 @@ import flyteplugins_tracking
 from flyteplugins_tracking._job import launchers
 from support.warm import client
 
-COLD = bool(os.environ.get("TESTS_COLD"))
+_COLD: Mapping[str, tuple[bool, bool]] = {"": (False, False), "default": (True, False), "1": (True, True)}
 # How much slower than an idle one a machine may be: what may last at most so long lasts at most so many times as long.
 TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "10"))
 Process: TypeAlias = "subprocess.Popen[str] | client.WarmProcess"
@@ -34,6 +34,16 @@ _LAUNCHERS = re.compile(
     "LSB_|JOBSET_|RESTART_ATTEMPT|CROSS_|KONDUKTOR_|SKYPILOT_|NUM_NODES|NUM_GPUS_PER_NODE|"
     "WANDB_|PLUTO_|MLOP_|MLFLOW_|FLYTE_|_F_|_U_|RUN_NAME|ACTION_NAME|POD_CHILDREN|BATCH_JOB_"
 )
+
+
+# Whether the jobs of the test that runs are cold.
+is_cold = False
+
+
+def set_cold(full: bool) -> None:
+    """Note which test comes next: one of the default tier's, or a `full` one."""
+    global is_cold
+    is_cold = _COLD[os.environ.get("TESTS_COLD", "")][full]
 
 
 def variables_of_launchers() -> set[str]:
@@ -91,16 +101,18 @@ def run(
 
 
 def start(
-    command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None, cold: bool = COLD
+    command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None, cold: bool | None = None
 ) -> Process:
     """Start `command`, forked from a warm process if it is Python's; in a new interpreter if `cold`, or with Pluto.
+
+    By default TESTS_COLD says of the test that runs whether it is: "1" for all tests, "default" for the default tier.
 
     Forked with Pluto's client, one row of 2,000 was sent twice in the place of another one, in 3 of 4 jobs.
     """
     directory.mkdir(parents=True, exist_ok=True)
     words, variables = [str(part) for part in command], environment(directory, **(env or {}))
     with_pluto = str(Path(sys.prefix) / "pluto") in variables.get("PYTHONPATH", "")
-    warm = None if cold or with_pluto else client.start(words, directory, variables)
+    warm = None if (is_cold if cold is None else cold) or with_pluto else client.start(words, directory, variables)
     return warm or subprocess.Popen(
         words,
         cwd=directory,

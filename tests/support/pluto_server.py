@@ -296,12 +296,13 @@ class _Handler(BaseHTTPRequestHandler):
         endpoint = "ingest" if self.path.startswith("/ingest/") else _ENDPOINTS.get(self.path, "other")
         if not survives(self, recorder.meet_fault(endpoint)):
             return
-        try:
-            code, answer = recorder.answer(self.path, body, self.headers)
-        except Exception as error:
-            recorder.errors.append(error)
-            code, answer = 400, {"error": repr(error)}
-        self.answer(code, answer)
+        with recorder.changed:  # who waits for what a request brings finds it answered
+            try:
+                code, answer = recorder.answer(self.path, body, self.headers)
+            except Exception as error:
+                recorder.errors.append(error)
+                code, answer = 400, {"error": repr(error)}
+            self.answer(code, answer)
 
     def _body(self) -> bytes:
         return self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -154,7 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif not self._authorised():
             self.answer(401, _NOT_LOGGED_IN)
         else:
-            self._serve(filestream, body)
+            with self.server.recorder.changed:  # who waits for what a request brings finds it answered
+                self._serve(filestream, body)
 
     def _serve(self, filestream: re.Match[str] | None, body: bytes) -> None:
         """Answer 400 to a request that this server cannot take, which the client does not repeat, and note it."""

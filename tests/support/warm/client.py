@@ -118,7 +118,14 @@ def _server() -> str:
 
 def _start(path: Path, owner: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "ROOM": "x" * _ROOM}
+    # Directories that imported modules make last as long as the server, not as long as the worker that starts it.
+    env |= {
+        "TMPDIR": str(path.parent),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+    env["ROOM"] = "x" * _ROOM
     # A pipe, as a job's output is one: what has been read of a file's position is kept by sys.stdout.
     process = subprocess.Popen(
         [sys.executable, Path(__file__).with_name("server.py"), path, owner, "x" * _ROOM],
