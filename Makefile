@@ -2,8 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# A third of the tests' time is waiting: for a rendezvous, a server that is down, a process that is told to end.
-WORKERS ?= 3
+# Half of the tests' time is waiting: for a rendezvous, a server that is down, a process that is told to end.
+WORKERS ?= 4
 BIN := $(VENV)/bin
 # Where it is set, each process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -25,7 +25,7 @@ demo: $(FOR_DEMO)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm and not full"
 
-# Everything. TESTS_COLD=1 starts real interpreters in the place of warm jobs.
+# Everything. TESTS_COLD=1 starts real interpreters instead of warm jobs; TESTS_COLD=default does in the default tier.
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm"
 

@@ -132,7 +132,7 @@ def test_the_pods_of_an_elastic_job_agree(tmp_path):
     assert [report["run_id"] is None for report in reports(tmp_path)["on_two_nodes"]].count(False) == 2
 
 
-@pytest.mark.parametrize("task", ["spawn_above", "fork_below"])
+@pytest.mark.parametrize("task", ["spawn_above", pytest.param("fork_below", marks=pytest.mark.full)])
 def test_a_pod_with_elastic_workers(tmp_path, task):
     done = flyte1_pods.run(task, tmp_path, module="flyte_workers")
     assert (tmp_path / "out" / "outputs.pb").exists(), done.output
@@ -145,6 +145,7 @@ def test_a_failing_pod_writes_its_error_and_a_failed_run(tmp_path):
     assert [(run.id, run.exit_code) for run in done.runs] == [("f7c3a-n0", 1)]
 
 
+@pytest.mark.full
 def test_outputs_to_ignore_are_no_failure(tmp_path):
     done = flyte1_pods.run("ignored", tmp_path)
     assert [run.exit_code for run in done.runs] == [0], done.output

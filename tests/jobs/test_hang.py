@@ -52,6 +52,7 @@ def test_nothing_is_reported_while_an_evaluation_calls_heartbeat(tmp_path):
     assert "hang/verdict" not in done.runs[0].summary
 
 
+@pytest.mark.full
 def test_a_process_alone_says_where_it_is(tmp_path):
     done = hang(tmp_path, "alone")
     assert done.returncode == 0, done.output

@@ -64,6 +64,7 @@ def test_a_restart_goes_on_with_the_run_of_the_last_rank(tmp_path):
     assert {report["rank"] for report in done.reports if report["run_id"]} == {1}
 
 
+@pytest.mark.full
 def test_a_process_group_without_a_job_name_gives_the_last_rank_an_id_alone(tmp_path):
     """Rank 0 has no run, and so sends no id."""
     script = (
@@ -103,7 +104,7 @@ def ends_once_all_have_returned(started: Job) -> None:
     assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
 
 
-@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("nodes", [NODES[0], pytest.param([2, 2], id="two nodes", marks=pytest.mark.full)])
 def test_the_last_rank_waits_for_the_others(tmp_path, nodes):
     with job(tmp_path) as started:
         start(started, nodes, {"3": "return", "*": "until go"})
@@ -166,6 +167,7 @@ def test_sigterm_ends_the_shared_run_with_the_rows_of_all_ranks(tmp_path):
         assert (set(found.exit_codes), found.runs) == ({143}, 1)
 
 
+@pytest.mark.full
 def test_a_restart_resumes_the_shared_run_on_every_rank(tmp_path):
     with WandbServer() as server:
         options = ["--standalone", "--nproc-per-node=3", "--max-restarts=2", "--monitor-interval=0.1"]

@@ -273,6 +273,7 @@ def test_the_neighbours_of_a_rank_that_cannot_open_the_run_do_not_wait(tmp_path)
         assert "which local rank 0 of worker 0 opens for its node: W&B cannot be used" in found.output
 
 
+@pytest.mark.full
 def test_all_ranks_go_on_offline_together(tmp_path):
     with job(tmp_path) as started, started.server.failing(Fault.refuse()):
         tracking = {**GIVEN, "init_timeout_s": 12, "if_unavailable": "degrade"}
@@ -487,6 +488,7 @@ def test_an_uncommitted_row_is_logged_with_its_step(tmp_path):
         assert "values that were logged with commit=False are lost: bad" in done.output
 
 
+@pytest.mark.full
 def test_a_rank_that_cannot_attach_leaves_nothing_behind(tmp_path):
     with WandbServer() as server:
         command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), str(RUNS), "cannot_attach"]

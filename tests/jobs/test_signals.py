@@ -134,6 +134,7 @@ def test_a_function_in_a_thread_works_without_signals():
     assert [run.exit_codes for run in recorder.runs] == [(0,)]
 
 
+@pytest.mark.full
 def test_a_signal_to_a_child_that_has_just_been_forked_ends_the_child_alone(tmp_path):
     done = trained(tmp_path, "fork_race")
     assert done.returncode == 0, done.output

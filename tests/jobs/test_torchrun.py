@@ -308,8 +308,8 @@ def test_mpirun_on_one_node_has_the_runs_of_the_mode_and_other_ones_each_time(tm
     ("run_mode", "process_group", "runs"),
     [
         pytest.param("new", "group", 8, marks=pytest.mark.full),
-        ("new", "tcp", 8),
-        pytest.param("auto", "none", 4, marks=pytest.mark.full),
+        pytest.param("new", "tcp", 8, marks=pytest.mark.full),
+        ("auto", "none", 4),
     ],
 )
 def test_jobs_that_one_process_spawns_one_after_the_other_are_not_the_same_run(tmp_path, run_mode, process_group, runs):
