@@ -1,13 +1,16 @@
 """The private names of vendors' clients: which ones are used, what for, and what happens without each.
 
-Each tracker that needs such names has one module for them, `vendor.py`, with a table of `Part`s. A version of the
-client that lacks one costs a feature, with one warning, or is refused with one error that says which versions work.
+Each tracker that needs such names has one module for them, `vendor.py`. A version of the client that lacks one costs a
+feature, with one warning, or is refused with one error that says which versions work. Names that can be looked up
+before a run is opened are a table of `Part`s. Those that only show when they are used, because objects have them or
+their signature counts, stand in the body of `VendorParts.optional` or `VendorParts.required`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -16,6 +19,8 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerNotInstalledError
 
 logger = logging.getLogger(__name__)
+# What a missing module, a missing attribute and a changed signature raise.
+_CHANGED = (ImportError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class VendorParts:
         parts: The names, by their paths.
     """
 
-    def __init__(self, title: str, requirement: str, parts: Sequence[Part]) -> None:
+    def __init__(self, title: str, requirement: str, parts: Sequence[Part] = ()) -> None:
         self.requirement = requirement
         self.parts = {part.path: part for part in parts}
         self._title = title
@@ -84,8 +89,36 @@ class VendorParts:
         part = self.parts[path]
         is_there = _is_there(part) if part.is_static else hasattr(vendor_object, path.partition(".")[2])
         if not is_there:
-            self._warn_once(path, "%s: %s. Lost: %s. %s", self._title, self._absence(part), part.loss, self._fix())
+            self._warn(path, f"lost: {part.loss}", self._absence(part))
         return is_there
+
+    @contextmanager
+    def optional(self, consequence: str) -> Iterator[None]:
+        """Leave the body if the client lacks a part of it, with one warning that says the `consequence`."""
+        try:
+            yield
+        except _CHANGED as error:
+            self.lose(consequence, error)
+
+    @contextmanager
+    def required(self, feature: str) -> Iterator[None]:
+        """Raise one clear error if the client lacks a part that the body, and so `feature`, needs.
+
+        Raises:
+            TrackerNotInstalledError: That.
+        """
+        try:
+            yield
+        except _CHANGED as error:
+            cause = f"{self._installed()} does not support {feature} ({error})"
+            raise TrackerNotInstalledError(f"{self._title}: {cause}. {self._fix()}") from error
+
+    def lose(self, consequence: str, cause: object) -> None:
+        """Warn once that the client lacks an optional part, for which `cause` is the reason."""
+        self._warn(consequence, consequence, f"{self._installed()} lacks what is needed here ({cause})")
+
+    def _warn(self, key: str, consequence: str, cause: str) -> None:
+        self._warn_once(key, "%s: %s. %s. %s", self._title, consequence, cause, self._fix())
 
     def _required(self) -> Iterator[Part]:
         return (part for part in self.parts.values() if not part.loss)
@@ -96,14 +129,16 @@ class VendorParts:
         )
 
     def _absence(self, part: Part) -> str:
+        return f"{self._installed()} has no {part.path.replace(':', '.')}"
+
+    def _installed(self) -> str:
         from importlib.metadata import PackageNotFoundError, version
 
         distribution = self.requirement.partition(">")[0]
         try:
-            installed = f"{distribution} {version(distribution)}"
+            return f"{distribution} {version(distribution)}"
         except PackageNotFoundError:
-            installed = distribution
-        return f"{installed} has no {part.path.replace(':', '.')}"
+            return distribution
 
     def _fix(self) -> str:
         return f'Install a version that was tested: pip install "{self.requirement}"'

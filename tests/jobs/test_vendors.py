@@ -15,6 +15,7 @@ from flyteplugins_tracking.trackers.mlflow import vendor as mlflow
 from flyteplugins_tracking.trackers.pluto import vendor as pluto
 from flyteplugins_tracking.trackers.trackio import vendor as trackio
 from flyteplugins_tracking.trackers.vendor_parts import VendorParts
+from flyteplugins_tracking.trackers.wandb import vendor as wandb
 
 PARTS: dict[str, VendorParts] = {"mlflow": mlflow.PARTS, "pluto": pluto.PARTS, "trackio": trackio.PARTS}
 
@@ -30,9 +31,10 @@ def test_every_private_name_exists_or_its_absence_warns(tracker, tmp_path):
     assert contract == {"version": contract["version"], "missing": [], "not refused": [], "not warned": []}
 
 
-@pytest.mark.parametrize("tracker", PARTS)
+@pytest.mark.parametrize("tracker", [*PARTS, "wandb"])
 def test_the_extra_allows_the_versions_that_were_tested(tracker):
-    assert PARTS[tracker].requirement == requirement_of(tracker)
+    parts = {**PARTS, "wandb": wandb.PARTS}
+    assert parts[tracker].requirement == requirement_of(tracker)
 
 
 @pytest.mark.parametrize("tracker", PARTS)

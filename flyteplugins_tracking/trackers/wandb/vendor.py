@@ -10,61 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.errors import TrackerNotInstalledError
+from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
-logger = logging.getLogger(__name__)
-TESTED = ">=0.31,<0.32"
-
-_warn_once = WarnOnce(logger)
-# What a missing module, a missing attribute and a changed signature raise.
-_CHANGED = (ImportError, AttributeError, TypeError)
 # How long `wandb.init` may wait for the server to say whose key it is.
 _IDENTITY_S = 5.0
-
-
-def _installed() -> str:
-    try:
-        return version("wandb")
-    except PackageNotFoundError:
-        return "of an unknown version"
-
-
-def _lose(consequence: str, cause: object) -> None:
-    text = "W&B: %s. wandb %s is not supported by this feature (%s): tested with wandb%s"
-    _warn_once(consequence, text, consequence, _installed(), cause, TESTED)
-
-
-@contextlib.contextmanager
-def _optional(consequence: str) -> Iterator[None]:
-    """Go on without the body if this wandb lacks a part. `consequence` says what is lost, in one warning."""
-    try:
-        yield
-    except _CHANGED as error:
-        _lose(consequence, error)
-
-
-@contextlib.contextmanager
-def _required(feature: str) -> Iterator[None]:
-    """Raise one clear error if this wandb lacks a part that `feature` needs."""
-    try:
-        yield
-    except _CHANGED as error:
-        raise TrackerNotInstalledError(
-            f"wandb {_installed()} is not supported by {feature}: tested with wandb{TESTED} ({error}). "
-            f'Run: pip install "wandb{TESTED}"'
-        ) from error
+# All names show only when they are used: the functions say what for.
+PARTS = VendorParts("W&B", "wandb>=0.31,<0.32")
+_optional, _required = PARTS.optional, PARTS.required
 
 
 # The session: wandb's object for this process
@@ -284,7 +245,7 @@ def _torn_down_error() -> Any:
 def _loaded(module: str, name: str) -> Any:
     loaded = sys.modules.get(module)
     if loaded is not None and not hasattr(loaded, name):
-        _lose("some deaths of wandb-core are not recognized, and raise in the training", f"no {module}.{name}")
+        PARTS.lose("some deaths of wandb-core are not recognized, and raise in the training", f"no {module}.{name}")
     return getattr(loaded, name, None)
 
 
@@ -491,7 +452,7 @@ def set_default(settings: Any, effective: Any, name: str, value: Any) -> None:
     try:
         setattr(settings, name, value)
     except (AttributeError, ValueError) as error:  # pydantic's, for a name or a type that it does not know
-        _lose(f"rows may be lost in an outage: there is no setting {name}", type(error).__name__)
+        PARTS.lose(f"rows may be lost in an outage: there is no setting {name}", type(error).__name__)
 
 
 def set_required(settings: Any, **values: Any) -> None:
