@@ -10,7 +10,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol
@@ -73,11 +73,19 @@ class Board:
         """Append a text to those of all ranks."""
         self.put(f"text/{self.count('texts', 1)}", text)
 
-    def texts(self, most: int | None = None) -> list[str]:
-        """Return the texts that all ranks have appended, in their order: all of them, or the first `most`."""
-        number = self.count("texts")
-        texts = (self.get(f"text/{index + 1}") for index in range(number if most is None else min(number, most)))
-        return [text for text in texts if text is not None]
+    def texts(self) -> list[str]:
+        """Return the texts that all ranks have appended, in their order."""
+        return list(self.numbered_texts(0, ()).values())
+
+    def numbered_texts(self, start: int, known: Container[int]) -> dict[int, str]:
+        """Return the texts that all ranks have appended, by their numbers, from `start` on and without the `known`."""
+        numbers = [number for number in range(start, self.count("texts")) if number not in known]
+        texts = {number: self.get(f"text/{number + 1}") for number in numbers}
+        return {number: text for number, text in texts.items() if text is not None}
+
+    def on_topic(self, topic: str) -> Board:
+        """Return another part of the board, through the same connection."""
+        return Board(self._store, topic)
 
     def wait_for_texts(self, number: int, timeout_s: float) -> list[str]:
         """Wait until the ranks have appended so many texts, or for `timeout_s`, and return the texts."""

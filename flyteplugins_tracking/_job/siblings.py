@@ -30,7 +30,7 @@ _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _STOP = b"."
 # A sibling may be started after this rank: they are looked for again until all are there.
-_LOOK_AGAIN_MS, _LONGEST_PAUSE_MS = 1000, 60_000
+_LOOK_AGAIN_MS, _LONGEST_PAUSE_MS = 50, 60_000
 # How long a rank that exits because of a SIGTERM needs at least.
 _EXIT_S = 0.01
 # How long after a rank's end its agent ends the others, or their collectives are cut.
@@ -119,6 +119,10 @@ class SiblingWatcher:
         self._ended: dict[int, Ended] = {}
         self._oom_kills = proc.oom_kills()
         self._wake, self._stop = os.pipe()
+        self._poll, self._descriptors = select.poll(), dict[int, tuple[int, int]]()
+        self._poll.register(self._wake, select.POLLIN)
+        self._known = set[int]()
+        self._look()  # what ends from here on is seen, however late the thread starts
         threading.Thread(target=self._watch, name="flyteplugins_tracking.siblings", daemon=True).start()
 
     def stop(self) -> None:
@@ -133,32 +137,33 @@ class SiblingWatcher:
         is_out_of_memory = proc.oom_kills() > self._oom_kills
         return [ended.failure(is_out_of_memory) for ended in failed]
 
+    def _look(self) -> None:
+        """Watch the siblings that are new."""
+        for rank, pid in _siblings(self._info).items():
+            if rank not in self._known:
+                self._known.add(rank)
+                with contextlib.suppress(OSError):
+                    descriptor = os.pidfd_open(pid)
+                    self._descriptors[descriptor] = (rank, pid)
+                    self._poll.register(descriptor, select.POLLIN)
+
     def _watch(self) -> None:
-        poll, descriptors = select.poll(), dict[int, tuple[int, int]]()
-        poll.register(self._wake, select.POLLIN)
-        known = set[int]()
         pause_ms = _LOOK_AGAIN_MS
         try:
             while True:
-                for rank, pid in _siblings(self._info).items():
-                    if rank not in known:
-                        known.add(rank)
-                        with contextlib.suppress(OSError):
-                            descriptor = os.pidfd_open(pid)
-                            descriptors[descriptor] = (rank, pid)
-                            poll.register(descriptor, select.POLLIN)
-                is_complete = len(known) >= (self._info.local_world_size or 1) - 1
-                events = poll.poll(None if is_complete else pause_ms)
-                pause_ms = min(2 * pause_ms, _LONGEST_PAUSE_MS)
-                for descriptor, _ in events:
+                is_complete = len(self._known) >= (self._info.local_world_size or 1) - 1
+                for descriptor, _ in self._poll.poll(None if is_complete else pause_ms):
                     if descriptor == self._wake:
                         return
-                    rank, pid = descriptors.pop(descriptor)
+                    rank, pid = self._descriptors.pop(descriptor)
                     self._ended[rank] = Ended(rank, pid, _status(descriptor, pid))
-                    poll.unregister(descriptor)
+                    self._poll.unregister(descriptor)
                     os.close(descriptor)
+                if not is_complete:
+                    pause_ms = min(2 * pause_ms, _LONGEST_PAUSE_MS)
+                    self._look()
         finally:
-            for descriptor in [self._wake, *descriptors]:
+            for descriptor in [self._wake, *self._descriptors]:
                 os.close(descriptor)
 
 
@@ -177,8 +182,9 @@ def _siblings(info: DistributedInfo) -> Mapping[int, int]:
     if info.rank in by_variable:
         return {rank: pid for rank, pid in by_variable.items() if rank != info.rank}
     # Processes of multiprocessing get their variables after their start. They are started in the order of the ranks.
-    own_program = proc.command_line(os.getpid())[:1]
-    ranks = [pid for pid in children if proc.command_line(pid)[:1] == own_program and not _is_tracker(pid)]
+    # One that has ended, and that its parent has not reaped, has no command line any more.
+    programs: list[list[str]] = [proc.command_line(os.getpid())[:1], [""], []]
+    ranks = [pid for pid in children if proc.command_line(pid)[:1] in programs and not _is_tracker(pid)]
     if len(ranks) != info.local_world_size or info.local_rank is None or ranks[info.local_rank] != os.getpid():
         return {}
     first = info.rank - info.local_rank

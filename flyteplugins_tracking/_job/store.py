@@ -25,6 +25,14 @@ def is_torch_loaded() -> bool:
     return all(module and not getattr(module.__spec__, "_initializing", False) for module in modules)
 
 
+def has_job_store(info: DistributedInfo) -> bool:
+    """Return whether `job_store` can find a store now, without importing torch."""
+    if not is_torch_loaded():
+        return False
+    dist: Any = sys.modules["torch.distributed"]
+    return info.launcher == "torchelastic" or (dist.is_available() and dist.is_initialized())
+
+
 def job_store(info: DistributedInfo, env: Env) -> Any:
     """Return a `torch.distributed.Store` that all nodes of the job share; None if none is known."""
     store = None

@@ -10,27 +10,17 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._job import error_files, siblings
-from flyteplugins_tracking._job.board import Board, board_directory, nearest_board
+from flyteplugins_tracking._job.board import board_directory
 from flyteplugins_tracking._job.failures import Failure, first_cause
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.store import is_torch_loaded
-from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._runs import reports
 
 logger = logging.getLogger(__name__)
 
-# How many reports are read. A rank that is lost may cut off thousands of others, and the first reports say why.
-_MOST_REPORTS = 64
-# How long the store may take. A launcher ends a process 30 s after its SIGTERM.
-_STORE_S = 3.0
-# How long a report may take: a rank that fails early may have to import torch for it.
-_REPORT_S = 10.0
 # How long a rank that has only lost another one waits for that one's report.
 _GRACE_S = 1.0
 _POLL_S = 0.05
@@ -44,27 +34,13 @@ def report(error: BaseException, failure: Failure, info: DistributedInfo) -> Non
         return
     if isinstance(error, Exception):
         error_files.write(failure, os.environ)
-    _append(info, failure)
+    reports.send(failure, info)
 
 
 def withdraw(failure: Failure, info: DistributedInfo) -> None:
     """Take a report back: the function's caller has handled the exception, and calls a decorated function again."""
     error_files.remove(os.environ)
-    _append(info, replace(failure, exit_code=0))
-
-
-def _topic(is_secondary: bool) -> str:
-    """Causes and their echoes are apart, so that thousands of echoes do not hide a cause."""
-    return "failures/secondary" if is_secondary else "failures/causes"
-
-
-def _append(info: DistributedInfo, failure: Failure) -> None:
-    def append() -> None:
-        with suppress(RuntimeError, OSError):  # the store has gone: with rank 0, or its node
-            nearest_board(info, os.environ, _topic(failure.is_secondary)).append(failure.to_json())
-
-    if info.world_size > 1:
-        run_with_timeout(_REPORT_S, append)
+    reports.send(replace(failure, exit_code=0), info)
 
 
 @dataclass(frozen=True)
@@ -113,18 +89,20 @@ class FailureReader:
             is_own_run: Whether the run is this rank's alone: if its code has failed, that is why the run has.
         """
         self._info = None if is_alone else info
-        self._directory = Path() if self._info is None else board_directory(self._info, os.environ)
         self._is_own_run = is_own_run
-        self._started_at = proc.started_at()
+        self._reports: reports.Reports | None = None
         self._siblings: siblings.SiblingWatcher | None = None
-        if self._info is not None and siblings.can_watch(self._info):
-            self._siblings = siblings.SiblingWatcher(self._info)
+        if self._info is not None:
+            self._reports = reports.Reports(self._info, board_directory(self._info, os.environ))
+            if siblings.can_watch(self._info):
+                self._siblings = siblings.SiblingWatcher(self._info)
         self._lock = threading.Lock()
-        self._boards: list[Board] = []
         self._verdict: Verdict | None = None
 
     def stop(self) -> None:
         """Stop watching."""
+        if self._reports is not None:
+            self._reports.stop()
         if self._siblings is not None:
             self._siblings.stop()
             self._siblings = None
@@ -160,28 +138,11 @@ class FailureReader:
 
     def _failures(self, info: DistributedInfo, own: Failure | None, terminated_at: float | None) -> list[Failure]:
         """Return the first failure of each rank, in their order."""
-        failures: list[Failure] = []
-        run_with_timeout(_STORE_S, self._read_board, info, failures)
-        failures = [*failures, *error_files.read(info, os.environ), *([] if own is None else [own])]
+        reported = [] if self._reports is None else self._reports.read()
+        failures = [*reported, *error_files.read(info, os.environ), *([] if own is None else [own])]
         if self._siblings is not None:
             failures += self._siblings.failures(terminated_at)
         by_rank: dict[int, Failure] = {}
         for failure in failures:  # what a rank has reported itself says more than its exit
             by_rank.setdefault(failure.rank, failure)
         return sorted(by_rank.values(), key=lambda failure: failure.failed_at)
-
-    def _read_board(self, info: DistributedInfo, failures: list[Failure]) -> None:
-        """Append what the ranks of this attempt have reported. The board may outlive an attempt."""
-        if info.launcher == "torchelastic" and not is_torch_loaded():
-            return  # importing torch takes seconds, which a process that is being terminated may not have
-        with suppress(RuntimeError, OSError, ImportError):
-            topics = map(_topic, (False, True))
-            self._boards = self._boards or [nearest_board(info, os.environ, name, self._directory) for name in topics]
-            for board in self._boards:
-                reports = [Failure.from_json(text) for text in board.texts(_MOST_REPORTS)]
-                withdrawn = {(report.rank, report.failed_at) for report in reports if not report.exit_code}
-                failures += [
-                    report
-                    for report in reports
-                    if (report.rank, report.failed_at) not in withdrawn and report.failed_at > self._started_at
-                ]

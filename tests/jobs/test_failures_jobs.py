@@ -57,7 +57,7 @@ def test_a_rank_of_another_node_is_named_if_it_could_report(tmp_path, how, expec
         assert run.exit_code == 1
         assert run.summary["failure/message"]
         return
-    assert failure(run) == expected
+    assert failure(run) == expected, done.output
     assert "wandb: the run has failed: rank 3 on" in done.output
     assert 'raise ValueError("made to fail")' in done.output
     text = next(tmp_path.rglob("failure.txt")).read_text()

@@ -326,7 +326,7 @@ def test_when_another_rank_dies_the_run_ends_with_its_status(pod, server):
     done = pod("dying_peer", module=WORKERS)
     assert done.error is not None
     run = server.run("r1-dying_peer")
-    assert (run.exit_codes, values(run.rows, "dying_peer")) == ([9], [0, 1, 2])
+    assert (run.exit_codes, values(run.rows, "dying_peer")) == ([9], [0, 1, 2]), done.output
 
 
 @pytest.mark.full

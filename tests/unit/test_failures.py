@@ -11,8 +11,10 @@ import pytest
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import error_files
+from flyteplugins_tracking._job.board import Board, DirectoryStore
 from flyteplugins_tracking._job.failures import Failure, first_cause, is_secondary
 from flyteplugins_tracking._job.siblings import Ended
+from flyteplugins_tracking._runs import reports
 from flyteplugins_tracking._runs.failures import FailureReader, report, withdraw
 from flyteplugins_tracking._util.secrets import masked
 
@@ -85,6 +87,34 @@ def test_thousands_of_echoes_do_not_hide_the_cause(machine):
 
 def test_a_sigterm_without_a_failure_is_none(machine):
     assert read() == "none"
+
+
+class EndingStore(DirectoryStore):
+    """A store that ends when it is told to, as that of a node whose agent ends."""
+
+    has_ended = False
+
+    def add(self, key: str, amount: int) -> int:
+        if self.has_ended:
+            raise RuntimeError("Connection was likely closed")
+        return super().add(key, amount)
+
+
+def test_a_report_from_another_node_is_known_though_the_store_ends_with_that_node(tmp_path, monkeypatch):
+    store = EndingStore(tmp_path)
+    for function in ("job_board", "nearest_board"):
+        monkeypatch.setattr(reports, function, lambda info, env, topic, directory=None: Board(store, topic))
+    monkeypatch.setattr(reports, "has_job_store", lambda _: True)
+    info = [DistributedInfo(rank, 4, rank % 2, 2, rank // 2, 2, launcher="torchelastic") for rank in range(4)]
+    reader = FailureReader(info[0], is_alone=False, is_own_run=False)
+    failure = Failure.of_error(raised(ValueError("made to fail")), 3, 1)
+    reports.send(failure, info[3])  # returns when the other node has read it
+    store.has_ended = True
+    own = Failure.of_error(cut_off(), 0, 1)
+    verdict, _ = reader.verdict(own, None)
+    reader.stop()
+    assert verdict is not None
+    assert (verdict.cause.rank, verdict.cause.type, verdict.others) == (3, "ValueError", 1)
 
 
 def test_a_withdrawn_failure_does_not_count(machine):
