@@ -24,6 +24,7 @@ pytestmark = [
 
 MODES = [("auto", "global"), ("auto", "worker"), ("new", "global"), ("new", "worker")]
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 FOUR = 4
 
 
@@ -301,6 +302,37 @@ def test_a_task_that_raises_fails_its_run_and_its_step(place: Place, run_mode: s
     runs = sorted(place.runs(), key=lambda run: run.id)
     assert [run.exit_code for run in runs] == codes
     assert [len(run.rows) for run in runs] == [3] * len(codes)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("raise", (1, 1, "ValueError")),
+        ("exit 7", (7, 1, "exit")),
+        ("kill", (137, 1, "SIGKILL")),
+    ],
+)
+def test_the_run_tells_which_task_of_its_step_has_failed(
+    place: Place, how: str, expected: tuple[int, int, str]
+) -> None:
+    program = PROGRAMS / "failing_ranks.py"
+    command = shlex.join([sys.executable, str(program), json.dumps({"how": {"1": how}})])
+    _, job = place.batch(f"srun --kill-on-bad-exit=1 {command}", "--nodes=1", "--ntasks=3")
+    assert job.state == "FAILED", place.output
+    (run,) = place.runs()
+    found = (run.exit_code, run.summary.get("failure/rank"), run.summary.get("failure/type"))
+    assert found == expected, place.output
+
+
+def test_the_run_of_a_cancelled_job_is_preempted_by_nobodys_fault(place: Place) -> None:
+    program = PROGRAMS / "failing_ranks.py"
+    command = shlex.join([sys.executable, str(program), json.dumps({"how": {}, "fail_attempts": 1})])
+    job_id = place.submit(f"srun {command}", "--nodes=1", "--ntasks=3")
+    wait_for(lambda: len(list(place.directory.glob("entered-*"))) == 3, "all tasks", 60)
+    place.cluster.run("scancel", "--signal=TERM", str(job_id))
+    assert place.cluster.wait(job_id).state in ("FAILED", "CANCELLED", "COMPLETED"), place.output
+    (run,) = place.runs()
+    assert (run.exit_code, "failure/rank" in run.summary) == (143, False), place.output
 
 
 def assert_one_process(place: Place) -> None:
