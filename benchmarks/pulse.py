@@ -14,12 +14,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-RANKS, PULSE_S, PULSES, SLOW_RANK = 1024, 15.0, 4, 777
+RANKS, PULSE_S, PULSES, SLOW_RANK = 1024, 15.0, 3, 777
 # How often a rank trains with each kind, and how long; the length of a step, half of which is Python and half torch.
-TURNS, TRAINING_S, STEP_MS = 12, 5.0, 25.0
+TURNS, TRAINING_S, STEP_MS = 50, 1.0, 25.0
 MOST_SLOWDOWN, MOST_CPU, MOST_READ_MS = 0.005, 0.05, 1000.0
 OFF, ON, FREQUENT = KINDS = ("none", "15", "0.15")
 PULSE_OF = {OFF: None, ON: PULSE_S, FREQUENT: PULSE_S / 100}
@@ -31,9 +32,9 @@ TIMES_AS_OFTEN = (20 / 0.15) / 4
 
 
 def train_in_turn(path: Path) -> None:
-    """Write down the steps a second of each kind and turn."""
+    """Write down a step's time and CPU time of each kind and turn."""
     step = calibrated_step()
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     for turn in range(TURNS):
         for kind in KINDS if turn % 2 == 0 else reversed(KINDS):
             found[kind].append(trained(step, PULSE_OF[kind]))
@@ -54,15 +55,20 @@ def calibrated_step() -> Callable[[], None]:
     batch = torch.randn(256, 256)
     taken = [seconds(torch_step, batch) for _ in range(50)]
     batch = torch.randn(max(1, int(256 * STEP_MS / 2e3 / statistics.median(taken))), 256)
-    taken = [seconds(sum, range(100_000)) for _ in range(50)]
+    taken = [seconds(python_step, range(100_000)) for _ in range(50)]
     numbers = range(int(100_000 * STEP_MS / 2e3 / statistics.median(taken)))
 
     def step() -> None:
         torch_step(batch)
-        for _ in map(int, numbers):  # in Python, which holds the GIL
-            pass
+        python_step(numbers)
 
     return step
+
+
+def python_step(numbers: range) -> None:
+    """Holds the GIL."""
+    for _ in map(int, numbers):
+        pass
 
 
 def seconds(function: Callable[[Any], Any], argument: Any) -> float:
@@ -71,18 +77,18 @@ def seconds(function: Callable[[Any], Any], argument: Any) -> float:
     return time.perf_counter() - began
 
 
-def trained(step: Callable[[], None], pulse_s: float | None) -> float:
+def trained(step: Callable[[], None], pulse_s: float | None) -> dict[str, float]:
     from flyteplugins_tracking import get_run, tracking_init
     from flyteplugins_tracking.testing import RecordingTracker
 
     @tracking_init(tracker=RecordingTracker(), pulse_s=pulse_s)
-    def train() -> float:
-        steps, began = 0, time.perf_counter()
+    def train() -> dict[str, float]:
+        taken, cpu_s, began = [], time.process_time(), time.perf_counter()
         while time.perf_counter() - began < TRAINING_S:
-            step()
-            get_run().log({"step": steps})
-            steps += 1
-        return steps / (time.perf_counter() - began)
+            taken.append(seconds(lambda _: step(), None))
+            get_run().log({"step": len(taken)})
+        cpu_s = time.process_time() - cpu_s
+        return {"step_ms": statistics.median(taken) * 1e3, "cpu_ms": cpu_s / len(taken) * 1e3}
 
     return train()
 
@@ -107,7 +113,8 @@ class Job:
         from flyteplugins_tracking._job.board import Board, board_at
 
         address = {"host": "127.0.0.1", "port": port}
-        self.boards: list[Board] = [board_at(address, "pulse", 30) for _ in range(RANKS)]
+        with ThreadPoolExecutor(32) as pool:  # each takes a tenth of a second
+            self.boards: list[Board] = list(pool.map(lambda _: board_at(address, "pulse", 30), range(RANKS)))
         self.primary = board_at(address, "pulse", 30)
         self.is_slow = False
 
@@ -166,11 +173,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(paired.ROOT)}
 
 
-def measure_steps() -> dict[str, list[float]]:
+def measure_steps() -> dict[str, list[dict[str, float]]]:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "steps.json"
         subprocess.run([sys.executable, __file__, "rank", path], env=environment(), check=True, timeout=600)
-        found: dict[str, list[float]] = json.loads(path.read_text())
+        found: dict[str, list[dict[str, float]]] = json.loads(path.read_text())
         return found
 
 
@@ -198,22 +205,28 @@ def measure_store() -> dict[str, float]:
     return {**found, "requests_per_s": (RANKS + 1) / PULSE_S}
 
 
+def shown(share: float | None) -> str:
+    return "" if share is None else f"{share:+.2%}"
+
+
 def main() -> None:
     import paired
 
     store = measure_store()
     steps = measure_steps()
-    speeds = {kind: statistics.median(values) for kind, values in steps.items()}
-    slowdowns = {
-        kind: statistics.median(off / on - 1 for off, on in zip(steps[OFF], steps[kind], strict=True))
-        for kind in (ON, FREQUENT)
+    more = {
+        (kind, key): paired.ratio(steps, key, kind, OFF) - 1 for kind in (ON, FREQUENT) for key in ("step_ms", "cpu_ms")
     }
-    scaled = max(0.0, slowdowns[FREQUENT]) / TIMES_AS_OFTEN
+    most = max(more[FREQUENT, "step_ms"], more[FREQUENT, "cpu_ms"])
+    scaled = max(0.0, most) / TIMES_AS_OFTEN
     lines = [
-        "| `pulse_s` | steps a second | slowdown |",
-        "|---|---:|---:|",
-        f"| none | {speeds[OFF]:.2f} | |",
-        *(f"| {kind} | {speeds[kind]:.2f} | {slowdowns[kind]:.2%} |" for kind in (ON, FREQUENT)),
+        "| `pulse_s` | step, ms | more than none | CPU of the process a step, ms | more than none |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {kind} | {paired.median(steps, kind, 'step_ms'):.2f} | {shown(more.get((kind, 'step_ms')))} "
+            f"| {paired.median(steps, kind, 'cpu_ms'):.2f} | {shown(more.get((kind, 'cpu_ms')))} |"
+            for kind in KINDS
+        ),
         "",
         f"| the store of {RANKS:,} ranks, `pulse_s=15` | |",
         "|---|---:|",
@@ -226,9 +239,9 @@ def main() -> None:
     ]
     goals = [
         paired.Goal(
-            "a training step of 25 ms with `pulse_s=15`, against none",
+            "a training step with `pulse_s=15`, against none",
             f"at most {MOST_SLOWDOWN:.1%} slower",
-            f"{scaled:.3%} ({slowdowns[FREQUENT]:.2%} with {TIMES_AS_OFTEN:.0f} times as many looks)",
+            f"{scaled:.3%} ({most:.2%} with {TIMES_AS_OFTEN:.0f} times as many looks)",
             scaled <= MOST_SLOWDOWN,
         ),
         paired.Goal(
@@ -244,8 +257,7 @@ def main() -> None:
             1 <= store["named_after"] <= 2,
         ),
     ]
-    figures = {"store": [store], **{kind: [{"steps_per_s": one} for one in values] for kind, values in steps.items()}}
-    paired.publish("pulse", paired.Result("\n".join(lines), goals, figures))
+    paired.publish("pulse", paired.Result("\n".join(lines), goals, {"store": [store], **steps}))
 
 
 if __name__ == "__main__":

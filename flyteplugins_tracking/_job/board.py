@@ -68,7 +68,9 @@ class Board:
 
     def of_topic(self, topic: str) -> Board:
         """Return the board of another topic, over the same connection."""
-        return Board(self._store, topic)
+        board = Board(self._store, topic)
+        board._known = self._known
+        return board
 
     def count(self, key: str, amount: int = 0) -> int:
         """Add to a counter, and return its value. It is 0 at first."""

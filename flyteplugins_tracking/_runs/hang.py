@@ -85,9 +85,8 @@ class RollCallDuty:
         self._alarmed_at = -1.0  # the progress that was the last one when this rank has called the roll
         self._answered = 0
 
-    @property
-    def wait_s(self) -> float:
-        """How long the thread waits before the next `look`."""
+    def next_wait_s(self) -> float:
+        """Return how long the thread waits before the next `look`."""
         return self._timeout_s / _LOOKS
 
     def begin(self, board: Board) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
@@ -34,9 +35,8 @@ _current: Monitor | None = None
 class Duty(Protocol):
     """What the thread does now and then. The board goes when the job ends: then the methods raise a RuntimeError."""
 
-    @property
-    def wait_s(self) -> float:
-        """How long the thread waits before the next `look`."""
+    def next_wait_s(self) -> float:
+        """Return how long the thread waits before the next `look`. Called once for each."""
 
     def begin(self, board: Board) -> None:
         """Begin; again if the job has another board now."""
@@ -65,7 +65,8 @@ class Monitor:
         self._info = info
         # Here and not in the thread: it may import torch, which two threads must not do at once.
         self._board = self._first_board = nearest_board(info, os.environ, _TOPIC)
-        self._group_store: Any = None  # of the process group whose store the board is in
+        # The store of the process group that the board is in. Not held: it ends with its group, and so does its port.
+        self._group_store: Callable[[], Any] = _nothing
         self._stopped = threading.Event()
         self._has_failed = False
         self._duties = [duty(self._stopped) for duty in duties]
@@ -105,14 +106,14 @@ class Monitor:
         """Return True when the function has ended, and False when the job has another board."""
         for duty in self._duties:
             duty.begin(self._board)
-        due_at = [time.monotonic() + duty.wait_s for duty in self._duties]
+        due_at = [time.monotonic() + duty.next_wait_s() for duty in self._duties]
         while not self._stopped.wait(max(0.0, min(due_at) - time.monotonic())):
             if self._has_joined_group():
                 return False
             for number, duty in enumerate(self._duties):
                 if due_at[number] <= time.monotonic():
                     duty.look(self._board)
-                    due_at[number] = time.monotonic() + duty.wait_s
+                    due_at[number] = time.monotonic() + duty.next_wait_s()
         return True
 
     def _has_joined_group(self) -> bool:
@@ -120,11 +121,17 @@ class Monitor:
         if self._info.launcher == "torchelastic" or loaded("torch.distributed") is None:
             return False  # torchelastic's store is better, and asking for it would connect again
         store = job_store(self._info, os.environ)
-        board = None if store in (None, self._group_store) else job_board(self._info, os.environ, _TOPIC)
-        if board is None:
+        if store is None or store is self._group_store():
             return False
-        self._group_store, self._board = store, board
-        return True
+        self._group_store = weakref.ref(store)
+        with suppress(RuntimeError, ValueError):  # the group has ended just now
+            self._board = job_board(self._info, os.environ, _TOPIC) or self._first_board
+            return True
+        return False
+
+
+def _nothing() -> None:
+    return None
 
 
 def started_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from flyteplugins_tracking._job import pulse as pulses
@@ -62,9 +63,8 @@ class PulseDuty:
         self._wait_s = self._look_s
         self._warn_once = WarnOnce(logger)
 
-    @property
-    def wait_s(self) -> float:
-        """How long the thread waits before the next `look`: at random, since the steps may have the same rhythm."""
+    def next_wait_s(self) -> float:
+        """Return how long the thread waits before the next `look`: at random, as steps may have the same rhythm."""
         self._wait_s = self._look_s * self._random.uniform(0.5, 1.5)
         return self._wait_s
 
@@ -73,7 +73,8 @@ class PulseDuty:
         pulses.put(board.of_topic(pulses.TOPIC), self._info.rank, self._pulse("running"))
         if self._info.local_rank in (0, None):
             self._withdraw()
-            self._announcement = Announcement.publish(board.address, self._info, self._pulse_s)
+            with suppress(OSError):  # the command does not find the job then; nothing else needs the file
+                self._announcement = Announcement.publish(board.address, self._info, self._pulse_s)
 
     def look(self, board: Board) -> None:
         """See where the function is; and put a pulse if it is time."""

@@ -112,7 +112,7 @@ class ClientHandle(Handle):
             return
         self.request.watch.reinstall()
         row = self._values.clean(data)
-        if self._next_row:
+        if self._next_row.waiting:
             row = {**self._next_row.take(), **row}
         with self._holding:
             if self._ending:
@@ -189,7 +189,7 @@ class ClientHandle(Handle):
 
     def _write_waiting(self) -> None:
         """Log what waits for a next row that does not come: at the step of the last one."""
-        if self._next_row:
+        if self._next_row.waiting:
             self._write(self._next_row.take(), self.last_step, {})
 
     def _write(self, row: Mapping[str, Any], step: Any, kwargs: Mapping[str, Any]) -> None:

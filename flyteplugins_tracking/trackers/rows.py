@@ -99,25 +99,26 @@ class RowBuffer:
 
 
 class NextRow:
-    """Values that wait for the next row that the function logs. A value replaces an earlier one of its key."""
+    """Values that wait for the next row that the function logs. A value replaces an earlier one of its key.
+
+    Attributes:
+        waiting: These values. Only for asking whether there are any.
+    """
 
     def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
+        self.waiting: dict[str, Any] = {}
         self._lock = threading.Lock()
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Have these values wait."""
         with self._lock:
-            self._values.update(values)
+            self.waiting.update(values)
 
     def take(self) -> dict[str, Any]:
         """Return the values that wait; from then on none does."""
         with self._lock:
-            values, self._values = self._values, {}
+            values, self.waiting = self.waiting, {}
         return values
-
-    def __bool__(self) -> bool:
-        return bool(self._values)
 
 
 class MetricSanitizer:

@@ -240,12 +240,12 @@ def test_code_that_waits_is_known_by_its_file(file, expected):
 
 def test_values_wait_for_the_next_row_and_the_latest_one_counts():
     row = NextRow()
-    assert not row
+    assert not row.waiting
     row.add({"a": 1, "b": 1})
     row.add({"b": 2})
-    assert row
+    assert row.waiting
     assert row.take() == {"a": 1, "b": 2}
-    assert not row
+    assert not row.waiting
     assert row.take() == {}
 
 
@@ -397,7 +397,7 @@ def test_looks_come_at_random_so_that_they_do_not_keep_the_rhythm_of_the_steps(m
 
     before = random.getstate()
     duty = PulseDuty(INFO, 15.0, None)
-    waits_s = {duty.wait_s for _ in range(50)}
+    waits_s = {duty.next_wait_s() for _ in range(50)}
     duty.close()
     assert len(waits_s) > 10
     assert 0.125 <= min(waits_s) < max(waits_s) <= 0.375

@@ -131,7 +131,7 @@ class WandbHandle(Handle):
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods. If the run was ended early, open it again first."""
         self._request.watch.reinstall()
-        if self._next_row and method.__name__ == "log" and args and isinstance(args[0], dict):
+        if self._next_row.waiting and method.__name__ == "log" and args and isinstance(args[0], dict):
             args = ({**self._next_row.take(), **args[0]}, *args[1:])
         result = self._call_open(method, args, kwargs)
         return self._call_late(method, args, kwargs) if result is _NOT_OPEN else result
@@ -266,7 +266,7 @@ class WandbHandle(Handle):
         self._ender = threading.get_ident()
         try:
             with vendor.TeardownErrors(self.run):
-                if self._next_row:  # in the summary: a row of its own would take a step
+                if self._next_row.waiting:  # in the summary: a row of its own would take a step
                     self.run.summary.update(self._next_row.take())
                 if exit_code == TERMINATED and self._request.plan.primary:
                     self.run.mark_preempting()
