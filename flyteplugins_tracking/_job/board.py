@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,6 +66,11 @@ class Board:
             return {"directory": str(self._store.directory)}
         host, port = getattr(self._store, "host", None), getattr(self._store, "port", None)
         return None if host is None or port is None else {"host": host, "port": port}
+
+    def remove(self) -> None:
+        """Remove the board of all topics, if it is a directory. Elsewhere it ends with its store."""
+        if isinstance(self._store, DirectoryStore):
+            shutil.rmtree(self._store.directory, ignore_errors=True)
 
     def of_topic(self, topic: str) -> Board:
         """Return the board of another topic, over the same connection."""

@@ -21,6 +21,7 @@ from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.store import job_store
 from flyteplugins_tracking._runs import hang, progress, pulse
 from flyteplugins_tracking._runs.calls import TrackedCall
+from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.loaded import loaded
 
 logger = logging.getLogger(__name__)
@@ -87,6 +88,8 @@ class Monitor:
         if not self._thread.is_alive():
             for duty in self._duties:
                 duty.close()
+            if self._info.world_size == 1:
+                self._first_board.remove()  # nobody else reads it
 
     def _watch(self) -> None:
         progress.ignore_this_thread()  # what it reports with the run is no progress
@@ -139,8 +142,7 @@ def started_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None
     global _current
     if _current is not None and _current.pid == os.getpid():
         return None
-    # A process alone answers its own roll, and has a pulse.
-    info = call.info or DistributedInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
+    info = call.info or _alone()
     duties: list[Callable[[threading.Event], Duty]] = []
     if config.hang_timeout_s is not None:
         duties.append(functools.partial(hang.duty_of, call, info, config.hang_timeout_s))
@@ -153,3 +155,9 @@ def started_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None
         logger.warning("hang_timeout_s and pulse_s are ignored: the job's board cannot be reached", exc_info=True)
         return None
     return _current
+
+
+def _alone() -> DistributedInfo:
+    """Return the place of a process without a launcher: it answers its own roll, and has a pulse and a board."""
+    identity = f"{os.getpid()} {proc.start_time(os.getpid())}"  # others of the same shell have boards of their own
+    return DistributedInfo(0, 1, 0, 1, 0, 1, launcher="no launcher", job_id=identity)

@@ -249,6 +249,12 @@ def test_values_wait_for_the_next_row_and_the_latest_one_counts():
     assert row.take() == {}
 
 
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
 def test_the_pulse_joins_the_functions_own_rows(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tracker = RecordingTracker()
@@ -273,6 +279,31 @@ def test_the_pulse_joins_the_functions_own_rows(monkeypatch, tmp_path):
     assert run.summary["ranks/slowest"] == 0
     assert run.summary["ranks/silent"] == 0
     assert [thread.name for thread in threading.enumerate() if "flyteplugins" in thread.name] == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_two_processes_of_one_shell_have_boards_of_their_own(machine, capsys):
+    program = f"""
+import sys, tempfile; tempfile.tempdir = {str(machine)!r}
+from flyteplugins_tracking import tracking_init
+from flyteplugins_tracking.testing import RecordingTracker
+@tracking_init(tracker=RecordingTracker(), pulse_s=15)
+def train():
+    print("ready", flush=True)
+    sys.stdin.read()
+train()
+"""
+    command = [sys.executable, "-c", program]
+    jobs = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [job.stdout.readline() for job in jobs] == ["ready\n"] * 2
+    wait_until(lambda: len(running_jobs()) == 2)
+    assert ranks.main([]) == 0
+    shown = capsys.readouterr().out
+    for job in jobs:
+        job.communicate("")
+    assert shown.count("no launcher, world size 1, pid ") == 2
+    assert {line.split()[2] for line in shown.splitlines() if line.startswith("0 ")} == {str(job.pid) for job in jobs}
+    assert running_jobs() == []
 
 
 def test_without_pulse_s_there_is_no_thread_and_no_hook():
@@ -284,12 +315,6 @@ def test_without_pulse_s_there_is_no_thread_and_no_hook():
 
 
 # What the command shows
-
-
-@pytest.fixture
-def machine(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
 
 
 INFO = DistributedInfo(0, 3, 0, 2, 0, 2, launcher="mpich")
