@@ -26,6 +26,7 @@ ROWS = (
     "planning",
     "training_step",
     "shutdown",
+    "pulse",
     "growth",
 )
 

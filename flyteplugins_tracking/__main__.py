@@ -1,10 +1,20 @@
-"""`python -m flyteplugins_tracking`: the doctor."""
+"""`python -m flyteplugins_tracking`: the doctor; and with `ranks`, the pulse of the jobs that run on this machine."""
 
 from __future__ import annotations
 
 import sys
 
-from flyteplugins_tracking.doctor import main
+
+def main() -> int:
+    """Run the command that the arguments name, and return its exit status."""
+    if sys.argv[1:2] == ["ranks"]:
+        from flyteplugins_tracking import ranks
+
+        return ranks.main(sys.argv[2:])
+    from flyteplugins_tracking import doctor
+
+    return doctor.main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -40,6 +40,7 @@ def tracking_init(
     init_timeout_s: float = 30.0,
     finish_timeout_s: float = 25.0,
     hang_timeout_s: float | None = None,
+    pulse_s: float | None = None,
     rank_prefix: bool = False,
     allow_config: bool = False,
     step_metric: str = "global_step",
@@ -83,6 +84,12 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         hang_timeout_s: Seconds without a row and without a `heartbeat()` after which a rank with a run calls the roll:
             every rank writes its stacks, and the run and the primary's log say which ranks are where. Nothing is ended.
             None for never.
+        pulse_s: Seconds between two pulses. With each, every rank puts its step, its step time and its memory on the
+            job's board, and the primary adds to its next row, without a collective: `ranks/step_time/median` and
+            `/max`, the seconds per step; `ranks/own_time/median` and `/max`, these without the time in collectives;
+            `ranks/slowest`, the rank with the most of it; `ranks/memory/max`, in MiB; and `ranks/silent`, the number of
+            ranks that have put nothing on the board for 2 pulses. `python -m flyteplugins_tracking ranks` shows the
+            board. None for no pulse.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
         allow_config: In a shared run, let all ranks change its config, and not only the primary.
         step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter.

@@ -47,6 +47,7 @@ class TrackingConfig:
         init_timeout_s: Seconds that opening may take.
         finish_timeout_s: Seconds that finishing may take.
         hang_timeout_s: Seconds without a row or a heartbeat after which the ranks' stacks are reported; None for never.
+        pulse_s: Seconds between two pulses of a rank, which the primary logs; None for none.
         rank_prefix: Whether the keys that a rank logs to a shared run get the prefix `rank_{rank}/`.
         allow_config: Whether all ranks of a shared run may change its config.
         step_metric: The column that `step=` becomes in a shared run.
@@ -71,6 +72,7 @@ class TrackingConfig:
     init_timeout_s: float = 30.0
     finish_timeout_s: float = 25.0
     hang_timeout_s: float | None = None
+    pulse_s: float | None = None
     rank_prefix: bool = False
     allow_config: bool = False
     step_metric: str = "global_step"
@@ -85,8 +87,9 @@ class TrackingConfig:
         check_choice("if_unavailable", self.if_unavailable, get_args(IfUnavailable))
         check_seconds("init_timeout_s", self.init_timeout_s)
         check_seconds("finish_timeout_s", self.finish_timeout_s)
-        if self.hang_timeout_s is not None:
-            check_seconds("hang_timeout_s", self.hang_timeout_s)
+        for name in ("hang_timeout_s", "pulse_s"):
+            if getattr(self, name) is not None:
+                check_seconds(name, getattr(self, name))
         for name in ("rank_prefix", "allow_config", "download_logs"):
             check_flag(name, getattr(self, name))
         for name in ("id", "project", "group", "name", "notes"):
@@ -114,6 +117,11 @@ class TrackingConfig:
     def arguments(self) -> dict[str, Any]:
         """The arguments from which `from_arguments` makes an equal config."""
         return {**self.options, **{name: getattr(self, name) for name in self.given}}
+
+    @property
+    def is_monitored(self) -> bool:
+        """Whether a thread of each rank looks at the job's ranks while the function runs."""
+        return self.hang_timeout_s is not None or self.pulse_s is not None
 
     def with_defaults(self, propagated: Mapping[str, Any]) -> TrackingConfig:
         """Return this config, with the `propagated` arguments for those that it does not set.

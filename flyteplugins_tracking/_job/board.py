@@ -8,12 +8,14 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.launchers import RANK_VARIABLES
@@ -55,6 +57,26 @@ class Board:
         """
         self._store = store
         self._prefix = f"{_NAMESPACE}/{topic}"
+        self._known: set[str] = set()  # names that have a text: none is ever taken away
+
+    @property
+    def address(self) -> Mapping[str, Any] | None:
+        """Where another process of this machine finds the store: see `board_at`. None if it cannot."""
+        if isinstance(self._store, DirectoryStore):
+            return {"directory": str(self._store.directory)}
+        host, port = getattr(self._store, "host", None), getattr(self._store, "port", None)
+        return None if host is None or port is None else {"host": host, "port": port}
+
+    def remove(self) -> None:
+        """Remove the board of all topics, if it is a directory. Elsewhere it ends with its store."""
+        if isinstance(self._store, DirectoryStore):
+            shutil.rmtree(self._store.directory, ignore_errors=True)
+
+    def of_topic(self, topic: str) -> Board:
+        """Return the board of another topic, over the same connection."""
+        board = Board(self._store, topic)
+        board._known = self._known
+        return board
 
     def count(self, key: str, amount: int = 0) -> int:
         """Add to a counter, and return its value. It is 0 at first."""
@@ -69,6 +91,24 @@ class Board:
         name = f"{self._prefix}/{key}"
         return bytes(self._store.get(name)).decode() if self._store.check([name]) else None
 
+    def get_all(self, keys: Iterable[str]) -> list[str | None]:
+        """Return the texts of these keys, None for each that has none: in one request, if all have had one before."""
+        names = [f"{self._prefix}/{key}" for key in keys]
+        self._learn([name for name in names if name not in self._known])
+        stored = [name for name in names if name in self._known]
+        read = getattr(self._store, "multi_get", lambda several: [self._store.get(name) for name in several])
+        texts = dict(zip(stored, read(stored) if stored else (), strict=True))
+        return [bytes(texts[name]).decode() if name in texts else None for name in names]
+
+    def _learn(self, names: Sequence[str]) -> None:
+        """Find out which of these names have a text: a store waits for one that has none. By halves."""
+        if names and self._store.check(list(names)):
+            self._known.update(names)
+        elif len(names) > 1:
+            middle = len(names) // 2
+            self._learn(names[:middle])
+            self._learn(names[middle:])
+
     def append(self, text: str) -> None:
         """Append a text to those of all ranks."""
         self.put(f"text/{self.count('texts', 1)}", text)
@@ -82,10 +122,6 @@ class Board:
         numbers = [number for number in range(start, self.count("texts")) if number not in known]
         texts = {number: self.get(f"text/{number + 1}") for number in numbers}
         return {number: text for number, text in texts.items() if text is not None}
-
-    def on_topic(self, topic: str) -> Board:
-        """Return another part of the board, through the same connection."""
-        return Board(self._store, topic)
 
     def wait_for_texts(self, number: int, timeout_s: float) -> list[str]:
         """Wait until the ranks have appended so many texts, or for `timeout_s`, and return the texts."""
@@ -103,6 +139,8 @@ def job_board(info: DistributedInfo, env: Mapping[str, str], topic: str) -> Boar
     store = job_store(info, env)
     if store is None:
         return None
+    while hasattr(store, "underlying_store"):  # a process group's prefixes: other processes do not know them
+        store = store.underlying_store
     return Board(store.clone() if hasattr(store, "clone") else store, topic)
 
 
@@ -122,12 +160,31 @@ def nearest_board(info: DistributedInfo, env: Mapping[str, str], topic: str, dir
     return board or Board(DirectoryStore(directory or board_directory(info, env)), topic)
 
 
+def board_at(address: Mapping[str, Any], topic: str, timeout_s: float) -> Board:
+    """Return the board at an address of `Board.address`, for a process outside of the job.
+
+    Raises:
+        RuntimeError: The store has gone, or torch is missing.
+    """
+    if "directory" in address:
+        return Board(DirectoryStore(Path(address["directory"])), topic)
+    try:
+        from torch.distributed import TCPStore
+    except ImportError as error:
+        raise RuntimeError(f"torch cannot be imported, and the job's board is in a store of torch's: {error}") from None
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        return Board(TCPStore(address["host"], address["port"], is_master=False, timeout=timeout), topic)
+    except ValueError as error:
+        raise RuntimeError(f"the job's store does not answer: {error}") from None
+
+
 class DirectoryStore:
     """A store for the processes of one machine: a file for each key."""
 
     def __init__(self, directory: Path) -> None:
         """`directory` is made when something is stored."""
-        self._directory = directory
+        self.directory = directory
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which is 0 at first, and return its value."""
@@ -151,7 +208,7 @@ class DirectoryStore:
         return all(self._path(key).exists() for key in keys)
 
     def _path(self, key: str) -> Path:
-        return self._directory / hashlib.sha256(key.encode()).hexdigest()[:32]
+        return self.directory / hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def _read(self, key: str) -> bytes:
         try:
@@ -161,14 +218,14 @@ class DirectoryStore:
 
     def _write(self, key: str, value: str) -> None:
         """Replace the file as a whole: its readers take no lock."""
-        unfinished = self._directory / f"{os.getpid()}.tmp"
+        unfinished = self.directory / f"{os.getpid()}.tmp"
         unfinished.write_text(value)
         unfinished.replace(self._path(key))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(self._directory / "lock", "w") as file:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(self.directory / "lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -184,4 +241,9 @@ def board_directory(info: DistributedInfo, env: Mapping[str, str]) -> Path:
     step = env.get("SLURM_STEP_ID", "")
     names = (proc.machine(), launcher, proc.start_time(launcher), info.job_id, step, env.get("MASTER_PORT"))
     digest = hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir(), f"{_NAMESPACE}-{os.getuid()}", digest)
+    return user_directory() / digest
+
+
+def user_directory() -> Path:
+    """Return the directory of this user's boards on this machine."""
+    return Path(tempfile.gettempdir(), f"{_NAMESPACE}-{os.getuid()}")

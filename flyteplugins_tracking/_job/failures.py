@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from os import getpid
 from types import TracebackType
 
+from flyteplugins_tracking._job.waits import COLLECTIVES
 from flyteplugins_tracking._util.own_code import is_own
 from flyteplugins_tracking._util.secrets import masked
 
@@ -28,7 +29,6 @@ _SYSTEM_ERRORS = {
     *("RuntimeError", "OSError", "TimeoutError", "ConnectionError", "ConnectionResetError", "ConnectionRefusedError"),
     *("ConnectionAbortedError", "BrokenPipeError"),
 }
-_COLLECTIVES = re.compile(r"[/\\](?:torch[/\\](?:distributed|autograd)|horovod|mpi4py|deepspeed[/\\]comm)[/\\]")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def sounds_secondary(names: Collection[str], message: str, frames: str) -> bool:
     """
     if not _TORCH_ERRORS.isdisjoint(names):
         return True
-    return bool(not _SYSTEM_ERRORS.isdisjoint(names) and _LOST_PEER.search(message) and _COLLECTIVES.search(frames))
+    return bool(not _SYSTEM_ERRORS.isdisjoint(names) and _LOST_PEER.search(message) and COLLECTIVES.search(frames))
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.loaded import loaded
 from flyteplugins_tracking.errors import IdentityError
 
 Env = Mapping[str, str]
@@ -21,8 +22,7 @@ _SHORT_TIMEOUT = timedelta(seconds=5)
 
 def is_torch_loaded() -> bool:
     """Whether torch.distributed is imported, and no thread is about to import it."""
-    modules = [sys.modules.get(name) for name in ("torch", "torch.distributed")]
-    return all(module and not getattr(module.__spec__, "_initializing", False) for module in modules)
+    return loaded("torch") is not None and loaded("torch.distributed") is not None
 
 
 def has_job_store(info: DistributedInfo) -> bool:

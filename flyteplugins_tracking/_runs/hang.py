@@ -1,6 +1,6 @@
 """The roll-call of a job that makes no progress: each rank writes its stacks, and the primary says who is where.
 
-A thread of each rank looks at the job's board a few times within `hang_timeout_s`. A rank with a run that has not
+The monitor's thread looks at the job's board a few times within `hang_timeout_s`. A rank with a run that has not
 logged and not called `heartbeat` for so long calls the roll: it starts an episode there, once. Every rank then writes
 its stacks by `faulthandler`, and the primary groups them.
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._job import stacks
-from flyteplugins_tracking._job.board import Board, nearest_board
+from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._runs import progress
 from flyteplugins_tracking._runs.calls import TrackedCall
@@ -54,7 +54,7 @@ class RollCall:
     text: str
 
 
-class HangMonitor:
+class RollCallDuty:
     """Watches the progress of this rank, and answers when a roll is called."""
 
     def __init__(
@@ -63,14 +63,16 @@ class HangMonitor:
         timeout_s: float,
         report: Callable[[RollCall], None] | None,
         has_run: bool,
+        stopped: threading.Event,
     ) -> None:
-        """Start the thread.
+        """Called in the thread that runs the decorated function.
 
         Args:
             info: This rank.
             timeout_s: `hang_timeout_s`.
             report: What the primary does with the answers; None on the other ranks.
             has_run: Whether this rank logs, and so calls the roll. The others only answer: nobody knows of their steps.
+            stopped: Is set when the function has ended.
         """
         self._info = info
         self._timeout_s = timeout_s
@@ -78,43 +80,42 @@ class HangMonitor:
         self._has_run = has_run
         self._thread_id = threading.get_ident()  # the thread that runs the decorated function
         self._started_s = time.monotonic()
-        # Here and not in the thread: it may import torch, which two threads must not do at once.
-        self._board = self._connect()
         self._file = tempfile.NamedTemporaryFile(prefix="flyteplugins-tracking-stacks-", suffix=".txt")  # noqa: SIM115
-        self._stopped = threading.Event()
+        self._stopped = stopped
         self._alarmed_at = -1.0  # the progress that was the last one when this rank has called the roll
-        self._thread = threading.Thread(target=self._watch, name="flyteplugins_tracking.hang", daemon=True)
-        self._thread.start()
+        self._answered = 0
 
-    def stop(self) -> None:
-        """End the thread."""
-        self._stopped.set()
-        self._thread.join(self._timeout_s)
+    def next_wait_s(self) -> float:
+        """Return how long the thread waits before the next `look`."""
+        return self._timeout_s / _LOOKS
+
+    def begin(self, board: Board) -> None:
+        """Say where the other ranks find this one."""
+        # Not by the attempt: torchelastic's agents count restarts each for itself. Episodes have numbers that go on.
+        board = board.of_topic(_TOPIC)
+        place = [socket.gethostname(), os.getpid(), self._thread_id, self._file.name]
+        board.put(f"place/{self._info.rank}", json.dumps(place))
+        self._answered = board.count("episodes")
+
+    def look(self, board: Board) -> None:
+        """Call the roll, or answer it, if it is time."""
+        board = board.of_topic(_TOPIC)
+        was_blocked = self._put_off()
+        episode = board.count("episodes")
+        # While this rank was blocked, others may have called the roll: then it only answers.
+        if episode == self._answered and self._is_silent() and board.count(f"claims/{episode}", 1) == 1:
+            episode = board.count("episodes", 1)
+        if episode > self._answered:
+            self._answered = episode
+            self._answer(board, episode, was_blocked)
+
+    def end(self, board: Board, has_failed: bool) -> None:
+        """Nobody is told."""
+
+    def close(self) -> None:
+        """Take the deadline back."""
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
-
-    def _connect(self) -> Board:
-        # Not by the attempt: torchelastic's agents count restarts each for itself. Episodes have numbers that go on.
-        return nearest_board(self._info, os.environ, _TOPIC)
-
-    def _watch(self) -> None:
-        progress.ignore_this_thread()  # what it reports with the run is no progress
-        board = self._board
-        with suppress(RuntimeError, OSError):  # the store goes when the job ends
-            board.put(
-                f"place/{self._info.rank}",
-                json.dumps([socket.gethostname(), os.getpid(), self._thread_id, self._file.name]),
-            )
-            answered = board.count("episodes")
-            while not self._stopped.wait(self._timeout_s / _LOOKS):
-                was_blocked = self._put_off()
-                episode = board.count("episodes")
-                # While this rank was blocked, others may have called the roll: then it only answers.
-                if episode == answered and self._is_silent() and board.count(f"claims/{episode}", 1) == 1:
-                    episode = board.count("episodes", 1)
-                if episode > answered:
-                    answered = episode
-                    self._answer(board, episode, was_blocked)
 
     def _put_off(self) -> bool:
         """Put off `faulthandler`'s deadline. Returns whether it has passed: somebody has held the GIL."""
@@ -166,11 +167,9 @@ class HangMonitor:
         return RollCall(line, "\n\n".join([line, *dumps]))
 
 
-def monitor_of(call: TrackedCall, timeout_s: float) -> HangMonitor:
-    """Return the monitor of a call that has begun: on the first primary, it reports with the run."""
+def duty_of(call: TrackedCall, info: DistributedInfo, timeout_s: float, stopped: threading.Event) -> RollCallDuty:
+    """Return the duty of a call that has begun: on the first primary, it reports with the run."""
     run = call.run
-    # A process alone answers its own roll.
-    info = call.info or DistributedInfo(rank=0, world_size=1, local_rank=0, local_world_size=1)
     is_first = run is not None and run.plan.first
 
     def report(roll_call: RollCall) -> None:
@@ -178,7 +177,7 @@ def monitor_of(call: TrackedCall, timeout_s: float) -> HangMonitor:
             logger.error("%s: %s", run.tracker, roll_call.verdict)
             run.handle.record_event("hang", {"hang/verdict": roll_call.verdict}, roll_call.text)
 
-    return HangMonitor(info, timeout_s, report if is_first else None, has_run=run is not None)
+    return RollCallDuty(info, timeout_s, report if is_first else None, has_run=run is not None, stopped=stopped)
 
 
 def _silent_rank(board: Board, rank: int) -> dict[str, str]:

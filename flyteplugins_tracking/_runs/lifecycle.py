@@ -97,7 +97,7 @@ def _tracked(
         token = calls.current.set(call)
         if call.watcher is not None:
             call.watcher.run_opened()
-        with _propagated_run(call, tracker, context), _watched_for_hangs(call, config, context):
+        with _propagated_run(call, tracker, context), _monitored(call, config, context):
             yield call
             context.on_return(call)
     except BaseException as error:
@@ -233,19 +233,21 @@ class _Start:
 
 
 @contextmanager
-def _watched_for_hangs(call: TrackedCall, config: TrackingConfig, context: ExecutionContext) -> Iterator[None]:
-    """Have the job's ranks report where they are, if this one makes no progress for `hang_timeout_s`."""
-    if config.hang_timeout_s is None or call.parent is not None or context.is_simulated:
+def _monitored(call: TrackedCall, config: TrackingConfig, context: ExecutionContext) -> Iterator[None]:
+    """Have a thread look at the job's ranks while the function runs, if `hang_timeout_s` or `pulse_s` asks for it."""
+    if not config.is_monitored or context.is_simulated:
         yield
         return
-    from flyteplugins_tracking._runs import hang
+    from flyteplugins_tracking._runs import monitor as monitoring
 
-    monitor = hang.monitor_of(call, config.hang_timeout_s)
+    monitor = monitoring.started_monitor(call, config)
+    has_failed = True
     try:
         yield
+        has_failed = False
     finally:
-        if call.pid == os.getpid():
-            monitor.stop()
+        if monitor is not None and call.pid == os.getpid():
+            monitor.stop(has_failed)
 
 
 def _propagated_run(call: TrackedCall, tracker: Tracker, context: ExecutionContext) -> AbstractContextManager[None]:

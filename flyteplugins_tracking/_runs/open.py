@@ -98,8 +98,8 @@ class Opener:
         run_plan, lock = _lock_run(self.tracker, self.plan, self.config, self.context)
         try:
             watch = watcher or closing.WATCHER
-            is_watched = self.config.hang_timeout_s is not None
-            request = self._request(run_plan, ProgressWatch(watch) if is_watched else watch, deadline)
+            watch = ProgressWatch(watch) if self.config.is_monitored else watch
+            request = self._request(run_plan, watch, deadline)
             require(self.tracker)
             handle = self.tracker.open(request)
         except BaseException:

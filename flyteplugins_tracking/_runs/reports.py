@@ -104,7 +104,7 @@ class Reports:
         with suppress(RuntimeError, OSError, ImportError), self._lock:
             self._board = self._board or nearest_board(self._info, os.environ, "failures", self._directory)
             for is_secondary in (False, True):
-                self._read(self._board.on_topic(_topic(is_secondary)), is_secondary)
+                self._read(self._board.of_topic(_topic(is_secondary)), is_secondary)
 
     def _read(self, board: Board, is_secondary: bool) -> bool:
         """Read what is new. Tells whether there was something."""
@@ -125,7 +125,7 @@ class Reports:
                 self._board = self._board or job_board(self._info, os.environ, "failures")
             if self._board is None:
                 return
-            causes = self._board.on_topic(_topic(False))
+            causes = self._board.of_topic(_topic(False))
             while not self._stopped.wait(_POLL_S):
                 with self._lock:
                     has_grown = self._read(causes, False)

@@ -63,6 +63,15 @@ def started_at() -> float:
     return time.time() - float(uptime_s[0]) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
+def resident_memory() -> int | None:
+    """Return the resident memory of this process, in bytes; None if it is unknown.
+
+    https://man7.org/linux/man-pages/man5/proc_pid_statm.5.html
+    """
+    fields = _read("/proc/self/statm").split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else None
+
+
 def oom_kills() -> int:
     """Return how many processes of this one's cgroup the kernel has killed for their memory; 0 if that is unknown.
 

@@ -15,7 +15,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import new_id, prefix_of, refuse_to_pickle, run_config
-from flyteplugins_tracking.trackers.rows import RowBuffer
+from flyteplugins_tracking.trackers.rows import NextRow, RowBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -425,6 +425,7 @@ class _Handle(Handle):
         self._is_primary = request.plan.primary
         self._attempt = request.info.restart_count if request.info is not None else 0
         self._prefix = prefix_of(request)
+        self._next_row = NextRow()
         self._pending_row: dict[str, Any] = {}
         self._finished = False
         is_shared = request.config.run_mode == "shared" and request.info is not None
@@ -467,6 +468,7 @@ class _Handle(Handle):
                 self._add(row, step)
 
     def _add(self, values: Mapping[str, Any], step: Any) -> None:
+        values = {**self._next_row.take(), **values}
         self._state.rows.append(Row(values, step, self.run.rank, self._attempt))
         self._state.summary.update(values)
 
@@ -474,6 +476,7 @@ class _Handle(Handle):
         self._rows.commit(lambda row: self._add(row, row.get(self._step_metric)))
         if self._pending_row:
             self._add(self._pending_row, None)
+        self._state.summary.update(self._next_row.take())
         self._finished = True
         if self._is_primary:
             self._state.exit_codes.append(exit_code)
@@ -481,6 +484,9 @@ class _Handle(Handle):
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self._state.summary.update(values)
         self._state.texts[name] = text
+
+    def add_to_next_row(self, values: Mapping[str, Any]) -> None:
+        self._next_row.add(values)
 
     def finish_on_signal(self, exit_code: int) -> None:
         """Do nothing: functions that joined the run may still use it, and `finish` follows."""

@@ -165,6 +165,14 @@ class Handle(Protocol):
         """
         return
 
+    def add_to_next_row(self, values: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Log these values with the run's next row, and not as a row of their own: the function counts its rows.
+
+        Called on the primary, from another thread. What still waits when the run ends is kept with its last row, or in
+        its summary. By default, nothing is logged.
+        """
+        return
+
     def how_to_view(self) -> str:
         """The page of the run that has ended, or the command that shows it; empty if the client prints it itself."""
         return self.url or ""

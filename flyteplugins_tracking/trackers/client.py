@@ -20,7 +20,7 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.peers.barrier import WriterBarrier
-from flyteplugins_tracking.trackers.rows import MetricSanitizer
+from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class ClientHandle(Handle):
         self._holding = threading.RLock()  # held to read the state and the held rows together
         self._held: list[tuple[dict[str, Any], Any, dict[str, Any]]] = []  # rows that are logged while the run ends
         self._ending = self._ended = self._finished = False
+        self._next_row = NextRow()
+        self._last_step: Any = None  # the last `step=` of a row
         self._warn_once = WarnOnce(logger)
         self._pid = os.getpid()
 
@@ -110,6 +112,8 @@ class ClientHandle(Handle):
             return
         self.request.watch.reinstall()
         row = self._values.clean(data)
+        if self._next_row.waiting:
+            row = {**self._next_row.take(), **row}
         with self._holding:
             if self._ending:
                 self._held.append((row, step, kwargs))
@@ -128,6 +132,14 @@ class ClientHandle(Handle):
             self._resume_and_write_held()
             self._write(row, step, kwargs)
 
+    def add_to_next_row(self, values: Mapping[str, Any]) -> None:
+        self._next_row.add(values)
+
+    @property
+    def last_step(self) -> Any:
+        """The step of the last row; None if there is none, or if only the service knows it."""
+        return self._last_step
+
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:  # noqa: ARG002 not every service takes a time
         """Log a row that was kept in files since `time_s`, in seconds since the epoch."""
         with self._lock:
@@ -143,6 +155,7 @@ class ClientHandle(Handle):
                 if self._held:
                     self._resume_and_write_held()
                 if not self._ended:
+                    self._write_waiting()
                     self._finish(exit_code)
             finally:
                 self._finished = True
@@ -159,6 +172,7 @@ class ClientHandle(Handle):
                 return
             with self._holding:
                 self._ending = True
+            self._write_waiting()
             self._finish(exit_code)
 
     def _resume_and_write_held(self) -> None:
@@ -173,7 +187,14 @@ class ClientHandle(Handle):
         for row, step, kwargs in held:
             self._write(row, step, kwargs)
 
+    def _write_waiting(self) -> None:
+        """Log what waits for a next row that does not come: at the step of the last one."""
+        if self._next_row.waiting:
+            self._write(self._next_row.take(), self.last_step, {})
+
     def _write(self, row: Mapping[str, Any], step: Any, kwargs: Mapping[str, Any]) -> None:
+        if step is not None:
+            self._last_step = step
         try:
             self.write(row, step, **kwargs)
         except Exception:

@@ -98,6 +98,29 @@ class RowBuffer:
             define()
 
 
+class NextRow:
+    """Values that wait for the next row that the function logs. A value replaces an earlier one of its key.
+
+    Attributes:
+        waiting: These values. Only for asking whether there are any.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Have these values wait."""
+        with self._lock:
+            self.waiting.update(values)
+
+    def take(self) -> dict[str, Any]:
+        """Return the values that wait; from then on none does."""
+        with self._lock:
+            values, self.waiting = self.waiting, {}
+        return values
+
+
 class MetricSanitizer:
     """Makes plain rows of what a rank logs, for a service that takes numbers."""
 

@@ -190,6 +190,20 @@ def test_a_restart_continues_the_run(backend, tmp_path, primary):
     assert ("1", "False") not in said, said
 
 
+@pytest.mark.full
+def test_the_pulse_joins_the_rows_of_the_function(backend, tmp_path):
+    job = Job(backend, tmp_path, "pulse")
+    done = job.ended()
+    assert done.returncode == 0, done.output
+    (run,) = job.runs
+    own = Counter({point: count for point, count in run.points.items() if not point[0].startswith("ranks/")})
+    assert own == job.logged()
+    values = {key: value for key, value in run.points if key.startswith("ranks/")}
+    assert values["ranks/slowest"] in range(RANKS)
+    assert {"ranks/silent", "ranks/memory/max"} <= values.keys()
+    assert run.status == "finished"
+
+
 def test_an_exception_is_a_failure(modes):
     _, runs = modes
     failed = runs["failing"]

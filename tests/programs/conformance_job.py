@@ -81,6 +81,13 @@ def last_rank() -> None:
             in_mode(mode, scope, primary_rank=-1, config={"primary": rank()})
 
 
+@tracking_init(**TRACKING, id="pulse", pulse_s=0.2)
+def pulse() -> None:
+    for _ in range(5):
+        log(2)
+        time.sleep(0.5)
+
+
 @tracking_init(**SHARED)
 def restarted() -> None:
     log(20)
@@ -123,6 +130,7 @@ def wait_for(line: str) -> None:
 SCENARIOS: dict[str, Callable[[], None]] = {
     "modes": modes,
     "last rank": last_rank,
+    "pulse": pulse,
     "restart": restarted,
     "sigterm": looping,
     "sigkill": looping,

@@ -86,6 +86,14 @@ def test_an_evaluation_calls_heartbeat_on_every_rank(tmp_path):
 
 
 @pytest.mark.full
+def test_the_pulse_names_the_rank_that_loads_its_data_slowly(tmp_path):
+    (run,) = example(tmp_path, "pulse.py", 2, "0.5").runs
+    assert len(run.rows) == 20
+    assert run.summary["ranks/slowest"] == 1
+    assert all("loss" in row for row in run.rows)
+
+
+@pytest.mark.full
 def test_elastic_checkpoint_goes_on_with_run_and_training_when_a_rank_is_killed(tmp_path, server):
     command = jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")
     env = {**server.environment, "WANDB_RUN_ID": "elastic", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -30,7 +30,9 @@ def bare(x: int, *, y: str = "") -> float:
     return float(x)
 
 
-@tracking_init(project="p", run_mode="new", rank_scope="worker", entity="e", config={"a": 1})
+@tracking_init(
+    project="p", run_mode="new", rank_scope="worker", entity="e", config={"a": 1}, hang_timeout_s=600, pulse_s=15
+)
 def with_arguments(x: int) -> list[int]:
     return [x]
 

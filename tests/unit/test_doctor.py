@@ -24,6 +24,7 @@ from support.wandb_server import WandbServer
 from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import DistributedInfo, doctor
+from flyteplugins_tracking import __main__ as commands
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._job.launchers import DETECTORS
 from flyteplugins_tracking._util.url import without_credentials
@@ -512,8 +513,8 @@ def test_versions_are_compared_with_the_extras_requirements(installed, required,
     assert _fits(installed, required) is fits
 
 
-def test_the_console_script_is_the_doctor():
-    script = f'[project.scripts]\nflyteplugins-tracking = "{doctor.__name__}:{doctor.main.__name__}"\n'
+def test_the_console_script_is_what_python_runs():
+    script = f'[project.scripts]\nflyteplugins-tracking = "{commands.__name__}:{commands.main.__name__}"\n'
     assert script in (PACKAGE.parent / "pyproject.toml").read_text()
 
 

@@ -232,6 +232,37 @@ def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end
     assert train() == [143, "resume", {"late": 1}, 143]
 
 
+def test_values_for_the_next_row_are_no_row_of_their_own_until_the_run_ends(bare_environment):
+    tracker = Events()
+
+    @tracking_init(tracker=tracker, id="i")
+    def train():
+        run, handle = get_run(), tracker.handle
+        handle.add_to_next_row({"a": 1, "b": 1})
+        handle.add_to_next_row({"b": 2, "loss": 0})
+        run.log({"loss": 1}, step=7)
+        run.log({"loss": 2}, step=8)
+        handle.add_to_next_row({"a": 3})
+        assert handle.last_step == 8
+
+    train()
+    assert tracker.handle.events == [{"a": 1, "b": 2, "loss": 1}, {"loss": 2}, {"a": 3}, 0]
+
+
+def test_a_signal_keeps_the_values_that_wait_and_they_open_no_run_again(bare_environment):
+    tracker = Events()
+
+    @tracking_init(tracker=tracker, id="i")
+    def train():
+        handle = tracker.handle
+        handle.add_to_next_row({"a": 1})
+        handle.finish_on_signal(143)
+        handle.add_to_next_row({"a": 2})
+
+    train()
+    assert tracker.handle.events == [{"a": 1}, 143]
+
+
 class Platform(ProcessContext):
     """Notes what it is asked to do with a run."""
 

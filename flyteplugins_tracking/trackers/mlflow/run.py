@@ -110,6 +110,11 @@ class MlflowHandle(ClientHandle):
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         self._write_at(row, step, now_ms())
 
+    @property
+    def last_step(self) -> Any:
+        """The step of the last row."""
+        return max(0, self._next_step - 1)
+
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:
         with self._lock:
             if not self._sender.has_room:

@@ -59,6 +59,11 @@ class StepCounter:
         position = (info.local_rank if config.rank_scope == "worker" else info.rank) if info is not None else 0
         self._offset = (position or 0) % self._stride
 
+    @property
+    def last(self) -> int:
+        """The run's last step in this process."""
+        return _last_steps.get(self._run_id, 0)
+
     def step_of(self, step: Any, sanitizer: MetricSanitizer) -> int:
         """Return `step` if Pluto takes it, or the next one."""
         if step is not None:

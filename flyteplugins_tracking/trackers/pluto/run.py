@@ -74,6 +74,11 @@ class PlutoHandle(ClientHandle):
         if row:
             type(self.run).log(self.run, dict(row), step=self._steps.step_of(step, self._values), **kwargs)
 
+    @property
+    def last_step(self) -> Any:
+        """The step of the last row."""
+        return self._steps.last
+
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:
         with self._lock:
             self.write(row, step, timestamp=time_s)

@@ -59,6 +59,11 @@ class TrackioHandle(ClientHandle):
         self.run.queue(row, step)
         self._summary.update({key: value for key, value in row.items() if isinstance(value, (int, float))})
 
+    @property
+    def last_step(self) -> Any:
+        """The step of the last row."""
+        return max(0, self._next_step - 1)
+
     def end(self, exit_code: int) -> None:
         timeout_s = self.request.config.finish_timeout_s
         deadline = time.monotonic() + timeout_s

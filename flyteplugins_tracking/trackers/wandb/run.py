@@ -17,6 +17,7 @@ from typing import Any
 from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.rows import NextRow
 from flyteplugins_tracking.trackers.wandb import vendor
 from flyteplugins_tracking.trackers.wandb.options import HOST, without_credentials
 
@@ -61,6 +62,7 @@ class WandbHandle(Handle):
         self._held: list[Callable[[], Any]] = []  # the calls that log rows while the run ends
         self._holding = threading.Lock()  # protects `_held` together with the state
         self._abandoned: list[str] = []  # the directories of wandb-cores that have died
+        self._next_row = NextRow()
         self._openings = 1  # how often the run has been opened
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
         if self._is_ours:
@@ -89,6 +91,10 @@ class WandbHandle(Handle):
             with open(path, "w") as file:
                 file.write(text)
             self.run.save(path, base_path=self.files, policy="now")
+
+    def add_to_next_row(self, values: Mapping[str, Any]) -> None:
+        # Not `log(values, commit=False)`: it would open a run again that a signal has ended.
+        self._next_row.add(values)
 
     def how_to_view(self) -> str:
         # W&B itself prints the page of a run that it has sent.
@@ -125,6 +131,8 @@ class WandbHandle(Handle):
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods. If the run was ended early, open it again first."""
         self._request.watch.reinstall()
+        if self._next_row.waiting and method.__name__ == "log" and args and isinstance(args[0], dict):
+            args = ({**self._next_row.take(), **args[0]}, *args[1:])
         result = self._call_open(method, args, kwargs)
         return self._call_late(method, args, kwargs) if result is _NOT_OPEN else result
 
@@ -258,6 +266,8 @@ class WandbHandle(Handle):
         self._ender = threading.get_ident()
         try:
             with vendor.TeardownErrors(self.run):
+                if self._next_row.waiting:  # in the summary: a row of its own would take a step
+                    self.run.summary.update(self._next_row.take())
                 if exit_code == TERMINATED and self._request.plan.primary:
                     self.run.mark_preempting()
                 self.run.finish(exit_code=exit_code)

@@ -1,0 +1,163 @@
+"""The thread of a rank that looks at the job's board while the function runs: for the roll-call and for the pulse.
+
+There is one for each process, with one connection. A rank without `hang_timeout_s` and `pulse_s` has none.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.board import Board, job_board, nearest_board
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.store import job_store
+from flyteplugins_tracking._runs import hang, progress, pulse
+from flyteplugins_tracking._runs.calls import TrackedCall
+from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.loaded import loaded
+
+logger = logging.getLogger(__name__)
+
+_TOPIC = "ranks"
+# How long the end of a function waits for the thread, whose store may not answer.
+_STOP_S = 5.0
+# The monitor of this process.
+_current: Monitor | None = None
+
+
+class Duty(Protocol):
+    """What the thread does now and then. The board goes when the job ends: then the methods raise a RuntimeError."""
+
+    def next_wait_s(self) -> float:
+        """Return how long the thread waits before the next `look`. Called once for each."""
+
+    def begin(self, board: Board) -> None:
+        """Begin; again if the job has another board now."""
+
+    def look(self, board: Board) -> None:
+        """Do what there is to do."""
+
+    def end(self, board: Board, has_failed: bool) -> None:
+        """Called last, when the function has ended."""
+
+    def close(self) -> None:
+        """Free what the duty holds. Called when the thread has ended, not by it."""
+
+
+class Monitor:
+    """The thread."""
+
+    def __init__(self, info: DistributedInfo, duties: Sequence[Callable[[threading.Event], Duty]]) -> None:
+        """Start the thread.
+
+        Args:
+            info: This rank.
+            duties: Make the duties, each with an event that is set when the function has ended.
+        """
+        self.pid = os.getpid()
+        self._info = info
+        # Here and not in the thread: it may import torch, which two threads must not do at once.
+        self._board = self._first_board = nearest_board(info, os.environ, _TOPIC)
+        # The store of the process group that the board is in. Not held: it ends with its group, and so does its port.
+        self._group_store: Callable[[], Any] = _nothing
+        self._stopped = threading.Event()
+        self._has_failed = False
+        self._duties = [duty(self._stopped) for duty in duties]
+        self._thread = threading.Thread(target=self._watch, name="flyteplugins_tracking.monitor", daemon=True)
+        self._thread.start()
+
+    def stop(self, has_failed: bool) -> None:
+        """End the thread.
+
+        Args:
+            has_failed: Whether the function has raised.
+        """
+        global _current
+        _current = None
+        self._has_failed = has_failed
+        self._stopped.set()
+        self._thread.join(_STOP_S)
+        if not self._thread.is_alive():
+            for duty in self._duties:
+                duty.close()
+            if self._info.world_size == 1:
+                self._first_board.remove()  # nobody else reads it
+
+    def _watch(self) -> None:
+        progress.ignore_this_thread()  # what it reports with the run is no progress
+        while True:
+            try:
+                if self._look_until_stopped():
+                    break
+            except (RuntimeError, OSError):
+                if self._board is self._first_board:
+                    break  # the store goes when the job ends
+                self._board = self._first_board  # the process group has ended, and the function goes on
+        with suppress(RuntimeError, OSError):
+            for duty in self._duties:
+                duty.end(self._board, self._has_failed)
+
+    def _look_until_stopped(self) -> bool:
+        """Return True when the function has ended, and False when the job has another board."""
+        for duty in self._duties:
+            duty.begin(self._board)
+        due_at = [time.monotonic() + duty.next_wait_s() for duty in self._duties]
+        while not self._stopped.wait(max(0.0, min(due_at) - time.monotonic())):
+            if self._has_joined_group():
+                return False
+            for number, duty in enumerate(self._duties):
+                if due_at[number] <= time.monotonic():
+                    duty.look(self._board)
+                    due_at[number] = time.monotonic() + duty.next_wait_s()
+        return True
+
+    def _has_joined_group(self) -> bool:
+        """Move to the store of a process group that the function has made: it reaches the ranks of all nodes."""
+        if self._info.launcher == "torchelastic" or loaded("torch.distributed") is None:
+            return False  # torchelastic's store is better, and asking for it would connect again
+        store = job_store(self._info, os.environ)
+        if store is None or store is self._group_store():
+            return False
+        self._group_store = weakref.ref(store)
+        with suppress(RuntimeError, ValueError):  # the group has ended just now
+            self._board = job_board(self._info, os.environ, _TOPIC) or self._first_board
+            return True
+        return False
+
+
+def _nothing() -> None:
+    return None
+
+
+def started_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None:
+    """Start the monitor of a call that has begun. None if a function around it, or in another thread, has one."""
+    global _current
+    if _current is not None and _current.pid == os.getpid():
+        return None
+    info = call.info or _alone()
+    duties: list[Callable[[threading.Event], Duty]] = []
+    if config.hang_timeout_s is not None:
+        duties.append(functools.partial(hang.duty_of, call, info, config.hang_timeout_s))
+    if config.pulse_s is not None:
+        duties.append(functools.partial(pulse.duty_of, call, info, config.pulse_s))
+    try:
+        _current = Monitor(info, duties)
+    except Exception:
+        # Watching the training must not change its outcome.
+        logger.warning("hang_timeout_s and pulse_s are ignored: the job's board cannot be reached", exc_info=True)
+        return None
+    return _current
+
+
+def _alone() -> DistributedInfo:
+    """Return the place of a process without a launcher: it answers its own roll, and has a pulse and a board."""
+    identity = f"{os.getpid()} {proc.start_time(os.getpid())}"  # others of the same shell have boards of their own
+    return DistributedInfo(0, 1, 0, 1, 0, 1, launcher="no launcher", job_id=identity)

@@ -1,0 +1,69 @@
+"""Ranks that reduce in each step; one of them may be slow, as the argument says. Rank 0 has the run.
+
+"sleeps": rank 2, in its data loading. "computes": rank 3, in Python that holds the GIL. "shared": rank 1 sleeps, and
+all ranks log. "until told": none, and they train until there is a file `stop`. "alone": one process, whose steps are
+heartbeats, and which logs a row when half of them are done.
+
+Arguments: which of these, `pulse_s`, the number of steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from flyteplugins_tracking import get_run, heartbeat, tracking_init
+
+HOW, PULSE_S, STEPS = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+SLOW_S, USUAL_S = 0.15, 0.01
+SLOW_RANK = {"sleeps": 2, "computes": 3, "shared": 1}.get(HOW)
+TRACKING = {"project": "tests", "id": "pulses", "pulse_s": PULSE_S}
+SHARED = {"run_mode": "shared", "rank_prefix": True} if HOW == "shared" else {}
+
+
+def next_batch() -> None:
+    if int(os.environ.get("RANK", "0")) != SLOW_RANK:
+        time.sleep(USUAL_S)
+    elif HOW == "computes":
+        until = time.monotonic() + SLOW_S
+        while time.monotonic() < until:
+            sum(range(1000))
+    else:
+        time.sleep(SLOW_S)
+
+
+@tracking_init(**TRACKING, **SHARED)
+def train() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        next_batch()
+        model(torch.ones(2)).sum().backward()
+        dist.all_reduce(model.weight.grad)
+        optimizer.step()
+        if get_run() is not None:
+            get_run().log({"step": step}, **({"step": step} if SHARED else {}))
+        is_told = torch.tensor(int(HOW == "until told" and Path("stop").exists()))
+        dist.all_reduce(is_told)
+        if is_told:
+            break
+    dist.barrier()
+
+
+@tracking_init(**TRACKING)
+def train_alone() -> None:
+    for step in range(STEPS):
+        time.sleep(USUAL_S)
+        heartbeat()
+        if step == STEPS // 2:
+            get_run().log({"step": step})
+
+
+if __name__ == "__main__":
+    train_alone() if HOW == "alone" else train()

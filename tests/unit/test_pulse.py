@@ -1,0 +1,429 @@
+"""The pulse: what follows from all ranks', how a step and a wait are measured, and who is silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import pytest
+from support.waiting import wait_until
+
+from flyteplugins_tracking import DistributedInfo, get_run, heartbeat, ranks, tracking_init
+from flyteplugins_tracking._job import pulse
+from flyteplugins_tracking._job.announcement import Announcement, running_jobs
+from flyteplugins_tracking._job.board import Board, DirectoryStore
+from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, metrics
+from flyteplugins_tracking._job.waits import is_waiting
+from flyteplugins_tracking._runs import progress
+from flyteplugins_tracking._runs.pulse import StepClock, WaitMeter
+from flyteplugins_tracking.testing import RecordingTracker
+from flyteplugins_tracking.trackers.rows import NextRow
+
+MIB = 2**20
+
+
+# What follows from all ranks' pulses
+
+
+def test_the_slowest_is_the_rank_that_the_others_wait_for_though_all_step_times_are_equal():
+    pulses = {rank: Pulse(10, 2.0, 0.9 if rank == 777 else 0.1, 100 * MIB) for rank in range(1024)}
+    assert metrics(pulses) == {
+        "ranks/step_time/median": 2.0,
+        "ranks/step_time/max": 2.0,
+        "ranks/own_time/median": pytest.approx(0.2),
+        "ranks/own_time/max": pytest.approx(1.8),
+        "ranks/slowest": 777,
+        "ranks/memory/max": 100.0,
+    }
+
+
+def test_without_collectives_the_slowest_has_the_longest_step():
+    assert metrics({0: Pulse(10, 1.0, 1.0), 1: Pulse(5, 2.0, 1.0), 2: Pulse(10, 1.0, 1.0)})["ranks/slowest"] == 1
+
+
+def test_a_rank_whose_steps_nobody_counts_is_in_step_with_the_others():
+    values = metrics({0: Pulse(10, 1.0, 0.2), 1: Pulse(0, None, 0.9)})
+    assert (values["ranks/slowest"], values["ranks/own_time/max"]) == (1, 0.9)
+
+
+def test_if_nobody_counts_steps_the_slowest_waits_least():
+    assert metrics({0: Pulse(own_share=0.2), 1: Pulse(own_share=0.9), 2: Pulse()}) == {"ranks/slowest": 1}
+
+
+def test_what_no_rank_knows_is_left_out():
+    assert metrics({}) == {}
+    assert metrics({0: Pulse(cuda_memory=3 * MIB), 1: Pulse(cuda_memory=MIB)}) == {"ranks/cuda_memory/max": 3.0}
+
+
+def test_pulses_of_an_earlier_attempt_are_left_out(tmp_path):
+    board = Board(DirectoryStore(tmp_path / "board"), pulse.TOPIC)
+    for rank, put_at in ((0, 100.0), (2, 90.0)):
+        pulse.put(board, rank, Pulse(rank, put_at=put_at))
+    assert list(pulse.read(board, 3)) == [0, 2]
+    assert pulse.read(board, 3, since=95.0) == {0: Pulse(0, put_at=100.0)}
+
+
+def test_a_rank_is_silent_after_two_pulses_without_a_word_unless_its_function_has_ended():
+    watch = SilenceWatch(4, 10.0, now=0.0)
+    pulses = {0: Pulse(put_at=1.0), 1: Pulse(put_at=1.0), 2: Pulse(put_at=1.0, state="returned")}
+    assert watch.silent(pulses, now=10.0) == []
+    assert watch.silent({**pulses, 0: Pulse(put_at=2.0)}, now=20.0) == []
+    assert watch.silent({**pulses, 0: Pulse(put_at=3.0)}, now=29.0) == [3]  # it has never come
+    assert watch.silent({**pulses, 0: Pulse(put_at=4.0)}, now=40.0) == [1, 3]
+    assert watch.silent({**pulses, 0: Pulse(put_at=5.0), 1: Pulse(put_at=41.0)}, now=50.0) == [3]
+
+
+# How a rank measures its steps
+
+
+def test_the_step_time_is_that_between_two_pulses():
+    clock = StepClock()
+    for now, count in ((0.0, 0), (5.0, 1), (6.0, 2), (7.0, 3)):
+        clock.look(now, "rows", count)
+    assert (clock.step_s(7.0), clock.steps) == (1.0, 3)  # without the time until the first step
+    clock.look(11.0, "rows", 5)
+    assert clock.step_s(11.0) == 2.0
+
+
+def test_a_step_that_lasts_longer_than_a_pulse_counts_while_it_goes_on():
+    clock = StepClock()
+    for now, count in ((0.0, 0), (1.0, 1), (2.0, 2)):
+        clock.look(now, "rows", count)
+    assert clock.step_s(2.0) == 1.0
+    clock.look(2.5, "rows", 2)
+    assert clock.step_s(2.5) == 1.0
+    clock.look(9.0, "rows", 2)
+    assert clock.step_s(9.0) == 7.0
+    clock.look(10.0, "rows", 3)
+    assert clock.step_s(10.0) == 8.0
+
+
+def test_another_kind_of_steps_begins_anew():
+    clock = StepClock()
+    for now, kind, count in ((0.0, "rows", 1), (9.0, "rows", 2), (10.0, "optimizer", 5), (11.0, "optimizer", 6)):
+        clock.look(now, kind, count)
+    assert (clock.step_s(11.0), clock.steps) == (1.0, 6)
+
+
+def test_steps_are_unknown_before_the_second_one():
+    clock = StepClock()
+    clock.look(1.0, "rows", 1)
+    assert clock.step_s(2.0) is None
+
+
+@pytest.fixture
+def counting():
+    progress.reset_steps()
+    yield
+    progress.reset_steps()
+
+
+def test_heartbeats_are_steps_until_an_optimizer_makes_some(counting):
+    torch = pytest.importorskip("torch")
+    heartbeat()
+    heartbeat()
+    assert progress.steps() == ("heartbeats", 2)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    two = [torch.optim.SGD([parameter], lr=0.1) for _ in range(2)]
+    stop = progress.count_optimizer_steps()
+    assert stop is not None
+    for optimizer in (*two, two[0]):
+        optimizer.step()
+    assert progress.steps() == ("optimizer", 2)
+    stop()
+    two[0].step()
+    assert progress.steps() == ("optimizer", 2)
+
+
+def test_no_hook_is_added_beside_those_of_the_user(counting):
+    pytest.importorskip("torch")
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        assert progress.count_optimizer_steps() is None
+    finally:
+        handle.remove()
+
+
+# How a rank measures its waiting
+
+
+def test_the_share_is_that_of_the_looks_that_found_it_outside_of_collectives(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    meter = WaitMeter()
+    assert meter.own_share() is None
+    for number in range(1, 11):
+        meter.look(float(number), 1.0, is_waiting=number > 2)
+    assert meter.own_share() == pytest.approx(0.2)
+    meter.look(11.0, 1.0, is_waiting=False)
+    assert meter.own_share() == 1.0
+
+
+def test_a_look_that_comes_late_because_of_the_gil_found_no_waiting(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+    meter = WaitMeter()
+    meter.look(10.0, 1.0, is_waiting=True)  # in the collective that has set the GIL free
+    assert meter.own_share() == pytest.approx(0.9)
+
+
+class Handle:
+    """Waits as a work handle of torch.distributed does: in C, so that it has no frame."""
+
+    def __init__(self, lock: Any) -> None:
+        self.wait = lock.acquire
+        self.item = lock.acquire
+        self.acquire = lock.acquire
+
+
+def stays(handle: Handle) -> None:
+    handle.acquire()
+
+
+def waits(handle: Handle) -> None:
+    (lambda: 0)()
+    handle.wait()
+
+
+def reads(handle: Handle) -> None:
+    print(1.0 if handle.item() else 0.0, end="")
+
+
+@pytest.mark.parametrize(("function", "expected"), [(stays, False), (waits, True), (reads, True)])
+def test_a_call_of_a_method_that_waits_in_c_is_told_from_the_bytecode(function, expected):
+    lock_frames: list[bool] = []
+    lock = threading.Lock()
+    lock.acquire()
+    thread = threading.Thread(target=function, args=(Handle(lock),), daemon=True)
+    thread.start()
+
+    def is_settled() -> bool:
+        frame = sys._current_frames()[thread.ident or 0]
+        if frame.f_code is function.__code__:
+            lock_frames.append(is_waiting(frame))
+        return len(lock_frames) > 20
+
+    wait_until(is_settled)
+    lock.release()
+    thread.join()
+    assert lock_frames[-1] is expected
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("/site-packages/torch/distributed/distributed_c10d.py", True),
+        ("/site-packages/torch/autograd/graph.py", True),
+        ("/site-packages/torch/cuda/__init__.py", True),
+        ("/site-packages/torch/nn/functional.py", False),
+        ("/site-packages/torch/utils/data/dataloader.py", False),
+        ("/work/train.py", False),
+    ],
+)
+def test_code_that_waits_is_known_by_its_file(file, expected):
+    frames: list[FrameType] = []
+    exec(compile("import sys\nframes.append(sys._getframe())", file, "exec"), {"frames": frames})
+    assert is_waiting(frames[0]) is expected
+
+
+# The row that takes the values
+
+
+def test_values_wait_for_the_next_row_and_the_latest_one_counts():
+    row = NextRow()
+    assert not row.waiting
+    row.add({"a": 1, "b": 1})
+    row.add({"b": 2})
+    assert row.waiting
+    assert row.take() == {"a": 1, "b": 2}
+    assert not row.waiting
+    assert row.take() == {}
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_pulse_joins_the_functions_own_rows(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tracker = RecordingTracker()
+
+    @tracking_init(tracker=tracker, pulse_s=0.05)
+    def train() -> None:
+        run, number = get_run(), 0
+
+        def log() -> bool:
+            nonlocal number
+            heartbeat()
+            run.log({"number": number}, step=10 * number)
+            number += 1
+            return "ranks/step_time/max" in run.summary
+
+        wait_until(log)
+
+    train()
+    (run,) = tracker.runs
+    assert [row.values["number"] for row in run.rows] == list(range(len(run.rows)))
+    assert [row.step for row in run.rows] == [10 * number for number in range(len(run.rows))]
+    assert run.summary["ranks/slowest"] == 0
+    assert run.summary["ranks/silent"] == 0
+    assert [thread.name for thread in threading.enumerate() if "flyteplugins" in thread.name] == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_two_processes_of_one_shell_have_boards_of_their_own(machine, capsys):
+    program = f"""
+import sys, tempfile; tempfile.tempdir = {str(machine)!r}
+from flyteplugins_tracking import tracking_init
+from flyteplugins_tracking.testing import RecordingTracker
+@tracking_init(tracker=RecordingTracker(), pulse_s=15)
+def train():
+    print("ready", flush=True)
+    sys.stdin.read()
+train()
+"""
+    command = [sys.executable, "-c", program]
+    jobs = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [job.stdout.readline() for job in jobs] == ["ready\n"] * 2
+    wait_until(lambda: len(running_jobs()) == 2)
+    assert ranks.main([]) == 0
+    shown = capsys.readouterr().out
+    for job in jobs:
+        job.communicate("")
+    assert shown.count("no launcher, world size 1, pid ") == 2
+    assert {line.split()[2] for line in shown.splitlines() if line.startswith("0 ")} == {str(job.pid) for job in jobs}
+    assert running_jobs() == []
+
+
+def test_without_pulse_s_there_is_no_thread_and_no_hook():
+    @tracking_init(tracker=RecordingTracker())
+    def train() -> list[str]:
+        return [thread.name for thread in threading.enumerate()]
+
+    assert not [name for name in train() if "monitor" in name]
+
+
+# What the command shows
+
+
+INFO = DistributedInfo(0, 3, 0, 2, 0, 2, launcher="mpich")
+
+
+def test_an_announcement_is_the_users_alone_and_holds_an_address_only(machine):
+    job = Announcement.publish({"host": "node-a", "port": 29500}, INFO, 15.0)
+    assert job is not None
+    assert running_jobs() == [job]
+    (file,) = machine.rglob("*.json")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert set(json.loads(file.read_text())) == set(Announcement.__dataclass_fields__)
+    job.withdraw()
+    assert running_jobs() == []
+    assert Announcement.publish(None, INFO, 15.0) is None
+
+
+def test_the_file_of_a_process_that_has_ended_is_stale_and_removed(machine):
+    program = f"""
+import tempfile; tempfile.tempdir = {str(machine)!r}
+from flyteplugins_tracking import DistributedInfo
+from flyteplugins_tracking._job.announcement import Announcement
+Announcement.publish({{"directory": "/x"}}, DistributedInfo(0, 1), 15.0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert len(list(machine.rglob("*.json"))) == 1
+    assert running_jobs() == []
+    assert list(machine.rglob("*.json")) == []
+
+
+def test_two_ranks_that_announce_one_board_are_one_job(machine):
+    Announcement.publish({"directory": "/x"}, INFO, 15.0)
+    (file,) = machine.rglob("*.json")
+    shutil.copy(file, file.with_name("of-another-rank.json"))
+    assert len(running_jobs()) == 1
+
+
+def test_the_command_shows_a_line_for_each_rank(machine, capsys):
+    store = DirectoryStore(machine / "board")
+    board = Board(store, pulse.TOPIC)
+    now = time.time()
+    pulse.put(board, 0, Pulse(7, 2.0, 0.25, 300 * MIB, put_at=now))
+    pulse.put(board, 1, Pulse(7, None, None, host="node-b", pid=5, put_at=now - 100))
+    assert Announcement.publish(board.address, INFO, 15.0) is not None
+    assert ranks.main(["--once"]) == 0
+    head, titles, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"mpich, world size 3, pid {os.getpid()}, since ")
+    assert titles.split("  ")[0] == "rank"
+    assert "CUDA" not in titles
+    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
+    assert all(text in lines[0] for text in ("running", "2.000 s", "0.500 s", "0 s ago", "300 MiB"))
+    assert "silent" in lines[1]
+    assert "absent" in lines[2]
+
+
+def test_without_a_job_the_command_says_so(machine, capsys):
+    assert ranks.main([]) == 1
+    assert "No job of this user with pulse_s runs on this machine" in capsys.readouterr().err
+
+
+def test_a_board_that_cannot_be_read_is_one_line(machine, capsys, monkeypatch):
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(ranks, "board_at", fail)
+    Announcement.publish({"host": "127.0.0.1", "port": 1}, INFO, 15.0)
+    assert ranks.main(["--once"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "  its board cannot be read: connection refused"
+
+
+def test_the_state_is_what_has_happened_since_the_last_pulse():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert ranks.state_of(Pulse(), 15.0, age_s=29.0) == "running"
+    assert ranks.state_of(Pulse(), 15.0, age_s=31.0) == "silent"
+    assert ranks.state_of(Pulse(pid=ended.pid), 15.0, age_s=1.0) == "ended"
+    assert ranks.state_of(Pulse(pid=ended.pid, host="node-b"), 15.0, age_s=1.0) == "running"
+    assert ranks.state_of(Pulse(state="failed"), 15.0, age_s=100.0) == "failed"
+
+
+def test_the_live_view_replaces_what_it_has_shown_until_the_job_has_ended(machine, monkeypatch, capsys):
+    job = Announcement.publish({"directory": str(machine / "board")}, INFO, 15.0)
+    assert job is not None
+    monkeypatch.setattr(ranks.shutil, "get_terminal_size", lambda: os.terminal_size((20, 4)))
+    shown = 0
+
+    def text() -> str:
+        nonlocal shown
+        shown += 1
+        if shown == 2:
+            job.withdraw()
+        return "\n".join(f"line {number} {'x' * 40}" for number in range(9))
+
+    monkeypatch.setattr(ranks, "_REFRESH_S", 0)
+    ranks._show_live(text)
+    first, second = capsys.readouterr().out.split("\x1b[J")[1:]
+    assert first.splitlines()[:2] == ["line 0 xxxxxxxxxxxxx", "line 1 xxxxxxxxxxxxx"]
+    assert "... and 7 more" in first
+    assert second.count("\n") == 3
+
+
+def test_looks_come_at_random_so_that_they_do_not_keep_the_rhythm_of_the_steps(monkeypatch, machine):
+    from flyteplugins_tracking._runs.pulse import PulseDuty
+
+    before = random.getstate()
+    duty = PulseDuty(INFO, 15.0, None)
+    waits_s = {duty.next_wait_s() for _ in range(50)}
+    duty.close()
+    assert len(waits_s) > 10
+    assert 0.125 <= min(waits_s) < max(waits_s) <= 0.375
+    assert random.getstate() == before
