@@ -455,6 +455,13 @@ CASES = [
         failures=("1 ValueError",),
     ),
     Case(
+        "Flyte Elastic, spawn: `os._exit(7)` on another rank",
+        together({"0": "sleep", "1": "os._exit 7 at go"}, command=flyte(), task="spawn"),
+        (7,),
+        FAILED,
+        failures=("1 exit",),
+    ),
+    Case(
         "one restart",
         of_ranks({"0": "raise", "1": "sleep"}, "--max-restarts=1"),
         (1, 0),

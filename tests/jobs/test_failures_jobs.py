@@ -65,11 +65,19 @@ def test_a_rank_of_another_node_is_named_if_it_could_report(tmp_path, how, expec
     assert "lifecycle.py" not in text  # the frames are the user's
 
 
+@pytest.mark.full
+def test_of_two_nodes_the_exit_of_a_rank_beside_the_primary_is_seen(tmp_path):
+    done = two_nodes(tmp_path, {"1": "kill"}, collectives=True)
+    assert done.returncode != 0
+    (run,) = done.runs
+    assert failure(run) == (137, 1, "SIGKILL"), done.output
+
+
 @pytest.mark.parametrize("run_mode", ["auto", pytest.param("new", marks=pytest.mark.full)])
 def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
-    how, settings = {"1": "raise", "2": "exit 7"}, {"tracking": {"run_mode": run_mode, "id": jobs.RUN_ID}}
+    settings = {"tracking": {"run_mode": run_mode, "id": jobs.RUN_ID}}
     torchrun = jobs.torchrun("--standalone", "--nproc-per-node=3", "--max-restarts=1", "--monitor-interval=0.1")
-    first = jobs.run([*torchrun, *failing({"1": how["1"]}, **settings)], tmp_path / "first")
+    first = jobs.run([*torchrun, *failing({"1": "raise"}, **settings)], tmp_path / "first")
     assert first.returncode == 0, first.output
     attempts = [run for run in first.runs if run.config["distributed"] and not run.id.endswith(("-1", "-2"))]
     assert [failure(run) for run in attempts] == [(1, 1, "ValueError"), (0, None, None)]
