@@ -62,12 +62,9 @@ def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decor
         ConfigError: `target` cannot be tracked.
     """
     if type(target) is not FunctionType:
-        from flyteplugins_tracking._flyte import flyte1, flyte2
-
-        if flyte2.is_entity(target):
-            return flyte2.adapt_task(target, wrap, decorator.name, decorator.links)
-        if flyte1.is_entity(target):
-            return flyte1.adapt_task(target, wrap, decorator.name, decorator.link)
+        entity = _adapted_entity(target, wrap, decorator)
+        if entity is not None:
+            return entity
     _refuse_other_targets(target, decorator.name)
     tracked = wrap(target, None)
     if "flytekit" not in sys.modules:
@@ -75,6 +72,21 @@ def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decor
     from flyteplugins_tracking._flyte import flyte1
 
     return flyte1.adapt_function(tracked, decorator.link)
+
+
+def _adapted_entity(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decorator) -> Any:
+    """Return the changed entity of an SDK that is loaded; None if `target` is not one."""
+    if "flyte" in sys.modules:
+        from flyteplugins_tracking._flyte import flyte2
+
+        if flyte2.is_entity(target):
+            return flyte2.adapt_task(target, wrap, decorator.name, decorator.links)
+    if "flytekit" in sys.modules:
+        from flyteplugins_tracking._flyte import flyte1
+
+        if flyte1.is_entity(target):
+            return flyte1.adapt_task(target, wrap, decorator.name, decorator.link)
+    return None
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -15,17 +15,20 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._flyte.elastic import workers_of
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import NodeRequest, Page, pages
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext
-from flyteplugins_tracking._runs.ended import EndedRun
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import find_tracker
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.ended import EndedRun
 
 logger = logging.getLogger(__name__)
 
@@ -146,13 +149,6 @@ def _pages(task: Any, config: TrackingConfig) -> Sequence[Page] | None:
         return pages(workers, config.run_mode, config.rank_scope, "")
     one_run = config.run_mode != "new" and config.rank_scope == "global"
     return pages(None, config.run_mode, config.rank_scope, "") if one_run else None
-
-
-def workers_of(elastic: Any) -> NodeRequest:
-    """Return the nodes that an `Elastic` configuration of either SDK requests."""
-    min_nodes, _, max_nodes = str(elastic.nnodes).partition(":")
-    nproc = str(elastic.nproc_per_node)
-    return NodeRequest(int(min_nodes), int(max_nodes or min_nodes), int(nproc) if nproc.isdecimal() else 1)
 
 
 class Flyte1Context(ExecutionContext):

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig, merged
-from flyteplugins_tracking._flyte.flyte1 import workers_of
+from flyteplugins_tracking._flyte.elastic import workers_of
 from flyteplugins_tracking._job.plan import NodeRequest, pages
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext
-from flyteplugins_tracking._runs.ended import EndedRun
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import find_tracker, propagated_to
 
 if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.ended import EndedRun
     from flyteplugins_tracking.trackers.base import Tracker
 
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"
