@@ -29,7 +29,8 @@ def main() -> None:
 
 def drawings() -> dict[str, str]:
     """The drawings, by the names of their files."""
-    return {f"{mode}-{scope}.svg": draw(mode, scope) for mode in get_args(RunMode) for scope in get_args(RankScope)}
+    each = {f"{mode}-{scope}.svg": draw(mode, scope) for mode in get_args(RunMode) for scope in get_args(RankScope)}
+    return {"overview.svg": overview(), **each}
 
 
 def draw(mode: RunMode, scope: RankScope) -> str:
@@ -137,6 +138,58 @@ def legend(height: int, plans: list[RunPlan]) -> Iterator[str]:
     if not all(planned.opens for planned in plans):
         yield f'<rect x="{x}" y="{y - 12}" width="28" height="16" rx="4" fill="none" stroke="{FRAME}"/>'
         yield f'<text x="{x + 36}" y="{y}">has no run: get_run() is None</text>'
+
+
+# The picture of all six cases: tiles, each with two workers of four ranks.
+TILE_WIDTH, TILE_HEIGHT, TILE_GAP = 240, 132, 12
+SQUARE, STRIDE, BETWEEN_WORKERS = 24, 26, 8
+COLOURS = ("#3f51b5", "#c2185b", "#00897b", "#ef6c00", "#7b1fa2", "#5d8a00", "#0277bd", "#a15c2d")
+STYLE = """\
+<style>
+  .ink { fill: #1f2430 } .faint { fill: #667085 } .frame { stroke: #c6cad4 } .tile { fill: #f7f8fa }
+  @media (prefers-color-scheme: dark) {
+    .ink { fill: #e6e9ef } .faint { fill: #9aa4b5 } .frame { stroke: #4a5263 } .tile { fill: #1c2029 }
+  }
+</style>"""
+
+
+def overview() -> str:
+    """The picture of all modes and scopes. A rank has the colour of the run that it logs to."""
+    width, height = 3 * TILE_WIDTH + 2 * TILE_GAP, 2 * TILE_HEIGHT + TILE_GAP
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'role="img" font-family="system-ui, sans-serif" font-size="12">',
+        "<title>Which ranks of 2 workers of 4 have a run, in each mode and scope. One colour is one run.</title>",
+        STYLE,
+    ]
+    for row, scope in enumerate(get_args(RankScope)):
+        for column, mode in enumerate(("auto", "shared", "new")):
+            at = (column * (TILE_WIDTH + TILE_GAP), row * (TILE_HEIGHT + TILE_GAP))
+            parts += tile(at, mode, scope)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def tile(at: tuple[int, int], mode: RunMode, scope: RankScope) -> Iterator[str]:
+    """One mode and scope: its arguments, its ranks, and how many runs there are."""
+    x, y = at
+    plans = {info: plan(info, mode, scope, "llm-7b") for info in iter_ranks([RANKS_EACH] * WORKERS)}
+    runs = ids(plans)
+    yield f'<rect class="tile" x="{x}" y="{y}" width="{TILE_WIDTH}" height="{TILE_HEIGHT}" rx="8"/>'
+    yield f'<text class="ink" x="{x + 12}" y="{y + 22}" font-weight="600">run_mode="{mode}"</text>'
+    yield f'<text class="faint" x="{x + 12}" y="{y + 38}">rank_scope="{scope}"</text>'
+    for info, planned in plans.items():
+        left = x + 12 + info.rank * STRIDE + BETWEEN_WORKERS * info.worker_index
+        colour = COLOURS[runs.index(planned.run_id)] if planned.run_id in runs and planned.opens else "none"
+        yield (
+            f'<rect class="frame" x="{left}" y="{y + 52}" width="{SQUARE}" height="{SQUARE + 4}" rx="4" '
+            f'fill="{colour}"/>'
+        )
+        number = "#ffffff" if planned.opens else "#8a93a5"
+        yield f'<text x="{left + 8}" y="{y + 71}" fill="{number}">{info.rank}</text>'
+    count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    names = escape(", ".join(runs[:1] if len(runs) == 1 else [runs[0], "..."]))
+    yield f'<text class="ink" x="{x + 12}" y="{y + 102}">{count}</text>'
+    yield f'<text class="faint" x="{x + 12}" y="{y + 119}" font-family="monospace" font-size="11">{names}</text>'
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ def train(steps: int) -> None:
         loss = 1 / (step + 1)
         if run is not None:
             run.log({"loss": loss})
+    print("no run" if run is None else f"{steps} rows in {run.project}")
 
 
 if __name__ == "__main__":

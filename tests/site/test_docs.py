@@ -6,11 +6,13 @@ A block is one of these, and there is no other kind:
 - Python, with the name of its file in the first line: it is run, in one process with those of all pages;
 - commands: their programs, options, files, modules, extras and targets are there;
 - text: what a Python block of the page prints;
+- a diff: Python on both sides;
 - TOML and YAML: it can be parsed.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -44,8 +46,8 @@ RUNS = {
     "README/train.py": 1,
     "README/workflow.py": 2,
     "README/flyte2.py": 1,
-    "README/shared.py": 1,
-    "README/configured.py": 2,
+    "docs/modes/shared/shared.py": 1,
+    "docs/configuration/configured.py": 2,
     "docs/index/hello.py": 1,
     "docs/metrics/per_rank.py": 1,
     "docs/modes/primary/primary.py": 1,
@@ -146,7 +148,7 @@ COMMANDS = sorted(set(commands()))
 
 
 def test_every_block_is_of_a_kind_that_is_tested():
-    kinds = {"bash", "console", "text", "toml", "yaml"}
+    kinds = {"bash", "console", "diff", "text", "toml", "yaml"}
     assert [block for block in BLOCKS if not (block.included or block.file or block.language in kinds)] == []
     assert len(PYTHON) == len([block for block in BLOCKS if block.file]), "two blocks of a page have one name"
     written = sum(text.count("```") for text in PAGES.values())
@@ -241,6 +243,12 @@ def extras_of(project: str) -> set[str]:
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml" and not block.included])
 def test_yaml_blocks_can_be_parsed(block):
     assert yaml.safe_load(block.code)
+
+
+def test_both_sides_of_a_diff_are_python():
+    (block,) = [block for block in BLOCKS if block.language == "diff"]
+    for side in "-+":
+        ast.parse("\n".join(line[1:] for line in block.code.splitlines() if line[0] in (" ", side)))
 
 
 def test_the_entry_point_of_the_page_is_the_examples():

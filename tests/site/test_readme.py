@@ -18,7 +18,7 @@ from flyteplugins_tracking.trackers.base import Feature
 from flyteplugins_tracking.trackers.registry import find_tracker
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+MODES = (ROOT / "docs" / "modes" / "index.md").read_text()
 TRACKERS = (ROOT / "docs" / "trackers.md").read_text()
 
 
@@ -39,7 +39,7 @@ FEATURES = (
 def test_the_tables_have_every_mode_and_scope():
     for mode in RUN_MODES:
         for scope in RANK_SCOPES:
-            assert f'| `"{mode}"` | `"{scope}"` | `{{base}}' in README
+            assert f'| `"{mode}"` | `"{scope}"` | `{{base}}' in MODES
 
 
 def test_the_table_of_trackers_says_what_each_refuses_and_why():
