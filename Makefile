@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 INSTALL := $(BIN)/pip install -qq --no-compile
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: demo test test-all test-slurm vendors reliability soak bench drawings docs lint wheel clean
+.PHONY: demo test test-all test-slurm vendors reliability soak bench drawings includes docs lint wheel clean
 
 demo: $(FOR_DEMO)
 	@echo "Running examples/digits.py: about a minute, most of it for 8 processes that import torch and flytekit."
@@ -52,6 +52,10 @@ bench: $(INSTALLED)
 # The drawings of docs/modes, from the plans themselves.
 drawings: $(INSTALLED)
 	$(BIN)/python docs/modes/draw.py
+
+# The copies of examples in the docs.
+includes: $(INSTALLED)
+	$(BIN)/python docs/include.py
 
 # The site, in site/index.html. A dead link or anchor is an error; with --quiet it would not be.
 docs: $(INSTALLED)

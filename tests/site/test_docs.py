@@ -101,31 +101,26 @@ class Block:
         page: The page's path, without its ending.
         language: What stands behind the fence.
         code: What it says, as the page is written.
+        included: The file that it is a copy of, if it is one.
     """
 
     page: str
     language: str
     code: str
-
-    @property
-    def included(self) -> str:
-        """The file that it is a copy of, if it is one.
-
-        In Python blocks that is said in three lines: the formatter would take one for code.
-        """
-        include = re.fullmatch(r'--8<--(?: "(.+)"|\n(.+)\n--8<--)', self.code)
-        return include[1] or include[2] if include else ""
+    included: str = ""
 
     @property
     def file(self) -> str:
         """Where it is run, below a directory for all pages; empty where it is not."""
-        name = re.match(r"# (\w+\.py)\n", self.code) if self.language == "python" else None
+        is_program = self.language == "python" and not self.included
+        name = re.match(r"# (\w+\.py)\n", self.code) if is_program else None
         return f"{self.page}/{name[1]}" if name else ""
 
 
 def blocks_of(page: str, text: str) -> Iterator[Block]:
-    for _, language, code in re.findall(r"^( *)```(\w*)\n(.*?)\n\1```$", text, re.DOTALL | re.MULTILINE):
-        yield Block(page, language, textwrap.dedent(code))
+    block = r"(?:^ *<!-- include: (\S+) -->\n\n)?^( *)```(\w*)\n(.*?)\n\2```$"
+    for included, _, language, code in re.findall(block, text, re.DOTALL | re.MULTILINE):
+        yield Block(page, language, textwrap.dedent(code), included)
 
 
 PAGES = {str(path.relative_to(ROOT).with_suffix("")): path.read_text() for path in (ROOT / "README.md", *DOCS)}
@@ -243,6 +238,11 @@ def extras_of(project: str) -> set[str]:
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml" and not block.included])
 def test_yaml_blocks_can_be_parsed(block):
     assert yaml.safe_load(block.code)
+
+
+def test_copies_of_files_are_those_of_the_files():
+    with_files = runpy.run_path(str(ROOT / "docs" / "include.py"))["with_files"]
+    assert [path for path in DOCS if with_files(path.read_text()) != path.read_text()] == [], "make includes"
 
 
 def test_both_sides_of_a_diff_are_python():
