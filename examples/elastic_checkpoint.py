@@ -1,9 +1,9 @@
-"""A training that survives the loss of a rank: the workers start again, and run and training go on.
+"""A training that survives the loss of a rank: the workers start again, and run and training continue.
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # else workers that start again with gloo meet what the first have left
 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic_checkpoint.py checkpoint.pt
 
-Kill one of its processes: torchrun starts both ranks again, the training goes on at the last checkpoint, and its rows
+Kill one of its processes: torchrun starts both ranks again, the training continues at the last checkpoint, and its rows
 come behind the earlier ones in the same run. Without a W&B account: `export WANDB_MODE=offline` first.
 """
 
@@ -46,7 +46,7 @@ def train(checkpoint: Path, device: torch.device) -> None:
 
 
 def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The step to go on with. On several nodes, the checkpoint must be where all of them read it."""
+    """The step to continue with. On several nodes, the checkpoint must be where all of them read it."""
     if not checkpoint.exists():
         return 0
     state = torch.load(checkpoint, weights_only=True, map_location="cpu")

@@ -1,4 +1,4 @@
-"""Where the ranks are, if the job makes no progress for 10 minutes; an evaluation says that it goes on.
+"""Where the ranks are, if the job makes no progress for 10 minutes; an evaluation says that it still works.
 
 torchrun --nproc-per-node=4 examples/hang_timeout.py
 """
@@ -17,7 +17,7 @@ def train(epochs: int) -> None:
 
 
 def evaluate() -> None:
-    """Logs nothing, and goes on."""
+    """Logs nothing, and continues."""
     for _batch in range(100):
         heartbeat()  # 50 ns
 
