@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from flyteplugins_tracking.errors import TrackingError
-from flyteplugins_tracking.trackers.journal import send
+from flyteplugins_tracking.trackers.journal.replay import send
 
 
 def main(directories: list[str]) -> int:

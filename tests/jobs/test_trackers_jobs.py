@@ -27,7 +27,7 @@ from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 from flyteplugins_tracking.send import main as send
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
-from flyteplugins_tracking.trackers.journal import open_or_keep
+from flyteplugins_tracking.trackers.journal.local import open_or_keep
 
 BUILT_IN = sorted(registry._BUILT_IN)
 
@@ -273,7 +273,7 @@ def test_values_that_files_cannot_hold_and_failing_calls_do_not_lose_other_rows(
 
     with pytest.raises(ValueError, match="the first job's"):
         train(ValueError("the first job's"))
-    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.time.time", lambda: 4e9)
+    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.local.time.time", lambda: 4e9)
     train(None)
     (directory,) = (tmp_path / "tracking-offline").iterdir()
     assert send([str(directory)]) == 0

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from flyteplugins_tracking._util.url import has_credentials, without_credentials
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import NOT_OPEN, ClientHandle, prefix_of, refuse_to_pickle
-from flyteplugins_tracking.trackers.journal import Journal, how_to_send
+from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.journal.local import RunFile
 from flyteplugins_tracking.trackers.mlflow import fluent
 from flyteplugins_tracking.trackers.mlflow.links import run_page
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params, next_step
@@ -70,7 +71,7 @@ class MlflowHandle(ClientHandle):
         self._names: dict[str, str] = {}  # the names of metrics that MLflow takes, by key
         self._last: dict[str, Any] = {}
         self._sender = Sender(Service(uri, is_known=True), opened.run.info.run_id, self.id)
-        self._journal: Journal | None = None
+        self._journal: RunFile | None = None
         self._undo: list[Callable[[], object]] = [undo_credentials]
         try:
             self._activate()
@@ -234,7 +235,7 @@ class MlflowHandle(ClientHandle):
     def _keep(self, unsent: Sequence[Item], exit_code: int | None) -> None:
         """Keep rows in files: at the end, those that are not sent; before that, those for which memory has no room."""
         is_first = self._journal is None
-        journal = self._journal = self._journal or Journal(to_be_sent(self.request, self.place), self._tracker, self.id)
+        journal = self._journal = self._journal or RunFile(to_be_sent(self.request, self.place), self._tracker, self.id)
         for item in unsent:
             if item.kind == "row":
                 journal.row(item.data, item.step, item.time_ms / 1000)

@@ -124,9 +124,9 @@ class TrackioHandle(ClientHandle):
             logger.warning("Trackio: the status of run %s could not be written: %s", self.id, error)
 
     def _keep(self, rows: Sequence[Mapping[str, Any]], exit_code: int) -> None:
-        from flyteplugins_tracking.trackers.journal import Journal
+        from flyteplugins_tracking.trackers.journal.local import RunFile
 
-        self._journal = self._journal or Journal(self.request, self._tracker, self.id)
+        self._journal = self._journal or RunFile(self.request, self._tracker, self.id)
         for row in rows:
             self._journal.call("requeue", [row], {})
         self._journal.end(exit_code)

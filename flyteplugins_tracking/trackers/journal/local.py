@@ -10,19 +10,15 @@ import json
 import logging
 import os
 import secrets
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.plan import RunPlan
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import RunRequest, Tracker, Unwatched
+from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run
-from flyteplugins_tracking.trackers.registry import find_tracker
+from flyteplugins_tracking.trackers.journal import how_to_send
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +51,7 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
         return handle
 
 
-class Journal:
+class RunFile:
     """One process's file of a run. Each line is written immediately, so that it outlives the process."""
 
     def __init__(self, request: RunRequest, tracker: Tracker, run_id: str) -> None:
@@ -98,7 +94,7 @@ class LocalRun(Run):
 
     def __init__(self, handle: LocalHandle) -> None:
         super().__init__(handle)
-        self._journal = handle.journal
+        self._kept = handle.file
         self._warn_once = WarnOnce(logger)
 
     def __getattr__(self, name: str) -> Any:
@@ -108,7 +104,7 @@ class LocalRun(Run):
 
     def _keep(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         try:
-            self._journal.call(name, args, kwargs)
+            self._kept.call(name, args, kwargs)
         except TypeError:
             text = "run %s is logged to files as JSON: a call of %s() is lost, since JSON cannot hold its arguments"
             self._warn_once(name, text, self.id, name)
@@ -119,8 +115,8 @@ class LocalHandle(ClientHandle):
 
     def __init__(self, request: RunRequest, tracker: Tracker) -> None:
         super().__init__(request, tracker.title)
-        self.journal = Journal(request, tracker, self.id)
-        self.directory = self.journal.directory
+        self.file = RunFile(request, tracker, self.id)
+        self.directory = self.file.directory
         self.run = LocalRun(self)
 
     @property
@@ -131,7 +127,7 @@ class LocalHandle(ClientHandle):
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         row = {key: value for key, value in row.items() if self._fits(key, value)}
         if row:
-            self.journal.row(row, step.item() if callable(getattr(step, "item", None)) else step)
+            self.file.row(row, step.item() if callable(getattr(step, "item", None)) else step)
 
     def _fits(self, key: str, value: Any) -> bool:
         if isinstance(value, (int, float, str)):
@@ -146,93 +142,16 @@ class LocalHandle(ClientHandle):
         return True
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        self.journal.event(name, values, text)
+        self.file.event(name, values, text)
 
     def end(self, exit_code: int) -> None:
-        self.journal.end(exit_code)
+        self.file.end(exit_code)
 
     def unsent(self) -> Sequence[str]:
         return [self.directory]
 
     def how_to_send(self, directory: str) -> str:
         return how_to_send(directory)
-
-
-def how_to_send(directory: str) -> str:
-    """Return the command that sends a run from its directory."""
-    return f"python -m flyteplugins_tracking.send {directory}"
-
-
-def send(directory: Path) -> str:
-    """Send a run from its directory, and mark its files as sent.
-
-    Returns:
-        The id of the run.
-
-    Raises:
-        TrackerUnavailableError: The service still cannot be used, and no file is marked; or the service has not taken
-            all rows, and the rest is kept in `directory`.
-        ValueError: `directory` has no files to send.
-    """
-    there = {path: _lines(path) for path in sorted(directory.glob("*.jsonl"))}
-    files = {path: lines for path, lines in there.items() if lines}
-    if not files:
-        raise ValueError(f"{directory} has no files of a run that are not sent yet")
-    kept_again = {directory}
-    for paths in _attempts(files):
-        kept_again |= _send_attempt([files[path] for path in paths])
-        _mark_as_sent(paths)
-    _mark_as_sent(there.keys() - files.keys())
-    unsent = sorted(str(path) for path in kept_again if any(path.glob("*.jsonl")))
-    if unsent:
-        raise TrackerUnavailableError(
-            f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(unsent))}"
-        )
-    return str(next(iter(files.values()))[0]["id"])
-
-
-def _lines(path: Path) -> list[Any]:
-    """Return the complete lines of a file: a process that was killed, or a full disk, leaves an incomplete one."""
-    lines = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                logger.warning("%s: line %d is incomplete, and is left out", path, number)
-    is_one = bool(lines) and isinstance(lines[0], dict) and "tracker" in lines[0]
-    return lines if is_one else []
-
-
-def _mark_as_sent(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.rename(path.with_name(path.name + _SENT))
-
-
-def _attempts(files: Mapping[Path, Sequence[Any]]) -> Iterator[list[Path]]:
-    """Yield the files that are sent together: those of the ranks of one attempt."""
-    for attempt in dict.fromkeys(lines[0]["attempt"] for lines in files.values()):
-        headers = {path: lines[0] for path, lines in files.items() if lines[0]["attempt"] == attempt}
-        primaries = [path for path, header in headers.items() if header["primary"]]
-        yield [path for path in headers if path not in primaries[1:]]
-        for primary in primaries[1:]:  # of a later job, which does not count attempts: the last job's end is the run's
-            yield [primary]
-
-
-def _send_attempt(files: Sequence[list[Any]]) -> set[Path]:
-    """Send the files of one attempt's ranks. The primary opens first and ends last: its end is the run's.
-
-    Returns:
-        The directories in which the tracker may have kept rows again.
-    """
-    in_order = sorted(files, key=lambda lines: not lines[0]["primary"])
-    opened = [(_open(lines[0]), lines[1:]) for lines in in_order]
-    opened[0][0].ends_run = True
-    for handle, lines in opened:
-        _replay(handle, lines)
-    for handle, lines in reversed(opened):
-        handle.finish(next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1))
-    return {Path(kept) for handle, _ in opened for kept in handle.unsent()}
 
 
 def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any]:
@@ -246,50 +165,3 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "arguments": {**arguments, "run_mode": "auto", "if_unavailable": "raise", "rank_prefix": False},
         "run_metadata": dict(request.run_metadata),
     }
-
-
-def _open(header: Mapping[str, Any]) -> ClientHandle:
-    tracker = find_tracker(header["tracker"])
-    config = TrackingConfig.from_arguments({**header["arguments"], "tracker": header["tracker"]})
-    plan = RunPlan(opens=True, run_id=header["id"], group=header["group"], primary=header["primary"], writers=1)
-    handle = tracker.open(
-        RunRequest(
-            plan=plan,
-            planned_run_id=plan.run_id,
-            config=config,
-            info=None,
-            has_other_writers=False,
-            run_metadata=header["run_metadata"],
-            read_secret=lambda: None,
-            may_prompt=sys.stdin is not None and sys.stdin.isatty(),
-            watch=Unwatched(),
-            deadline=time.monotonic() + config.init_timeout_s,
-        )
-    )
-    if not isinstance(handle, ClientHandle):
-        raise TrackerUnavailableError(f"{tracker.title} itself sends the runs that it has kept: see its documentation")
-    return handle
-
-
-def _replay(handle: ClientHandle, lines: Sequence[Mapping[str, Any]]) -> None:
-    for line in lines:
-        if "row" in line:
-            handle.replay(line["row"], line["step"], line["time"])
-        elif "call" in line:
-            _call(handle, line["call"], line["args"], line["kwargs"])
-        elif "event" in line:
-            handle.record_event(line["event"], line["values"], line["text"])
-
-
-def _call(handle: ClientHandle, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Repeat a kept call. A call that can never succeed must not keep the rest from being sent."""
-    try:
-        getattr(handle.run, name)(*args, **kwargs)
-    except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
-        logger.warning(
-            "run %s: the kept call of %s() fails, and is lost: %s: %s", handle.id, name, type(error).__name__, error
-        )
-    except Exception as error:
-        raise TrackerUnavailableError(
-            f"the kept call of {name}() has failed: {type(error).__name__}: {error}"
-        ) from error

@@ -1,0 +1,142 @@
+"""Send runs that were logged to files: the other half of `local`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.plan import RunPlan
+from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
+from flyteplugins_tracking.trackers.client import ClientHandle
+from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.registry import find_tracker
+
+logger = logging.getLogger(__name__)
+
+_SENT = ".sent"
+
+
+def send(directory: Path) -> str:
+    """Send a run from its directory, and mark its files as sent.
+
+    Returns:
+        The id of the run.
+
+    Raises:
+        TrackerUnavailableError: The service still cannot be used, and no file is marked; or the service has not taken
+            all rows, and the rest is kept in `directory`.
+        ValueError: `directory` has no files to send.
+    """
+    there = {path: _lines(path) for path in sorted(directory.glob("*.jsonl"))}
+    files = {path: lines for path, lines in there.items() if lines}
+    if not files:
+        raise ValueError(f"{directory} has no files of a run that are not sent yet")
+    kept_again = {directory}
+    for paths in _attempts(files):
+        kept_again |= _send_attempt([files[path] for path in paths])
+        _mark_as_sent(paths)
+    _mark_as_sent(there.keys() - files.keys())
+    unsent = sorted(str(path) for path in kept_again if any(path.glob("*.jsonl")))
+    if unsent:
+        raise TrackerUnavailableError(
+            f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(unsent))}"
+        )
+    return str(next(iter(files.values()))[0]["id"])
+
+
+def _lines(path: Path) -> list[Any]:
+    """Return the complete lines of a file: a process that was killed, or a full disk, leaves an incomplete one."""
+    lines = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                logger.warning("%s: line %d is incomplete, and is left out", path, number)
+    is_one = bool(lines) and isinstance(lines[0], dict) and "tracker" in lines[0]
+    return lines if is_one else []
+
+
+def _mark_as_sent(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.rename(path.with_name(path.name + _SENT))
+
+
+def _attempts(files: Mapping[Path, Sequence[Any]]) -> Iterator[list[Path]]:
+    """Yield the files that are sent together: those of the ranks of one attempt."""
+    for attempt in dict.fromkeys(lines[0]["attempt"] for lines in files.values()):
+        headers = {path: lines[0] for path, lines in files.items() if lines[0]["attempt"] == attempt}
+        primaries = [path for path, header in headers.items() if header["primary"]]
+        yield [path for path in headers if path not in primaries[1:]]
+        for primary in primaries[1:]:  # of a later job, which does not count attempts: the last job's end is the run's
+            yield [primary]
+
+
+def _send_attempt(files: Sequence[list[Any]]) -> set[Path]:
+    """Send the files of one attempt's ranks. The primary opens first and ends last: its end is the run's.
+
+    Returns:
+        The directories in which the tracker may have kept rows again.
+    """
+    in_order = sorted(files, key=lambda lines: not lines[0]["primary"])
+    opened = [(_open(lines[0]), lines[1:]) for lines in in_order]
+    opened[0][0].ends_run = True
+    for handle, lines in opened:
+        _replay(handle, lines)
+    for handle, lines in reversed(opened):
+        handle.finish(next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1))
+    return {Path(kept) for handle, _ in opened for kept in handle.unsent()}
+
+
+def _open(header: Mapping[str, Any]) -> ClientHandle:
+    tracker = find_tracker(header["tracker"])
+    config = TrackingConfig.from_arguments({**header["arguments"], "tracker": header["tracker"]})
+    plan = RunPlan(opens=True, run_id=header["id"], group=header["group"], primary=header["primary"], writers=1)
+    handle = tracker.open(
+        RunRequest(
+            plan=plan,
+            planned_run_id=plan.run_id,
+            config=config,
+            info=None,
+            has_other_writers=False,
+            run_metadata=header["run_metadata"],
+            read_secret=lambda: None,
+            may_prompt=sys.stdin is not None and sys.stdin.isatty(),
+            watch=Unwatched(),
+            deadline=time.monotonic() + config.init_timeout_s,
+        )
+    )
+    if not isinstance(handle, ClientHandle):
+        raise TrackerUnavailableError(f"{tracker.title} itself sends the runs that it has kept: see its documentation")
+    return handle
+
+
+def _replay(handle: ClientHandle, lines: Sequence[Mapping[str, Any]]) -> None:
+    for line in lines:
+        if "row" in line:
+            handle.replay(line["row"], line["step"], line["time"])
+        elif "call" in line:
+            _call(handle, line["call"], line["args"], line["kwargs"])
+        elif "event" in line:
+            handle.record_event(line["event"], line["values"], line["text"])
+
+
+def _call(handle: ClientHandle, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Repeat a kept call. A call that can never succeed must not keep the rest from being sent."""
+    try:
+        getattr(handle.run, name)(*args, **kwargs)
+    except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
+        logger.warning(
+            "run %s: the kept call of %s() fails, and is lost: %s: %s", handle.id, name, type(error).__name__, error
+        )
+    except Exception as error:
+        raise TrackerUnavailableError(
+            f"the kept call of {name}() has failed: {type(error).__name__}: {error}"
+        ) from error
