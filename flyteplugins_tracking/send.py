@@ -32,7 +32,8 @@ def _send(paths: list[Path]) -> Iterator[str]:
         yield from wandb_files.send(of_wandb)
     for path in paths:
         if path not in of_wandb:
-            yield f"sent {path} as run {replay.send(path)}"
+            run_id = replay.send(path)
+            yield f"{path} has nothing that is not sent yet" if run_id is None else f"sent {path} as run {run_id}"
 
 
 if __name__ == "__main__":

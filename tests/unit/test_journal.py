@@ -12,16 +12,28 @@ from types import SimpleNamespace
 import pytest
 
 from flyteplugins_tracking.trackers.journal import files
-from flyteplugins_tracking.trackers.journal.files import Journal, stored
+from flyteplugins_tracking.trackers.journal.files import Journal
 from flyteplugins_tracking.trackers.wandb import late_count, tail
 from flyteplugins_tracking.trackers.wandb.rollback import Rollback
 
 
-def pending(directory):
-    return [[entry.data for entry in journal.pending()] for journal in stored(directory)]
+@pytest.fixture
+def stored(monkeypatch):
+    """Reads journals that this process writes too."""
+
+    def read(directory):
+        monkeypatch.setattr(files, "_live", set())
+        return files.stored(directory)
+
+    return read
 
 
-def test_what_is_not_acknowledged_is_pending(tmp_path):
+@pytest.fixture
+def pending(stored):
+    return lambda directory: [[entry.data for entry in journal.pending()] for journal in stored(directory)]
+
+
+def test_what_is_not_acknowledged_is_pending(tmp_path, pending, stored):
     journal = Journal(tmp_path / "new", "rank-0", {"id": "x"})
     assert not (tmp_path / "new").exists()
     for number in range(5):
@@ -36,7 +48,7 @@ def test_what_is_not_acknowledged_is_pending(tmp_path):
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_acknowledged_segments_are_removed(tmp_path, monkeypatch):
+def test_acknowledged_segments_are_removed(tmp_path, monkeypatch, stored):
     monkeypatch.setattr(files, "SEGMENT_BYTES", 100)
     journal = Journal(tmp_path, "rank-0", {})
     for number in range(30):
@@ -47,7 +59,7 @@ def test_acknowledged_segments_are_removed(tmp_path, monkeypatch):
     assert [entry.data for entry in left.pending()] == [b"%02d" % number for number in range(20, 30)]
 
 
-def test_a_journal_of_recent_records_has_a_bound(tmp_path, monkeypatch):
+def test_a_journal_of_recent_records_has_a_bound(tmp_path, monkeypatch, pending):
     monkeypatch.setattr(files, "SEGMENT_BYTES", 100)
     journal = Journal(tmp_path, "rank-0", {}, segments=2)
     for number in range(100):
@@ -59,16 +71,16 @@ def test_a_journal_of_recent_records_has_a_bound(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lost", [1, 5, 20])
-def test_a_torn_end_is_left_out(tmp_path, lost):
+def test_a_torn_end_is_left_out(tmp_path, lost, pending):
     journal = Journal(tmp_path, "rank-0", {})
     journal.add(b"first")
     journal.add(b"second")
     (path,) = tmp_path.iterdir()
     os.truncate(path, path.stat().st_size - lost)
-    assert pending(tmp_path) == [[b"first"]] if lost < 20 else [[]]
+    assert pending(tmp_path) == ([[b"first"]] if lost < 20 else [[]])
 
 
-def test_a_full_disk_warns_once_and_raises_nothing(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_warns_once_and_raises_nothing(tmp_path, monkeypatch, caplog, pending):
     monkeypatch.setattr(files._warn_once, "_logged", set())
     journal = Journal(tmp_path, "rank-0", {})
     journal.add(b"kept")
@@ -82,7 +94,7 @@ def test_a_full_disk_warns_once_and_raises_nothing(tmp_path, monkeypatch, caplog
     assert pending(tmp_path) == [[b"kept"]]
 
 
-def test_a_journal_is_open_until_its_process_ends(tmp_path):
+def test_a_journal_is_open_until_its_process_ends(tmp_path, stored):
     program = f"""
 import sys
 from pathlib import Path
@@ -117,7 +129,7 @@ def part(values, step=None, commit=None):
     return request.SerializeToString()
 
 
-def test_the_rows_of_a_journal_are_those_that_wandb_core_makes(tmp_path):
+def test_the_rows_of_a_journal_are_those_that_wandb_core_makes(tmp_path, stored):
     journal = Journal(tmp_path, "owner-1", {"step": 5, "is_shared": False})
     for call in [
         part({"a": 1, "_timestamp": 1}),
@@ -138,7 +150,7 @@ def test_the_rows_of_a_journal_are_those_that_wandb_core_makes(tmp_path):
     ]
 
 
-def test_rows_that_the_file_lacks_follow_those_it_has(tmp_path):
+def test_rows_that_the_file_lacks_follow_those_it_has(tmp_path, stored):
     journal = Journal(tmp_path, "owner-1", {"step": 5, "is_shared": False})
     for number in range(4):
         journal.add(part({"a": number, "_timestamp": number}))

@@ -32,6 +32,8 @@ _RECORD, _HEADER, _ACKNOWLEDGED = range(3)
 _SYNC_S = 1.0
 
 _warn_once = WarnOnce(logger)
+# The journals that this process writes. Reading one would release its lock.
+_live: set[str] = set()
 
 
 class Entry(NamedTuple):
@@ -109,6 +111,7 @@ class Journal:
         with self._lock:
             self._is_closed = True
             self._close_file()
+            _live.discard(self._base)
 
     def remove(self) -> None:
         """Remove the files: the service has all records."""
@@ -143,8 +146,10 @@ class Journal:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         # Not `flock`: a child of a writer that was killed would hold it.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        header = json.dumps({**self._header, "before": self.added, "acknowledged": self._acknowledged}).encode()
-        os.write(self._file, _FRAME.pack(_HEADER, len(header), time.time()) + header)
+        _live.add(self._base)
+        header = json.dumps({**self._header, "before": self.added, "acknowledged": self._acknowledged}, default=str)
+        data = header.encode()
+        os.write(self._file, _FRAME.pack(_HEADER, len(data), time.time()) + data)
         self._segments.append((path, self.added))
         self._count += 1
         self._room = max(SEGMENT_BYTES, size)
@@ -221,20 +226,33 @@ class StoredJournal:
             os.close(file)
         return False
 
+    def claim(self) -> None:
+        """Have `stored` leave it out in this process, which is sending it."""
+        _live.add(self._base)
+
+    def release(self) -> None:
+        """Undo `claim`."""
+        _live.discard(self._base)
+
     def remove(self) -> None:
         """Remove the files: the service has all records."""
         for path in self.paths:
             _remove(str(path))
 
+    @property
+    def _base(self) -> str:
+        return str(self.paths[0])[: -len(self.paths[0].suffix) + 1]
+
 
 def stored(directory: Path) -> list[StoredJournal]:
-    """Return the journals of a directory, in the order of their names."""
+    """Return the journals of a directory that this process does not write, in the order of their names."""
     segments: dict[str, list[tuple[int, Path]]] = {}
     for path in directory.glob(f"*{SUFFIX}*"):
         name, _, number = path.name.rpartition(".")
         if re.fullmatch(r"\d+", number):
             segments.setdefault(name, []).append((int(number), path))
-    journals = [_stored([path for _, path in sorted(segments[name])]) for name in sorted(segments)]
+    others = [name for name in sorted(segments) if f"{directory / name}." not in _live]
+    journals = [_stored([path for _, path in sorted(segments[name])]) for name in others]
     return [journal for journal in journals if journal is not None]
 
 

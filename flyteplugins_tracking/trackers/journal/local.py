@@ -1,30 +1,32 @@
 """Runs that are kept in local files while their service cannot be used, and are sent to it later.
 
-This is for services whose own clients have no such files. A run is a directory of JSON lines, with a file for each
-process that has written to it: a header, the rows, the calls on the run object, and the run's end.
+This is for services whose own clients have no such files. A run is a directory, with a journal for each process that
+has written to it: the rows, the calls on the run object, and the run's end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run
-from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.journal import how_to_send, lines
+from flyteplugins_tracking.trackers.journal.files import Journal
 
 logger = logging.getLogger(__name__)
 
 # The parent of the runs' directories, in the job's working directory.
 FOLDER = "tracking-offline"
-_SENT = ".sent"
 # The arguments that mean nothing to the process that sends the run later.
 _OF_THIS_JOB = ("secret", "tracker", "primary_rank")
 
@@ -52,17 +54,17 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
 
 
 class RunFile:
-    """One process's file of a run. Each line is written immediately, so that it outlives the process."""
+    """One process's journal of a run: what it has logged, with what another process needs to open the run."""
 
     def __init__(self, request: RunRequest, tracker: Tracker, run_id: str) -> None:
-        """Prepare the file of the run `run_id`. The first line creates it."""
-        self.directory = os.path.abspath(os.path.join(FOLDER, f"{tracker.name}-{run_id}"))
-        self._header = _header(request, tracker, run_id)
-        attempt, rank = self._header["attempt"], request.info.rank if request.info else 0
-        # Sorted by name, the files are in the order of the attempts, each attempt's primary rank first.
+        """Prepare the journal of the run `run_id`. The first line creates it."""
+        self.directory = directory_of(tracker.name, run_id)
+        header = _header(request, tracker, run_id)
+        rank = request.info.rank if request.info else 0
+        # Sorted by name, the journals are in the order of the attempts, each attempt's primary rank first.
         who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"
-        self._path = os.path.join(self.directory, f"{attempt:04}-{int(time.time()):x}-{who}.jsonl")
-        self._file: Any = None
+        name = f"{header['attempt']:04}-{int(time.time()):x}-{who}"
+        self.journal = Journal(Path(self.directory), name, header, durable=request.config.durable)
 
     def row(self, row: Mapping[str, Any], step: Any, time_s: float | None = None) -> None:
         """Keep a row."""
@@ -80,13 +82,25 @@ class RunFile:
         """Keep the run's end."""
         self._add({"exit_code": exit_code})
 
+    def remove(self) -> None:
+        """Remove the journal, and its directory if it is the last one: the service has everything."""
+        self.journal.remove()
+        remove_if_empty(self.directory)
+
     def _add(self, line: Mapping[str, Any]) -> None:
-        if self._file is None:
-            os.makedirs(self.directory, exist_ok=True)
-            self._file = open(self._path, "a")  # noqa: SIM115 it is open until the process ends
-            self._file.write(json.dumps(self._header, default=str) + "\n")
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        self.journal.add(lines.encode_any(line))
+
+
+def directory_of(tracker: str, run_id: str) -> str:
+    """Return the directory with the journals of a run."""
+    return os.path.abspath(os.path.join(FOLDER, f"{tracker}-{run_id}"))
+
+
+def remove_if_empty(directory: str) -> None:
+    """Remove a run's directory and its parent, if nothing is in them."""
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
+        os.rmdir(os.path.dirname(directory))
 
 
 class LocalRun(Run):
@@ -146,6 +160,10 @@ class LocalHandle(ClientHandle):
 
     def end(self, exit_code: int) -> None:
         self.file.end(exit_code)
+
+    def finish(self, exit_code: int) -> None:
+        super().finish(exit_code)
+        self.file.journal.close()
 
     def unsent(self) -> Sequence[str]:
         return [self.directory]

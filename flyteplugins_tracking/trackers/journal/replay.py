@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +16,43 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.journal.files import StoredJournal, stored
+from flyteplugins_tracking.trackers.journal.lines import decode
 from flyteplugins_tracking.trackers.registry import find_tracker
 
 logger = logging.getLogger(__name__)
 
-_SENT = ".sent"
+# The file that says of an empty directory that its run was sent.
+_SENT = "sent"
 
 
-def send(directory: Path) -> str:
-    """Send a run from its directory, and mark its files as sent.
+def send(directory: Path) -> str | None:
+    """Send a run from its directory, and remove what is sent.
 
     Returns:
-        The id of the run.
+        The id of the run; None if all was sent before.
 
     Raises:
-        TrackerUnavailableError: The service still cannot be used, and no file is marked; or the service has not taken
+        TrackerUnavailableError: The service still cannot be used, and nothing is removed; or the service has not taken
             all rows, and the rest is kept in `directory`.
-        ValueError: `directory` has no files to send.
+        ValueError: `directory` is not that of a run.
     """
-    there = {path: _lines(path) for path in sorted(directory.glob("*.jsonl"))}
-    files = {path: lines for path, lines in there.items() if lines}
+    journals = {number: (journal, _lines(journal)) for number, journal in enumerate(stored(directory))}
+    if any(journal.is_open() for journal, _ in journals.values()):
+        raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
+    files = {number: lines for number, (_, lines) in journals.items() if len(lines) > 1}
+    if not files and (directory / _SENT).exists():
+        return None
     if not files:
-        raise ValueError(f"{directory} has no files of a run that are not sent yet")
+        raise ValueError(f"{directory} has nothing of a run")
+    (directory / _SENT).touch()
     kept_again = {directory}
-    for paths in _attempts(files):
-        kept_again |= _send_attempt([files[path] for path in paths])
-        _mark_as_sent(paths)
-    _mark_as_sent(there.keys() - files.keys())
-    unsent = sorted(str(path) for path in kept_again if any(path.glob("*.jsonl")))
+    with _claimed([journal for journal, _ in journals.values()]):
+        for numbers in _attempts(files):
+            kept_again |= _send_attempt([files[number] for number in numbers])
+            for number in numbers:
+                journals[number][0].remove()
+    unsent = sorted(str(path) for path in kept_again if stored(path))
     if unsent:
         raise TrackerUnavailableError(
             f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(unsent))}"
@@ -51,30 +60,29 @@ def send(directory: Path) -> str:
     return str(next(iter(files.values()))[0]["id"])
 
 
-def _lines(path: Path) -> list[Any]:
-    """Return the complete lines of a file: a process that was killed, or a full disk, leaves an incomplete one."""
-    lines = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
-                logger.warning("%s: line %d is incomplete, and is left out", path, number)
-    is_one = bool(lines) and isinstance(lines[0], dict) and "tracker" in lines[0]
-    return lines if is_one else []
+@contextlib.contextmanager
+def _claimed(journals: Sequence[StoredJournal]) -> Iterator[None]:
+    """Keep the tracker that sends these journals from sending them as those of an earlier attempt too."""
+    for journal in journals:
+        journal.claim()
+    try:
+        yield
+    finally:
+        for journal in journals:
+            journal.release()
 
 
-def _mark_as_sent(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.rename(path.with_name(path.name + _SENT))
+def _lines(journal: StoredJournal) -> list[Any]:
+    """Return the header of a journal, and its pending lines."""
+    return [journal.header, *(decode(entry.data) for entry in journal.pending())]
 
 
-def _attempts(files: Mapping[Path, Sequence[Any]]) -> Iterator[list[Path]]:
-    """Yield the files that are sent together: those of the ranks of one attempt."""
+def _attempts(files: Mapping[int, Sequence[Any]]) -> Iterator[list[int]]:
+    """Yield the journals that are sent together: those of the ranks of one attempt."""
     for attempt in dict.fromkeys(lines[0]["attempt"] for lines in files.values()):
-        headers = {path: lines[0] for path, lines in files.items() if lines[0]["attempt"] == attempt}
-        primaries = [path for path, header in headers.items() if header["primary"]]
-        yield [path for path in headers if path not in primaries[1:]]
+        headers = {number: lines[0] for number, lines in files.items() if lines[0]["attempt"] == attempt}
+        primaries = [number for number, header in headers.items() if header["primary"]]
+        yield [number for number in headers if number not in primaries[1:]]
         for primary in primaries[1:]:  # of a later job, which does not count attempts: the last job's end is the run's
             yield [primary]
 

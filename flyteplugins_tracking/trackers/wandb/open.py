@@ -156,7 +156,7 @@ def _begin_journal(request: RunRequest, run: Any) -> None:
     is_shared = request.config.run_mode == "shared"
     if NodeRole.of(request).has_peers or "resume_from" in request.config.options:
         return
-    tail.begin(run, None if is_shared else request.deadline, is_shared)
+    tail.begin(run, None if is_shared else request.deadline, is_shared, request.config.durable)
 
 
 def _reopen(request: RunRequest, run: Any, offline: bool) -> Any:
