@@ -10,7 +10,10 @@ import time
 
 import pytest
 from support import jobs
-from support.harness import ends, job, python
+from support.harness import Job, ends, job, python
+from support.wandb_server import WandbServer
+
+from faults.matrix import PROMPT
 
 KILLS, LONGEST_S = 12, 2.0
 
@@ -18,8 +21,7 @@ KILLS, LONGEST_S = 12, 2.0
 def test_what_a_killed_process_has_not_sent_is_sent_once(tmp_path):
     """Also if nothing goes on with the run, and if it is sent twice."""
     with job(tmp_path) as started:
-        prompt = {"WANDB__FILE_STREAM_TRANSMIT_INTERVAL": "1"}
-        process = started.start(python(), prompt, **ends("loop", with_step=True))
+        process = started.start(python(), PROMPT, **ends("loop", with_step=True))
         started.wait_for("ready 0 0")
         started.server.wait_for(lambda: started.server.runs[0].rows, 240)
         started.log_more(rows=20)
@@ -35,6 +37,27 @@ def test_what_a_killed_process_has_not_sent_is_sent_once(tmp_path):
     assert found.duplicates == 0
     assert list(found.steps) == list(range(len(found.steps)))
     assert (found.exit_codes, found.state) == ((1,), "failed")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("late", [(3.0, 0.0), (0.0, 3.0), (3.0, 3.0)], ids=["count", "last row", "both"])
+def test_a_service_that_counts_late_loses_no_row_of_a_job_that_is_started_again(tmp_path, late):
+    settings = {"tracking": {"id": jobs.RUN_ID}, "rows": 20}
+    with WandbServer(late=late) as server:
+        started = Job(server, tmp_path)
+        for _ in range(2):
+            jobs.finish(started.start(python(), **ends("return", **settings)), tmp_path)
+        process = started.start(python(), PROMPT, **ends("loop", attempts=9, **settings))
+        started.wait_for("ready 0 0", count=3)
+        server.wait_for(lambda: len(server.runs[0].rows) > 60, 240)
+        started.signal(process.pid, signal.SIGKILL)
+        process.communicate()
+        started.start(python(), **ends("return", **settings))
+        found = started.outcome()
+    assert server.runs[0].rows_overwritten == 0
+    assert found.arrived == found.logged
+    assert found.duplicates == 0
+    assert list(found.steps) == list(range(len(found.steps)))
 
 
 @pytest.mark.full

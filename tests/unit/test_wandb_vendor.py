@@ -25,7 +25,8 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.chdir(tmp_path)
-    opened = wandb.init(mode="offline", project="p", id="contract", dir=tmp_path)
+    quick = wandb.Settings(x_transaction_log_flush_interval=0.1)
+    opened = wandb.init(mode="offline", project="p", id="contract", dir=tmp_path, settings=quick)
     yield opened
     opened.finish()
     assert vendor.restart_service()
@@ -147,7 +148,7 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     assert not vendor.is_set(settings, "run_group")
     from flyteplugins_tracking.trackers.wandb.open import _SAFER_SETTINGS
 
-    for name, value in _SAFER_SETTINGS.items():
+    for name, value in {**_SAFER_SETTINGS, "x_file_stream_transmit_interval": 2.0}.items():
         vendor.set_default(settings, settings, name, value)
         assert getattr(settings, name) == value
     names = ("x_label", "x_sync_dir_suffix", "run_group", "run_job_type", "run_name", "run_notes")

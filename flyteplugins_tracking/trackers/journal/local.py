@@ -19,7 +19,7 @@ from typing import Any
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import ClientHandle, Run
+from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send, lines
 from flyteplugins_tracking.trackers.journal.files import Journal
 
@@ -179,7 +179,7 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "id": run_id,
         "group": request.plan.group,
         "primary": request.plan.primary,
-        "attempt": request.run_metadata.get("restart_count", 0) + request.run_metadata.get("attempt_number", 0),
+        "attempt": restart_count_of(request),
         "arguments": {**arguments, "run_mode": "auto", "if_unavailable": "raise", "rank_prefix": False},
         "run_metadata": dict(request.run_metadata),
     }

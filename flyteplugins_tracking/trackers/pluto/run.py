@@ -143,6 +143,7 @@ class PlutoHandle(ClientHandle):
         for file in files:
             journal.call("_send_kept_file", (), file)
         journal.end(exit_code)
+        journal.journal.close()
         if not files:
             remove_directory(self.run.settings.dir)
         self._kept_in = journal.directory

@@ -40,6 +40,8 @@ _SAFER_SETTINGS = {
     # to write once more.
     "x_transaction_log_flush_interval": 0.1,
 }
+# How often rows are sent if the next attempt could not send them. wandb's 15 s is what a kill would lose.
+_PROMPT_S = 2.0
 # How long `wandb.init` may run beyond its own timeout.
 _INIT_GRACE_S = 0.5
 # How long W&B may take to say how many rows a run has.
@@ -297,9 +299,17 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
     effective = vendor.effective_settings(settings)
     for name, value in _SAFER_SETTINGS.items():
         vendor.set_default(settings, effective, name, value)
+    if _dies_with_pod(request):
+        vendor.set_default(settings, effective, "x_file_stream_transmit_interval", _PROMPT_S)
     if (mode or effective.mode) not in _NOT_ONLINE:
         _authenticate(settings, effective, request)
     return settings
+
+
+def _dies_with_pod(request: RunRequest) -> bool:
+    """Whether the next attempt cannot see this one's files: in a Flyte pod, unless the user has chosen their place."""
+    is_chosen = "WANDB_DIR" in os.environ or request.config.options.get("dir") is not None
+    return "flyte" in request.run_metadata and not is_chosen
 
 
 def _given_settings(request: RunRequest) -> Any:

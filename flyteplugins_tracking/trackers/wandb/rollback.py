@@ -10,9 +10,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from flyteplugins_tracking.trackers.client import RESTART_COUNT
 
-RESTART_COUNT = "restart_count"
+logger = logging.getLogger(__name__)
 
 
 class Rollback:

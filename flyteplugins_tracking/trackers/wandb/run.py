@@ -17,6 +17,7 @@ from typing import Any
 from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.client import restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.wandb import tail, vendor
 from flyteplugins_tracking.trackers.wandb.options import HOST, without_credentials
@@ -72,9 +73,7 @@ class WandbHandle(Handle):
             self._send_rest()
 
     def _rollback_of(self, request: RunRequest) -> Rollback:
-        metadata = request.run_metadata
-        count = metadata.get("restart_count", 0) + metadata.get("attempt_number", 0)
-        return Rollback(request.config.step_metric, count, lambda: vendor.next_step(self.run))
+        return Rollback(request.config.step_metric, restart_count_of(request), lambda: vendor.next_step(self.run))
 
     @property
     def files(self) -> str | None:
