@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # The file that says of an empty directory that its run was sent.
 _SENT = "sent"
+# The arguments that are not of one tracker.
+_OF_EVERY_TRACKER = ("project", "name", "group", "tags", "notes", "config")
 
 
 def send(directory: Path) -> str | None:
@@ -58,6 +60,42 @@ def send(directory: Path) -> str | None:
             f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(unsent))}"
         )
     return str(next(iter(files.values()))[0]["id"])
+
+
+def runs_of(directory: Path) -> list[list[Any]]:
+    """Return the journals of a directory, each as its header and its lines.
+
+    Raises:
+        ValueError: `directory` is not that of a run.
+    """
+    runs = [_lines(journal) for journal in stored(directory)]
+    if not runs:
+        raise ValueError(f"{directory} has nothing of a run")
+    return runs
+
+
+def replay(lines: Sequence[Any], tracker: str, first: int = 0) -> str:
+    """Send a run of any tracker to another one, with its id, config, steps, times and end.
+
+    Args:
+        lines: The run, as `runs_of` returns it.
+        tracker: The other tracker's name.
+        first: How many rows that one has already.
+
+    Returns:
+        The run's id.
+    """
+    header = lines[0]
+    arguments = {name: value for name, value in header["arguments"].items() if name in _OF_EVERY_TRACKER}
+    handle = _open({**header, "tracker": tracker, "arguments": arguments})
+    handle.ends_run = True
+    rows = [line for line in lines if "row" in line][first:]
+    _replay(handle, rows)
+    handle.finish(next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1))
+    unsent = handle.unsent()
+    if isinstance(unsent, list) and [path for path in unsent if stored(Path(path))]:
+        raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent[0])}")
+    return handle.id
 
 
 @contextlib.contextmanager

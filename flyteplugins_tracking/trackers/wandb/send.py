@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +63,23 @@ def _send(directory: Path) -> str:
         return f"W&B has all of {directory}: run {place.run_id}"
     if exit_code is None:
         exit_code = 1 if stored is None else _STATES.get(stored.state, 1)
-    return _send_rest(place, attempts, described if stored is None else None, exit_code)
+    count = _send_rest(place, attempts, vendor.description(described) if stored is None else None, exit_code)
+    for attempt in attempts:
+        attempt.acknowledged()
+    return f"sent {count} rows of run {place.run_id}"
 
 
-def _send_rest(place: tail.Place, attempts: Sequence[tail.Attempt], described: Any, exit_code: int) -> str:
-    """Open the run, send what it lacks, and end it. Its files of this process are removed."""
+def _send_rest(
+    place: tail.Place, attempts: Sequence[tail.Attempt], described: Mapping[str, Any] | None, exit_code: int
+) -> int:
+    """Open the run, send what it lacks, and end it. Returns the number of rows."""
     import wandb
 
     with tempfile.TemporaryDirectory() as folder:
         run = vendor.open_to_send(place, described, folder)
         try:
-            first = vendor.starting_step(run)
             for attempt in attempts:
-                attempt.drop_below(first)
+                attempt.drop_below(vendor.starting_step(run))
             count = len({step for attempt in attempts for step in attempt.rows})
             for _ in tail.send(run, attempts):
                 pass
@@ -83,9 +87,41 @@ def _send_rest(place: tail.Place, attempts: Sequence[tail.Attempt], described: A
         except BaseException:
             wandb.teardown(1)
             raise
-    for attempt in attempts:
-        attempt.acknowledged()
-    return f"sent {count} rows of run {place.run_id}"
+    return count
+
+
+def as_lines(directory: Path) -> list[Any]:
+    """Return a run as the lines of a journal, for another tracker: a header, the rows, the end."""
+    described = _description(next(iter(directory.glob("*.wandb"))))
+    arguments = {name: value for name, value in vendor.description(described).items() if value is not None}
+    arguments.pop("job_type", None)
+    attempt = tail.read(directory, stored(directory), 0)
+    rows = [tail.as_line(attempt.rows[step]) for step in sorted(attempt.rows)]
+    header = {
+        "tracker": "wandb",
+        "id": described.run_id,
+        "group": described.run_group or None,
+        "primary": True,
+        "attempt": 0,
+        "arguments": {**arguments, "project": described.project},
+        "run_metadata": {},
+    }
+    return [header, *rows, {"exit_code": 1 if attempt.exit_code is None else attempt.exit_code}]
+
+
+def replay(lines: Sequence[Any]) -> int:
+    """Send a run of another tracker's journal to W&B. Rows that W&B has are not sent. Returns the number of rows."""
+    header, arguments = lines[0], lines[0]["arguments"]
+    names = ("name", "group", "tags", "notes", "config")
+    described = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    settings = vendor.default_settings()
+    place = tail.Place(settings.base_url, settings.entity or "", arguments.get("project") or "", header["id"])
+    attempt = tail.Attempt(Path(), ())
+    for line in lines:
+        if "row" in line:
+            attempt.add(line)
+    exit_code = next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1)
+    return _send_rest(place, [attempt], {**described, "group": header["group"]}, exit_code)
 
 
 def _description(file: Path) -> Any:

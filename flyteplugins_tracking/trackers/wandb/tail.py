@@ -103,6 +103,19 @@ class Attempt:
         """Forget the rows of earlier steps, which the service has."""
         self.rows = {row_step: row for row_step, row in self.rows.items() if row_step >= step}
 
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a row of another tracker's journal: at its step, or at the next one if that is taken or not given."""
+        self.last_step = max(self.last_step + 1, -1 if line["step"] is None else int(line["step"]))
+        record = vendor.new_record("HistoryRecord")
+        record.step.num = self.last_step
+        own = {"_step": self.last_step, "_timestamp": line["time"]}
+        for key, value in {**line["row"], **own}.items():
+            item = record.item.add()
+            item.nested_key.append(key)
+            item.value_json = json.dumps(value)
+        self.rows[self.last_step] = record
+        self.others = [("summary", _summary(record))]
+
     def acknowledged(self) -> None:
         """Remove the journals: the service has everything."""
         for journal in self.journals:
@@ -390,6 +403,13 @@ def _summary(row: Any) -> Any:
         update.key, update.value_json = item.key, item.value_json
         update.nested_key.extend(item.nested_key)
     return record
+
+
+def as_line(row: Any) -> dict[str, Any]:
+    """Return a row as a line of a journal."""
+    values = {".".join(item.nested_key) or item.key: _value(item) for item in row.item}
+    own = {key: values.pop(key, None) for key in ("_step", "_timestamp", "_runtime")}
+    return {"row": values, "step": own["_step"], "time": own["_timestamp"]}
 
 
 def _own_values(row: Any) -> dict[str, Any]:

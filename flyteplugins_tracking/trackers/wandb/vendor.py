@@ -526,28 +526,35 @@ def stored_run(path: str, server: str, timeout_s: float = 10.0) -> Stored | None
         return None
 
 
-def open_to_send(place: Any, described: Any, directory: str) -> Any:
+def description(record: Any) -> dict[str, Any]:
+    """Return the arguments of `wandb.init` that make the run of a run record again."""
+    return {
+        "name": record.display_name or None,
+        "group": record.run_group or None,
+        "job_type": record.job_type or None,
+        "tags": list(record.tags) or None,
+        "notes": record.notes or None,
+        "config": config_of(record.config),
+    }
+
+
+def config_of(record: Any) -> dict[str, Any]:
+    """Return the values of a config record, without wandb's own."""
+    return {item.key: json.loads(item.value_json) for item in record.update if item.key[:1] not in ("", "_")}
+
+
+def open_to_send(place: Any, described: Mapping[str, Any] | None, directory: str) -> Any:
     """Open a run to send what another process has left of it. Does not change what the service knows of it.
 
     Args:
         place: The run's server, entity, project and id.
-        described: How the run was opened, for a service that does not have it; None if it does.
+        described: Arguments of `wandb.init`, for a service that does not have the run; None if it does.
         directory: Where wandb keeps its files meanwhile.
     """
     wandb: Any = importlib.import_module("wandb")
     settings = wandb.Settings(base_url=place.server, console="off", silent=True)
     for name in ("x_disable_meta", "x_disable_stats", "x_disable_machine_info", "disable_git", "disable_code"):
         set_default(settings, settings, name, True)
-    arguments: dict[str, Any] = {}
-    if described is not None:
-        arguments = {
-            "name": described.display_name or None,
-            "group": described.run_group or None,
-            "job_type": described.job_type or None,
-            "tags": list(described.tags) or None,
-            "notes": described.notes or None,
-            "config": {item.key: json.loads(item.value_json) for item in described.config.update if item.key[0] != "_"},
-        }
     with without_error_reports():
         return wandb.init(
             id=place.run_id,
@@ -557,7 +564,7 @@ def open_to_send(place: Any, described: Any, directory: str) -> Any:
             mode="online",
             dir=directory,
             settings=settings,
-            **arguments,
+            **(described or {}),
         )
 
 
