@@ -44,6 +44,7 @@ def tracking_init(
     rank_prefix: bool = False,
     allow_config: bool = False,
     step_metric: str = "global_step",
+    durable: bool = False,
     download_logs: bool = False,
     **options: Any,
 ) -> Callable[[F], F]: ...
@@ -92,7 +93,10 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             board. None for no pulse.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
         allow_config: In a shared run, let all ranks change its config, and not only the primary.
-        step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter.
+        step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter. In another
+            run, the column for steps that a job logs again when it has gone back to its checkpoint.
+        durable: Have rows that are not sent yet survive the machine's end too, on a disk that does, but for the last
+            second's. They survive the process's end in any case.
         download_logs: Make the run's files an output of the Flyte task, if the task has no workers of its own.
         **options: The tracker's own arguments: for W&B those of `wandb.init`, and `host=`, the address of a server.
 

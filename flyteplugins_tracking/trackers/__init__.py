@@ -1,8 +1,8 @@
 """The tracking services, and the public names that a tracker of a third party needs: those in `__all__`.
 
 In the room: the interface of a tracker (`base`), the search for one by its name (`registry`), a base for clients that
-send rows (`client`, `rows`), files that are sent later (`journal`), how the ranks that write to one run find each other
-(`peers`), the doctor's questions to a service (`diagnostics`), and a folder for each service.
+send rows (`client`, `rows`), what is kept on this disk and sent later (`journal`), how the ranks that write to one run
+find each other (`peers`), the doctor's questions to a service (`diagnostics`), and a folder for each service.
 May enter: code that speaks to a service. Must not: Flyte, and code that concerns no service. A folder of one
 service does not import another's, and a vendor's package is imported inside functions only.
 It may import `errors`, `_util`, `_job` and `_config`.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
     from flyteplugins_tracking.trackers.client import ClientHandle, run_config
     from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
-    from flyteplugins_tracking.trackers.journal import open_or_keep
+    from flyteplugins_tracking.trackers.journal.local import open_or_keep
 else:  # without the `else`, a type checker would accept every misspelt name
     _MODULES = {
         "_config.config": ("TrackingConfig",),
@@ -40,7 +40,7 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "trackers.base": ("Feature", "Handle", "RunRequest", "Tracker"),
         "trackers.client": ("ClientHandle", "run_config"),
         "trackers.diagnostics": ("Diagnosis", "Diagnostic"),
-        "trackers.journal": ("open_or_keep",),
+        "trackers.journal.local": ("open_or_keep",),
     }
 
     def __getattr__(name: str) -> object:

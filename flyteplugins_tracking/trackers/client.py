@@ -29,6 +29,9 @@ _PATIENCE_S = 1.0
 
 NOT_OPEN = "is not open in this process: its function has ended, or another process opened it. Rows are lost"
 
+# The column of an attempt's number: of its first row, or after a rollback of each of its rows.
+RESTART_COUNT = "restart_count"
+
 Status = Literal["finished", "failed", "killed"]
 
 
@@ -89,6 +92,7 @@ class ClientHandle(Handle):
         self._last_step: Any = None  # the last `step=` of a row
         self._warn_once = WarnOnce(logger)
         self._pid = os.getpid()
+        self._restart_count = restart_count_of(request) if request.plan.primary else 0
 
     @abstractmethod
     def write(self, row: Mapping[str, Any], step: Any, **kwargs: Any) -> None:
@@ -130,6 +134,8 @@ class ClientHandle(Handle):
                 self._warn(NOT_OPEN)
                 return
             self._resume_and_write_held()
+            if self._restart_count:  # once: a column that tells the attempts apart costs each service a value
+                row, self._restart_count = {**row, RESTART_COUNT: self._restart_count}, 0
             self._write(row, step, kwargs)
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
@@ -223,6 +229,12 @@ def refuse_to_pickle() -> NoReturn:
         "a run cannot be pickled, since it belongs to the process that opened it: pass values of it to the other "
         "process, or call get_run() there"
     )
+
+
+def restart_count_of(request: RunRequest) -> int:
+    """Return the number of earlier attempts of the job, by its launcher and by Flyte."""
+    count: int = request.run_metadata.get("restart_count", 0) + request.run_metadata.get("attempt_number", 0)
+    return count
 
 
 def prefix_of(request: RunRequest) -> str:

@@ -20,7 +20,7 @@ from flyteplugins_tracking.errors import TrackerNotInstalledError
 
 logger = logging.getLogger(__name__)
 # What a missing module, a missing attribute and a changed signature raise.
-_CHANGED = (ImportError, AttributeError, TypeError)
+CHANGED = (ImportError, AttributeError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class VendorParts:
         """Leave the body if the client lacks a part of it, with one warning that says the `consequence`."""
         try:
             yield
-        except _CHANGED as error:
+        except CHANGED as error:
             self.lose(consequence, error)
 
     @contextmanager
@@ -109,7 +109,7 @@ class VendorParts:
         """
         try:
             yield
-        except _CHANGED as error:
+        except CHANGED as error:
             cause = f"{self._installed()} does not support {feature} ({error})"
             raise TrackerNotInstalledError(f"{self._title}: {cause}. {self._fix()}") from error
 

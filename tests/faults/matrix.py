@@ -119,6 +119,26 @@ def signalled(number: int, how: str, **settings: Any) -> Scenario:
     return scenario
 
 
+def killed(whom: str, **settings: Any) -> Scenario:
+    """One process logs, it or its wandb-core or both are killed, and a new job on the same disk goes on."""
+
+    def scenario(job: Job) -> Outcome:
+        process = job.start(python(), **ends("loop", attempts=9, **settings))
+        (pid,) = job.wait_for("ready 0 0")
+        job.log_more(rows=20)
+        if "core" in whom:
+            for core in job.pids("wandb-core"):
+                job.signal(core, SIGKILL)
+        if whom == "core":
+            job.log_more(rows=20)
+        job.signal(pid, SIGKILL)
+        process.communicate()
+        job.start(python(), **ends("return", **settings))
+        return job.outcome()
+
+    return scenario
+
+
 def during_init(job: Job) -> Outcome:
     with job.server.failing(Fault.slow(1)) as fault:
         process = job.start(python(), **ends("loop"))
@@ -363,6 +383,9 @@ ALL_LOOP, ALL_IN_FINALLY = {"*": "loop"}, {"*": "finally"}
 SHARED: dict[str, Any] = {"tracking": {"run_mode": "shared"}, "with_step": True}
 # Ranks that need not agree on an id are spared torch, 2 s of CPU each.
 GIVEN: dict[str, Any] = {"tracking": {"run_mode": "shared", "id": jobs.RUN_ID}, "with_step": True}
+# A job on the same disk goes on with the run.
+CHOSEN: dict[str, Any] = {"tracking": {"id": jobs.RUN_ID}}
+STEPS: dict[str, Any] = {**CHOSEN, "with_step": True}
 SIGTERM, SIGINT, SIGKILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 FAILED, PREEMPTED, FINISHED, RUNNING = "failed", "preempted", "finished", "running"
 
@@ -406,6 +429,10 @@ CASES = [
     Case("SIGTERM while the run is opened", during_init, (143,), PREEMPTED, 20),
     Case("SIGTERM while the run is ended", during_finish, (0,), FINISHED, 20),
     Case("SIGKILL of the writer", signalled(SIGKILL, "loop"), (), RUNNING, 5, "killed"),
+    Case("SIGKILL of the writer, a new job", killed("writer", **CHOSEN), (0,), FINISHED),
+    Case("SIGKILL of the writer, a new job from its checkpoint", killed("writer", **STEPS), (0,), FINISHED),
+    Case("SIGKILL of the writer and wandb-core, a new job", killed("writer, core", **CHOSEN), (0,), FINISHED),
+    Case("SIGKILL of wandb-core, then of the writer, a new job", killed("core", **STEPS), (0,), FINISHED),
     Case("exception on rank 0", of_ranks({"0": "raise", "1": "sleep"}), (1,), FAILED, failures=("0 ValueError",)),
     failure_of_rank_1("exception on another rank", "raise at go", 1, "ValueError"),
     failure_of_rank_1("`os._exit(7)` on another rank", "os._exit 7 at go", 7, "exit"),
@@ -529,6 +556,13 @@ CASES = [
         failures=("1 SIGKILL",),
     ),
     Case(
+        "shared: SIGKILL of the writer, restart",
+        rank_signalled(0, SIGKILL, ALL_LOOP, torchrun("--max-restarts=1"), **GIVEN),
+        (0,),
+        FINISHED,
+        restarts=1,
+    ),
+    Case(
         "shared: exception on a neighbour, restart",
         together({"0": "sleep", "1": "raise at go"}, "--max-restarts=1", **SHARED),
         (1, 0),
@@ -563,6 +597,7 @@ DEFAULT_TIER = frozenset(
         "SIGTERM, a handler with `os._exit`",
         "SIGTERM while the run is ended",
         "SIGKILL of the writer",
+        "SIGKILL of the writer, a new job from its checkpoint",
         "exception on another rank",
         "SIGTERM in a gloo collective",
         "Flyte Elastic, fork: exception on another rank",

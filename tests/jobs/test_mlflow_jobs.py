@@ -16,10 +16,13 @@ from pathlib import Path
 
 import pytest
 from support import jobs
+from support.kills import logged_by_killed_training
 from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun
 from support.waiting import wait_for_file
 
 from flyteplugins_tracking import get_run, tracking_init
+from flyteplugins_tracking.trackers.journal.files import stored
+from flyteplugins_tracking.trackers.journal.lines import decode
 
 SCRIPT = jobs.PROGRAMS / "mlflow_runs.py"
 
@@ -240,9 +243,20 @@ def test_all_unsent_rows_are_kept_at_the_end(server, tmp_path, monkeypatch, bare
             run._handle._ended = True
 
     train()
-    (file,) = tmp_path.rglob("*.jsonl")
-    kept = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    (journal,) = stored(tmp_path / "tracking-offline" / "mlflow-left")
+    kept = [decode(entry.data) for entry in journal.pending()]
     assert [line.get("args", line.get("row")) for line in kept][:3] == [[{"path": "x"}], [{"number": "1"}], {"a": 0.5}]
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.full)])
+def test_every_row_of_a_killed_process_arrives_once(server, tmp_path, kills):
+    project = f"killed-{kills}"
+    logged = logged_by_killed_training(tmp_path, "mlflow", project, environment(server), kills)
+    (run,) = server.runs(project)
+    values = sorted(int(value) for key, value, *_ in run.rows if key == "rank0")
+    assert set(logged) <= set(values)
+    assert len(values) == len(set(values))
+    assert (run.status, list(tmp_path.rglob("*.journal.*"))) == ("FINISHED", [])
 
 
 def test_a_loop_that_ends_all_runs_ends_and_leaves_ours_active(server, bare_environment):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import sqlite3
 import sys
@@ -27,7 +28,9 @@ from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 from flyteplugins_tracking.send import main as send
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
-from flyteplugins_tracking.trackers.journal import open_or_keep
+from flyteplugins_tracking.trackers.journal.files import stored
+from flyteplugins_tracking.trackers.journal.lines import decode
+from flyteplugins_tracking.trackers.journal.local import open_or_keep
 
 BUILT_IN = sorted(registry._BUILT_IN)
 
@@ -147,18 +150,20 @@ def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
         caplog.text
     )
     assert registered.runs("sent") == []
-    (path,) = directory.iterdir()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["call"] for line in lines if "call" in line] == ["alert"]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines if "call" not in line))  # that run has no alerts
+    (journal,) = stored(directory)
+    assert [line["call"] for line in map(decode, (entry.data for entry in journal.pending())) if "call" in line] == [
+        "alert"
+    ]
     assert send([str(directory)]) == 0
+    assert "the kept call of alert() fails, and is lost" in caplog.text  # that run has no alerts
     (run,) = registered.runs("sent")
     assert (run.id, run.status, run.group, run.ends, run.config["lr"]) == ("i", "failed", "g", 1, 0.1)
     (file,) = Path(registered.environment()["JSONL_DIR"]).glob("sent/*.jsonl")
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["a"], row["step"]) for row in kept if "a" in row] == [(1, None), (2, 7)]
-    assert send([str(directory)]) == 1
-    assert "has no files of a run" in capsys.readouterr().err
+    assert send([str(directory)]) == 0
+    assert "has nothing that is not sent yet" in capsys.readouterr().out
+    assert send([str(directory / "misspelt")]) == 1
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +194,8 @@ def test_two_trackers_on_one_function_both_have_all_rows(objects, installed):
     assert [(step, json.loads(row)["a"]) for step, row in found] == [(n, n) for n in range(500)]
 
 
-def test_a_line_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_being_sent(
-    registered, bare_environment, monkeypatch, tmp_path, caplog
+def test_a_row_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_being_sent(
+    registered, bare_environment, monkeypatch, tmp_path
 ):
     monkeypatch.chdir(tmp_path)
 
@@ -201,14 +206,13 @@ def test_a_line_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_be
 
     train()
     (path,) = (tmp_path / "tracking-offline" / "jsonl-i").iterdir()
-    header, row, other, end, _ = path.read_text().split("\n")
-    path.write_text(f"{header}\n{row}\n{other[:9]}\n{end}\n")
-    path.with_name("0001-none-jsonl.jsonl").touch()
+    end = b'j{"exit_code": 0}'
+    os.truncate(path, path.read_bytes().index(end) - 20)  # in the last row
+    path.with_name("0001-none-jsonl.journal.0").touch()
     assert send([str(path.parent)]) == 0
     (file,) = Path(registered.environment()["JSONL_DIR"]).glob("torn/*.jsonl")
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["a"] for line in kept if "a" in line] == [1]
-    assert f"{path}: line 3 is incomplete, and is left out" in caplog.text
 
 
 class Waiting:
@@ -249,8 +253,8 @@ def test_rows_that_are_kept_again_during_sending_are_reported_as_unsent(
     tracked(lambda: get_run().log({"a": 1}))()
     directory = tmp_path / "tracking-offline" / "jsonl-i"
     (path,) = directory.iterdir()
-    kept = path.read_text()
-    monkeypatch.setattr(JsonlHandle, "end", lambda *_: path.with_name("0000-again.jsonl").write_text(kept))
+    kept = path.read_bytes()
+    monkeypatch.setattr(JsonlHandle, "end", lambda *_: path.with_name("0000-again.journal.0").write_bytes(kept))
     assert send([str(directory)]) == 1
     assert "a part of the run could not be sent" in capsys.readouterr().err
     monkeypatch.undo()
@@ -273,7 +277,7 @@ def test_values_that_files_cannot_hold_and_failing_calls_do_not_lose_other_rows(
 
     with pytest.raises(ValueError, match="the first job's"):
         train(ValueError("the first job's"))
-    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.time.time", lambda: 4e9)
+    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.local.time.time", lambda: 4e9)
     train(None)
     (directory,) = (tmp_path / "tracking-offline").iterdir()
     assert send([str(directory)]) == 0

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support import jobs
+from support.kills import logged_by_killed_training
 from support.waiting import wait_for_file, wait_until
 
 pytest.importorskip("trackio", reason='trackio is not installed: pip install "flyteplugins-tracking[trackio]"')
@@ -186,6 +187,16 @@ def test_rows_of_the_last_moments_outlive_sigkill(tmp_path):
     assert config(tmp_path)["status"] == "running"
 
 
+@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.full)])
+def test_every_row_of_a_killed_process_arrives_once(tmp_path, kills):
+    logged = logged_by_killed_training(tmp_path, "trackio", "p", environment(tmp_path), kills)
+    values = sorted(row["rank0"] for _, row in rows(tmp_path, "killed"))
+    assert set(logged) <= set(values)
+    assert len(values) == len(set(values))
+    assert config(tmp_path, "killed")["status"] == "finished"
+    assert not list(tmp_path.rglob("*.journal.*"))
+
+
 def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):
     process = start(tmp_path, "fails_while_the_files_are_locked")
     wait_for_file(tmp_path / "opened", process)
@@ -199,7 +210,7 @@ def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):
     command = done.output.partition("Send them later: ")[2].splitlines()[0]
     for _ in range(2):
         sent = send(command, tmp_path, jobs.environment(tmp_path, **environment(tmp_path)))
-    assert "has no files" in sent.stderr
+    assert "has nothing that is not sent yet" in sent.stdout
     assert sorted((step, row["a"]) for step, row in rows(tmp_path)) == [(n, n) for n in range(50)]
     assert (config(tmp_path)["status"], config(tmp_path)["exit_code"]) == ("failed", 1)
 

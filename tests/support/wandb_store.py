@@ -19,6 +19,7 @@ import mimetypes
 import re
 import secrets
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -62,6 +63,7 @@ class RecordedRun:
         rows_overwritten: How many rows took the place of a different one, which is lost.
         connections: How many TCP connections have carried filestream requests.
         open_connections: How many of them are open.
+        late: How many seconds late the count of rows is, and the last row.
     """
 
     entity: str
@@ -87,6 +89,8 @@ class RecordedRun:
     connections: int = 0
     open_connections: int = 0
     _has_default_writer: bool = field(default=False, repr=False)
+    late: tuple[float, float] = (0.0, 0.0)
+    _counted: list[tuple[float, int]] = field(default_factory=list, repr=False)
     _preempting: bool = field(default=False, repr=False)
     _rows: dict[_Place, Row] = field(default_factory=dict, repr=False)
     _events: dict[_Place, str] = field(default_factory=dict, repr=False)
@@ -168,6 +172,12 @@ class RecordedRun:
         self.rows_overwritten += sum(self._rows.get(place, row) != row for place, row in places.items())
         self.rows_after_completion += len(rows) if self.completed else 0
         self._rows.update(places)
+        self._counted = [*self._counted, (time.monotonic(), len(self._rows))]
+
+    def _known(self, late_s: float) -> int:
+        """How many rows the run had so many seconds ago."""
+        until = time.monotonic() - late_s
+        return max((count for at, count in self._counted if at <= until), default=0)
 
     def _complete(self, exit_code: int) -> None:
         self.exit_codes = [*self.exit_codes, exit_code]
@@ -186,11 +196,11 @@ class RecordedRun:
             "id": self.storage_id,
             "name": self.id,
             "displayName": self.name,
-            "summaryMetrics": json.dumps(self.summary),
-            "historyLineCount": len(self._rows),
+            "summaryMetrics": json.dumps({k: v for k, v in self.summary.items() if k != "_step" or not self.late[1]}),
+            "historyLineCount": self._known(self.late[0]),
             "eventsLineCount": len(self._events),
             "logLineCount": len(self._output),
-            "historyTail": json.dumps([json.dumps(row) for row in self.rows[-1:]]),
+            "historyTail": json.dumps([json.dumps(row) for row in self.rows[: self._known(self.late[1])][-1:]]),
             "eventsTail": json.dumps(list(self._events.values())[-1:]),
             "config": json.dumps(self.raw_config),
             "tags": self.tags,
@@ -210,8 +220,10 @@ class RecordedRun:
             "config": json.dumps(self.raw_config),
             "summaryMetrics": json.dumps(self.summary),
             "systemMetrics": json.dumps(dict(itertools.chain(*(row.items() for row in self.events[-1:])))),
-            "historyKeys": {"lastStep": max((row.get("_step", -1) for row in self.rows), default=-1)},
-            "historyLineCount": len(self._rows),
+            "historyKeys": {
+                "lastStep": max((row.get("_step", -1) for row in self.rows[: self._known(self.late[1])]), default=-1)
+            },
+            "historyLineCount": self._known(self.late[0]),
             "group": self.group or None,
             "jobType": self.job_type or None,
             "tags": self.tags,
@@ -329,11 +341,13 @@ class Store:
     def get(self, key: RunKey) -> RecordedRun | None:
         return self._runs.get(key)
 
+    late: tuple[float, float] = (0.0, 0.0)
+
     def upsert(self, given: Mapping[str, Any]) -> tuple[RecordedRun, bool]:
         """Create or change the run that an UpsertBucket names. Also tells whether it is a new one."""
         key = (given.get("entity") or ENTITY, given.get("project") or PROJECT, given["name"])
         inserted = key not in self._runs
-        run = self._runs.setdefault(key, RecordedRun(*key, name=f"recorded-{len(self._runs) + 1}"))
+        run = self._runs.setdefault(key, RecordedRun(*key, name=f"recorded-{len(self._runs) + 1}", late=self.late))
         run.upsert(given)
         return run, inserted
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import logging
 import os
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from flyteplugins_tracking import TrackerNotInstalledError
 from flyteplugins_tracking.trackers import vendor_parts
-from flyteplugins_tracking.trackers.wandb import vendor
+from flyteplugins_tracking.trackers.wandb import datastore, vendor
 
 wandb = pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 ROOM = Path(inspect.getfile(vendor)).parent
@@ -25,7 +26,8 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.chdir(tmp_path)
-    opened = wandb.init(mode="offline", project="p", id="contract", dir=tmp_path)
+    quick = wandb.Settings(x_transaction_log_flush_interval=0.1)
+    opened = wandb.init(mode="offline", project="p", id="contract", dir=tmp_path, settings=quick)
     yield opened
     opened.finish()
     assert vendor.restart_service()
@@ -66,6 +68,51 @@ def test_a_run_has_every_part(run, no_warning):
     assert vendor.global_run() is run
 
 
+def test_rows_and_records_have_every_part(run, no_warning):
+    kept = []
+    vendor.on_rows(run, kept.append)
+    run.log({"loss": 0.5, "nested": {"a": 1}}, step=3)
+    row = vendor.parse_row(kept[0])
+    assert (row.step.num, row.HasField("action")) == (3, False)
+    values = {item.key: item.value_json for item in row.item}
+    assert (values["loss"], json.loads(values["nested"])) == ("0.5", {"a": 1})
+    assert json.loads(values["_timestamp"]) > 1e9
+    vendor.on_rows(run, kept.append, is_only=True)
+    run.log({"loss": 0.25})
+    assert len(kept) == 2
+    assert (vendor.starting_step(run), vendor.next_step(run)) == (0, 4)
+    vendor.skip_to(run, 10)
+    assert (vendor.starting_step(run), vendor.next_step(run), run.step) == (10, 10, 10)
+    history = vendor.new_record("HistoryRecord")
+    history.step.num = 4
+    for key, value in {"_step": "4", "_timestamp": "1700000000.25", "_runtime": "7", "loss": "0.125"}.items():
+        item = history.item.add()
+        item.nested_key.append(key)
+        item.value_json = value
+    vendor.publish(run, "history", history)
+    summary = vendor.new_record("SummaryRecord")
+    update = summary.update.add()
+    update.nested_key.append("best")
+    update.value_json = "1"
+    vendor.publish(run, "summary", summary)
+    vendor.flush(run, 5)
+    assert run.summary["best"] == 1
+    file = next(Path(run.dir).parent.glob("*.wandb"))
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and b"1700000000.25" not in file.read_bytes():
+        run.log({"loss": 0})
+        time.sleep(0.1)
+    records = [vendor.parse_record(data) for data in datastore.records(file)]
+    sent = next(record for kind, record in records if kind == "history" and record.step.num == 4)
+    assert {item.nested_key[0]: json.loads(item.value_json) for item in sent.item} == {
+        "_step": 4,
+        "_timestamp": 1700000000.25,
+        "_runtime": 7,
+        "loss": 0.125,
+    }
+    assert [record.run_id for kind, record in records if kind == "run"] == ["contract"]
+
+
 def test_wandb_core_has_every_part(run, no_warning):
     address = vendor.service_address()
     assert address
@@ -102,7 +149,7 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     assert not vendor.is_set(settings, "run_group")
     from flyteplugins_tracking.trackers.wandb.open import _SAFER_SETTINGS
 
-    for name, value in _SAFER_SETTINGS.items():
+    for name, value in {**_SAFER_SETTINGS, "x_file_stream_transmit_interval": 2.0}.items():
         vendor.set_default(settings, settings, name, value)
         assert getattr(settings, name) == value
     names = ("x_label", "x_sync_dir_suffix", "run_group", "run_job_type", "run_name", "run_notes")
@@ -134,6 +181,8 @@ def test_a_torn_down_client_is_recognized():
 # Calls with a wandb that has no private part: what they return, or that they raise the one clear error.
 RUN = SimpleNamespace()
 WITHOUT = {
+    "on_rows": (lambda: vendor.on_rows(RUN, print), None),
+    "next_step": (lambda: vendor.next_step(RUN), None),
     "has_active_run": (lambda: vendor.has_active_run(), False),
     "restart_service": (lambda: vendor.restart_service(), False),
     "drop_unusable_service": (lambda: vendor.drop_unusable_service(), None),

@@ -90,7 +90,7 @@ class MlflowTracker(Tracker):
 
     def open(self, request: RunRequest) -> Handle:
         # Imported here, so that a rank without a run does not load it.
-        from flyteplugins_tracking.trackers.journal import LocalHandle, open_or_keep
+        from flyteplugins_tracking.trackers.journal.local import LocalHandle, open_or_keep
         from flyteplugins_tracking.trackers.mlflow import fluent, vendor
         from flyteplugins_tracking.trackers.mlflow.run import to_be_sent
 

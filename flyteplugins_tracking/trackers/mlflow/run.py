@@ -14,7 +14,10 @@ from typing import Any, Literal
 from flyteplugins_tracking._util.url import has_credentials, without_credentials
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import NOT_OPEN, ClientHandle, prefix_of, refuse_to_pickle
-from flyteplugins_tracking.trackers.journal import Journal, how_to_send
+from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
+from flyteplugins_tracking.trackers.journal.lines import encode
+from flyteplugins_tracking.trackers.journal.local import RunFile
 from flyteplugins_tracking.trackers.mlflow import fluent
 from flyteplugins_tracking.trackers.mlflow.links import run_page
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params, next_step
@@ -32,6 +35,9 @@ _LARGEST_STEP = 2**63 - 1
 _MAX_TAG = 5000
 # The options that concern the rank itself. The process that sends kept rows later does not need them.
 _LOCAL_OPTIONS = ("autolog", "framework", "log_models", "log_datasets", "autolog_kwargs", "log_system_metrics")
+
+# The methods of the run object by which params and tags are logged.
+_METHODS: Mapping[Literal["params", "tags"], str] = {"params": "log_params", "tags": "set_tags"}
 
 
 class MlflowHandle(ClientHandle):
@@ -69,8 +75,12 @@ class MlflowHandle(ClientHandle):
         self._next_step = next_step(opened.run) if self.is_resumed else 0
         self._names: dict[str, str] = {}  # the names of metrics that MLflow takes, by key
         self._last: dict[str, Any] = {}
-        self._sender = Sender(Service(uri, is_known=True), opened.run.info.run_id, self.id)
-        self._journal: Journal | None = None
+        self._sender = Sender(Service(uri, is_known=True), opened.run.info.run_id, self.id, self._on_sent)
+        self._kept_in: str | None = None  # the directory of rows that were not sent in time
+        self._overflow: RunFile | None = None  # the rows for which memory has no room
+        self._earlier = EarlierAttempts.of(request, tracker, run_id)
+        self._begin_file()
+        self._send_earlier()
         self._undo: list[Callable[[], object]] = [undo_credentials]
         try:
             self._activate()
@@ -95,7 +105,7 @@ class MlflowHandle(ClientHandle):
         return dict(self._last)
 
     def unsent(self) -> Sequence[str]:
-        return [] if self._journal is None else [self._journal.directory]
+        return [] if self._kept_in is None else [self._kept_in]
 
     def how_to_send(self, directory: str) -> str:
         return how_to_send(directory)
@@ -117,10 +127,9 @@ class MlflowHandle(ClientHandle):
 
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:
         with self._lock:
-            if not self._sender.has_room:
-                unsent = self._sender.flush(time.monotonic() + self.request.config.finish_timeout_s)
-                if unsent:
-                    self._keep(unsent, None)
+            until = time.monotonic() + self.request.config.finish_timeout_s
+            if not self._sender.has_room and self._sender.flush(until):
+                self._keep(None)
             self._write_at(row, step, round(time_s * 1000))
 
     def put(self, kind: Literal["params", "tags"], data: Mapping[str, Any]) -> None:
@@ -139,16 +148,18 @@ class MlflowHandle(ClientHandle):
         if not flush_vendors(Service(self.uri), until - status_s - time.monotonic()):
             self._warn("has rows of MLflow's own asynchronous logging that were not sent in time")
         unsent = self._sender.flush(until - status_s)
-        is_sent = self._send_status(exit_code, until)
-        if unsent or not is_sent or self._journal is not None:
-            self._keep(unsent, exit_code)
+        if not self._send_status(exit_code, until) or unsent or self._overflow is not None:
+            self._keep(exit_code)
+        else:
+            self._file.remove()
+            self._begin_file()
 
     def finish(self, exit_code: int) -> None:
         try:
             super().finish(exit_code)
-            unsent = self._sender.flush(time.monotonic() + _STATUS_S)  # params that were logged after an early end
-            if unsent:
-                self._keep(unsent, exit_code)
+            if self._sender.flush(time.monotonic() + _STATUS_S):  # params that were logged after an early end
+                self._keep(exit_code)
+            self._file.remove()
         finally:
             self._deactivate()
 
@@ -201,8 +212,41 @@ class MlflowHandle(ClientHandle):
         return self._next_step
 
     def _put(self, item: Item) -> None:
-        if not self._sender.put(item):
-            self._keep([item], None)
+        if self._sender.put(item):
+            self._file.journal.add(_line(item))
+            return
+        if self._overflow is None:
+            self._overflow = self._new_file()
+            self._warn_of_rest(self._overflow.directory)
+        self._overflow.journal.add(_line(item))
+
+    def _new_file(self) -> RunFile:
+        return RunFile(to_be_sent(self.request, self.place), self._tracker, self.id)
+
+    def _begin_file(self) -> None:
+        """Keep what is logged from now on in a journal of its own, until the server has it."""
+        self._file, self._sent_before = self._new_file(), self._sender.sent
+
+    def _send_earlier(self) -> None:
+        """Send what earlier attempts on this machine had logged and the server may lack. It keeps one of two points."""
+        for line in self._earlier.lines:
+            item = _item(line)
+            if item is None:
+                continue
+            if not self._sender.put(item):
+                self._earlier.keep()
+                break
+            self._earlier.count += 1
+            self._next_step = max(self._next_step, item.step + 1 if item.kind == "row" else 0)
+        self._sent_before += self._earlier.count
+        self._earlier.log(self.id, self._title)
+
+    def _on_sent(self, count: int) -> None:
+        """Note, in the sender's thread, how many items the server has."""
+        if self._earlier.count and count >= self._earlier.count:
+            self._earlier.acknowledged()
+        if count > self._sent_before:
+            self._file.journal.acknowledged(count - self._sent_before)
 
     def _is_number(self, key: str, value: Any) -> bool:
         if type(value) is float:
@@ -236,25 +280,42 @@ class MlflowHandle(ClientHandle):
             return False
         return True
 
-    def _keep(self, unsent: Sequence[Item], exit_code: int | None) -> None:
-        """Keep rows in files: at the end, those that are not sent; before that, those for which memory has no room."""
-        is_first = self._journal is None
-        journal = self._journal = self._journal or Journal(to_be_sent(self.request, self.place), self._tracker, self.id)
-        for item in unsent:
-            if item.kind == "row":
-                journal.row(item.data, item.step, item.time_ms / 1000)
-            else:
-                texts = {str(key): str(value) for key, value in item.data.items()}  # the server has only texts
-                journal.call("log_params" if item.kind == "params" else "set_tags", [texts], {})
-        if exit_code is not None:
-            journal.end(exit_code)
-        if is_first:
-            logger.warning(
-                "MLflow: run %s: %s has not taken all rows. The rest is in files. Send it when MLflow answers: %s",
-                self.id,
-                without_credentials(self.uri),
-                how_to_send(journal.directory),
-            )
+    def _keep(self, exit_code: int | None) -> None:
+        """Leave the journal, with what the server has not taken, to who sends it later."""
+        for file in [self._file, *([self._overflow] if self._overflow is not None else [])]:
+            if exit_code is not None:
+                file.end(exit_code)
+            file.journal.close()
+        if self._kept_in is None and self._overflow is None:
+            self._warn_of_rest(self._file.directory)
+        self._kept_in, self._overflow = self._file.directory, None
+        self._begin_file()
+
+    def _warn_of_rest(self, directory: str) -> None:
+        logger.warning(
+            "MLflow: run %s: %s has not taken all rows. The rest is in files. Send it when MLflow answers: %s",
+            self.id,
+            without_credentials(self.uri),
+            how_to_send(directory),
+        )
+
+
+def _line(item: Item) -> bytes:
+    """Return an item as a line of the journal."""
+    if item.kind == "row":
+        return encode({"row": dict(item.data), "step": item.step, "time": item.time_ms / 1000})
+    texts = {str(key): str(value) for key, value in item.data.items()}  # the server has only texts
+    return encode({"call": _METHODS[item.kind], "args": [texts], "kwargs": {}})
+
+
+def _item(line: Mapping[str, Any]) -> Item | None:
+    """Return the item of a line of the journal; None if the line is an end."""
+    if "row" in line:
+        return Item("row", line["row"], line["step"], round(line["time"] * 1000))
+    for kind, method in _METHODS.items():
+        if line.get("call") == method:
+            return Item(kind, line["args"][0], 0, 0)
+    return None
 
 
 def to_be_sent(request: RunRequest, place: Mapping[str, Any]) -> RunRequest:

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
@@ -54,14 +54,17 @@ class Item:
 class Sender:
     """Sends one process's items to a run. The thread starts with the first item."""
 
-    def __init__(self, service: Service, run_id: str, label: str) -> None:
+    def __init__(self, service: Service, run_id: str, label: str, on_sent: Callable[[int], object]) -> None:
         """Initialize the sender.
 
         Args:
             service: The server.
             run_id: The server's id of the run.
             label: The run's id in messages.
+            on_sent: Called, in the sender's thread, with the number of items that the server has by now.
         """
+        self._on_sent = on_sent
+        self.sent = 0
         self._service, self._run_id, self._label = service, run_id, label
         self._waiting: deque[Item] = deque()
         self._size = 0  # values that wait
@@ -162,6 +165,8 @@ class Sender:
                 return
             for _ in range(count):
                 self._size -= len(self._waiting.popleft().data)
+            self.sent += count
+            self._on_sent(self.sent)
             if not self._waiting:
                 self._changed.notify_all()
 

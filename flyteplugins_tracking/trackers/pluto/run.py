@@ -14,7 +14,8 @@ from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Status, prefix_of, status_of
-from flyteplugins_tracking.trackers.journal import Journal, how_to_send
+from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.journal.local import RunFile
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.open import REQUEST_S, open_op, remove_directory
 from flyteplugins_tracking.trackers.pluto.process import UploaderProcess
@@ -138,7 +139,7 @@ class PlutoHandle(ClientHandle):
     def _keep_unsent(self, exit_code: int) -> None:
         """Write the unsent rows of the queue to files that can be sent from any machine."""
         assert self._uploader is not None
-        journal, files = Journal(self.request, self._tracker, self.id), self._uploader.unsent_files()
+        journal, files = RunFile(self.request, self._tracker, self.id), self._uploader.unsent_files()
         for kind, payload, time_ms, step in self._uploader.unsent_rows():
             if kind == vendor.METRIC:
                 journal.row(payload, step, time_ms / 1000)
@@ -147,6 +148,7 @@ class PlutoHandle(ClientHandle):
         for file in files:
             journal.call("_send_kept_file", (), file)
         journal.end(exit_code)
+        journal.journal.close()
         if not files:
             remove_directory(self.run.settings.dir)
         self._kept_in = journal.directory

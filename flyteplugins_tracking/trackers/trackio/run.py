@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import ClientHandle, status_of
+from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
+from flyteplugins_tracking.trackers.journal.lines import encode, encode_any
+from flyteplugins_tracking.trackers.journal.local import RunFile
 from flyteplugins_tracking.trackers.trackio import vendor
 from flyteplugins_tracking.trackers.trackio.options import EXIT_CODE, STATUS, page_address
 
@@ -22,6 +27,8 @@ logger = logging.getLogger(__name__)
 _MOST_STEPS = 2**62
 # The part of finish_timeout_s that is kept for the status, after the rows.
 _STATUS_SHARE = 0.1
+# The method of the run that queues a row of a journal.
+_REQUEUE = "requeue"
 
 
 class TrackioHandle(ClientHandle):
@@ -35,10 +42,13 @@ class TrackioHandle(ClientHandle):
         last_step = None if resumed is None or not (store.knows_times or is_retry) else resumed.last_step
         self._next_step = 0 if last_step is None else last_step + 1
         self._summary: dict[str, Any] = {}
-        self._journal: Any = None
+        self._kept_in: str | None = None  # the directory of rows that were not written in time
         self._warn_once = WarnOnce(logger)
         run.resumed = resumed is not None and (request.plan.primary or last_step is not None)
         run.tracking = self
+        self._file = RunFile(request, tracker, self.id)
+        self._earlier = EarlierAttempts.of(request, tracker, self.id)
+        self._write_earlier()
         if request.plan.primary:
             self._send_status("running", None, request.deadline)
         self._restore = vendor.make_current(run)
@@ -56,7 +66,9 @@ class TrackioHandle(ClientHandle):
         if abs(step) > _MOST_STEPS:  # the database would refuse the other rows of the batch too
             raise ValueError(f"step={step} must be between -2**62 and 2**62, since Trackio's steps have 64 bits")
         self._next_step = max(self._next_step, step + 1)
-        self.run.queue(row, step)
+        entry = self.run.queue(row, step)
+        if entry is not None:
+            self._keep_entry(entry)
         self._summary.update({key: value for key, value in row.items() if isinstance(value, (int, float))})
 
     @property
@@ -74,7 +86,10 @@ class TrackioHandle(ClientHandle):
             self._send_status(status_of(exit_code), exit_code, deadline)
         unwritten = self.run.unwritten()
         if unwritten:
-            self._keep(unwritten, exit_code)
+            self._keep(len(unwritten), exit_code)
+        else:
+            self._file.remove()
+            self._file = RunFile(self.request, self._tracker, self.id)
 
     def resume(self) -> None:
         self.run.resume()
@@ -90,12 +105,10 @@ class TrackioHandle(ClientHandle):
         # Trackio's default directory is lost with a pod. A directory that the user has chosen is not.
         is_chosen = self.run.url is not None or "TRACKIO_DIR" in os.environ or "HF_HOME" in os.environ
         directories = [str(vendor.directory())] if self.request.leads_node and not is_chosen else []
-        return directories if self._journal is None else [*directories, self._journal.directory]
+        return directories if self._kept_in is None else [*directories, self._kept_in]
 
     def how_to_send(self, directory: str) -> str:
-        from flyteplugins_tracking.trackers.journal import how_to_send
-
-        is_journal = self._journal is not None and directory.endswith(os.path.basename(self._journal.directory))
+        is_journal = self._kept_in is not None and directory.endswith(os.path.basename(self._kept_in))
         return how_to_send(directory) if is_journal else f"TRACKIO_DIR={directory} trackio show"
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
@@ -128,21 +141,50 @@ class TrackioHandle(ClientHandle):
                 raise TrackerUnavailableError(cannot_write(self._store.place, error)) from error
             logger.warning("Trackio: the status of run %s could not be written: %s", self.id, error)
 
-    def _keep(self, rows: Sequence[Mapping[str, Any]], exit_code: int) -> None:
-        from flyteplugins_tracking.trackers.journal import Journal
+    def writing(self) -> Callable[[], None]:
+        """Return what to call when the rows that are queued now are written."""
+        journal, count = self._file.journal, self._file.journal.added
 
-        self._journal = self._journal or Journal(self.request, self._tracker, self.id)
-        for row in rows:
-            self._journal.call("requeue", [row], {})
-        self._journal.end(exit_code)
+        def written() -> None:
+            if self._earlier.count:
+                self._earlier.acknowledged()
+            if count:
+                journal.acknowledged(count)
+
+        return written
+
+    def _write_earlier(self) -> None:
+        """Queue the rows that earlier attempts had logged. Trackio knows those that it has by their `log_id`."""
+        for line in self._earlier.lines:
+            if line.get("call") == _REQUEUE:
+                (entry,) = line["args"]
+                self.run.requeue(entry)
+                self._earlier.count += 1
+                self._next_step = max(self._next_step, entry["step"] + 1)
+        self._earlier.log(self.id, self._title)
+
+    def _keep_entry(self, entry: dict[str, Any]) -> None:
+        line = {"call": _REQUEUE, "args": [entry], "kwargs": {}}
+        try:
+            self._file.journal.add(encode(line))
+        except ValueError:  # a table or an image
+            with contextlib.suppress(TypeError):
+                self._file.journal.add(encode_any(line))
+
+    def _keep(self, count: int, exit_code: int) -> None:
+        """Leave the journal, with what is not written, to who sends it later."""
+        self._file.end(exit_code)
+        self._file.journal.close()
+        self._kept_in = self._file.directory
+        self._file = RunFile(self.request, self._tracker, self.id)
         logger.warning(
             "Trackio: %d rows of run %s could not be written to %s within finish_timeout_s=%g. They are kept in files. "
             "Send them later: %s",
-            len(rows),
+            count,
             self.id,
             self._store.place,
             self.request.config.finish_timeout_s,
-            self.how_to_send(self._journal.directory),
+            how_to_send(self._kept_in),
         )
 
 

@@ -278,12 +278,14 @@ class _KeepsRows:
     def __reduce__(self) -> Any:
         refuse_to_pickle()
 
-    def queue(self, row: Mapping[str, Any], step: int) -> None:
-        """Queue a row, to be written with the next ones."""
+    def queue(self, row: Mapping[str, Any], step: int) -> dict[str, Any] | None:
+        """Queue a row, to be written with the next ones. Returns it as Trackio has it; None if it is being written."""
         super().log(dict(row), step=step)  # type: ignore[misc]
         with self._queue_lock:
-            if self._queued_logs:
-                self._anchor = dict(self._queued_logs[-1])
+            if not self._queued_logs:
+                return None
+            entry = self._anchor = dict(self._queued_logs[-1])
+            return entry
 
     def requeue(self, entry: Mapping[str, Any]) -> None:
         """Queue a row of `unwritten` again. If it was written meanwhile, Trackio recognizes it by its log_id."""
@@ -310,6 +312,7 @@ class _KeepsRows:
     def flush(self) -> None:
         """Write all queued rows. Rows that cannot be written stay queued, and the reason is raised."""
         with self._client_lock:
+            is_written = self.tracking.writing() if self.tracking is not None else None
             batches = self._take_queued_batches()
             for batch in batches:
                 if self._is_local:
@@ -317,6 +320,8 @@ class _KeepsRows:
                 else:
                     batch.send(self._client, None)
             self._complete_batch(batches)
+            if is_written is not None:
+                is_written()
 
     def stop(self, deadline: float) -> None:
         """Stop the background threads, and write the queued rows until `deadline`."""

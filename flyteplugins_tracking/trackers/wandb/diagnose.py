@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
+from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.wandb import vendor
 
 _SERVER = "https://api.wandb.ai"
@@ -116,7 +117,7 @@ def _of_mode(mode: str) -> Iterator[Diagnostic]:
         yield Diagnostic(
             "warning",
             f"W&B: WANDB_MODE={mode}: runs stay in {_directory()} and nothing is sent",
-            f"unset WANDB_MODE, or wandb online; afterwards: wandb sync {_directory()}/offline-run-*",
+            f"unset WANDB_MODE, or wandb online; afterwards: {how_to_send(_directory())}/offline-run-*",
         )
 
 

@@ -10,12 +10,14 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.peers.role import NodeRole
-from flyteplugins_tracking.trackers.wandb import vendor
+from flyteplugins_tracking.trackers.wandb import late_count, tail, vendor
 from flyteplugins_tracking.trackers.wandb.leftovers import remove_failed_run
 from flyteplugins_tracking.trackers.wandb.options import HOST, api_of, check_id, forced_run_id
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, directory
@@ -38,8 +40,12 @@ _SAFER_SETTINGS = {
     # to write once more.
     "x_transaction_log_flush_interval": 0.1,
 }
+# How often rows are sent if the next attempt could not send them. wandb's 15 s is what a kill would lose.
+_PROMPT_S = 2.0
 # How long `wandb.init` may run beyond its own timeout.
 _INIT_GRACE_S = 0.5
+# How long W&B may take to say how many rows a run has.
+_COUNT_S = 2.0
 # How long opening a run again after a signal may take, before it goes on offline.
 _REOPENING_S = 5.0
 
@@ -88,9 +94,9 @@ def _open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) ->
     run = _init_offline(request)
     remove_failed_run(unavailable.__cause__)
     logger.warning(
-        "%s This run is logged offline. To send it when W&B is available, run: wandb sync %s",
+        "%s This run is logged offline. To send it when W&B is available, run: %s",
         unavailable.reason,
-        directory(run),
+        how_to_send(directory(run)),
     )
     return run
 
@@ -113,7 +119,10 @@ def _init(request: RunRequest, mode: str | None = None) -> Any:
             # If the user's settings have a longer timeout than our argument, the difference is added.
             longer_s = settings.init_timeout - request.config.init_timeout_s
             settings.init_timeout = max(1.0, request.deadline + longer_s - time.monotonic() - _INIT_GRACE_S)
-            return wandb.init(**arguments)
+            _await_count(request, arguments)
+            run = wandb.init(**arguments)
+            _begin_journal(request, run)
+            return run
     except (wandb.errors.CommError, wandb.errors.AuthenticationError, ConnectionError, TimeoutError) as error:
         cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise TrackerUnavailableError(
@@ -124,6 +133,32 @@ def _init(request: RunRequest, mode: str | None = None) -> Any:
         raise TrackerUnavailableError(
             f"W&B cannot write its local files: {error}. Free space in that directory, or set WANDB_DIR to another one."
         ) from error
+
+
+def _await_count(request: RunRequest, arguments: Mapping[str, Any]) -> None:
+    """Wait until W&B counts the rows of an earlier attempt that has just ended here."""
+    run_id, settings = arguments.get("id"), vendor.effective_settings(arguments["settings"])
+    if run_id is None or NodeRole.of(request).has_peers:
+        return
+    names = [arguments.get("entity") or settings.entity, arguments.get("project") or settings.project, run_id]
+
+    def counts() -> tuple[int, int] | None:
+        stored = vendor.stored_run("/".join(filter(None, names)), settings.base_url, _COUNT_S)
+        return None if stored is None else (stored.rows, stored.last_step)
+
+    directory = vendor.directory_of_runs(settings, arguments.get("dir"))
+    late_count.await_count(Path(directory), run_id, counts, request.deadline - _COUNT_S)
+
+
+def _begin_journal(request: RunRequest, run: Any) -> None:
+    """Send what earlier attempts have left on this disk, and keep what this one logs.
+
+    Not with native shared mode: its rows have no steps, so that nobody can say which of them have arrived.
+    """
+    is_shared = request.config.run_mode == "shared"
+    if NodeRole.of(request).has_peers or "resume_from" in request.config.options:
+        return
+    tail.begin(run, None if is_shared else request.deadline, is_shared, request.config.durable)
 
 
 def _reopen(request: RunRequest, run: Any, offline: bool) -> Any:
@@ -264,9 +299,17 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
     effective = vendor.effective_settings(settings)
     for name, value in _SAFER_SETTINGS.items():
         vendor.set_default(settings, effective, name, value)
+    if _dies_with_pod(request):
+        vendor.set_default(settings, effective, "x_file_stream_transmit_interval", _PROMPT_S)
     if (mode or effective.mode) not in _NOT_ONLINE:
         _authenticate(settings, effective, request)
     return settings
+
+
+def _dies_with_pod(request: RunRequest) -> bool:
+    """Whether the next attempt cannot see this one's files: in a Flyte pod, unless the user has chosen their place."""
+    is_chosen = "WANDB_DIR" in os.environ or request.config.options.get("dir") is not None
+    return "flyte" in request.run_metadata and not is_chosen
 
 
 def _given_settings(request: RunRequest) -> Any:

@@ -17,9 +17,12 @@ from typing import Any
 from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.client import restart_count_of
+from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
-from flyteplugins_tracking.trackers.wandb import vendor
+from flyteplugins_tracking.trackers.wandb import tail, vendor
 from flyteplugins_tracking.trackers.wandb.options import HOST, without_credentials
+from flyteplugins_tracking.trackers.wandb.rollback import Rollback
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +68,14 @@ class WandbHandle(Handle):
         self._next_row = NextRow()
         self._openings = 1  # how often the run has been opened
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
+        self._rest_sent = threading.Event()  # set once the run has what earlier attempts have left
+        self._rollback = self._rollback_of(request) if vendor.starting_step(run) else None
         if self._is_ours:
             self._take_over()
+            self._send_rest()
+
+    def _rollback_of(self, request: RunRequest) -> Rollback:
+        return Rollback(request.config.step_metric, restart_count_of(request), lambda: vendor.next_step(self.run))
 
     @property
     def files(self) -> str | None:
@@ -82,7 +91,7 @@ class WandbHandle(Handle):
         return [*self._abandoned, *([directory(self.run)] if is_behind and self.files is not None else [])]
 
     def how_to_send(self, directory: str) -> str:
-        return f"wandb sync {directory}"
+        return how_to_send(directory)
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self.run.summary.update(dict(values))
@@ -102,6 +111,7 @@ class WandbHandle(Handle):
         return f"wandb leet {shlex.quote(directory(self.run))}" if is_local else ""
 
     def finish(self, exit_code: int) -> None:
+        self._rest_sent.wait(self._request.config.finish_timeout_s)
         with self._lock:
             if self._held or self._died:
                 self._reopen()
@@ -113,6 +123,7 @@ class WandbHandle(Handle):
                 self._let_go()
 
     def finish_on_signal(self, exit_code: int) -> None:
+        self._rest_sent.wait(self._request.config.finish_timeout_s / 2)
         with self._lock:
             if self._ended.is_set() or not self._is_ours:
                 return
@@ -133,8 +144,19 @@ class WandbHandle(Handle):
         self._request.watch.reinstall()
         if self._next_row.waiting and method.__name__ == "log" and args and isinstance(args[0], dict):
             args = ({**self._next_row.take(), **args[0]}, *args[1:])
+        if self._rollback is not None and method.__name__ == "log":
+            args, kwargs = self._placed(*args, **kwargs)
         result = self._call_open(method, args, kwargs)
         return self._call_late(method, args, kwargs) if result is _NOT_OPEN else result
+
+    def _placed(self, data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of `log` with which W&B keeps the row, also if its step is one that the run has."""
+        if self._rollback is not None:
+            data, step = self._rollback.place(data, step, self._define_step)
+        return (data, step, commit), kwargs
+
+    def _define_step(self) -> None:
+        self.run.define_metric("*", step_metric=self._request.config.step_metric)
 
     @critical_section(_PATIENCE_S)
     def _call_open(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,18 +229,33 @@ class WandbHandle(Handle):
                 return
             was_torn_down = vendor.was_torn_down(error)
             if not was_torn_down:
-                logger.warning(
-                    "wandb-core has died (%s). Run %s goes on with a new one. To send what the old one had not sent, "
-                    "run: wandb sync %s",
-                    type(error).__name__,
-                    self.id,
-                    directory(self.run),
-                )
+                logger.warning("wandb-core has died (%s). Run %s goes on with a new one", type(error).__name__, self.id)
             if self._offline or not was_torn_down:
                 self._abandoned.append(directory(self.run))
+            tail.abandoned(self.run)
             vendor.set_finished(self.run)
             self._died = self._closing = True
             self._ended.set()
+
+    def _send_rest(self) -> None:
+        """Send in the background what there was no time for at the opening. Rows are held meanwhile."""
+        if not tail.has_rest(self.run):
+            self._rest_sent.set()
+            return
+        self._closing = True
+        threading.Thread(target=self._sending_rest, daemon=True, name="flyteplugins-tracking-tail").start()
+
+    def _sending_rest(self) -> None:
+        try:
+            tail.send_rest(self.run)
+            while True:
+                self._replay()
+                with self._holding:
+                    if not self._held:
+                        self._closing = False
+                        return
+        finally:
+            self._rest_sent.set()
 
     def _take_over(self) -> None:
         vars(self.run)[HANDLE] = self
@@ -271,14 +308,15 @@ class WandbHandle(Handle):
                 if exit_code == TERMINATED and self._request.plan.primary:
                     self.run.mark_preempting()
                 self.run.finish(exit_code=exit_code)
+            tail.acknowledged(self.run)
         except TimeoutError:
             self._timed_out = True
             logger.warning(
                 "W&B: run %s was not sent completely within finish_timeout_s=%g. Nothing is lost. To send the rest, "
-                "run: wandb sync %s",
+                "run: %s",
                 self.id,
                 self._request.config.finish_timeout_s,
-                directory(self.run),
+                how_to_send(directory(self.run)),
             )
         finally:
             if stays_global:
@@ -315,6 +353,8 @@ class WandbHandle(Handle):
         for define in self._definitions:
             define()
         self._openings += 1
+        if not self.run.offline:  # the new wandb-core sends what the old one had not
+            self._abandoned = []
         with self._holding:
             self._died = self._closing = False
             self._ended.clear()
@@ -397,7 +437,7 @@ def _guard_ending(method: Callable[..., Any]) -> Any:
 
 
 def directory(run: Any) -> str:
-    """The directory that `wandb sync` takes."""
+    """The directory of the run's `.wandb` file, which `flyteplugins_tracking.send` takes."""
     return os.path.dirname(str(run.dir))
 
 

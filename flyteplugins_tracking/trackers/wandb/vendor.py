@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -17,9 +18,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
-from flyteplugins_tracking.trackers.vendor_parts import VendorParts
+from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 
 # How long `wandb.init` may wait for the server to say whose key it is.
 _IDENTITY_S = 5.0
@@ -393,6 +394,161 @@ def flush(run: Any, timeout_s: float) -> None:
     # Errors are dropped: a timeout, or wandb-core has died.
     with contextlib.suppress(Exception), _optional("the last rows of a rank that is killed may be lost"):
         run._interface.deliver_get_summary().wait_or(timeout=timeout_s)
+
+
+# Records: what Python hands to wandb-core, and what wandb-core writes to its file
+
+_LOSS = "rows that wandb-core had not sent when it was killed are not sent by the next attempt"
+
+
+def on_rows(run: Any, keep: Callable[[bytes], None], is_only: bool = False) -> None:
+    """Call `keep` with each row, serialized, as soon as wandb-core has it. Without it, such rows are not sent again.
+
+    Args:
+        run: The open run.
+        keep: Takes a row.
+        is_only: Whether wandb-core shall not get the row, since it has died.
+    """
+    with _optional(_LOSS):
+        interface = run._interface
+        publish = type(interface)._publish_partial_history
+
+        def published(row: Any) -> None:
+            if not is_only:
+                publish(interface, row)
+            keep(row.SerializeToString())
+
+        interface._publish_partial_history = published
+
+
+def next_step(run: Any) -> int | None:
+    """The step of the next row, as Python counts. None without it: rows of earlier steps are dropped by wandb then."""
+    with _optional("after a restart from a checkpoint, rows of steps that the run has already are dropped"):
+        step: int = run._local_step
+        return step
+    return None
+
+
+def starting_step(run: Any) -> int:
+    """The first step that the service has not. 0 without it: then the run counts as new."""
+    return int(getattr(run, "_starting_step", 0))
+
+
+def skip_to(run: Any, step: int) -> None:
+    """Have the next row get this step."""
+    records = _records()
+    row = records.PartialHistoryRequest()
+    row.step.num = step
+    type(run._interface)._publish_partial_history(run._interface, row)
+    run._starting_step = run._local_step = step
+
+
+def publish(run: Any, kind: str, record: Any) -> None:
+    """Hand a record to wandb-core, which sends it as it is.
+
+    Args:
+        run: The open run.
+        kind: "history", "summary", "metric" or "files".
+        record: The record of this kind.
+    """
+    getattr(run._interface, f"_publish_{kind}")(record)
+
+
+def parse_record(data: bytes) -> tuple[str, Any]:
+    """Return the kind and the content of a record of a `.wandb` file."""
+    record = _records().Record()
+    record.ParseFromString(data)
+    kind = record.WhichOneof("record_type") or ""
+    return kind, getattr(record, kind, None)
+
+
+def parse_row(data: bytes) -> Any:
+    """Return a row that `on_rows` has kept: its items, its step if it has one, and whether it is complete."""
+    row = _records().PartialHistoryRequest()
+    row.ParseFromString(data)
+    return row
+
+
+class Stored(NamedTuple):
+    """What the service has of a run."""
+
+    state: str
+    rows: int
+    last_step: int
+
+
+def stored_run(path: str, server: str, timeout_s: float = 10.0) -> Stored | None:
+    """Return what the service has of the run `entity/project/id`; None if it does not have the run, or does not say."""
+    wandb: Any = importlib.import_module("wandb")
+    try:
+        run = wandb.Api({"base_url": server}, timeout=timeout_s).run(path)
+        return Stored(run.state, int(run._attrs.get("historyLineCount") or 0), int(run.lastHistoryStep))
+    except (wandb.errors.CommError, ValueError, OSError, *CHANGED):
+        return None
+
+
+def description(record: Any) -> dict[str, Any]:
+    """Return the arguments of `wandb.init` that make the run of a run record again."""
+    return {
+        "name": record.display_name or None,
+        "group": record.run_group or None,
+        "job_type": record.job_type or None,
+        "tags": list(record.tags) or None,
+        "notes": record.notes or None,
+        "config": config_of(record.config),
+    }
+
+
+def config_of(record: Any) -> dict[str, Any]:
+    """Return the values of a config record, without wandb's own."""
+    return {item.key: json.loads(item.value_json) for item in record.update if item.key[:1] not in ("", "_")}
+
+
+def open_to_send(place: Any, described: Mapping[str, Any] | None, directory: str) -> Any:
+    """Open a run to send what another process has left of it. Does not change what the service knows of it.
+
+    Args:
+        place: The run's server, entity, project and id.
+        described: Arguments of `wandb.init`, for a service that does not have the run; None if it does.
+        directory: Where wandb keeps its files meanwhile.
+    """
+    wandb: Any = importlib.import_module("wandb")
+    settings = wandb.Settings(base_url=place.server, console="off", silent=True)
+    for name in ("x_disable_meta", "x_disable_stats", "x_disable_machine_info", "disable_git", "disable_code"):
+        set_default(settings, settings, name, True)
+    with without_error_reports():
+        return wandb.init(
+            id=place.run_id,
+            project=place.project or None,
+            entity=place.entity or None,
+            resume="allow",
+            mode="online",
+            dir=directory,
+            settings=settings,
+            **(described or {}),
+        )
+
+
+def default_settings() -> Any:
+    """The settings that come from the environment and the files."""
+    return session().settings
+
+
+def directory_of_runs(settings: Any, directory: str | None) -> str:
+    """The directory in which `wandb.init` will make the run's directory."""
+    if directory is not None:
+        settings = settings.model_copy()
+        settings.root_dir = directory
+    return str(settings.wandb_dir)
+
+
+def new_record(kind: str) -> Any:
+    """Return an empty "HistoryRecord" or "SummaryRecord"."""
+    return getattr(_records(), kind)()
+
+
+def _records() -> Any:
+    return importlib.import_module("wandb.proto.wandb_internal_pb2")
 
 
 # The global run: `wandb.run`

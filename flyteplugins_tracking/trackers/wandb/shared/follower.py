@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.journal.files import Journal
 from flyteplugins_tracking.trackers.peers.client import NodeClient
-from flyteplugins_tracking.trackers.wandb import vendor
+from flyteplugins_tracking.trackers.wandb import tail, vendor
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, guard
 from flyteplugins_tracking.trackers.wandb.shared.common import make_config_read_only, rows_of, step_of
 
@@ -67,8 +68,11 @@ class FollowerHandle(Handle):
         self._held: list[dict[str, Any]] = []  # the rows that are logged while the run is not open
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
         self._has_warned = self._has_left = False
+        self._journal_in: str | None = None
+        self._journal: Journal | None = None
         guard(run)
         self._take_over()
+        self._keep_journal(client.value)
         client.subscribe(self._on_publish, self._on_suspend, self._on_disconnect)
 
     def finish(self, exit_code: int) -> None:  # noqa: ARG002 the leader's counts
@@ -124,7 +128,7 @@ class FollowerHandle(Handle):
                 if self._state == "open" and self._try_log(row):
                     return
                 if self._state == "gone":
-                    self._warn_once()
+                    self._keep_in_journal(row)
                     return
                 if is_last or self._held:
                     self._held.append(dict(row))
@@ -133,6 +137,13 @@ class FollowerHandle(Handle):
                 self._request_run()
                 self._changed.wait_for(lambda: self._state != "suspended", _ROW_WAIT_S)
             self._request.watch.wait_for_user_handler()
+
+    def _keep_in_journal(self, row: dict[str, Any]) -> None:
+        """Keep a row that this attempt of the job cannot send. The next one does."""
+        self._warn_once()
+        if self._journal is not None:
+            vendor.on_rows(self.run, self._journal.add, is_only=True)
+            self._log(self.run, row)
 
     def _try_log(self, row: dict[str, Any]) -> bool:
         try:
@@ -174,7 +185,8 @@ class FollowerHandle(Handle):
             self._has_warned = True
             logger.warning(
                 "W&B: rank %d cannot log to run %s any more: local rank %d of its node, which writes the run, has "
-                "ended it or was killed. What this rank logs from now on is lost.",
+                "ended it or was killed. What this rank logs from now on is lost, unless the job is restarted on this "
+                "machine.",
                 self._client.rank,
                 self.id,
                 self._request.node_leader,
@@ -204,6 +216,13 @@ class FollowerHandle(Handle):
         if sys.modules["wandb"].run is run:
             vendor.set_global_run(self._before)
 
+    def _keep_journal(self, published: Mapping[str, Any]) -> None:
+        """Keep this rank's rows beside the leader's, in the directory of the run."""
+        if published["directory"] != self._journal_in:
+            self._journal_in = published["directory"]
+            if self._journal_in is not None:
+                self._journal = tail.begin_guest(self.run, self._journal_in, published["place"], self._client.rank)
+
     # In the thread of the connection to the leader
 
     def _on_publish(self, published: Mapping[str, Any]) -> None:
@@ -227,6 +246,7 @@ class FollowerHandle(Handle):
     def _resume(self, published: Mapping[str, Any]) -> None:
         if published["service"] != self._service:
             self._reattach(published)
+        self._keep_journal(published)
         if self._state == "suspended":
             for define in self._definitions:
                 define()
@@ -239,7 +259,7 @@ class FollowerHandle(Handle):
         """Attach to the run in the leader's new wandb-core, in the object that the function holds."""
         run, connection = attached(published)
         vendor.detach(run, self._connection)
-        self._connection, self._service = connection, published["service"]
+        self._connection, self._service, self._journal_in = connection, published["service"], None
         vendor.share_state(self.run, run)
         self._take_over()
 
@@ -252,4 +272,7 @@ class FollowerHandle(Handle):
     def _on_disconnect(self) -> None:
         with self._changed:
             self._state = "gone"
+            held, self._held = self._held, []
+            for row in held:
+                self._keep_in_journal(row)
             self._changed.notify_all()

@@ -11,10 +11,11 @@ from typing import Any
 
 from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.trackers.base import RunRequest
+from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.peers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.peers.role import NodeRole
 from flyteplugins_tracking.trackers.peers.server import NodeServer
-from flyteplugins_tracking.trackers.wandb import vendor
+from flyteplugins_tracking.trackers.wandb import tail, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 from flyteplugins_tracking.trackers.wandb.shared.common import make_config_read_only, rows_of, step_of
 
@@ -204,6 +205,8 @@ def _published(run: Any) -> dict[str, Any]:
         "run_id": run.id,
         "settings": vendor.settings_of(run, _PUBLISHED_SETTINGS),
         "config": json.loads(json.dumps(dict(run.config), default=str)),
+        "place": tail.Place.of(run),
+        "directory": str(tail.run_directory(run)) if tail.JOURNAL in vars(run) else None,
     }
 
 
@@ -212,8 +215,7 @@ def _log_merge_command(run: Any) -> None:
     directories = os.path.join(shlex.quote(os.path.dirname(os.path.dirname(run.dir))), "offline-run-*")
     logger.warning(
         "W&B: run %s was logged offline, by each node into its own directory. Copy these to one machine, and send them "
-        "all with: wandb sync %s-%s*",
+        "all with: %s",
         run.id,
-        directories,
-        shlex.quote(run.id),
+        how_to_send(f"{directories}-{shlex.quote(run.id)}*"),
     )

@@ -1,0 +1,69 @@
+"""Keep the rows of a job that goes back to its checkpoint, and logs steps that the run has already.
+
+W&B drops a row whose step is below the run's last one. Here such a row lands at the run's next step instead, with the
+step in a column of its own, and with the number of the restart, which tells the attempts apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flyteplugins_tracking.trackers.client import RESTART_COUNT
+
+logger = logging.getLogger(__name__)
+
+
+class Rollback:
+    """Places the rows of one attempt. The distance is the same for all its steps: calls of one step stay one row."""
+
+    def __init__(self, column: str, restart_count: int, next_step: Callable[[], int | None]) -> None:
+        """Initialize the placing of an attempt that has not gone back yet.
+
+        Args:
+            column: The column for steps.
+            restart_count: The number of this attempt.
+            next_step: Returns the run's next step; None if it is unknown.
+        """
+        self._column = column
+        self._restart_count = restart_count
+        self._next_step = next_step
+        self._distance = 0
+        self._first_step = next_step() or 0  # of this attempt
+
+    def place(self, data: Any, step: Any, define: Callable[[], object]) -> tuple[Any, Any]:
+        """Return the row and the step with which W&B keeps them.
+
+        Args:
+            data: The user's row.
+            step: The user's step; None if the user gives none.
+            define: Called before the first row that is placed elsewhere.
+        """
+        if step is not None and not self._distance and step < self._first_step:
+            self._go_back(step, define)
+        if not self._distance:
+            return data, step
+        return self._with_columns(data, step), None if step is None else step + self._distance
+
+    def _go_back(self, step: int, define: Callable[[], object]) -> None:
+        next_step = self._next_step()
+        if next_step is None or next_step <= step:
+            return
+        self._distance = next_step - step
+        define()
+        logger.warning(
+            "W&B: the job goes on at step %s, and its run has the steps up to %d already. All rows are kept: those of "
+            "this attempt are at the run's next steps, with their own steps in %r and %s=%d",
+            step,
+            next_step - 1,
+            self._column,
+            RESTART_COUNT,
+            self._restart_count,
+        )
+
+    def _with_columns(self, data: Any, step: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data  # wandb raises, and says why
+        columns = {} if step is None else {self._column: step}
+        return {**columns, RESTART_COUNT: self._restart_count, **data}

@@ -1,0 +1,140 @@
+"""Send run directories of W&B: of each, what W&B has not got.
+
+wandb's own `sync` refuses the directory of a run that was online, or appends all of it to what W&B has.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.journal.files import stored
+from flyteplugins_tracking.trackers.wandb import datastore, tail, vendor
+
+_OFFLINE = "offline-"
+_STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
+
+
+def is_run_directory(directory: Path) -> bool:
+    """Whether W&B's client has written this directory."""
+    return next(iter(directory.glob("*.wandb")), None) is not None
+
+
+def send(directories: Sequence[Path]) -> list[str]:
+    """Send these directories, and those of other attempts of their runs that lie beside them.
+
+    Returns:
+        For each directory, what was sent, in words.
+
+    Raises:
+        TrackerUnavailableError: W&B, or a key for it, is not there; or a process is writing a directory.
+    """
+    offline = [directory for directory in directories if directory.resolve().name.startswith(_OFFLINE)]
+    texts = _sync(offline) if offline else []
+    return texts + [_send(directory) for directory in directories if directory not in offline]
+
+
+def _sync(directories: Sequence[Path]) -> list[str]:
+    """Send what was logged offline, in the order of the directories' names: of W&B, only the client can do that."""
+    command = [sys.executable, "-m", "wandb", "sync", "--yes", *map(str, sorted(directories))]
+    if subprocess.run(command, check=False).returncode:  # noqa: S603 our own
+        raise TrackerUnavailableError("wandb sync has failed, as it has printed")
+    return [f"sent {directory}" for directory in directories]
+
+
+def _send(directory: Path) -> str:
+    file = next(iter(directory.glob("*.wandb")))
+    described = _description(file)
+    place = _place(directory, described)
+    attempts = [*tail.pending(place, directory), tail.read(directory, tail.journals_of(directory, place), 0)]
+    if any(attempt.is_open() for attempt in attempts):
+        raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
+    stored = vendor.stored_run("/".join(filter(None, place[1:])), place.server)
+    last_step, exit_code = max(attempt.last_step for attempt in attempts), attempts[-1].exit_code
+    is_ended = stored is not None and (exit_code is None or stored.state != "running")
+    if stored is not None and is_ended and stored.last_step >= last_step:
+        for attempt in attempts:
+            attempt.acknowledged()
+        return f"W&B has all of {directory}: run {place.run_id}"
+    if exit_code is None:
+        exit_code = 1 if stored is None else _STATES.get(stored.state, 1)
+    count = _send_rest(place, attempts, vendor.description(described) if stored is None else None, exit_code)
+    for attempt in attempts:
+        attempt.acknowledged()
+    return f"sent {count} rows of run {place.run_id}"
+
+
+def _send_rest(
+    place: tail.Place, attempts: Sequence[tail.Attempt], described: Mapping[str, Any] | None, exit_code: int
+) -> int:
+    """Open the run, send what it lacks, and end it. Returns the number of rows."""
+    import wandb
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = vendor.open_to_send(place, described, folder)
+        try:
+            for attempt in attempts:
+                attempt.drop_below(vendor.starting_step(run))
+            count = len({step for attempt in attempts for step in attempt.rows})
+            for _ in tail.send(run, attempts):
+                pass
+            run.finish(exit_code=exit_code)
+        except BaseException:
+            wandb.teardown(1)
+            raise
+    return count
+
+
+def as_lines(directory: Path) -> list[Any]:
+    """Return a run as the lines of a journal, for another tracker: a header, the rows, the end."""
+    described = _description(next(iter(directory.glob("*.wandb"))))
+    arguments = {name: value for name, value in vendor.description(described).items() if value is not None}
+    arguments.pop("job_type", None)
+    attempt = tail.read(directory, stored(directory), 0)
+    rows = [tail.as_line(attempt.rows[step]) for step in sorted(attempt.rows)]
+    header = {
+        "tracker": "wandb",
+        "id": described.run_id,
+        "group": described.run_group or None,
+        "primary": True,
+        "attempt": 0,
+        "arguments": {**arguments, "project": described.project},
+        "run_metadata": {},
+    }
+    return [header, *rows, {"exit_code": 1 if attempt.exit_code is None else attempt.exit_code}]
+
+
+def replay(lines: Sequence[Any]) -> int:
+    """Send a run of another tracker's journal to W&B. Rows that W&B has are not sent. Returns the number of rows."""
+    header, arguments = lines[0], lines[0]["arguments"]
+    names = ("name", "group", "tags", "notes", "config")
+    described = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    settings = vendor.default_settings()
+    place = tail.Place(settings.base_url, settings.entity or "", arguments.get("project") or "", header["id"])
+    attempt = tail.Attempt(Path(), ())
+    for line in lines:
+        if "row" in line:
+            attempt.add(line)
+    exit_code = next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1)
+    return _send_rest(place, [attempt], {**described, "group": header["group"]}, exit_code)
+
+
+def _description(file: Path) -> Any:
+    """Return the record with which the run was opened."""
+    for data in datastore.records(file):
+        kind, record = vendor.parse_record(data)
+        if kind == "run":
+            return record
+    raise TrackerUnavailableError(f"{file} does not say which run it is of: it ends before that, or is not W&B's")
+
+
+def _place(directory: Path, described: Any) -> tail.Place:
+    """Return which run it is: what its journal says, or else of the server and entity that are set up here."""
+    for journal in stored(directory):
+        return tail.Place(*journal.header["place"])
+    return tail.Place(vendor.default_settings().base_url, described.entity, described.project, described.run_id)

@@ -1,0 +1,79 @@
+"""A job that is killed again and again, at random moments: also while it opens its run and sends an earlier tail."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import sys
+import time
+
+import pytest
+from support import jobs
+from support.harness import Job, ends, job, python
+from support.wandb_server import WandbServer
+
+from faults.matrix import PROMPT
+
+KILLS, LONGEST_S = 12, 2.0
+
+
+def test_what_a_killed_process_has_not_sent_is_sent_once(tmp_path):
+    """Also if nothing goes on with the run, and if it is sent twice."""
+    with job(tmp_path) as started:
+        process = started.start(python(), PROMPT, **ends("loop", with_step=True))
+        started.wait_for("ready 0 0")
+        started.server.wait_for(lambda: started.server.runs[0].rows, 240)
+        started.log_more(rows=20)
+        started.signal(process.pid, signal.SIGKILL)
+        process.communicate()
+        (directory,) = {str(path.parent) for path in tmp_path.rglob("*.wandb")}
+        command = [sys.executable, "-m", "flyteplugins_tracking.send", directory]
+        texts = [jobs.run(command, tmp_path, started.server.environment).output for _ in range(2)]
+        found = started.outcome()
+    assert re.search(r"^sent \d+ rows of run ", texts[0], re.MULTILINE), texts[0]
+    assert texts[1].startswith(f"W&B has all of {directory}"), texts[1]
+    assert found.arrived == found.logged
+    assert found.duplicates == 0
+    assert list(found.steps) == list(range(len(found.steps)))
+    assert (found.exit_codes, found.state) == ((1,), "failed")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("late", [(3.0, 0.0), (0.0, 3.0), (3.0, 3.0)], ids=["count", "last row", "both"])
+def test_a_service_that_counts_late_loses_no_row_of_a_job_that_is_started_again(tmp_path, late):
+    settings = {"tracking": {"id": jobs.RUN_ID}, "rows": 20}
+    with WandbServer(late=late) as server:
+        started = Job(server, tmp_path)
+        for _ in range(2):
+            jobs.finish(started.start(python(), **ends("return", **settings)), tmp_path)
+        process = started.start(python(), PROMPT, **ends("loop", attempts=9, **settings))
+        started.wait_for("ready 0 0", count=3)
+        server.wait_for(lambda: len(server.runs[0].rows) > 60, 240)
+        started.signal(process.pid, signal.SIGKILL)
+        process.communicate()
+        started.start(python(), **ends("return", **settings))
+        found = started.outcome()
+    assert server.runs[0].rows_overwritten == 0
+    assert found.arrived == found.logged
+    assert found.duplicates == 0
+    assert list(found.steps) == list(range(len(found.steps)))
+
+
+@pytest.mark.full
+def test_every_row_arrives_once_whenever_the_process_is_killed(tmp_path):
+    moments = random.Random(18)
+    settings = {"tracking": {"id": jobs.RUN_ID}, "with_step": True, "step_s": 0.01}
+    with job(tmp_path) as started:
+        for _ in range(KILLS):
+            process = started.start(python(), **ends("loop", attempts=99, **settings))
+            time.sleep(moments.random() * LONGEST_S)
+            started.signal(process.pid, signal.SIGKILL)
+            process.communicate()
+        started.start(python(), **ends("return", **settings))
+        found = started.outcome()
+    assert found.logged <= found.arrived
+    assert found.duplicates == 0
+    assert list(found.steps) == list(range(len(found.steps)))
+    assert (found.exit_codes, found.state) == ((0,), "finished")
+    assert not list(tmp_path.rglob("*.journal.*"))

@@ -1,0 +1,219 @@
+"""The journal of a writer: what is pending after any end of it. Which rows an earlier attempt of W&B's has left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from flyteplugins_tracking.trackers.journal import files
+from flyteplugins_tracking.trackers.journal.files import Journal
+from flyteplugins_tracking.trackers.wandb import late_count, tail
+from flyteplugins_tracking.trackers.wandb.rollback import Rollback
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    """Reads journals that this process writes too."""
+
+    def read(directory):
+        monkeypatch.setattr(files, "_live", set())
+        return files.stored(directory)
+
+    return read
+
+
+@pytest.fixture
+def pending(stored):
+    return lambda directory: [[entry.data for entry in journal.pending()] for journal in stored(directory)]
+
+
+def test_what_is_not_acknowledged_is_pending(tmp_path, pending, stored):
+    journal = Journal(tmp_path / "new", "rank-0", {"id": "x"})
+    assert not (tmp_path / "new").exists()
+    for number in range(5):
+        journal.add(b"%d" % number)
+    assert pending(tmp_path / "new") == [[b"0", b"1", b"2", b"3", b"4"]]
+    journal.acknowledged(3)
+    assert pending(tmp_path / "new") == [[b"3", b"4"]]
+    assert stored(tmp_path / "new")[0].header["id"] == "x"
+    journal.remove()
+    assert not list((tmp_path / "new").iterdir())
+    journal.add(b"late")
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_acknowledged_segments_are_removed(tmp_path, monkeypatch, stored):
+    monkeypatch.setattr(files, "SEGMENT_BYTES", 100)
+    journal = Journal(tmp_path, "rank-0", {})
+    for number in range(30):
+        journal.add(b"%02d" % number)
+    journal.acknowledged(20)
+    (left,) = stored(tmp_path)
+    assert len(left.paths) == 2
+    assert [entry.data for entry in left.pending()] == [b"%02d" % number for number in range(20, 30)]
+
+
+def test_a_journal_of_recent_records_has_a_bound(tmp_path, monkeypatch, pending):
+    monkeypatch.setattr(files, "SEGMENT_BYTES", 100)
+    journal = Journal(tmp_path, "rank-0", {}, segments=2)
+    for number in range(100):
+        journal.add(b"%02d" % number)
+    (kept,) = pending(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert kept == [b"%02d" % number for number in range(100 - len(kept), 100)]
+    assert len(kept) > 6
+
+
+@pytest.mark.parametrize("lost", [1, 5, 20])
+def test_a_torn_end_is_left_out(tmp_path, lost, pending):
+    journal = Journal(tmp_path, "rank-0", {})
+    journal.add(b"first")
+    journal.add(b"second")
+    (path,) = tmp_path.iterdir()
+    os.truncate(path, path.stat().st_size - lost)
+    assert pending(tmp_path) == ([[b"first"]] if lost < 20 else [[]])
+
+
+def test_a_full_disk_warns_once_and_raises_nothing(tmp_path, monkeypatch, caplog, pending):
+    monkeypatch.setattr(files._warn_once, "_logged", set())
+    journal = Journal(tmp_path, "rank-0", {})
+    journal.add(b"kept")
+    monkeypatch.setattr(files.os, "write", lambda *_: 1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            journal.add(b"lost")
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        f"rows cannot be kept in {tmp_path}"
+    ]
+    assert pending(tmp_path) == [[b"kept"]]
+
+
+def test_a_journal_is_open_until_its_process_ends(tmp_path, stored):
+    program = f"""
+import sys
+from pathlib import Path
+from flyteplugins_tracking.trackers.journal.files import Journal
+journal = Journal(Path({str(tmp_path)!r}), "rank-0", {{}}, durable=True)
+journal.add(b"x")
+print("added", flush=True)
+sys.stdin.read()
+"""
+    writer = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == b"added\n"
+    (journal,) = stored(tmp_path)
+    assert journal.is_open()
+    writer.kill()
+    writer.wait()
+    assert not journal.is_open()
+    assert [entry.data for entry in journal.pending()] == [b"x"]
+
+
+def part(values, step=None, commit=None):
+    """A call of `log` as wandb-core gets it."""
+    records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    request = records.PartialHistoryRequest()
+    for key, value in values.items():
+        item = request.item.add()
+        item.key, item.value_json = key, str(value)
+    if step is not None:
+        request.step.num = step
+    if commit is not None:
+        request.action.flush = commit
+    return request.SerializeToString()
+
+
+def test_the_rows_of_a_journal_are_those_that_wandb_core_makes(tmp_path, stored):
+    journal = Journal(tmp_path, "owner-1", {"step": 5, "is_shared": False})
+    for call in [
+        part({"a": 1, "_timestamp": 1}),
+        part({"b": 2, "_timestamp": 2}, commit=False),
+        part({"a": 3, "_timestamp": 3}),
+        part({"a": 4, "_timestamp": 4}, step=9),
+        part({"b": 5, "_timestamp": 5}, step=9),
+        part({"a": 6, "_timestamp": 6}, step=8),  # dropped
+        part({"a": 7, "_timestamp": 7}, step=12),
+    ]:
+        journal.add(call)
+    rows = list(tail._rows(stored(tmp_path)[0]))
+    assert [(row.step, sorted(row.items), row.stamp) for row in rows] == [
+        (5, ["_timestamp", "a"], 1),
+        (6, ["_timestamp", "a", "b"], 3),
+        (9, ["_timestamp", "a", "b"], 5),
+        (12, ["_timestamp", "a"], 7),
+    ]
+
+
+def test_rows_that_the_file_lacks_follow_those_it_has(tmp_path, stored):
+    journal = Journal(tmp_path, "owner-1", {"step": 5, "is_shared": False})
+    for number in range(4):
+        journal.add(part({"a": number, "_timestamp": number}))
+    attempt = tail.read(tmp_path, stored(tmp_path), 6)
+    assert (sorted(attempt.rows), attempt.last_step) == ([6, 7, 8], 8)
+    assert [kind for kind, _ in attempt.others] == ["summary"] * 3
+
+
+def test_two_rows_of_one_time_are_two_rows():
+    stamps = Counter([1.0, 1.0])
+    assert [tail._is_taken(stamps, 1.0) for _ in range(3)] == [True, True, False]
+
+
+def rolled(first_step, *steps, next_step=None):
+    state = SimpleNamespace(next=first_step if next_step is None else next_step)
+    rollback = Rollback("global_step", 2, lambda: state.next)
+    defined = []
+    rows = []
+    for step in steps:
+        row, at = rollback.place({"x": 1}, step, lambda: defined.append(1))
+        state.next = state.next + 1 if at is None else max(state.next, at)
+        rows.append((at, row.get("global_step"), row.get("restart_count")))
+    return rows, len(defined)
+
+
+def test_a_job_that_goes_back_logs_at_the_next_steps():
+    assert rolled(100, 60, 60, 61, None) == ([(100, 60, 2), (100, 60, 2), (101, 61, 2), (None, None, 2)], 1)
+
+
+def test_a_job_that_goes_on_logs_as_it_says():
+    assert rolled(100, 100, 101, None, 101) == (
+        [(100, None, None), (101, None, None), (None, None, None), (101, None, None)],
+        0,
+    )
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "run-20260101_000000-x" / "logs" / "debug-internal.log"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        '{"msg":"filestream: sending request","history_offset":7,"history_lines":3}\n'
+        '{"msg":"filestream: request sent","status":"200 OK"}\n'
+        '{"msg":"filestream: sending request","history_offset":10,"history_lines":5}\n'
+        '{"msg":"filestream: request sent","status":"503 Service Unavailable"}\n{"torn'
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked"),
+    [([(10, 9)], 1), ([None, (4, 3), (10, 4), (10, 9)], 4), ([(10, 400)], 1)],
+    ids=["counted", "late count, then late step", "steps with gaps"],
+)
+def test_opening_waits_until_the_count_is_what_was_acknowledged(tmp_path, monkeypatch, log, answers, asked):
+    assert late_count.acknowledged_lines(log) == 10
+    monkeypatch.setattr(late_count, "_POLL_S", 0.0)
+    replies = iter(answers)
+    calls = []
+    late_count.await_count(tmp_path, "x", lambda: calls.append(1) or next(replies), float("inf"))
+    assert len(calls) == asked
+
+
+def test_opening_does_not_wait_for_what_was_sent_long_ago(tmp_path, log):
+    os.utime(log, (1, 1))
+    late_count.await_count(tmp_path, "x", lambda: pytest.fail("W&B was asked"), float("inf"))
