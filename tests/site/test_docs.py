@@ -221,7 +221,7 @@ def test_commands_name_what_is_there(page, command):
     for name, extras in re.findall(r"(flyteplugins-tracking)\[([\w,]+)\]", command):
         assert set(extras.split(",")) <= extras_of(name)
     for module in re.findall(r"-m (flyteplugins_tracking[\w.]*)", command):
-        assert any(importlib.util.find_spec(name) for name in (f"{module}.__main__", module) if "." in name)
+        assert any(importlib.util.find_spec(name) for name in (module, f"{module}.__main__") if "." in name)
     if words[0] == "torchrun":
         from torch.distributed.run import get_args_parser
 
