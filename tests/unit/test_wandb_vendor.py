@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from wandb_files import read_runs
 
 from flyteplugins_tracking import TrackerNotInstalledError
 from flyteplugins_tracking.trackers import vendor_parts
@@ -122,6 +123,18 @@ def test_wandb_core_has_every_part(run, no_warning):
     assert vendor.service_address() == address
     with vendor.identity_resolved_once(time.monotonic()), vendor.outside_sweep():
         pass
+
+
+def test_wandb_core_has_written_the_files_of_ended_runs_when_it_is_restarted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quick = wandb.Settings(x_transaction_log_flush_interval=0.1, silent=True)
+    for number in range(6):
+        opened = wandb.init(mode="offline", project="p", id=f"run-{number}", dir=tmp_path, settings=quick)
+        opened.log({"x": number})
+        opened.finish(exit_code=1)
+        assert vendor.restart_service()
+    stored = sorted((run.id, [row["x"] for row in run.rows], run.exit_code) for run in read_runs(tmp_path))
+    assert stored == [(f"run-{number}", [number], 1) for number in range(6)]
 
 
 def test_attaching_has_every_part(run, no_warning):

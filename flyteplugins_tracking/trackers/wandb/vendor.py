@@ -24,6 +24,8 @@ from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 
 # How long `wandb.init` may wait for the server to say whose key it is.
 _IDENTITY_S = 5.0
+# How long wandb-core may take to write the files of runs that have ended.
+_LAST_RECORDS_S = 1.0
 # All names show only when they are used: the functions say what for.
 PARTS = VendorParts("W&B", "wandb>=0.31,<0.32")
 _optional, _required = PARTS.optional, PARTS.required
@@ -125,7 +127,7 @@ def restart_service() -> bool:
                 return False  # another process's
             if _is_alive(connection) and any(not run._is_finished for run in current._active_runs):
                 return False
-            _kill(connection)
+            _end(connection)
         os.environ.pop("WANDB_SERVICE", None)
         current._connection = None
         return True
@@ -136,10 +138,21 @@ def _is_alive(connection: Any) -> bool:
     return bool(connection._proc._process.poll() is None)
 
 
-def _kill(connection: Any) -> None:
+def _end(connection: Any) -> None:
+    """End wandb-core, which writes the last records of a run's file after `finish` has returned.
+
+    It also waits for what it cannot send now, so it gets a limit.
+    """
     connection._finalizer.close()
-    connection._proc._process.kill()
-    # As the connection's own teardown does, but without its message to the process, which would only fail.
+    process = connection._proc._process
+    if _is_alive(connection):
+        with contextlib.suppress(Exception):  # its socket may be closed
+            request = importlib.import_module("wandb.proto.wandb_server_pb2").ServerRequest()
+            request.inform_teardown.exit_code = 0
+            connection._asyncer.run(lambda: connection._client.publish(request))
+            process.wait(_LAST_RECORDS_S)
+    process.kill()
+    # As the connection's own teardown does.
     connection._torn_down = True
     connection._cleanup()
     connection._proc.join()
