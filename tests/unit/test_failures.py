@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flyteplugins_tracking import DistributedInfo
+from flyteplugins_tracking import DistributedInfo, tracking_init
 from flyteplugins_tracking._job import error_files
 from flyteplugins_tracking._job.board import Board, DirectoryStore
 from flyteplugins_tracking._job.failures import Failure, first_cause, is_secondary
@@ -163,6 +163,47 @@ def test_a_failure_has_the_last_lines_and_no_key(monkeypatch):
         assert secret not in whole
     assert len(failure.traceback.splitlines()) <= 50
     assert Failure.from_json(whole) == failure
+
+
+def test_a_report_that_cannot_be_made_leaves_the_users_exception(monkeypatch):
+    def send(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(reports, "send", send)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+    @tracking_init(project="tests")
+    def train(error: Exception | None) -> str:
+        if error is not None:
+            raise error
+        return "done"
+
+    with pytest.raises(ValueError, match="bad batch"):
+        train(ValueError("bad batch"))
+    assert train(None) == "done"
+
+
+class MuteError(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_exception_without_a_text_is_a_failure_like_others(machine):
+    fail(3, MuteError())
+    assert read() == "3 test_failures.MuteError 0"
+    assert "exception str() failed" in Failure.of_error(raised(MuteError()), 1, 1).message
+
+
+def test_a_text_of_many_megabytes_or_of_bytes_that_are_no_text_stays_small_and_valid():
+    failure = Failure.of_error(raised(ValueError("first " + "x" * 10_000_000)), 1, 1)
+    assert failure.message.startswith("first ")
+    assert len(failure.to_json()) < 10_000
+    failure = Failure.of_error(raised(ValueError("name \udcff")), 1, 1)
+    assert failure.message.encode() == rb"name \udcff"
+    assert rb"name \udcff" in failure.traceback.encode()
 
 
 def test_ordinary_text_is_not_masked(monkeypatch):
