@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from flyteplugins_tracking._job.failures import Failure, sounds_secondary
+from flyteplugins_tracking._job.failures import Failure, clean_message, clean_traceback, sounds_secondary
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._util.secrets import masked
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
@@ -62,9 +61,9 @@ def _read(path: Path, rank: int) -> Failure:
     return Failure(
         rank=rank,
         type=kind,
-        message=masked(text),
+        message=clean_message(text),
         exit_code=1,
-        traceback=masked(stack),
+        traceback=clean_traceback(stack),
         is_secondary=sounds_secondary([kind.rpartition(".")[2]], text, stack),
         failed_at=path.stat().st_mtime,
     )

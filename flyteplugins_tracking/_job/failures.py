@@ -17,7 +17,10 @@ from flyteplugins_tracking._util.own_code import is_own
 from flyteplugins_tracking._util.secrets import masked
 
 _LAST_LINES = 50
-_LONGEST_MESSAGE = 1000
+_LONGEST_LINE = 1000
+# A text is also cut before its keys are masked, which takes a second for a few megabytes: so far behind `_LONGEST_LINE`
+# that no half of a key is left.
+_LONGEST_UNMASKED = 10 * _LONGEST_LINE
 # What a collective raises on a rank whose peer has gone: gloo, NCCL, torch's stores, MPI and sockets.
 _LOST_PEER = re.compile(
     r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|socket (?:closed|timeout)|failed to recv|"
@@ -60,15 +63,15 @@ class Failure:
     @classmethod
     def of_error(cls, error: BaseException, rank: int, exit_code: int) -> Failure:
         """Return the failure of this process, whose function has raised `error`."""
-        lines = "".join(traceback.format_exception(type(error), error, _of_user(error.__traceback__))).splitlines()
+        stack = "".join(traceback.format_exception(type(error), error, _of_user(error.__traceback__)))
         kind = type(error)
         prefix = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
         return cls(
             rank=rank,
             type=prefix + kind.__qualname__,
-            message=masked(str(error))[:_LONGEST_MESSAGE],
+            message=clean_message(_text_of(error)),
             exit_code=exit_code,
-            traceback=masked("\n".join(lines[-_LAST_LINES:])),
+            traceback=clean_traceback(stack),
             is_secondary=is_secondary(error),
         )
 
@@ -86,6 +89,30 @@ class Failure:
         return ": ".join([f"rank {self.rank} on {self.host}", *filter(None, what)])
 
 
+def clean_message(text: str) -> str:
+    """Return an exception's text without keys, not too long, and in valid UTF-8: services refuse anything else."""
+    return _valid(masked(text[:_LONGEST_UNMASKED])[:_LONGEST_LINE])
+
+
+def clean_traceback(text: str) -> str:
+    """Return the last lines of a traceback, as `clean_message`: the exception's text is among them."""
+    lines = [line[:_LONGEST_UNMASKED] for line in text.splitlines()[-_LAST_LINES:]]
+    return _valid("\n".join(line[:_LONGEST_LINE] for line in masked("\n".join(lines)).splitlines()))
+
+
+def _valid(text: str) -> str:
+    """Return a text that UTF-8 can encode: a name of a file may hold bytes that it cannot."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _text_of(error: BaseException) -> str:
+    """Return the exception's text; as Python's traceback, also if its `__str__` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
 def _of_user(frames: TracebackType | None) -> TracebackType | None:
     """Return a traceback without the frames of this package that it begins with."""
     while frames is not None and frames.tb_next and is_own(frames.tb_frame.f_code.co_filename):
@@ -97,7 +124,7 @@ def is_secondary(error: BaseException) -> bool:
     """Whether an exception only says that another rank has gone, or that a collective was cut off."""
     names = [kind.__name__ for kind in type(error).__mro__]
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return sounds_secondary(names, str(error), "\n".join(files))
+    return sounds_secondary(names, _text_of(error), "\n".join(files))
 
 
 def sounds_secondary(names: Collection[str], message: str, frames: str) -> bool:
@@ -110,7 +137,11 @@ def sounds_secondary(names: Collection[str], message: str, frames: str) -> bool:
     """
     if not _TORCH_ERRORS.isdisjoint(names):
         return True
-    return bool(not _SYSTEM_ERRORS.isdisjoint(names) and _LOST_PEER.search(message) and COLLECTIVES.search(frames))
+    return bool(
+        not _SYSTEM_ERRORS.isdisjoint(names)
+        and _LOST_PEER.search(message[:_LONGEST_UNMASKED])
+        and COLLECTIVES.search(frames)
+    )
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:

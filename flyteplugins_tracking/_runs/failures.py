@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -139,10 +140,23 @@ class FailureReader:
     def _failures(self, info: DistributedInfo, own: Failure | None, terminated_at: float | None) -> list[Failure]:
         """Return the first failure of each rank, in their order."""
         reported = [] if self._reports is None else self._reports.read()
-        failures = [*reported, *error_files.read(info, os.environ), *([] if own is None else [own])]
+        others = [*reported, *error_files.read(info, os.environ)]
+        failures = [failure for failure in others if not _is_after_sigterm(failure, terminated_at)]
+        failures += [] if own is None else [own]
         if self._siblings is not None:
             failures += self._siblings.failures(terminated_at)
         by_rank: dict[int, Failure] = {}
         for failure in failures:  # what a rank has reported itself says more than its exit
             by_rank.setdefault(failure.rank, failure)
         return sorted(by_rank.values(), key=lambda failure: failure.failed_at)
+
+
+def _is_after_sigterm(failure: Failure, terminated_at: float | None) -> bool:
+    """Whether a rank of this machine has failed since SIGTERM came to this process, and so because of its own SIGTERM.
+
+    A handler may raise, and its exit cuts off the collectives of others. The failure that makes a launcher send SIGTERM
+    is reported before. The clocks of other machines cannot be compared so closely.
+    """
+    if terminated_at is None or failure.host != socket.gethostname():
+        return False
+    return failure.failed_at > time.time() - (time.monotonic() - terminated_at)

@@ -80,7 +80,8 @@ class RollCallDuty:
         self._has_run = has_run
         self._thread_id = threading.get_ident()  # the thread that runs the decorated function
         self._started_s = time.monotonic()
-        self._file = tempfile.NamedTemporaryFile(prefix="flyteplugins-tracking-stacks-", suffix=".txt")  # noqa: SIM115
+        # Without a name: it ends with this process, however that ends, and no forked child can remove it.
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._stopped = stopped
         self._alarmed_at = -1.0  # the progress that was the last one when this rank has called the roll
         self._answered = 0
@@ -93,7 +94,8 @@ class RollCallDuty:
         """Say where the other ranks find this one."""
         # Not by the attempt: torchelastic's agents count restarts each for itself. Episodes have numbers that go on.
         board = board.of_topic(_TOPIC)
-        place = [socket.gethostname(), os.getpid(), self._thread_id, self._file.name]
+        file = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+        place = [socket.gethostname(), os.getpid(), self._thread_id, file]
         board.put(f"place/{self._info.rank}", json.dumps(place))
         self._answered = board.count("episodes")
 
@@ -107,7 +109,10 @@ class RollCallDuty:
             episode = board.count("episodes", 1)
         if episode > self._answered:
             self._answered = episode
+            self._alarmed_at = self._last_progress()  # the roll is called once for all ranks that hang
             self._answer(board, episode, was_blocked)
+        elif was_blocked:
+            self._empty_file()  # nobody has asked
 
     def end(self, board: Board, has_failed: bool) -> None:
         """Nobody is told."""
@@ -127,20 +132,19 @@ class RollCallDuty:
 
     def _is_silent(self) -> bool:
         """Whether this rank calls the roll: once, until it has made progress again."""
-        last_s = max(progress.last_progress(), self._started_s)
-        is_late = time.monotonic() - last_s > self._timeout_s and last_s != self._alarmed_at
-        if not self._has_run or not is_late:
-            return False
-        self._alarmed_at = last_s
-        return True
+        last_s = self._last_progress()
+        return self._has_run and time.monotonic() - last_s > self._timeout_s and last_s != self._alarmed_at
+
+    def _last_progress(self) -> float:
+        return max(progress.last_progress(), self._started_s)
 
     def _answer(self, board: Board, episode: int, was_blocked: bool) -> None:
         if not was_blocked:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.dump_traceback(file=self._file, all_threads=True)
-        dump = Path(self._file.name).read_text(errors="replace")
-        os.ftruncate(self._file.fileno(), 0)
-        os.lseek(self._file.fileno(), 0, os.SEEK_SET)
+        self._file.seek(0)
+        dump = self._file.read().decode(errors="replace")
+        self._empty_file()
         where = stacks.place(stacks.frames_of(dump, self._thread_id))
         board.put(f"stacks/{episode}/{self._info.rank}", json.dumps({"place": f"at {where}", "dump": dump}))
         if self._report is not None:
@@ -148,6 +152,10 @@ class RollCallDuty:
                 self._report(self._roll_call(board, episode))
             except Exception:
                 logger.warning("the run does not show where the ranks are", exc_info=True)
+
+    def _empty_file(self) -> None:
+        self._file.seek(0)
+        self._file.truncate()
 
     def _roll_call(self, board: Board, episode: int) -> RollCall:
         answers: dict[int, Mapping[str, Any]] = {}
@@ -189,7 +197,7 @@ def _silent_rank(board: Board, rank: int) -> dict[str, str]:
     if host != socket.gethostname():
         return {"place": "does not answer", "dump": ""}
     state = proc.state(pid)
-    if not state:
+    if state in ("", "Z"):
         return {"place": "has ended", "dump": ""}
     if state in ("T", "t"):
         return {"place": "is stopped by a signal", "dump": ""}

@@ -262,13 +262,18 @@ def _failure(call: TrackedCall, error: BaseException, exit_code: int, context: E
     is_terminated = call.watcher is not None and call.watcher.terminated
     if exit_code in (0, INTERRUPTED, TERMINATED) or is_terminated or call.pid != os.getpid():
         return None
-    from flyteplugins_tracking._job.failures import Failure
-    from flyteplugins_tracking._runs import failures
+    failure = None
+    try:
+        from flyteplugins_tracking._job.failures import Failure
+        from flyteplugins_tracking._runs import failures
 
-    failure = Failure.of_error(error, 0 if call.info is None else call.info.rank, exit_code)
-    if call.parent is None and call.info is not None and not context.is_simulated:
-        failures.report(error, failure, call.info)
-        _reported.append((failure, call.info))
+        failure = Failure.of_error(error, 0 if call.info is None else call.info.rank, exit_code)
+        if call.parent is None and call.info is not None and not context.is_simulated:
+            failures.report(error, failure, call.info)
+            _reported.append((failure, call.info))
+    except Exception:
+        # The user's exception must leave the function, and not one of ours: there may be no thread to be had any more.
+        logger.warning("%s: the other ranks are not told of this exception", call.tracker, exc_info=True)
     return failure
 
 
@@ -277,7 +282,10 @@ def _withdraw_report() -> None:
     while _reported:
         from flyteplugins_tracking._runs import failures
 
-        failures.withdraw(*_reported.pop())
+        try:
+            failures.withdraw(*_reported.pop())
+        except Exception:
+            logger.warning("an exception that was handled may be taken for the end of this rank", exc_info=True)
 
 
 def _relay_report(call: TrackedCall, relay_report: Callable[[], object]) -> None:

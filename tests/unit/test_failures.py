@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flyteplugins_tracking import DistributedInfo
+from flyteplugins_tracking import DistributedInfo, tracking_init
 from flyteplugins_tracking._job import error_files
 from flyteplugins_tracking._job.board import Board, DirectoryStore
 from flyteplugins_tracking._job.failures import Failure, first_cause, is_secondary
@@ -57,9 +58,10 @@ def fail(rank: int, error: BaseException) -> Failure:
     return failure
 
 
-def read(own: Failure | None = None, terminated_at: float | None = 1.0, is_own_run: bool = False) -> str:
+def read(own: Failure | None = None, terminated_s: float | None = 0.0, is_own_run: bool = False) -> str:
+    """What a rank reads that SIGTERM has reached so many seconds ago."""
     reader = FailureReader(RANKS[0], is_alone=False, is_own_run=is_own_run)
-    verdict, _ = reader.verdict(own, terminated_at)
+    verdict, _ = reader.verdict(own, None if terminated_s is None else time.monotonic() - terminated_s)
     return "none" if verdict is None else f"{verdict.cause.rank} {verdict.cause.type} {verdict.others}"
 
 
@@ -72,10 +74,10 @@ def test_the_first_exception_of_user_code_is_the_cause(machine):
 
 def test_an_echo_alone_is_the_cause_unless_this_rank_is_terminated_and_alone_has_it(machine):
     own = Failure.of_error(cut_off(), 0, 1)
-    assert read(own, terminated_at=None) == "0 RuntimeError 0"
-    assert read(own, terminated_at=1.0) == "none"  # preempted: the others were too
+    assert read(own, terminated_s=None) == "0 RuntimeError 0"
+    assert read(own) == "none"  # preempted: the others were too
     fail(2, cut_off())
-    assert read(own, terminated_at=1.0) == "0 RuntimeError 1"  # a scheduler cuts nobody off
+    assert read(own) == "0 RuntimeError 1"  # a scheduler cuts nobody off
 
 
 def test_thousands_of_echoes_do_not_hide_the_cause(machine):
@@ -87,6 +89,12 @@ def test_thousands_of_echoes_do_not_hide_the_cause(machine):
 
 def test_a_sigterm_without_a_failure_is_none(machine):
     assert read() == "none"
+
+
+def test_what_a_rank_raises_because_of_its_sigterm_is_no_failure(machine):
+    fail(3, ValueError("its handler raises"))
+    fail(2, cut_off())
+    assert read(terminated_s=60.0) == "none"
 
 
 class EndingStore(DirectoryStore):
@@ -139,9 +147,9 @@ def test_a_run_of_one_rank_tells_of_that_ranks_own_failure(machine):
 def test_the_answer_stays(machine):
     reader = FailureReader(RANKS[0], is_alone=False, is_own_run=False)
     fail(3, ValueError("first"))
-    assert reader.verdict(None, 1.0)[1]
+    assert reader.verdict(None, time.monotonic())[1]
     fail(2, ValueError("second"))
-    verdict, is_new = reader.verdict(None, 1.0)
+    verdict, is_new = reader.verdict(None, time.monotonic())
     assert verdict is not None
     assert (verdict.cause.rank, is_new) == (3, False)
 
@@ -163,6 +171,47 @@ def test_a_failure_has_the_last_lines_and_no_key(monkeypatch):
         assert secret not in whole
     assert len(failure.traceback.splitlines()) <= 50
     assert Failure.from_json(whole) == failure
+
+
+def test_a_report_that_cannot_be_made_leaves_the_users_exception(monkeypatch):
+    def send(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(reports, "send", send)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+    @tracking_init(project="tests")
+    def train(error: Exception | None) -> str:
+        if error is not None:
+            raise error
+        return "done"
+
+    with pytest.raises(ValueError, match="bad batch"):
+        train(ValueError("bad batch"))
+    assert train(None) == "done"
+
+
+class MuteError(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_an_exception_without_a_text_is_a_failure_like_others(machine):
+    fail(3, MuteError())
+    assert read() == "3 test_failures.MuteError 0"
+    assert "exception str() failed" in Failure.of_error(raised(MuteError()), 1, 1).message
+
+
+def test_a_text_of_many_megabytes_or_of_bytes_that_are_no_text_stays_small_and_valid():
+    failure = Failure.of_error(raised(ValueError("first " + "x" * 10_000_000)), 1, 1)
+    assert failure.message.startswith("first ")
+    assert len(failure.to_json()) < 10_000
+    failure = Failure.of_error(raised(ValueError("name \udcff")), 1, 1)
+    assert failure.message.encode() == rb"name \udcff"
+    assert rb"name \udcff" in failure.traceback.encode()
 
 
 def test_ordinary_text_is_not_masked(monkeypatch):

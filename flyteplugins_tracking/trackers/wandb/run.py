@@ -97,7 +97,7 @@ class WandbHandle(Handle):
         self.run.summary.update(dict(values))
         if self.files is not None:
             path = os.path.join(self.files, f"{name}.txt")
-            with open(path, "w") as file:
+            with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
             self.run.save(path, base_path=self.files, policy="now")
 
