@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.launchers import RANK_VARIABLES
-from flyteplugins_tracking._job.store import job_store
+from flyteplugins_tracking._job.store import connected_store
 from flyteplugins_tracking._util import proc
 
 _NAMESPACE = "flyteplugins_tracking"
@@ -134,14 +134,13 @@ class Board:
 def job_board(info: DistributedInfo, env: Mapping[str, str], topic: str) -> Board | None:
     """Return the board in the job's store; None if the job has no store that is known.
 
-    It has a connection of its own: a thread that waits on a connection keeps all others from using it.
+    It has a connection of its own.
+
+    Raises:
+        RuntimeError: The store does not answer.
     """
-    store = job_store(info, env)
-    if store is None:
-        return None
-    while hasattr(store, "underlying_store"):  # a process group's prefixes: other processes do not know them
-        store = store.underlying_store
-    return Board(store.clone() if hasattr(store, "clone") else store, topic)
+    store = connected_store(info, env)
+    return None if store is None else Board(store, topic)
 
 
 def nearest_board(info: DistributedInfo, env: Mapping[str, str], topic: str, directory: Path | None = None) -> Board:

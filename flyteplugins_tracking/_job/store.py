@@ -17,7 +17,7 @@ Env = Mapping[str, str]
 
 STORE_TIMEOUT = timedelta(seconds=30)
 # For uses that must not delay the start of the job for longer.
-_SHORT_TIMEOUT = timedelta(seconds=5)
+_SHORT_TIMEOUT = timedelta(seconds=10)
 
 
 def is_torch_loaded() -> bool:
@@ -35,22 +35,44 @@ def has_job_store(info: DistributedInfo) -> bool:
 
 def job_store(info: DistributedInfo, env: Env) -> Any:
     """Return a `torch.distributed.Store` that all nodes of the job share; None if none is known."""
-    store = None
-    if info.launcher == "torchelastic":
-        with contextlib.suppress(IdentityError):
-            store = rendezvous_store(env, _SHORT_TIMEOUT) or agents_store(env, _SHORT_TIMEOUT)
-    dist: Any = sys.modules.get("torch.distributed")
-    if store is None and dist is not None and dist.is_available() and dist.is_initialized():
-        return dist.distributed_c10d._get_default_store() if dist.get_world_size() == info.world_size else None
-    return store
+    return _elastic_store(info, env) or _group_store(info)
+
+
+def connected_store(info: DistributedInfo, env: Env) -> Any:
+    """Return the job's store by a connection of its own: a thread that waits on a connection keeps others from it.
+
+    Raises:
+        RuntimeError: The store of the process group does not answer.
+    """
+    store = _elastic_store(info, env)
+    if store is not None:
+        return store
+    store = _group_store(info)
+    while hasattr(store, "underlying_store"):  # a process group's prefixes: other processes do not know them
+        store = store.underlying_store
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def _elastic_store(info: DistributedInfo, env: Env) -> Any:
+    """Return a new connection to torchelastic's store; None for another launcher, and if it does not answer."""
+    if info.launcher != "torchelastic":
+        return None
+    with contextlib.suppress(IdentityError):
+        return rendezvous_store(env, _SHORT_TIMEOUT) or agents_store(env, _SHORT_TIMEOUT)
+    return None
+
+
+def _group_store(info: DistributedInfo) -> Any:
+    """Return the store of the process group of all ranks; None if there is no such group."""
+    dist = loaded("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store() if dist.get_world_size() == info.world_size else None
 
 
 def hosts_job_store(info: DistributedInfo, env: Env) -> bool:
     """Return whether the job's store ends with this process: it is the process group's own, which rank 0 hosts."""
-    dist: Any = sys.modules.get("torch.distributed")
-    if info.rank != 0 or dist is None or not dist.is_available() or not dist.is_initialized():
-        return False
-    return job_store(info, env) is dist.distributed_c10d._get_default_store()
+    return info.rank == 0 and _group_store(info) is not None and _elastic_store(info, env) is None
 
 
 def rendezvous_store(env: Env, timeout: timedelta = STORE_TIMEOUT) -> Any:

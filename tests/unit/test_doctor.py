@@ -569,7 +569,7 @@ def test_a_torch_that_cannot_be_imported_is_an_error(ask, monkeypatch):
     def broken(*_: Any) -> None:
         raise OSError("libcudnn.so.9: cannot open shared object file")
 
-    monkeypatch.setattr("flyteplugins_tracking._job.board.job_store", broken)
+    monkeypatch.setattr("flyteplugins_tracking._job.board.connected_store", broken)
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
     assert status == 1
     assert "torch cannot be imported: libcudnn.so.9" in diagnostics(out, "error")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from flyteplugins_tracking import DistributedInfo, RunPlan
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking.trackers.base import Unwatched
+from flyteplugins_tracking.trackers.peers import barrier
 from flyteplugins_tracking.trackers.peers.barrier import WriterBarrier
 
 torch = pytest.importorskip("torch")
@@ -73,3 +77,15 @@ def test_a_writer_that_is_new_in_this_attempt_is_waited_for(store):
     assert missing(primary) == ["other"]
     other.leave()
     assert missing(primary) == []
+
+
+def test_a_store_that_does_not_answer_fails_no_training(monkeypatch, caplog):
+    def unreachable(*_: object) -> None:
+        raise torch.distributed.DistNetworkError("timed out")
+
+    monkeypatch.setattr(barrier, "job_board", unreachable)
+    info = DistributedInfo(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    plan = RunPlan(opens=True, run_id="run", primary=False, writers=2)
+    request = SimpleNamespace(info=info, plan=plan, planned_run_id="run", is_retry=False)
+    WriterBarrier.entered(request, "Pluto", "rank-1", []).leave()
+    assert "the store that the ranks share does not answer (timed out)" in caplog.text

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from flyteplugins_tracking._job.board import Board, job_board
+from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.store import hosts_job_store
 from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch
 
@@ -58,8 +59,9 @@ class WriterBarrier:
             label: This writer's name.
             others: The names of the writers that the primary waits for. A writer does not wait for itself.
         """
-        topic = f"writers/{title}/{request.planned_run_id}"
-        board = None if request.info is None else job_board(request.info, os.environ, topic)
+        board = (
+            None if request.info is None else _board(request.info, title, f"writers/{title}/{request.planned_run_id}")
+        )
         barrier = cls(board, label, others)
         if request.plan.primary:
             barrier.enter_as_primary()
@@ -158,3 +160,16 @@ class WriterBarrier:
         entries, own_entries = map(int, left.split())
         is_of_this_entry = own_entries >= self._entry and own_entries == board.count(f"entries/{label}")
         return entries >= self._entry or is_of_this_entry
+
+
+def _board(info: DistributedInfo, title: str, topic: str) -> Board | None:
+    try:
+        return job_board(info, os.environ, topic)
+    except RuntimeError as error:
+        logger.warning(
+            "%s: the store that the ranks share does not answer (%s). So the primary cannot wait for other writers, "
+            "and the run may end before their last rows",
+            title,
+            error,
+        )
+        return None
