@@ -214,6 +214,12 @@ def test_opening_waits_until_the_count_is_what_was_acknowledged(tmp_path, monkey
     assert len(calls) == asked
 
 
+def test_a_request_without_an_answer_may_have_arrived(log):
+    with log.open("a") as file:
+        file.write('\n{"msg":"filestream: sending request","history_offset":10,"history_lines":6}\n')
+    assert late_count.acknowledged_lines(log) == 16
+
+
 def test_opening_does_not_wait_for_what_was_sent_long_ago(tmp_path, log):
     os.utime(log, (1, 1))
     late_count.await_count(tmp_path, "x", lambda: pytest.fail("W&B was asked"), float("inf"))

@@ -38,7 +38,10 @@ def await_count(directory: Path, run_id: str, counts: Counts, deadline: float) -
 
 
 def acknowledged_lines(log: Path) -> int:
-    """Return how many rows of the run W&B has, as wandb-core has logged; 0 if it has sent none."""
+    """Return how many rows of the run W&B has, as wandb-core has logged; 0 if it has sent none.
+
+    A request that was not answered before the kill counts: W&B may have it.
+    """
     lines, sent = 0, None
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
@@ -47,9 +50,9 @@ def acknowledged_lines(log: Path) -> int:
                 entry = json.loads(text)
                 if entry["msg"] == "filestream: sending request":
                     sent = entry["history_offset"] + entry["history_lines"] if "history_offset" in entry else None
-                elif entry["msg"] == "filestream: request sent" and entry["status"].startswith("200"):
-                    lines, sent = lines if sent is None else sent, None
-    return lines
+                elif entry["msg"] == "filestream: request sent":
+                    lines, sent = sent if sent is not None and entry["status"].startswith("200") else lines, None
+    return lines if sent is None else sent
 
 
 def _is_right(counts: tuple[int, int] | None, lines: int) -> bool:

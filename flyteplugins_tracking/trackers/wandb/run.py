@@ -145,7 +145,10 @@ class WandbHandle(Handle):
         if self._next_row.waiting and method.__name__ == "log" and args and isinstance(args[0], dict):
             args = ({**self._next_row.take(), **args[0]}, *args[1:])
         if self._rollback is not None and method.__name__ == "log":
-            args, kwargs = self._placed(*args, **kwargs)
+            if self._rest_sent.is_set():
+                args, kwargs = self._placed(*args, **kwargs)
+            else:  # the row is held: the rows before it have no steps yet
+                method = self._placed_late(method)
         result = self._call_open(method, args, kwargs)
         return self._call_late(method, args, kwargs) if result is _NOT_OPEN else result
 
@@ -154,6 +157,14 @@ class WandbHandle(Handle):
         if self._rollback is not None:
             data, step = self._rollback.place(data, step, self._define_step)
         return (data, step, commit), kwargs
+
+    def _placed_late(self, log: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(log)
+        def placed(run: Any, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self._placed(*args, **kwargs)
+            return log(run, *args, **kwargs)
+
+        return placed
 
     def _define_step(self) -> None:
         self.run.define_metric("*", step_metric=self._request.config.step_metric)

@@ -86,6 +86,7 @@ class Attempt:
         others: The records of other kinds from about there on.
         last_step: The step of the last row; -1 if there is none.
         exit_code: None if the run was not ended.
+        has_rows_before: Whether its file has all that the attempts before it had left.
     """
 
     directory: Path
@@ -94,6 +95,7 @@ class Attempt:
     others: list[tuple[str, Any]] = field(default_factory=list)
     last_step: int = -1
     exit_code: int | None = None
+    has_rows_before: bool = False
 
     def is_open(self) -> bool:
         """Whether a process has the run open."""
@@ -133,8 +135,8 @@ def begin(run: Any, deadline: float | None, is_shared: bool, durable: bool = Fal
     """
     if JOURNAL in vars(run):  # another function has it open
         return
-    sending = _begin(run, is_shared, durable)
-    for _ in _safely(sending, run):
+    sending = _safely(_begin(run, is_shared, durable), run)
+    for _ in sending:
         if deadline is not None and time.monotonic() > deadline:
             vars(run)[_REST] = sending
             return
@@ -147,7 +149,7 @@ def has_rest(run: Any) -> bool:
 
 def send_rest(run: Any) -> None:
     """Send what `begin` had no time for."""
-    for _ in _safely(vars(run).pop(_REST), run):
+    for _ in vars(run).pop(_REST):
         pass
 
 
@@ -168,6 +170,7 @@ def _begin(run: Any, is_shared: bool, durable: bool) -> Iterator[object]:
     place, directory = Place.of(run), run_directory(run)
     starting_step = vendor.starting_step(run)
     attempts: list[Attempt] = []
+    is_complete = False
     try:
         for attempt in pending(place, directory, starting_step):
             if attempt.last_step < starting_step:
@@ -175,8 +178,10 @@ def _begin(run: Any, is_shared: bool, durable: bool) -> Iterator[object]:
             elif not attempt.is_open():
                 attempts.append(attempt)
         yield from send(run, attempts)
+        is_complete = True
     finally:
-        header = {"place": place, "step": vendor.starting_step(run), "is_shared": is_shared}
+        step = vendor.starting_step(run)
+        header = {"place": place, "step": step, "is_shared": is_shared, "is_complete": is_complete}
         journal = Journal(directory, f"{_OWNER}-{secrets.token_hex(3)}", header, _SEGMENTS, durable)
         vars(run)[JOURNAL] = RunJournal(journal, attempts)
         vendor.on_rows(run, journal.add)
@@ -209,12 +214,25 @@ def run_directory(run: Any) -> Path:
     return Path(str(run.dir)).parent
 
 
-def pending(place: Place, own: Path, starting_step: int = 0) -> Iterator[Attempt]:
-    """Yield the other attempts of which the service may lack rows, in the order of their start."""
-    for directory in sorted(own.parent.glob(f"run-*-{place.run_id}*")):
+def pending(place: Place, own: Path, starting_step: int = 0) -> list[Attempt]:
+    """Return the other attempts of which the service may lack rows, in the order of their start.
+
+    An attempt has first written what those before it had left. Once its file has a row of its own, it has all of that:
+    the journals of those before it are removed, so that opening does not take longer with each attempt.
+    """
+    attempts: list[Attempt] = []
+    is_covered = False
+    for directory in sorted(own.parent.glob(f"run-*-{place.run_id}*"), reverse=True):
         journals = [] if directory == own else journals_of(directory, place)
-        if journals:
-            yield read(directory, journals, starting_step)
+        if not journals:
+            continue
+        attempt = Attempt(directory, journals) if is_covered else read(directory, journals, starting_step)
+        if not is_covered or attempt.is_open():
+            attempts.append(attempt)
+            is_covered = is_covered or attempt.has_rows_before
+        else:
+            attempt.acknowledged()
+    return attempts[::-1]
 
 
 def journals_of(directory: Path, place: Place) -> list[StoredJournal]:
@@ -301,26 +319,36 @@ def read(directory: Path, journals: Sequence[StoredJournal], starting_step: int)
 def _read_file(
     attempt: Attempt, file: Path | None, starting_step: int, written_at: float, logged_since: float
 ) -> tuple[Counter[Any], dict[str, Any]]:
-    """Read the end of the file. Returns the times of its rows, and the values of its last row."""
-    stamps: Counter[Any] = Counter()
-    first: dict[str, Any] = {}
-    last: dict[str, Any] = {}
+    """Read the end of the file. Returns the times of its last rows, and the values of its last row."""
     for data, is_all in datastore.windows(file) if file is not None else ():
         parsed = [vendor.parse_record(one) for one in data]
-        rows = [(row, _own_values(row)) for kind, row in parsed if kind == "history"]
-        if not rows and not is_all:
+        rows = [row for kind, row in parsed if kind == "history"]
+        if not is_all and (not rows or rows[0].step.num >= starting_step):
             continue
-        first, last = (rows[0][1], rows[-1][1]) if rows else ({}, {})
-        seconds = float(last.get("_runtime", 0)) - float(first.get("_runtime", 0))
-        has_all = first.get("_step", 0) < starting_step and written_at - seconds < logged_since - 1
-        if is_all or has_all:
-            stamps.update(values.get("_timestamp") for _, values in rows)
-            attempt.rows = {values["_step"]: row for row, values in rows if values.get("_step", -1) >= starting_step}
-            attempt.last_step = last.get("_step", -1)
-            attempt.others = [(kind, record) for kind, record in parsed if kind in _OTHERS]
-            attempt.exit_code = next((record.exit_code for kind, record in parsed if kind == "exit"), None)
+        first, last = (_own_values(rows[0]), _own_values(rows[-1])) if rows else ({}, {})
+        # How much older a row of the file may be than its last one, and still be one of the journals.
+        since_s = float(last.get("_runtime", 0)) - (written_at - logged_since) - 1
+        if not is_all and float(first.get("_runtime", 0)) > since_s:
+            continue
+        attempt.rows = {row.step.num: row for row in rows if row.HasField("step") and row.step.num >= starting_step}
+        attempt.last_step = last.get("_step", -1)
+        first_own = [journal.header["step"] for journal in attempt.journals if journal.header.get("is_complete")]
+        attempt.has_rows_before = bool(first_own) and attempt.last_step >= max(first_own)
+        attempt.others = [(kind, record) for kind, record in parsed if kind in _OTHERS]
+        attempt.exit_code = next((record.exit_code for kind, record in parsed if kind == "exit"), None)
+        return _stamps(rows, since_s), last
+    return Counter(), {}
+
+
+def _stamps(rows: Sequence[Any], since_s: float) -> Counter[Any]:
+    """Return the times of the rows since a time of the run."""
+    stamps: Counter[Any] = Counter()
+    for row in reversed(rows):
+        values = _own_values(row)
+        if float(values.get("_runtime", 0)) < since_s:
             break
-    return stamps, last
+        stamps[values.get("_timestamp")] += 1
+    return stamps
 
 
 def _kept_rows(journals: Sequence[StoredJournal], written_at: float) -> list[_Row]:
