@@ -139,9 +139,10 @@ def job_board(info: DistributedInfo, env: Mapping[str, str], topic: str) -> Boar
     store = job_store(info, env)
     if store is None:
         return None
+    is_of_group = hasattr(store, "underlying_store")  # its threads use this connection; torchelastic's is a new one
     while hasattr(store, "underlying_store"):  # a process group's prefixes: other processes do not know them
         store = store.underlying_store
-    return Board(store.clone() if hasattr(store, "clone") else store, topic)
+    return Board(store.clone() if is_of_group and hasattr(store, "clone") else store, topic)
 
 
 def nearest_board(info: DistributedInfo, env: Mapping[str, str], topic: str, directory: Path | None = None) -> Board:
