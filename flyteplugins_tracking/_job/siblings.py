@@ -33,6 +33,9 @@ _STOP = b"."
 _LOOK_AGAIN_MS, _LONGEST_PAUSE_MS = 50, 60_000
 # How long a rank that exits because of a SIGTERM needs at least.
 _EXIT_S = 0.01
+# By how much two threads of this process may notice, in the wrong order, that a signal has ended a rank and that the
+# launcher has sent SIGTERM: multiprocessing's spawn sends it within a millisecond.
+_NOTICE_S = 0.05
 # How long after a rank's end its agent ends the others, or their collectives are cut.
 _UNKNOWN_S = 10.0
 
@@ -78,7 +81,7 @@ class Ended:
         if self.status is None:  # it may have returned, long ago
             now_s = time.monotonic() if terminated_at is None else terminated_at
             return now_s - _UNKNOWN_S < self.at < now_s
-        margin_s = 0.0 if self.signal else _EXIT_S
+        margin_s = -_NOTICE_S if self.signal else _EXIT_S
         return terminated_at is None or self.at < terminated_at - margin_s
 
     @property

@@ -31,6 +31,9 @@ _TOPIC = "ranks"
 _STOP_S = 5.0
 # The monitor of this process.
 _current: Monitor | None = None
+# The board of the last monitor, and its process, if the next call can use it: connecting anew for each call costs time,
+# and torch's store keeps a client that connects many times within a second waiting for seconds.
+_kept: tuple[int, Board] | None = None
 
 
 class Duty(Protocol):
@@ -65,11 +68,12 @@ class Monitor:
         self.pid = os.getpid()
         self._info = info
         # Here and not in the thread: it may import torch, which two threads must not do at once.
-        self._board = self._first_board = nearest_board(info, os.environ, _TOPIC)
+        self._board = self._first_board = _kept_board() or nearest_board(info, os.environ, _TOPIC)
         # The store of the process group that the board is in. Not held: it ends with its group, and so does its port.
         self._group_store: Callable[[], Any] = _nothing
         self._stopped = threading.Event()
         self._has_failed = False
+        self._has_board = True
         self._duties = [duty(self._stopped) for duty in duties]
         self._thread = threading.Thread(target=self._watch, name="flyteplugins_tracking.monitor", daemon=True)
         self._thread.start()
@@ -80,7 +84,7 @@ class Monitor:
         Args:
             has_failed: Whether the function has raised.
         """
-        global _current
+        global _current, _kept
         _current = None
         self._has_failed = has_failed
         self._stopped.set()
@@ -88,6 +92,8 @@ class Monitor:
         if not self._thread.is_alive():
             for duty in self._duties:
                 duty.close()
+            if self._info.launcher == "torchelastic" and self._has_board:  # its store stays as long as this process
+                _kept = (self.pid, self._first_board)
             if self._info.world_size == 1:
                 self._first_board.remove()  # nobody else reads it
 
@@ -99,7 +105,8 @@ class Monitor:
                     break
             except (RuntimeError, OSError):
                 if self._board is self._first_board:
-                    break  # the store goes when the job ends
+                    self._has_board = False  # the store goes when the job ends
+                    break
                 self._board = self._first_board  # the process group has ended, and the function goes on
         with suppress(RuntimeError, OSError):
             for duty in self._duties:
@@ -131,6 +138,13 @@ class Monitor:
             self._board = job_board(self._info, os.environ, _TOPIC) or self._first_board
             return True
         return False
+
+
+def _kept_board() -> Board | None:
+    """Take the board that an earlier call of this process has left. A forked child must not use its parent's."""
+    global _kept
+    kept, _kept = _kept, None
+    return kept[1] if kept is not None and kept[0] == os.getpid() else None
 
 
 def _nothing() -> None:

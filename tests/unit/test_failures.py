@@ -241,6 +241,11 @@ def test_the_exit_of_another_rank_of_this_machine(status, is_cause, kind, exit_c
     assert (failure.type, failure.exit_code) == (kind, exit_code)
 
 
+@pytest.mark.parametrize(("status", "is_cause"), [(9, True), (6, True), (7 << 8, False), (15, False)])
+def test_a_signals_end_that_is_seen_a_moment_after_sigterm_is_the_cause(status, is_cause):
+    assert Ended(rank=2, pid=1, status=status, at=10.0).is_cause(terminated_at=9.99) == is_cause
+
+
 def test_an_exit_of_unknown_status_counts_if_the_job_has_ended_soon_after():
     ended = Ended(rank=2, pid=1, status=None, at=10.0)
     assert ended.is_cause(terminated_at=12.0)
