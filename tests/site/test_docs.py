@@ -224,7 +224,9 @@ def test_commands_name_what_is_there(page, command):
     for name, extras in re.findall(r"(flyteplugins-tracking)\[([\w,]+)\]", command):
         assert set(extras.split(",")) <= extras_of(name)
     for module in re.findall(r"-m (flyteplugins_tracking[\w.]*)", command):
-        assert any(importlib.util.find_spec(name) for name in (f"{module}.__main__", module) if "." in name)
+        found = importlib.util.find_spec(module)
+        assert found is not None
+        assert found.submodule_search_locations is None or importlib.util.find_spec(f"{module}.__main__")
     if words[0] == "torchrun":
         from torch.distributed.run import get_args_parser
 
