@@ -1,4 +1,4 @@
-"""What both SDKs' `Elastic` configurations ask for."""
+"""The nodes that both SDKs' `Elastic` configurations ask for."""
 
 from __future__ import annotations
 

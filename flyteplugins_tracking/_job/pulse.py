@@ -22,7 +22,7 @@ State = Literal["running", "returned", "failed"]
 
 @dataclass(frozen=True)
 class Pulse:
-    """What a rank has put on the board.
+    """The state that a rank has put on the board.
 
     Attributes:
         steps: The steps that it has made since the function began.

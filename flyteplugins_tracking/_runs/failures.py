@@ -58,7 +58,7 @@ class Verdict:
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """What the run's summary gains."""
+        """The values for the run's summary."""
         cause = self.cause
         return {
             "failure/rank": cause.rank,

@@ -43,7 +43,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class RollCall:
-    """What the ranks have answered.
+    """The answers of the ranks.
 
     Attributes:
         verdict: Who is where, in one line.
@@ -189,7 +189,7 @@ def duty_of(call: TrackedCall, info: DistributedInfo, timeout_s: float, stopped:
 
 
 def _silent_rank(board: Board, rank: int) -> dict[str, str]:
-    """What can be told of a rank that does not answer: from this machine, if it is here."""
+    """Return all that is known of a rank that does not answer: from this machine, if it is here."""
     text = board.get(f"place/{rank}")
     if text is None:
         return {"place": "has not entered the function", "dump": ""}

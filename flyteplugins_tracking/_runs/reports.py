@@ -63,7 +63,7 @@ def _topic(is_secondary: bool) -> str:
 
 
 class Reports:
-    """What the other ranks of this attempt have reported, for a rank that has a run."""
+    """The reports of the other ranks of this attempt, for a rank that has a run."""
 
     def __init__(self, info: DistributedInfo, directory: Path) -> None:
         """Watch the board from here on, if there are other nodes.

@@ -77,7 +77,7 @@ class RunJournal:
 
 @dataclass
 class Attempt:
-    """What an earlier attempt has left in its directory.
+    """The records that an earlier attempt has left in its directory.
 
     Attributes:
         directory: The directory.

@@ -483,7 +483,7 @@ def parse_row(data: bytes) -> Any:
 
 
 class Stored(NamedTuple):
-    """What the service has of a run."""
+    """The state of a run at the service."""
 
     state: str
     rows: int
