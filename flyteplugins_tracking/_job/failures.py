@@ -1,4 +1,4 @@
-"""The failure of a rank: its exception, in a form that other ranks can read, and which of several was the first cause."""
+"""The failure of a rank: its exception, in a form that other ranks can read, and which of several was the first."""
 
 from __future__ import annotations
 

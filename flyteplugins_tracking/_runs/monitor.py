@@ -37,7 +37,7 @@ _kept: tuple[int, Board] | None = None
 
 
 class Duty(Protocol):
-    """A task that the thread does now and then. The board goes when the job ends: then the methods raise a RuntimeError."""
+    """A task of the thread. The board goes when the job ends: then the methods raise a RuntimeError."""
 
     def next_wait_s(self) -> float:
         """Return how long the thread waits before the next `look`. Called once for each."""
