@@ -1,4 +1,4 @@
-"""The rows that earlier attempts of a run have left in journals on this machine, for the attempt that opens it again."""
+"""The rows that earlier attempts of a run have left in journals here, for the attempt that opens it again."""
 
 from __future__ import annotations
 
