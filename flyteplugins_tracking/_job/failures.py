@@ -65,7 +65,7 @@ class Failure:
         """Return the failure of this process, whose function has raised `error`."""
         stack = "".join(traceback.format_exception(type(error), error, _of_user(error.__traceback__)))
         kind = type(error)
-        prefix = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+        prefix = "" if kind.__module__ in ("builtins", "__main__", "__mp_main__") else f"{kind.__module__}."
         return cls(
             rank=rank,
             type=prefix + kind.__qualname__,

@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,11 @@ def _tracked(
     token = None
     exit_code, failure = 0, None
     _withdraw_report()
-    call = start.call()
+    try:
+        call = start.call()
+    except Exception as error:
+        _report(error, 1, start.info, start.reports)
+        raise
     try:
         token = calls.current.set(call)
         if call.watcher is not None:
@@ -102,7 +106,7 @@ def _tracked(
             context.on_return(call)
     except BaseException as error:
         exit_code = exit_code_of(error, context.success_exceptions)
-        failure = _failure(call, error, exit_code, context)
+        failure = _failure(call, error, exit_code, start)
         raise
     finally:
         try:
@@ -150,6 +154,18 @@ class _Start:
     task: Task | None
     parent: TrackedCall | None
     override: calls.Override | None
+
+    @property
+    def info(self) -> DistributedInfo | None:
+        """This rank, as far as it can be told."""
+        with suppress(TopologyError):
+            return detect(os.environ)
+        return None
+
+    @property
+    def reports(self) -> bool:
+        """Whether the call's exceptions are the end of the rank, as far as this library knows."""
+        return self.parent is None and not self.context.is_simulated
 
     @property
     def _has_workers(self) -> bool | None:
@@ -257,23 +273,28 @@ def _propagated_run(call: TrackedCall, tracker: Tracker, context: ExecutionConte
     return context.propagate_run(tracker, call.run.vendor_run)
 
 
-def _failure(call: TrackedCall, error: BaseException, exit_code: int, context: ExecutionContext) -> Failure | None:
+def _failure(call: TrackedCall, error: BaseException, exit_code: int, start: _Start) -> Failure | None:
     """Return why this rank fails, and report it to the others. None if it does not fail, but is stopped."""
     is_terminated = call.watcher is not None and call.watcher.terminated
     if exit_code in (0, INTERRUPTED, TERMINATED) or is_terminated or call.pid != os.getpid():
         return None
+    return _report(error, exit_code, call.info, start.reports)
+
+
+def _report(error: BaseException, exit_code: int, info: DistributedInfo | None, reports: bool) -> Failure | None:
+    """Return the failure of this rank, and tell the others of it if `reports`. Raises nothing."""
     failure = None
     try:
         from flyteplugins_tracking._job.failures import Failure
         from flyteplugins_tracking._runs import failures
 
-        failure = Failure.of_error(error, 0 if call.info is None else call.info.rank, exit_code)
-        if call.parent is None and call.info is not None and not context.is_simulated:
-            failures.report(error, failure, call.info)
-            _reported.append((failure, call.info))
+        failure = Failure.of_error(error, 0 if info is None else info.rank, exit_code)
+        if info is not None and reports:
+            failures.report(error, failure, info)
+            _reported.append((failure, info))
     except Exception:
         # The user's exception must leave the function, and not one of ours: there may be no thread to be had any more.
-        logger.warning("%s: the other ranks are not told of this exception", call.tracker, exc_info=True)
+        logger.warning("the other ranks are not told why this one fails", exc_info=True)
     return failure
 
 

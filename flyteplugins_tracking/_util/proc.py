@@ -57,10 +57,11 @@ def state(pid: int) -> str:
 
 def started_at() -> float:
     """Return when this process was started, in seconds since the epoch; 0 if that is unknown."""
-    ticks, uptime_s = start_time(os.getpid()), _read("/proc/uptime").split()
-    if not ticks or not uptime_s:
+    ticks = start_time(os.getpid())
+    if not ticks:
         return 0.0
-    return time.time() - float(uptime_s[0]) + int(ticks) / os.sysconf("SC_CLK_TCK")
+    # Not /proc/uptime: in a container with lxcfs it is the container's, and the ticks are not.
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_memory() -> int | None:

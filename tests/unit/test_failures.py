@@ -17,7 +17,9 @@ from flyteplugins_tracking._job.failures import Failure, first_cause, is_seconda
 from flyteplugins_tracking._job.siblings import Ended
 from flyteplugins_tracking._runs import reports
 from flyteplugins_tracking._runs.failures import FailureReader, report, withdraw
+from flyteplugins_tracking._runs.lifecycle import _withdraw_report
 from flyteplugins_tracking._util.secrets import masked
+from flyteplugins_tracking.errors import TrackerUnavailableError
 
 RANKS = [DistributedInfo(rank, 4, rank, 4, 0, 1, launcher="mpich") for rank in range(4)]
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -190,6 +192,23 @@ def test_a_report_that_cannot_be_made_leaves_the_users_exception(monkeypatch):
     with pytest.raises(ValueError, match="bad batch"):
         train(ValueError("bad batch"))
     assert train(None) == "done"
+
+
+def test_a_run_that_cannot_be_opened_is_why_its_rank_fails(machine, monkeypatch):
+    file = machine / "error.json"
+    variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "WANDB_MODE": "online"}
+    for name, value in {**variables, "TORCHELASTIC_ERROR_FILE": str(file)}.items():
+        monkeypatch.setenv(name, value)
+
+    @tracking_init(project="tests", run_mode="new", id="unopened", secret=lambda: {}["key"])
+    def train() -> None:
+        raise AssertionError
+
+    with pytest.raises(TrackerUnavailableError):
+        train()
+    assert "TrackerUnavailableError: secret= raised KeyError" in json.loads(file.read_text())["message"]["message"]
+    assert read() == "3 flyteplugins_tracking.errors.TrackerUnavailableError 0"
+    _withdraw_report()
 
 
 class MuteError(Exception):
