@@ -93,6 +93,7 @@ def _tracked(
     exit_code, failure = 0, None
     _withdraw_report()
     call = start.call()
+    call.config, call.is_simulated = config, context.is_simulated
     try:
         token = calls.current.set(call)
         if call.watcher is not None:
@@ -106,10 +107,14 @@ def _tracked(
         raise
     finally:
         try:
+            if call.stopping is not None:
+                call.stopping.function_ended()
             _close(call, exit_code, failure)
             if exit_code == 0 and call.relay_report is not None:
                 _relay_report(call, call.relay_report)
         finally:
+            if call.stopping is not None:
+                call.stopping.closed()
             if token is not None:
                 calls.current.reset(token)
 
@@ -297,6 +302,8 @@ def _close(call: TrackedCall, exit_code: int, failure: Failure | None) -> None:
         finally:
             if call.restore is not None:
                 call.restore()
+            if call.watcher is not None:
+                call.watcher.stop()
         return
     from flyteplugins_tracking._runs import close as closing
 
