@@ -62,6 +62,7 @@ class RecordedRun:
         rows_overwritten: How many rows took the place of a different one, which is lost.
         connections: How many TCP connections have carried filestream requests.
         open_connections: How many of them are open.
+        stop_requested: Whether somebody has pressed the run's Stop button. A test sets it.
     """
 
     entity: str
@@ -86,6 +87,7 @@ class RecordedRun:
     rows_overwritten: int = 0
     connections: int = 0
     open_connections: int = 0
+    stop_requested: bool = False
     _has_default_writer: bool = field(default=False, repr=False)
     _preempting: bool = field(default=False, repr=False)
     _rows: dict[_Place, Row] = field(default_factory=dict, repr=False)
@@ -428,8 +430,9 @@ class Operations:
         run = self._store.get((entity, project, given["name"]))
         return {"model": {**_project(entity, project), "bucket": run and run.resume_status()}}
 
-    def RunStoppedStatus(self, _: Json) -> Json:
-        return {"project": {"run": {"stopped": False}}}
+    def RunStoppedStatus(self, given: Json) -> Json:
+        run = self._store.get((given.get("entityName") or ENTITY, given["projectName"], given["runId"]))
+        return {"project": {"run": {"stopped": run is not None and run.stop_requested}}}
 
     def CreateRunFiles(self, given: Json) -> Json:
         key = (given["entity"], given["project"], given["run"])

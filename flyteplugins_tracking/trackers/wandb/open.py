@@ -264,6 +264,7 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
     effective = vendor.effective_settings(settings)
     for name, value in _SAFER_SETTINGS.items():
         vendor.set_default(settings, effective, name, value)
+    vendor.on_stop_request(settings, request.ask_to_stop)
     if (mode or effective.mode) not in _NOT_ONLINE:
         _authenticate(settings, effective, request)
     return settings
