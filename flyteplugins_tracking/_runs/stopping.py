@@ -137,10 +137,10 @@ class Stopping:
                 self._monitor.stop(has_failed=False)
             elif isinstance(self._ranks, Agreement):
                 self._monitor.remove(self._ranks)
-        if self._call.watcher is not None and self._call.watcher is not closing.WATCHER:
-            self._call.watcher.postpone(None)  # the function's thread waits for the signal's effect
         if self._ranks.committed is not None and self._ranks.stopped_at is not None:
             self._record(self._ranks.committed, self._ranks.stopped_at)
+        if self._call.watcher is not None and self._call.watcher is not closing.WATCHER:
+            self._call.watcher.postpone(None)  # the function's thread waits for the signal's effect
 
     def closed(self) -> None:
         """Forget the function. Called when its run has been closed."""
