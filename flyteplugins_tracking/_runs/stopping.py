@@ -44,8 +44,8 @@ def should_stop(step: int | None = None) -> bool:
     until the function ends. It is no collective, and costs some 0.1 us.
 
     The ranks are asked to stop by SIGTERM or SIGUSR1 on any rank, by `request_stop`, by the launcher's time limit (see
-    `stop_before_s` of `tracking_init`), or by the tracker's service, if that has a Stop button. While they agree, and until
-    `stop_grace_s` after the signal, SIGTERM does not interrupt the function.
+    `stop_before_s` of `tracking_init`), or by the tracker's service, if that has a Stop button. While they agree, and
+    until `stop_grace_s` after the signal, SIGTERM does not interrupt the function.
 
     In one process it is this process's flag; so it is in a job of several nodes without a store that all ranks know.
     Outside a decorated function it returns False.
