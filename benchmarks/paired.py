@@ -27,6 +27,7 @@ ROWS = (
     "training_step",
     "shutdown",
     "pulse",
+    "stopping",
     "growth",
 )
 

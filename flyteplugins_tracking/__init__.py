@@ -43,6 +43,8 @@ __all__ = [
     "plan",
     "prefix_metrics",
     "process_group",
+    "request_stop",
+    "should_stop",
     "sweep_agent",
     "tracking_config",
     "tracking_init",
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._job.metrics import gather_metrics, prefix_metrics
     from flyteplugins_tracking._job.process_group import process_group
     from flyteplugins_tracking._runs.progress import heartbeat
+    from flyteplugins_tracking._runs.stopping import request_stop, should_stop
     from flyteplugins_tracking._sweeps.agent import get_sweep_parameters, sweep_agent
     from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
 else:  # without the `else`, a type checker would accept every misspelt name
@@ -64,6 +67,7 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "_job.metrics": ("gather_metrics", "prefix_metrics"),
         "_job.process_group": ("process_group",),
         "_runs.progress": ("heartbeat",),
+        "_runs.stopping": ("request_stop", "should_stop"),
         "_sweeps.agent": ("get_sweep_parameters", "sweep_agent"),
         "_sweeps.sweep": ("get_sweep_id", "tracking_sweep", "tracking_sweep_config"),
     }

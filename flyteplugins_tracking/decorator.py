@@ -41,6 +41,8 @@ def tracking_init(
     finish_timeout_s: float = 25.0,
     hang_timeout_s: float | None = None,
     pulse_s: float | None = None,
+    stop_grace_s: float = 25.0,
+    stop_before_s: float | None = None,
     rank_prefix: bool = False,
     allow_config: bool = False,
     step_metric: str = "global_step",
@@ -91,6 +93,10 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             `ranks/slowest`, the rank with the most of it; `ranks/memory/max`, in MiB; and `ranks/silent`, the number of
             ranks that have put nothing on the board for 2 pulses. `python -m flyteplugins_tracking ranks` shows the
             board. None for no pulse.
+        stop_grace_s: Seconds after SIGTERM in which a loop that calls `should_stop()` is not interrupted. Launchers
+            kill 30 s after it. No effect on a function that does not call `should_stop()`.
+        stop_before_s: Seconds before the launcher's time limit at which `should_stop()` returns True. The limit is
+            known under Slurm, by SLURM_JOB_END_TIME. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
         allow_config: In a shared run, let all ranks change its config, and not only the primary.
         step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter. In another

@@ -48,6 +48,8 @@ class TrackingConfig:
         finish_timeout_s: Seconds that finishing may take.
         hang_timeout_s: Seconds without a row or a heartbeat after which the ranks' stacks are reported; None for never.
         pulse_s: Seconds between two pulses of a rank, which the primary logs; None for none.
+        stop_grace_s: Seconds after SIGTERM that a loop which calls `should_stop()` has to end.
+        stop_before_s: Seconds before the launcher's time limit at which such a loop is asked to stop; None for never.
         rank_prefix: Whether the keys that a rank logs to a shared run get the prefix `rank_{rank}/`.
         allow_config: Whether all ranks of a shared run may change its config.
         step_metric: The column that `step=` becomes in a shared run, and after a rollback.
@@ -74,6 +76,8 @@ class TrackingConfig:
     finish_timeout_s: float = 25.0
     hang_timeout_s: float | None = None
     pulse_s: float | None = None
+    stop_grace_s: float = 25.0
+    stop_before_s: float | None = None
     rank_prefix: bool = False
     allow_config: bool = False
     step_metric: str = "global_step"
@@ -89,7 +93,8 @@ class TrackingConfig:
         check_choice("if_unavailable", self.if_unavailable, get_args(IfUnavailable))
         check_seconds("init_timeout_s", self.init_timeout_s)
         check_seconds("finish_timeout_s", self.finish_timeout_s)
-        for name in ("hang_timeout_s", "pulse_s"):
+        check_seconds("stop_grace_s", self.stop_grace_s)
+        for name in ("hang_timeout_s", "pulse_s", "stop_before_s"):
             if getattr(self, name) is not None:
                 check_seconds(name, getattr(self, name))
         for name in ("rank_prefix", "allow_config", "durable", "download_logs"):

@@ -41,6 +41,9 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool:
         """Whether all keys have been stored."""
 
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Store a value if the present one is `expected`, "" for none; return the one that is stored then."""
+
 
 class Board:
     """A part of a job's board.
@@ -58,6 +61,11 @@ class Board:
         self._store = store
         self._prefix = f"{_NAMESPACE}/{topic}"
         self._known: set[str] = set()  # names that have a text: none is ever taken away
+
+    @property
+    def is_of_machine(self) -> bool:
+        """Whether only ranks of this machine read it."""
+        return isinstance(self._store, DirectoryStore)
 
     @property
     def address(self) -> Mapping[str, Any] | None:
@@ -85,6 +93,10 @@ class Board:
     def put(self, key: str, text: str) -> None:
         """Store a text, in the place of an earlier one."""
         self._store.set(f"{self._prefix}/{key}", text)
+
+    def put_first(self, key: str, text: str) -> str:
+        """Store a text if there is none, and return the one that is stored: the same to all ranks."""
+        return bytes(self._store.compare_set(f"{self._prefix}/{key}", "", text)).decode()
 
     def get(self, key: str) -> str | None:
         """Return the text of this key; None if there is none."""
@@ -201,6 +213,13 @@ class DirectoryStore:
     def get(self, key: str) -> bytes:
         """Return a value that has been stored."""
         return self._read(key)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Store a value if the present one is `expected`, "" for none; return the one that is stored then."""
+        with self._locked():
+            if self._read(key) == expected.encode():
+                self._write(key, value)
+            return self._read(key)
 
     def check(self, keys: Iterable[str]) -> bool:
         """Whether all keys have been stored."""

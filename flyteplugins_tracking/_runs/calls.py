@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._runs.failures import FailureReader
     from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
     from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
+    from flyteplugins_tracking._runs.stopping import Stopping
     from flyteplugins_tracking._util.lock import RunLock
     from flyteplugins_tracking.trackers.base import Handle, Tracker
 
@@ -94,7 +95,7 @@ class OpenRun:
         return self.opener_exit_code is None or self.joined > 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TrackedCall:
     """One call of a decorated function.
 
@@ -109,6 +110,10 @@ class TrackedCall:
         restore: Undoes what the tracker has done on a rank without a run.
         relay_report: On rank 0, shows the report of a primary that is another rank; None if there is nothing to show.
         pid: The process that the call began in; a forked child must not end it.
+        config: The arguments of the call.
+        is_simulated: Whether the process stands for a rank of a test.
+        stopping: What `should_stop` has started; None until the function calls it.
+        stop_reason: In a simulation, why the function is asked to stop; None if it is not.
     """
 
     tracker: str
@@ -121,6 +126,10 @@ class TrackedCall:
     restore: Callable[[], object] | None = None
     relay_report: Callable[[], object] | None = None
     pid: int = field(default_factory=os.getpid)
+    config: TrackingConfig = field(default_factory=TrackingConfig)
+    is_simulated: bool = False
+    stopping: Stopping | None = None
+    stop_reason: str | None = None
 
 
 # The call of this thread or task; and all calls of this process, for threads that a decorated function starts: they do
@@ -145,12 +154,22 @@ def get_run(tracker: str | None = None) -> Any:
         worker. Threads started inside the function see its run; if several trainings run at once in threads, theirs
         must be started with `contextvars.copy_context().run`, and get None without.
     """
-    call = current.get()
-    if call is None and _running:
-        call = _innermost()
+    call = here()
     if tracker is not None:
         call = _nearest(call, tracker)
     return None if call is None or call.run is None else call.run.vendor_run
+
+
+def here() -> TrackedCall | None:
+    """Return the call that this thread or task is in; None outside of a decorated function. See `get_run`."""
+    call = current.get()
+    return _innermost() if call is None and _running else call
+
+
+def of_simulation(call: TrackedCall) -> list[TrackedCall]:
+    """Return the running calls of the simulation that `call` belongs to."""
+    with _lock:
+        return [running for running in _running if running.override is call.override]
 
 
 @contextmanager

@@ -97,6 +97,7 @@ def _tracked(
     except Exception as error:
         _report(error, 1, start.info, start.reports)
         raise
+    call.config, call.is_simulated = config, context.is_simulated
     try:
         token = calls.current.set(call)
         if call.watcher is not None:
@@ -110,10 +111,14 @@ def _tracked(
         raise
     finally:
         try:
+            if call.stopping is not None:
+                call.stopping.function_ended(exit_code)
             _close(call, exit_code, failure)
             if exit_code == 0 and call.relay_report is not None:
                 _relay_report(call, call.relay_report)
         finally:
+            if call.stopping is not None:
+                call.stopping.closed()
             if token is not None:
                 calls.current.reset(token)
 
@@ -326,6 +331,8 @@ def _close(call: TrackedCall, exit_code: int, failure: Failure | None) -> None:
         finally:
             if call.restore is not None:
                 call.restore()
+            if call.watcher is not None:
+                call.watcher.stop()
         return
     from flyteplugins_tracking._runs import close as closing
 

@@ -1,12 +1,14 @@
-"""The thread of a rank that looks at the job's board while the function runs: for the roll-call and for the pulse.
+"""The thread of a rank that looks at the job's board while the function runs: roll-call, pulse, agreement to stop.
 
-There is one for each process, with one connection. A rank without `hang_timeout_s` and `pulse_s` has none.
+There is one for each process, with one connection. A rank without `hang_timeout_s` and `pulse_s`, and whose function
+does not call `should_stop`, has none.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -72,9 +74,11 @@ class Monitor:
         # The store of the process group that the board is in. Not held: it ends with its group, and so does its port.
         self._group_store: Callable[[], Any] = _nothing
         self._stopped = threading.Event()
+        self._woken = threading.Event()  # set when the duties change, and at the end
         self._has_failed = False
         self._has_board = True
-        self._duties = [duty(self._stopped) for duty in duties]
+        self._duties: list[Duty] = [duty(self._stopped) for duty in duties]
+        self._leaving: dict[Duty, threading.Event] = {}  # the duties that end before the thread
         self._thread = threading.Thread(target=self._watch, name="flyteplugins_tracking.monitor", daemon=True)
         self._thread.start()
 
@@ -88,6 +92,7 @@ class Monitor:
         _current = None
         self._has_failed = has_failed
         self._stopped.set()
+        self._woken.set()
         self._thread.join(_STOP_S)
         if not self._thread.is_alive():
             for duty in self._duties:
@@ -96,6 +101,19 @@ class Monitor:
                 _kept = (self.pid, self._first_board)
             if self._info.world_size == 1:
                 self._first_board.remove()  # nobody else reads it
+
+    def add(self, duty: Duty) -> None:
+        """Give the thread one more duty."""
+        self._duties.append(duty)
+        self._woken.set()
+
+    def remove(self, duty: Duty) -> None:
+        """End a duty before the others. Waits for the thread a moment: its store may not answer."""
+        self._leaving[duty] = ended = threading.Event()
+        self._woken.set()
+        if self._thread.is_alive():
+            ended.wait(_STOP_S)
+        duty.close()
 
     def _watch(self) -> None:
         progress.ignore_this_thread()  # what it reports with the run is no progress
@@ -108,23 +126,39 @@ class Monitor:
                     self._has_board = False  # the store goes when the job ends
                     break
                 self._board = self._first_board  # the process group has ended, and the function goes on
-        with suppress(RuntimeError, OSError):
-            for duty in self._duties:
+        for duty in self._duties:
+            with suppress(RuntimeError, OSError):
                 duty.end(self._board, self._has_failed)
 
     def _look_until_stopped(self) -> bool:
         """Return True when the function has ended, and False when the job has another board."""
-        for duty in self._duties:
-            duty.begin(self._board)
-        due_at = [time.monotonic() + duty.next_wait_s() for duty in self._duties]
-        while not self._stopped.wait(max(0.0, min(due_at) - time.monotonic())):
+        due_at: dict[Duty, float] = {}  # of the duties that have begun
+        while not self._stopped.is_set():
+            self._woken.clear()
+            for duty in list(self._duties):
+                if duty in self._leaving:
+                    self._end(duty)
+                elif duty not in due_at:
+                    duty.begin(self._board)
+                    due_at[duty] = time.monotonic() + duty.next_wait_s()
+            due = [due_at[duty] for duty in self._duties if duty in due_at]
+            if self._woken.wait(max(0.0, min(due) - time.monotonic()) if due else None):
+                continue
             if self._has_joined_group():
                 return False
-            for number, duty in enumerate(self._duties):
-                if due_at[number] <= time.monotonic():
+            for duty in list(self._duties):
+                if due_at.get(duty, math.inf) <= time.monotonic():
                     duty.look(self._board)
-                    due_at[number] = time.monotonic() + duty.next_wait_s()
+                    due_at[duty] = time.monotonic() + duty.next_wait_s()
         return True
+
+    def _end(self, duty: Duty) -> None:
+        self._duties.remove(duty)
+        ended = self._leaving.pop(duty)
+        try:
+            duty.end(self._board, has_failed=False)
+        finally:
+            ended.set()
 
     def _has_joined_group(self) -> bool:
         """Move to the store of a process group that the function has made: it reaches the ranks of all nodes."""
@@ -153,25 +187,42 @@ def _nothing() -> None:
 
 def started_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None:
     """Start the monitor of a call that has begun. None if a function around it, or in another thread, has one."""
-    global _current
-    if _current is not None and _current.pid == os.getpid():
-        return None
-    info = call.info or _alone()
+    info = call.info or alone()
     duties: list[Callable[[threading.Event], Duty]] = []
     if config.hang_timeout_s is not None:
         duties.append(functools.partial(hang.duty_of, call, info, config.hang_timeout_s))
     if config.pulse_s is not None:
         duties.append(functools.partial(pulse.duty_of, call, info, config.pulse_s))
+    if current() is not None:
+        return None
+    return _started(info, duties, "hang_timeout_s and pulse_s are ignored")
+
+
+def current_or_started(info: DistributedInfo) -> tuple[Monitor | None, bool]:
+    """Return the monitor of this process, and whether it was started for that. None if there can be none."""
+    monitor = current()
+    return (_started(info, (), "only this process is asked to stop"), True) if monitor is None else (monitor, False)
+
+
+def current() -> Monitor | None:
+    """Return the monitor of this process; None if it has none."""
+    return _current if _current is not None and _current.pid == os.getpid() else None
+
+
+def _started(
+    info: DistributedInfo, duties: Sequence[Callable[[threading.Event], Duty]], consequence: str
+) -> Monitor | None:
+    global _current
     try:
         _current = Monitor(info, duties)
     except Exception:
         # Watching the training must not change its outcome.
-        logger.warning("hang_timeout_s and pulse_s are ignored: the job's board cannot be reached", exc_info=True)
+        logger.warning("%s: the job's board cannot be reached", consequence, exc_info=True)
         return None
     return _current
 
 
-def _alone() -> DistributedInfo:
+def alone() -> DistributedInfo:
     """Return the place of a process without a launcher: it answers its own roll, and has a pulse and a board."""
     identity = f"{os.getpid()} {proc.start_time(os.getpid())}"  # others of the same shell have boards of their own
     return DistributedInfo(0, 1, 0, 1, 0, 1, launcher="no launcher", job_id=identity)

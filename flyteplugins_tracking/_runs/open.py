@@ -135,6 +135,7 @@ class Opener:
             may_prompt=may_prompt(self.info, self.context),
             watch=watch,
             deadline=deadline,
+            ask_to_stop=functools.partial(_ask_to_stop, self.tracker.name),
         )
 
     def _warn_of_unused_prefix(self) -> None:
@@ -151,6 +152,12 @@ class Opener:
         if reason is not None and self.plan.first:
             logger.warning("%s: download_logs=True is ignored: %s", self.tracker.name, reason)
         return handle.files if reason is None else None
+
+
+def _ask_to_stop(service: str, otherwise: Callable[[], object]) -> None:
+    from flyteplugins_tracking._runs import stopping
+
+    stopping.request_of_service(service, otherwise)
 
 
 def call_of_joined_run(

@@ -98,6 +98,12 @@ def nearest_without(variable: str) -> int:
     return pid
 
 
+def has_handler(signum: int) -> bool:
+    """Return whether this process has a handler for a signal, also one that is not Python's, as `faulthandler`'s."""
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _read("/proc/self/status"), re.MULTILINE)
+    return bool(match and int(match[1], 16) >> (signum - 1) & 1)
+
+
 def variables_at_start(pid: int) -> dict[str, str]:
     """Return the environment that `pid` was started with, if it is a process of this user."""
     entries = (entry.partition("=") for entry in _read(f"/proc/{pid}/environ").split("\0"))

@@ -72,6 +72,9 @@ class RunRequest:
         may_prompt: Whether this process may ask the user for a key in its terminal.
         watch: Watches for SIGTERM. `SigtermWatch` says when a tracker calls its methods.
         deadline: When the run must be open, in seconds of `time.monotonic`.
+        ask_to_stop: Asks the function to leave its loop, on all ranks: called, from any thread, when somebody stops the
+            run at the service. It takes what the tracker does by itself then, and calls that if the function does not
+            use `should_stop()`, or if the ranks do not agree.
     """
 
     plan: RunPlan
@@ -84,6 +87,7 @@ class RunRequest:
     may_prompt: bool
     watch: SigtermWatch
     deadline: float
+    ask_to_stop: Callable[[Callable[[], object]], object] = lambda otherwise: otherwise()
 
     @property
     def is_retry(self) -> bool:

@@ -142,6 +142,16 @@ def test_the_agent_of_an_elastic_pod_has_its_workers_end_their_run(tmp_path):
         assert (run.exit_codes, run.state, len(run.rows)) == ([143], "preempted", 1), done.output
 
 
+@pytest.mark.full
+def test_a_function_that_stops_by_itself_is_waited_for(tmp_path):
+    with script(tmp_path, "stops") as started:
+        done = started.end()
+        (run,) = started.server.runs
+        assert (run.exit_codes, run.state, run.summary["stop/reason"]) == ([143], "preempted", "SIGTERM"), done.output
+        assert Path(tmp_path, "saved").exists()
+        assert ended_by_the_signal(done), done.output
+
+
 @pytest.mark.parametrize("installer", ["loop", pytest.param("signal", marks=pytest.mark.full)])
 def test_a_handler_of_the_users_is_called_once_when_the_run_has_ended(tmp_path, installer):
     """What is logged after it opens the run again."""

@@ -289,3 +289,16 @@ def test_a_rank_that_logs_after_the_runs_end_by_a_signal_leaves_it_ended(tmp_pat
             "TERMINATED",
             [{"late": 1}],
         )
+
+
+@pytest.mark.full
+def test_a_run_that_is_cancelled_at_the_service_lets_its_loop_save_and_return(tmp_path):
+    with PlutoServer() as server:
+        job = jobs.start([sys.executable, SCRIPT, "cancelled"], tmp_path, pluto_environment(server))
+        server.wait_for(lambda: server.runs and server.run("cancelled").lines)
+        server.run("cancelled").cancel_requested = True
+        done = jobs.finish(job, tmp_path)
+        assert done.returncode == 0, done.output
+        assert (tmp_path / "saved").exists()
+        assert server.run("cancelled").statuses == ["COMPLETED"]
+        assert server.run("cancelled").config["stop/reason"] == "pluto"

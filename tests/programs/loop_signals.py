@@ -15,7 +15,7 @@ import time
 from multiprocessing.queues import Queue
 from pathlib import Path
 
-from flyteplugins_tracking import get_run, tracking_init
+from flyteplugins_tracking import get_run, should_stop, tracking_init
 
 PATIENCE_S = 120
 ENDLESS_S = 600  # longer than any test waits
@@ -47,6 +47,26 @@ def handled(installer: str) -> None:
         else:
             signal.signal(signal.SIGTERM, handler)
         await loop.run_in_executor(None, train)
+
+    asyncio.run(main())
+
+
+def stops() -> None:
+    """The function leaves its loop by itself, and saves."""
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        row = 0
+        while not should_stop():
+            get_run().log({"row": row})
+            row += 1
+            ready()
+            time.sleep(0.01)
+        time.sleep(0.5)
+        Path("saved").touch()
+
+    async def main() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, train)
 
     asyncio.run(main())
 

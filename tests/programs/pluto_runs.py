@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, tracking_init
+from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, should_stop, tracking_init
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.plan import RunPlan
 from flyteplugins_tracking._job.topology import detect
@@ -216,7 +216,21 @@ def late() -> None:
         handle.finish(143)
 
 
+def cancelled() -> None:
+    """The run is cancelled at the service while it trains."""
+
+    @tracking_init(**PLUTO, id="cancelled")
+    def train() -> None:
+        while not should_stop():
+            get_run().log({"x": 1.0})
+            time.sleep(0.05)
+        (DIRECTORY / "saved").touch()
+
+    train()
+
+
 if __name__ == "__main__":
     logging.basicConfig()
     SCENARIOS: dict[str, Callable[[], None]] = {"ranks": ranks, "singles": singles, "mute": mute, "late": late}
+    SCENARIOS["cancelled"] = cancelled
     SCENARIOS[sys.argv[1]]()

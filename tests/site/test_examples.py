@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -91,6 +92,26 @@ def test_the_pulse_names_the_rank_that_loads_its_data_slowly(tmp_path):
     assert len(run.rows) == 20
     assert run.summary["ranks/slowest"] == 1
     assert all("loss" in row for row in run.rows)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "package", "checkpoint"),
+    [
+        ("stopping.py", "torch", "checkpoint.pt"),
+        ("stopping_hf_trainer.py", "transformers", "output/checkpoint-*/trainer_state.json"),
+        ("stopping_accelerate.py", "accelerate", "checkpoint/model.safetensors"),
+        ("stopping_lightning.py", "lightning", "last.ckpt"),
+    ],
+)
+def test_a_time_limit_stops_both_ranks_with_a_checkpoint(tmp_path, name, package, checkpoint):
+    pytest.importorskip(package)
+    soon = str(int(time.time()) + 600)  # the examples stop ten minutes before it
+    done = example(tmp_path, name, 2, SLURM_JOB_END_TIME=soon)
+    (run,) = done.runs
+    assert (run.exit_code, run.summary["stop/reason"]) == (0, "time limit")
+    assert 0 < run.summary["stop/step"] < 100_000
+    assert len(list(tmp_path.glob(checkpoint))) == 1
 
 
 @pytest.mark.full

@@ -75,6 +75,7 @@ class RecordedRun:
         names: The registered keys, by their type.
         logs: The lines of the console.
         data: What came to /ingest/data.
+        cancel_requested: Whether somebody has cancelled the run at the service: a test sets it.
     """
 
     id: str
@@ -86,6 +87,7 @@ class RecordedRun:
     metadata: Json
     notes: str = ""
     status: str = "RUNNING"
+    cancel_requested: bool = False
     creates: list[Json] = field(default_factory=list)
     statuses: list[str] = field(default_factory=list)
     lines: list[Json] = field(default_factory=list)
@@ -190,7 +192,8 @@ class PlutoServer(LoopbackServer):
             raise RefusedError(404, f"unknown path {path}")
         run = self._of(posted["runId"])
         _UPDATES[path](run, posted)
-        return {"success": True, "status": "RUNNING"}
+        is_cancelled = run.cancel_requested and path == "/api/runs/trigger"
+        return {"success": True, "status": "CANCELLED" if is_cancelled else "RUNNING"}
 
     def _create(self, posted: Json) -> Json:
         run_id, project, tags = posted["externalId"], posted["projectName"], posted.get("tags") or []

@@ -89,18 +89,18 @@ class WandbServer(LoopbackServer):
                 return 200, {"data": None, "errors": [{"message": f"unknown operation {name}"}]}
             return 200, {"data": answer}
 
-    def filestream(self, key: RunKey, posted: Json, client: str, connection: set[RunKey]) -> bool:
-        """Take one filestream request. Tells whether its run is known."""
+    def filestream(self, key: RunKey, posted: Json, client: str, connection: set[RunKey]) -> Json | None:
+        """Take one filestream request, and return the answer; None if its run is not known."""
         with self._changing():
             run = self._store.get(key)
             if run is None:
-                return False
+                return None
             if key not in connection:
                 connection.add(key)
                 run.connections += 1
                 run.open_connections += 1
             run.stream(posted, client)
-            return True
+            return {"exitcode": None, "limits": {}, **({"stopped": True} if run.stop_requested else {})}
 
     def uploaded(self, key: RunKey, name: str, content: bytes) -> None:
         """Take one uploaded file."""
@@ -207,8 +207,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, path: re.Match[str], posted: Json) -> tuple[int, Json]:
         shared = self.headers.get("X-WANDB-USE-ASYNC-FILESTREAM") == "true"
         client = self.headers.get("X-WANDB-ASYNC-CLIENT-ID", "") if shared else ""
-        known = self.server.recorder.filestream(_run_key(path), posted, client, self._streamed)
-        return (200, {"exitcode": None, "limits": {}}) if known else (404, {"error": "run not found"})
+        answer = self.server.recorder.filestream(_run_key(path), posted, client, self._streamed)
+        return (404, {"error": "run not found"}) if answer is None else (200, answer)
 
     def answer(self, code: int, answer: Json, headers: Mapping[str, str] | None = None) -> None:
         self._send(code, {"Content-Type": "application/json", **(headers or {})}, json.dumps(answer).encode())

@@ -64,6 +64,8 @@ class RecordedRun:
         connections: How many TCP connections have carried filestream requests.
         open_connections: How many of them are open.
         late: How many seconds late the count of rows is, and the last row.
+        stop_requested: Whether somebody has pressed the run's Stop button: a test sets it. The answer to a filestream
+            request tells it.
     """
 
     entity: str
@@ -88,6 +90,7 @@ class RecordedRun:
     rows_overwritten: int = 0
     connections: int = 0
     open_connections: int = 0
+    stop_requested: bool = False
     _has_default_writer: bool = field(default=False, repr=False)
     late: tuple[float, float] = (0.0, 0.0)
     _counted: list[tuple[float, int]] = field(default_factory=list, repr=False)

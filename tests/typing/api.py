@@ -16,6 +16,8 @@ from flyteplugins_tracking import (
     plan,
     prefix_metrics,
     process_group,
+    request_stop,
+    should_stop,
     tracking_init,
 )
 from flyteplugins_tracking import get_rum as get_rum  # type: ignore[attr-defined]
@@ -89,6 +91,9 @@ assert_type(gather_metrics({"loss": 0.5}, ("mean", "std")), dict[str, int | floa
 gather_metrics({"loss": 0.5}, ("maen",))  # type: ignore[arg-type]
 with process_group("gloo", timeout_s=60):
     pass
+assert_type(should_stop(), bool)
+request_stop("a reason")
+request_stop(3)  # type: ignore[arg-type]
 process_group(timeout_s="60")  # type: ignore[arg-type]
 unsupported: dict[Feature, str] = {"sweeps": "it has none"}
 unsupported["sweep"] = "it has none"  # type: ignore[index]

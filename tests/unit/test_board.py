@@ -37,6 +37,12 @@ def test_a_key_has_the_last_text_and_none_at_first(store):
     assert board.get("state") == "left ä"
 
 
+def test_the_first_text_of_a_key_stays_and_everyone_gets_it(store):
+    board = Board(store, "topic")
+    assert [board.put_first("decision", text) for text in ("commit", "abandon", "commit")] == ["commit"] * 3
+    assert board.get("decision") == "commit"
+
+
 def test_all_texts_are_read_at_once_and_those_that_are_not_there_are_none(store):
     board = Board(store, "topic")
     keys = [str(number) for number in range(9)]

@@ -44,6 +44,8 @@ class Settings:
         ({"settings": 3}, "settings= must be a mapping or a wandb.Settings, got int"),
         ({"init_timeout_s": 0}, "init_timeout_s must be a positive number of seconds, got 0"),
         ({"pulse_s": 0}, "pulse_s must be a positive number of seconds, got 0"),
+        ({"stop_grace_s": 0}, "stop_grace_s must be a positive number of seconds, got 0"),
+        ({"stop_before_s": "1 h"}, "stop_before_s must be a positive number of seconds, got '1 h'"),
         ({"hang_timeout_s": True}, "hang_timeout_s must be a positive number of seconds, got True"),
         ({"finish_timeout_s": float("nan")}, "finish_timeout_s must be a positive number of seconds, got nan"),
         ({"id": ""}, "id must be a non-empty string, got ''"),

@@ -158,6 +158,10 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     vendor.merge_settings(settings, wandb.Settings(run_notes="n"))
     effective = vendor.effective_settings(settings)
     assert (effective.init_timeout, effective.finish_timeout, effective.run_notes) == (3, 4, "n")
+    asked: list[object] = []
+    vendor.on_stop_request(settings, asked.append)
+    settings.stop_fn()
+    assert [function.__name__ for function in asked] == ["interrupt_main"]
     assert vendor.is_set(settings, "init_timeout")
     assert not vendor.is_set(settings, "run_group")
     from flyteplugins_tracking.trackers.wandb.open import _SAFER_SETTINGS

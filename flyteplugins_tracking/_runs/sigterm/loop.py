@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from flyteplugins_tracking._runs.sigterm.main import SIGNAL, SignalMask, is_watched
+from flyteplugins_tracking._runs.sigterm.main import SIGNAL, Postponement, SignalMask, is_watched
 from flyteplugins_tracking._runs.sigterm.wakeup import WakeupFd
 from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking._util.timeout import run_with_timeout
@@ -117,6 +117,7 @@ class AsyncioSigtermWatcher:
     def _reset(self) -> None:
         self._depth = 0
         self._handler: _ChainedHandler | None = None
+        self._postponement: Postponement | None = None
         self._timeout_s = 0.0
         self._signalled_at: float | None = None
         # Due from the signal until it has taken effect. Plain flags: the handler may interrupt a thread that holds the
@@ -175,6 +176,13 @@ class AsyncioSigtermWatcher:
             yield
         finally:
             self._closing.discard(threading.get_ident())
+
+    def postpone(self, postponement: Postponement | None) -> None:
+        """Have a signal that comes from now on wait for this; for nothing, with None."""
+        self._postponement = postponement
+
+    def terminate(self) -> None:
+        """Do nothing: a function outside of the main thread has no other ranks."""
 
     def stop(self) -> None:
         """Watch for one function less, when a signal that was put off has taken effect."""
@@ -254,6 +262,7 @@ class AsyncioSigtermWatcher:
 
     def _terminate(self, handler: _ChainedHandler) -> None:
         left = self._left
+        self._let_functions_end()
         try:
             self._finish_runs(handler)
             self._runs_finished = True
@@ -261,6 +270,14 @@ class AsyncioSigtermWatcher:
         finally:
             self._is_due = False
         self._finish_what_opens_again(left)
+
+    def _let_functions_end(self) -> None:
+        """Wait as long as a function may end by itself."""
+        while (postponement := self._postponement) is not None:
+            postponement.requested()
+            if not postponement.lasts():
+                return
+            time.sleep(_POLL_S)
 
     def _finish_runs(self, handler: _ChainedHandler) -> None:
         _wait_until(lambda: not self._opening, _OPENING_S)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from flyteplugins_tracking._runs.sigterm.wakeup import WakeupFd
 from flyteplugins_tracking._util import critical
@@ -32,6 +32,8 @@ _ANSWER_S = 1.0
 _VENDOR_S = 1.0
 # How long the run stays open for `finally` blocks. torchelastic's agent sends SIGKILL 30 s after its SIGTERM.
 _UNWINDING_S = 6.0
+# It stays open until so long after the signal at most: a function that has ignored its grace leaves no more time.
+_LATEST_UNWINDING_S = 26.0
 # How long the user's handler waits for the end of the runs. It may have a checkpoint to save.
 _HANDLER_S = 5.0
 # A process that the signal would have ended at once exits in the end, whatever threads and children nobody stops: this
@@ -48,6 +50,16 @@ _STOP = 0
 # The package of torchelastic's agent, whose handler its workers may inherit. This is the only name of a module that a
 # signal asks for: that handler is a private function, and nothing else distinguishes it from a handler of the user's.
 _ELASTIC = "torch.distributed.elastic."
+
+
+class Postponement(Protocol):
+    """What the signal waits for, if the function's loop ends by itself: it calls `should_stop()`."""
+
+    def requested(self) -> None:
+        """SIGTERM has come. Takes no lock: also called in the signal's handler. May be called more than once."""
+
+    def lasts(self) -> bool:
+        """Whether the signal still waits."""
 
 
 class SignalMask(threading.local):
@@ -106,6 +118,7 @@ class SigtermWatcher:
         self._acted = False  # the signal has taken effect
         self._runs_finished = False
         self._terminator: threading.Thread | None = None
+        self._postponement: Postponement | None = None
         self._left = threading.Event()  # the outermost function has ended
         # Held to signal the main thread, so that it is not signalled once our handler is gone.
         self._installed = threading.Lock()
@@ -123,6 +136,10 @@ class SigtermWatcher:
     @property
     def _is_due(self) -> bool:
         return self._signalled_at is not None and not self._acted
+
+    @property
+    def _is_postponed(self) -> bool:
+        return self._postponement is not None and self._postponement.lasts()
 
     # Called by the decorated function's lifecycle
 
@@ -179,6 +196,15 @@ class SigtermWatcher:
                 signal.signal(signal.SIGINT, handler)
         if interrupts and callable(handler):
             handler(*interrupts[0])
+
+    def postpone(self, postponement: Postponement | None) -> None:
+        """Have a signal that comes from now on wait for this; for nothing, with None."""
+        self._postponement = postponement
+
+    def terminate(self) -> None:
+        """Do as if SIGTERM had come, from any thread. Nothing happens if our handler is not installed."""
+        if self._signalled_at is None:
+            self._signal_main_thread()
 
     def stop(self) -> None:
         """Watch for one function less. After the last one, a signal takes effect that was put off."""
@@ -302,6 +328,8 @@ class SigtermWatcher:
                 with suppress(BlockingIOError):
                     self._wakeup.add(SIGNAL)  # the function may have set another wakeup fd
         self._answered = True
+        if self._postponement is not None:
+            self._postponement.requested()
         if self._current_handler() is not handler:
             # Called by the handler that has replaced it, as Lightning's does to have all ranks end the same batch. That
             # handler decides how the function ends.
@@ -316,7 +344,9 @@ class SigtermWatcher:
         return self._current_handler() if self._depth > 0 and self._answered and not self._acted else None
 
     def _act_if_ready(self, handler: _ChainedHandler, signum: int, frame: FrameType | None) -> None:
-        """Let the signal have its effect. A handler of the user's must wait until the runs are finished."""
+        """Let the signal have its effect, unless the function ends by itself. A user's handler waits for the runs."""
+        if self._is_postponed:
+            return
         if handler.ends_process or self._runs_finished:
             self._act(handler, signum, frame)
 
@@ -384,6 +414,8 @@ class SigtermWatcher:
     def _terminate(self) -> None:
         if self._signalled_at is None:
             self._signalled_at = self._due_at = time.monotonic()
+        if self._postponement is not None:
+            self._let_function_end(self._postponement)
         handler = self._current_handler()
         if handler is not None and handler.ends_process:
             self._terminate_process()
@@ -394,10 +426,23 @@ class SigtermWatcher:
         if not self._left.is_set():
             self._finish_on_signal(TERMINATED)
 
+    def _let_function_end(self, postponement: Postponement) -> None:
+        """Wait as long as the function may end by itself. If it does not, the signal comes anew."""
+        postponement.requested()
+        while self._is_postponed:
+            if self._left.wait(_POLL_S):
+                return
+        self._due_at = time.monotonic()
+        if self._answered and not self._acted:
+            self._answered = False  # where the main thread was then says nothing about where it is now
+            self._signal_main_thread()
+
     def _terminate_process(self) -> None:
         """Finish the runs and exit, unless the main thread unwinds and closes them itself."""
         if self._wait(_ANSWER_S, lambda: self._answered):
-            self._wait(max(_UNWINDING_S, self._closing_s))
+            since_s = time.monotonic() - (self._signalled_at or 0.0)
+            unwinding_s = min(_UNWINDING_S, max(_ANSWER_S, _LATEST_UNWINDING_S - since_s))
+            self._wait(max(unwinding_s, self._closing_s))
         if self._left.is_set():
             return
         run_with_timeout(self._timeout_s + _ANSWER_S, self._finish_on_signal, TERMINATED)
@@ -425,10 +470,10 @@ class SigtermWatcher:
             if is_done() or self._left.wait(_POLL_S):
                 return True
             if self._answered and not self._acted:
-                self._signal_again()
+                self._signal_main_thread()
         return is_done()
 
-    def _signal_again(self) -> None:
+    def _signal_main_thread(self) -> None:
         """Have the main thread run our handler, also out of a sleep."""
         with self._installed:
             if not self._left.is_set() and self._current_handler() is not None:

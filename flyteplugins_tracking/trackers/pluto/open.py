@@ -64,6 +64,7 @@ def open_op(request: RunRequest) -> tuple[Any, UploaderProcess | None]:
         op = _init_with_timeout(request, settings)
         try:
             vendor.check_run(op)
+            vendor.on_cancel(op, request.ask_to_stop)
             return op, _complete(op, request)
         except BaseException:
             vendor.end(op, None)

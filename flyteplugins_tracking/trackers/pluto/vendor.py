@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import signal
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
@@ -207,6 +208,31 @@ def start_queue(op: Any, database: str) -> Any:
     if PARTS.has("op._iface", op):
         op._iface._update_meta = functools.partial(register_keys, op)
     return {name: value for name, value in manager.settings.items() if name != "_config"}
+
+
+def on_cancel(op: Any, function: Callable[[Callable[[], object]], object]) -> None:
+    """Call `function` once when the run is cancelled at the service, with what the client does by itself: it exits.
+
+    Without it, the client ends the process. Its monitor asks the service every few seconds.
+    """
+    interface: Any = getattr(op, "_iface", None)
+    trigger = getattr(op.settings, "url_trigger", None)
+    post = getattr(interface, "_post_v1", None)
+    if post is None or trigger is None:
+        PARTS.lose("a run that is cancelled at the service ends its process", "no op._iface._post_v1")
+        return
+    asked: list[bool] = []
+
+    def post_and_look(url: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = post(url, *args, **kwargs)
+        if url != trigger or not hasattr(answer, "json") or answer.json().get("status") != "CANCELLED":
+            return answer
+        if not asked:
+            asked.append(True)
+            function(lambda: os._exit(signal.SIGINT.value))
+        return None  # with the answer, the client would exit
+
+    interface._post_v1 = post_and_look
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

@@ -301,6 +301,7 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
         vendor.set_default(settings, effective, name, value)
     if _dies_with_pod(request):
         vendor.set_default(settings, effective, "x_file_stream_transmit_interval", _PROMPT_S)
+    vendor.on_stop_request(settings, request.ask_to_stop)
     if (mode or effective.mode) not in _NOT_ONLINE:
         _authenticate(settings, effective, request)
     return settings

@@ -634,6 +634,17 @@ def set_required(settings: Any, **values: Any) -> None:
                 raise AttributeError(f"no setting {name}") from error
 
 
+def on_stop_request(settings: Any, function: Callable[[Callable[[], object]], object]) -> None:
+    """Call `function` when somebody has pressed the run's Stop button, with what wandb does by itself: Ctrl-C.
+
+    The user's own `stop_fn` takes precedence. Without it, wandb interrupts the rank that has the run, and no other.
+    """
+    with _optional("W&B's Stop button interrupts the rank that has the run, and no other"):
+        if settings.stop_fn is None:
+            interrupt = importlib.import_module("wandb.sdk.lib.interrupt").interrupt_main
+            settings.stop_fn = lambda: function(interrupt)
+
+
 # Credentials
 
 

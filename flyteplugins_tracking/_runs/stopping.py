@@ -1,0 +1,294 @@
+"""`should_stop()`: the ranks of a job leave their loops at the same step.
+
+In a job, the ranks agree on the step over the job's board (`_job.agreement`). In one process it is a flag. What asks
+for the stop: `request_stop`, SIGTERM, SIGUSR1, the launcher's time limit, and the tracker's service.
+
+All of it starts with the first call of `should_stop()` in a function. A rank that never calls it loads nothing of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import FrameType
+
+from flyteplugins_tracking._job import time_limit
+from flyteplugins_tracking._job.agreement import PROPOSAL_S, Agreement, CallCounter, OwnStop, Stop, StopRequest
+from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._runs import calls, goodput
+from flyteplugins_tracking._runs import close as closing
+from flyteplugins_tracking._runs import monitor as monitoring
+from flyteplugins_tracking._runs.calls import TrackedCall
+from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.critical import critical_section
+from flyteplugins_tracking._util.fork import after_fork_in_child
+
+logger = logging.getLogger(__name__)
+
+SIGTERM, SIGUSR1, TIME_LIMIT = "SIGTERM", "SIGUSR1", "time limit"
+# The thread says that the ranks have not agreed. If it cannot, SIGTERM has its usual effect so much later.
+_LATER_S = 1.0
+# A signal waits so long for the start: it may connect to the job's store.
+_PATIENCE_S = 5.0
+
+
+def should_stop(step: int | None = None) -> bool:
+    """Whether the function should leave its loop. Call it once a step, on every rank of a decorated function.
+
+    It returns True at the same call on all ranks: save a checkpoint, and leave the loop. From then on it returns True,
+    until the function ends. It is no collective, and costs some 0.1 us.
+
+    The ranks are asked to stop by SIGTERM or SIGUSR1 on any rank, by `request_stop`, by the launcher's time limit (see
+    `stop_before_s` of `tracking_init`), or by the tracker's service, if that has a Stop button. While they agree, and
+    until `stop_grace_s` after the signal, SIGTERM does not interrupt the function.
+
+    In one process it is this process's flag; so it is in a job of several nodes without a store that all ranks know.
+    Outside a decorated function it returns False.
+
+    Args:
+        step: The step that was made, counted on over restarts, as a checkpoint does. With it, the run of a job that was
+            restarted tells its `goodput/*`: how much of its time has made steps that were kept.
+    """
+    return _counter.next(step)
+
+
+def request_stop(reason: str = "request_stop") -> None:
+    """Ask all ranks of the job to leave their loops: `should_stop()` will return True on them, at the same call.
+
+    Any rank and any thread of a decorated function may call it, once is enough. It returns at once. The run's summary
+    has the reason as `stop/reason`, and the number of the call as `stop/step`. The run ends as the function does.
+
+    Args:
+        reason: Why.
+    """
+    call = calls.here()
+    if call is None or call.pid != os.getpid():
+        logger.warning("request_stop(%r) is ignored: it is not called in a decorated function", reason)
+    elif call.is_simulated:
+        for rank in calls.of_simulation(call):
+            rank.stop_reason = reason
+    else:
+        stopping = _current or _started(call)
+        stopping.request(reason)
+
+
+class Stopping:
+    """What one function has started by calling `should_stop()`. For SIGTERM, it is the watcher's `Postponement`."""
+
+    def __init__(self, call: TrackedCall) -> None:
+        """Called at the function's first `should_stop()` or `request_stop()`."""
+        global _functions
+        _functions += 1
+        self._call = call
+        self._monitor: monitoring.Monitor | None = None
+        self._owns_monitor = False
+        self._signalled_at: float | None = None
+        self._grace_s = call.config.stop_grace_s
+        self._timeout_s = min(PROPOSAL_S, self._grace_s)
+        self._timer: threading.Timer | None = None
+        self._has_usr1 = False
+        self._goodput: goodput.GoodputDuty | None = None
+        self._ranks: Agreement | OwnStop = OwnStop()
+        info = call.info
+        if info is not None and info.world_size > 1 and (monitor := self._started_monitor(info)) is not None:
+            self._ranks = Agreement(info, f"stop/{_functions}", self._on_commit)
+            monitor.add(self._ranks)
+        self.counter: CallCounter = self._ranks.counter
+        self._watch_signals()
+        self._watch_time_limit()
+
+    def _started_monitor(self, info: DistributedInfo) -> monitoring.Monitor | None:
+        if self._monitor is None:
+            self._monitor, self._owns_monitor = monitoring.current_or_started(info)
+        return self._monitor
+
+    def watch_goodput(self, step: int | None) -> None:
+        """Note the steps of this attempt, if the function tells them, for the run that this rank has."""
+        run = self._call.run
+        if step is None or run is None or not run.plan.first:
+            return
+        monitor = self._started_monitor(self._call.info or monitoring.alone())
+        if monitor is not None:
+            try:
+                self._goodput = goodput.GoodputDuty.of(run, self.counter, step)
+            except OSError:
+                logger.warning("%s: the run will not tell its goodput", run.tracker, exc_info=True)
+            else:
+                monitor.add(self._goodput)
+
+    def request(
+        self, reason: str, timeout_s: float | None = None, otherwise: Callable[[str], object] = lambda _: None
+    ) -> None:
+        """Ask the ranks to stop. Takes no lock."""
+        self._ranks.request(StopRequest(reason, timeout_s, otherwise))
+
+    # For SIGTERM
+
+    def requested(self) -> None:
+        """Ask the ranks to stop, because SIGTERM has come."""
+        if self._signalled_at is None:
+            self._signalled_at = time.monotonic()
+            self.request(SIGTERM, self._timeout_s)
+
+    def lasts(self) -> bool:
+        """Whether the function may still stop by itself."""
+        since_s = 0.0 if self._signalled_at is None else time.monotonic() - self._signalled_at
+        if self._ranks.committed is not None:
+            return since_s < self._grace_s
+        return not self._ranks.has_failed and since_s < self._timeout_s + _LATER_S
+
+    def _on_commit(self, stop: Stop) -> None:
+        """A SIGTERM to one rank is one to all: they end in the same way, at the same step."""
+        if stop.reason == SIGTERM and self._signalled_at is None and self._call.watcher is not None:
+            self._call.watcher.terminate()
+
+    # Called by the function's lifecycle
+
+    def function_ended(self, exit_code: int) -> None:
+        """Keep with the run what there is to tell of its stop and of its attempts. Called before the run is closed."""
+        if self._call.pid != os.getpid():
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end_duties()
+        if self._ranks.committed is not None and self._ranks.stopped_at is not None:
+            self._record_stop(self._ranks.committed, self._ranks.stopped_at)
+        if self._goodput is not None:
+            self._record_goodput(self._goodput, has_ended=exit_code == 0 and self._ranks.committed is None)
+        if self._call.watcher is not None and self._call.watcher is not closing.WATCHER:
+            self._call.watcher.postpone(None)  # the function's thread waits for the signal's effect
+
+    def _end_duties(self) -> None:
+        if self._monitor is None:
+            return
+        if self._owns_monitor:
+            self._monitor.stop(has_failed=False)
+            return
+        for duty in (self._ranks, self._goodput):
+            if isinstance(duty, (Agreement, goodput.GoodputDuty)):
+                self._monitor.remove(duty)
+
+    def closed(self) -> None:
+        """Forget the function. Called when its run has been closed."""
+        global _current, _counter
+        if self._call.pid != os.getpid() or _current is not self:
+            return
+        _current, _counter = None, _first_counter()
+        if self._call.watcher is not None:
+            self._call.watcher.postpone(None)
+        if self._has_usr1 and signal.getsignal(signal.SIGUSR1) == self._on_usr1:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+    def _record_stop(self, stop: Stop, step: int) -> None:
+        text = f"stopped at step {step}: {stop.reason} on rank {stop.rank}"
+        self._record("stop", {"stop/reason": stop.reason, "stop/step": step}, text)
+
+    def _record_goodput(self, attempts: goodput.GoodputDuty, has_ended: bool) -> None:
+        with suppress(OSError):
+            values = attempts.values()
+            if values:
+                self._record("goodput", values, goodput.text_of(values))
+            if has_ended:
+                attempts.forget()
+
+    def _record(self, name: str, values: Mapping[str, object], text: str) -> None:
+        run = self._call.run
+        if run is None or not run.plan.primary:
+            return
+        logger.info("%s: %s", run.tracker, text)
+        try:
+            run.handle.record_event(name, values, text)
+        except Exception:
+            logger.warning("%s: the run does not show this: %s", run.tracker, text, exc_info=True)
+
+    # What asks for the stop
+
+    def _watch_signals(self) -> None:
+        call = self._call
+        if call.watcher is None and call.run is None and closing.WATCHER.start(None, call.config.finish_timeout_s):
+            call.watcher = closing.WATCHER  # which `_close` stops
+        if call.watcher is not None:
+            call.watcher.postpone(self)
+        is_main = threading.current_thread() is threading.main_thread()
+        # A handler of the user's stays: it may call `request_stop`.
+        if is_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not proc.has_handler(signal.SIGUSR1):
+            signal.signal(signal.SIGUSR1, self._on_usr1)
+            self._has_usr1 = True
+
+    def _on_usr1(self, _: int, __: FrameType | None) -> None:
+        self.request(SIGUSR1)
+
+    def _watch_time_limit(self) -> None:
+        """On one rank, which is enough."""
+        before_s, info = self._call.config.stop_before_s, self._call.info
+        if before_s is None or (info is not None and info.rank != 0):
+            return
+        ends_at = time_limit.ends_at(os.environ)
+        if ends_at is None:
+            logger.warning("stop_before_s=%g is ignored: no launcher tells the job's time limit", before_s)
+            return
+        self._timer = threading.Timer(max(0.0, ends_at - before_s - time.time()), self.request, [TIME_LIMIT])
+        self._timer.daemon = True
+        self._timer.start()
+
+
+def request_of_service(service: str, otherwise: Callable[[], object]) -> None:
+    """Ask the ranks to stop because a tracker's service wants it: its users have a button for that. From any thread.
+
+    Args:
+        service: The tracker's name.
+        otherwise: Called if the function does not call `should_stop()`, or if the ranks do not agree.
+    """
+    stopping = _current
+    if stopping is None:
+        otherwise()
+    else:
+        stopping.request(service, otherwise=lambda _: otherwise())
+
+
+@critical_section(_PATIENCE_S)
+def _started(call: TrackedCall) -> Stopping:
+    global _current, _counter
+    with _starting:
+        if _current is None:
+            call.stopping = _current = Stopping(call)
+            _counter = _current.counter
+        return _current
+
+
+def _first_call(_: int) -> bool:
+    """Start the stopping of the function that calls `should_stop()` for the first time."""
+    call = calls.here()
+    if call is None or call.pid != os.getpid():
+        return False
+    if call.is_simulated:
+        return call.stop_reason is not None
+    step = _counter.step
+    stopping = _started(call)
+    stopping.watch_goodput(step)
+    return stopping.counter.next(step)
+
+
+def _first_counter() -> CallCounter:
+    return CallCounter(0, _first_call)
+
+
+_functions = 0  # how many functions of this process have called `should_stop()`
+_current: Stopping | None = None
+_counter = _first_counter()
+_starting = threading.RLock()
+
+
+@after_fork_in_child
+def _reset() -> None:
+    """Forget the parent's function in a forked child, and let SIGUSR1 end the child."""
+    global _current, _counter, _starting
+    if _current is not None and _current._has_usr1:
+        with suppress(ValueError):  # forked off the main thread
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    _current, _counter, _starting = None, _first_counter(), threading.RLock()

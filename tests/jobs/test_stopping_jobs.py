@@ -1,0 +1,162 @@
+"""Ranks of real jobs that stop at the same step: whoever is asked, and however."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+from support.waiting import wait_until
+from support.wandb_server import WandbServer
+
+PROGRAM = jobs.PROGRAMS / "stopping_ranks.py"
+RANKS = 4
+# Seconds of a step of each rank: all are as fast as the slowest one.
+UNEVEN = (0.001, 0.005, 0.05, 0.02)
+# Without it, a job over gloo may hang after a restart: the groups of both attempts share a store.
+RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+TIMEOUT_S = 120
+
+
+def torchrun(*options: str, ranks: int = RANKS, **settings: Any) -> list[str]:
+    node = options or ("--standalone",)
+    command = jobs.torchrun(*node, f"--nproc-per-node={ranks}", "--monitor-interval=0.1")
+    return [*command, str(PROGRAM), json.dumps({"step_s": UNEVEN, **settings})]
+
+
+def alone(**settings: Any) -> list[str]:
+    return [sys.executable, str(PROGRAM), json.dumps({"step_s": [0.01], **settings})]
+
+
+def notes(directory: Path, what: str, attempt: int = 0) -> Mapping[int, int]:
+    """The steps that the ranks have written down."""
+    return {int(path.name.split("-")[1]): int(path.read_text()) for path in directory.glob(f"{what}-*-{attempt}")}
+
+
+def last_step(directory: Path, ranks: int = RANKS) -> int:
+    """The step at which all ranks have stopped, each with a checkpoint."""
+    steps = notes(directory, "stopped")
+    assert sorted(steps) == list(range(ranks)), steps
+    assert len(set(steps.values())) == 1, steps
+    assert {int(path.read_text()) for path in directory.glob("checkpoint-*")} == set(steps.values())
+    return steps[0]
+
+
+def test_a_preempted_job_stops_at_one_step_and_a_restart_goes_on(tmp_path):
+    command = torchrun("--standalone", "--max-restarts=1", asks=[[2, 20, "SIGTERM"]], steps=80)
+    done = jobs.run(command, tmp_path, RESTARTS, TIMEOUT_S)
+    assert done.returncode == 0, done.output
+    step = last_step(tmp_path)
+    assert 20 <= step < 79
+    assert notes(tmp_path, "returned") == {}  # each rank has ended as one that was terminated
+    assert notes(tmp_path, "finished", attempt=1) == dict.fromkeys(range(RANKS), 79)
+    first, second = done.runs
+    assert (first.exit_code, second.exit_code) == (143, 0)
+    assert (first.summary["stop/reason"], first.summary["stop/step"]) == ("SIGTERM", step + 1)
+    assert (second.summary["goodput/attempts"], second.summary["goodput/repeated_s"]) == (2, 0)
+    assert 0 < second.summary["goodput/share"] < 1
+    assert [row["step"] for row in [*first.rows, *second.rows]] == list(range(80))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("asks", "step_s", "reason"),
+    [
+        ([[1, 10, "request"]], UNEVEN, "a reason"),
+        ([[3, 10, "SIGUSR1"]], UNEVEN, "SIGUSR1"),
+        ([[1, 3, "request"]], (0.001, 0.005, 0.05, 1.0), "a reason"),
+        ([[0, 10, "request"], [3, 10, "request"]], UNEVEN, "a reason"),
+    ],
+    ids=str,
+)
+def test_a_job_that_is_asked_to_stop_returns(tmp_path, asks, step_s, reason):
+    done = jobs.run(torchrun(asks=asks, step_s=step_s), tmp_path, timeout_s=TIMEOUT_S)
+    assert done.returncode == 0, done.output
+    step = last_step(tmp_path)
+    (run,) = done.runs
+    assert (run.exit_code, run.summary["stop/reason"], run.summary["stop/step"]) == (0, reason, step + 1)
+    assert sorted(notes(tmp_path, "returned")) == list(range(RANKS))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_signal_to_the_agent_stops_all_ranks_at_one_step(tmp_path, shared):
+    tracking = {"run_mode": "shared"} if shared else {}
+    job = jobs.start(torchrun(tracking=tracking), tmp_path)
+    wait_until(lambda: len(notes(tmp_path, "trains")) == RANKS, job)
+    os.kill(job.pid, signal.SIGTERM)
+    done = jobs.finish(job, tmp_path, TIMEOUT_S)
+    last_step(tmp_path)
+    assert done.returncode != 0
+    assert [run.exit_code for run in done.runs] == [143]
+
+
+@pytest.mark.full
+def test_a_signal_and_a_request_at_once_stop_at_one_step(tmp_path):
+    jobs.run(torchrun(asks=[[0, 10, "SIGTERM"], [3, 10, "request"]]), tmp_path, timeout_s=TIMEOUT_S)
+    last_step(tmp_path)
+
+
+@pytest.mark.full
+def test_the_ranks_of_two_agents_stop_at_one_step(tmp_path):
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}"
+    node = torchrun("--nnodes=2", "--rdzv-backend=c10d", endpoint, ranks=2, asks=[[3, 10, "SIGTERM"]])
+    agents = [jobs.start(node, tmp_path) for _ in range(2)]
+    done = [jobs.finish(agent, tmp_path, TIMEOUT_S) for agent in agents]
+    last_step(tmp_path)
+    assert [run.exit_code for run in done[0].runs] == [143]
+
+
+@pytest.mark.full
+def test_a_rank_that_never_calls_it_leaves_all_as_it_is_without(tmp_path):
+    """After 10 s the signal takes effect."""
+    done = jobs.run(torchrun(asks=[[2, 10, "SIGTERM"]], never=[1]), tmp_path, timeout_s=TIMEOUT_S)
+    assert done.returncode != 0
+    assert notes(tmp_path, "stopped") == {}
+    assert "the ranks have not agreed on a step at which to stop (SIGTERM): rank 1 does not call" in done.output
+    assert 2 in notes(tmp_path, "unwound")
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_while_the_others_agree_fails_the_job(tmp_path):
+    done = jobs.run(torchrun(asks=[[1, 10, "request"], [3, 10, "SIGKILL"]]), tmp_path, timeout_s=TIMEOUT_S)
+    assert done.returncode != 0
+    assert 3 not in notes(tmp_path, "stopped")
+    (run,) = done.runs
+    assert (run.exit_code, run.summary["failure/rank"]) == (137, 3)
+
+
+@pytest.mark.full
+def test_the_button_of_wandb_stops_all_ranks(tmp_path):
+    with WandbServer() as server:
+        job = jobs.start(torchrun(ranks=2), tmp_path, server.environment)
+        wait_until(lambda: len(notes(tmp_path, "trains")) == 2, job)
+        server.runs[0].stop_requested = True
+        done = jobs.finish(job, tmp_path, TIMEOUT_S)
+        assert done.returncode == 0, done.output
+        step = last_step(tmp_path, ranks=2)
+        (run,) = server.runs
+        assert (run.exit_codes, run.state) == ([0], "finished")
+        assert (run.summary["stop/reason"], run.summary["stop/step"]) == ("wandb", step + 1)
+
+
+def test_a_process_is_not_unwound_and_ends_as_terminated(tmp_path):
+    done = jobs.run(alone(asks=[[0, 5, "SIGTERM"]]), tmp_path, timeout_s=TIMEOUT_S)
+    assert (done.returncode, last_step(tmp_path, ranks=1)) == (143, 5), done.output
+    (run,) = done.runs
+    assert (run.exit_code, run.summary["stop/reason"], run.summary["stop/step"]) == (143, "SIGTERM", 6)
+    assert notes(tmp_path, "returned") == {}
+
+
+def test_a_loop_that_goes_on_is_unwound_after_its_grace(tmp_path):
+    settings = {"tracking": {"stop_grace_s": 0.5}, "ignores": True}
+    done = jobs.run(alone(asks=[[0, 5, "SIGTERM"]], **settings), tmp_path, timeout_s=TIMEOUT_S)
+    assert (done.returncode, notes(tmp_path, "stopped")) == (143, {})
+    assert notes(tmp_path, "unwound")[0] > 5
+    assert [run.exit_code for run in done.runs] == [143]

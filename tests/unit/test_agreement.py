@@ -1,0 +1,286 @@
+"""The agreement of a job's ranks to stop: over a store of torch's, with the ranks as threads or in a random order."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import pytest
+
+from flyteplugins_tracking import DistributedInfo
+from flyteplugins_tracking._job import agreement as module
+from flyteplugins_tracking._job.agreement import Agreement, OwnStop, StopRequest
+from flyteplugins_tracking._job.board import Board, DirectoryStore
+
+RANKS = 4
+
+
+@pytest.fixture
+def store():
+    return pytest.importorskip("torch.distributed").HashStore()
+
+
+def info(rank: int, ranks: int = RANKS, local: int | None = None) -> DistributedInfo:
+    return DistributedInfo(rank, ranks, rank, ranks if local is None else local, 0, 1, launcher="torchelastic")
+
+
+class InTurn:
+    """A job whose ranks and whose threads take turns in a random order. They meet in a collective in each step."""
+
+    def __init__(self, store, seed: int, ranks: int = RANKS) -> None:
+        self.random = random.Random(seed)
+        self.board = Board(store, "monitor")
+        self.ranks = [Agreement(info(rank, ranks), "stop/1") for rank in range(ranks)]
+        for rank in self.ranks:
+            rank._pace.per_s = lambda: self.random.choice((0, 2, 20))  # the real one is that of this loop
+        self.stopped_at: dict[int, int] = {}
+        self.weights = [self.random.choice((1, 3, 30)) for _ in range(2 * ranks)]
+
+    def counts(self) -> list[int]:
+        return [rank.counter.count for rank in self.ranks]
+
+    def turn(self) -> None:
+        number = self.random.choices(range(2 * len(self.ranks)), self.weights)[0]
+        rank = self.ranks[number // 2]
+        if number % 2 and rank._board is None:
+            rank.begin(self.board)
+        elif number % 2:
+            rank.look(self.board)
+        elif number // 2 not in self.stopped_at and not self._waits(rank) and rank.counter.next():
+            self.stopped_at[number // 2] = rank.counter.count
+
+    def _waits(self, rank: Agreement) -> bool:
+        """In a collective; or at the proposed step."""
+        is_ahead = rank.counter.count > min(self.counts())
+        return is_ahead or (rank.committed is None and rank.counter.count + 1 >= rank.counter.limit)
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_ranks_stop_at_the_same_step_whenever_they_are_asked(store, requests):
+    torch_store = type(store)
+    for seed in range(100):
+        job = InTurn(torch_store(), seed)
+        moments = [job.random.randrange(200) for _ in range(requests)]
+        for turn in range(20_000):
+            for _ in range(moments.count(turn)):
+                job.random.choice(job.ranks).request(StopRequest(f"turn {turn}"))
+            job.turn()
+            if len(job.stopped_at) == RANKS:
+                break
+        assert len(job.stopped_at) == RANKS, f"seed {seed}: {job.counts()}"
+        assert len(set(job.stopped_at.values())) == 1, f"seed {seed}: {job.stopped_at}"
+        assert len({rank.committed for rank in job.ranks}) == 1
+
+
+class Ranks:
+    """Ranks as threads, each with a thread that looks at the board."""
+
+    def __init__(self, store, ranks: int = RANKS, topic: str = "stop/1") -> None:
+        self.board = Board(store, "monitor")
+        self.agreements = [Agreement(info(rank, ranks), topic) for rank in range(ranks)]
+        self.steps: dict[int, int] = {}
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
+
+    def watch(self, *ranks: int) -> None:
+        for rank in ranks:
+            self._start(self._watch, self.agreements[rank])
+
+    def train(self, steps_s: Sequence[float], barrier: threading.Barrier | None = None) -> None:
+        for rank, step_s in enumerate(steps_s):
+            self._start(self._train, rank, step_s, barrier)
+
+    def wait_for(self, holds: Callable[[], object], timeout_s: float = 60) -> None:
+        until = time.monotonic() + timeout_s
+        while not holds():
+            assert time.monotonic() < until, (self.steps, [one.committed for one in self.agreements])
+            time.sleep(0.005)
+
+    def _start(self, function: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=function, args=args, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _watch(self, agreement: Agreement) -> None:
+        with suppress(RuntimeError):
+            agreement.begin(self.board)
+            while not self._ended.wait(agreement.next_wait_s()):
+                agreement.look(self.board)
+            agreement.end(self.board, has_failed=False)
+
+    def _train(self, rank: int, step_s: float, barrier: threading.Barrier | None) -> None:
+        while not self._ended.is_set():
+            if self.agreements[rank].counter.next():
+                self.steps[rank] = self.agreements[rank].counter.count
+                return
+            time.sleep(step_s)
+            if barrier is not None:
+                with suppress(threading.BrokenBarrierError):
+                    barrier.wait(60)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(module, "_POLL_S", 0.02)
+    monkeypatch.setattr(module, "_AHEAD_S", 0.05)
+
+
+@pytest.fixture
+def impatient(monkeypatch, fast):
+    monkeypatch.setattr(module, "PROPOSAL_S", 0.3)
+    monkeypatch.setattr(module, "_LATER_S", 0.2)
+
+
+def test_ranks_of_uneven_speeds_that_meet_in_collectives_stop_at_the_same_step(store, fast):
+    with Ranks(store) as job:
+        job.watch(*range(RANKS))
+        job.train([0.001, 0.005, 0.05, 0.0], threading.Barrier(RANKS))
+        time.sleep(0.2)
+        job.agreements[1].request(StopRequest("a reason"))
+        job.wait_for(lambda: len(job.steps) == RANKS)
+        assert len(set(job.steps.values())) == 1
+        assert {(one.committed.reason, one.committed.rank) for one in job.agreements} == {("a reason", 1)}
+
+
+def test_ranks_that_never_meet_stop_at_a_step_ahead_of_the_fastest(store, fast):
+    with Ranks(store) as job:
+        job.watch(*range(RANKS))
+        job.train([0.001, 0.003, 0.003, 0.003])
+        time.sleep(0.5)
+        job.agreements[3].request(StopRequest("a reason"))
+        job.wait_for(lambda: len(job.steps) == RANKS)
+        assert len(set(job.steps.values())) == 1
+
+
+def test_a_stop_goes_on_until_the_function_ends(store, fast):
+    with Ranks(store) as job:
+        job.watch(*range(RANKS))
+        job.train([0.001] * RANKS)
+        job.agreements[0].request(StopRequest("a reason"))
+        job.wait_for(lambda: len(job.steps) == RANKS)
+        assert all(one.counter.next() for one in job.agreements)
+        assert [one.stopped_at for one in job.agreements] == list(job.steps.values())
+
+
+def test_an_urgent_request_fails_without_a_rank_that_never_calls(store, impatient, caplog):
+    failures: list[str] = []
+    with Ranks(store) as job:
+        job.watch(0, 1, 2)
+        job.train([0.001] * 3)
+        job.agreements[0].request(StopRequest("SIGTERM", 0.3, failures.append))
+        job.wait_for(lambda: failures)
+        assert failures == ["rank 3 does not call should_stop()"]
+        assert job.agreements[0].has_failed
+        counts = [one.counter.count for one in job.agreements[:3]]
+        job.wait_for(lambda: all(one.counter.count > 10 + n for one, n in zip(job.agreements, counts, strict=False)))
+        assert job.steps == {}
+    assert "have not agreed on a step at which to stop (SIGTERM): rank 3 does not call" in caplog.text
+
+
+def test_a_request_without_a_deadline_waits_for_a_late_rank(store, impatient, caplog):
+    with Ranks(store) as job:
+        job.watch(0, 1, 2)
+        job.train([0.001] * RANKS)
+        job.agreements[0].request(StopRequest("a reason"))
+        job.wait_for(lambda: "rank 3 does not call should_stop(); waiting" in caplog.text)
+        job.watch(3)
+        job.wait_for(lambda: len(job.steps) == RANKS)
+        assert len(set(job.steps.values())) == 1
+
+
+def test_a_rank_that_has_died_holds_nobody_up(store, impatient):
+    failures: list[str] = []
+    with Ranks(store) as job:
+        job.agreements[3].begin(job.board)  # and then it dies
+        job.watch(0, 1, 2)
+        job.train([0.001] * 3)
+        time.sleep(0.1)
+        job.agreements[1].request(StopRequest("a reason", otherwise=failures.append))
+        job.wait_for(lambda: failures)
+        assert failures == ["not all ranks have answered within 0.3 s"]
+        counts = [one.counter.count for one in job.agreements[:3]]
+        job.wait_for(lambda: all(one.counter.count > 10 + n for one, n in zip(job.agreements, counts, strict=False)))
+        assert job.steps == {}
+
+
+def test_a_store_that_goes_away_holds_nobody_up(tmp_path, impatient):
+    class Gone(DirectoryStore):
+        is_gone = False
+
+        def add(self, key: str, amount: int) -> int:
+            if self.is_gone:
+                raise RuntimeError("connection reset by peer")
+            return super().add(key, amount)
+
+    store = Gone(tmp_path)
+    board = Board(store, "monitor")
+    one, other = (Agreement(info(rank, 2), "stop/1") for rank in range(2))
+    one.begin(board)
+    other.begin(board)
+    one.request(StopRequest("a reason"))
+    one.look(board)
+    step = one.counter.limit
+    store.is_gone = True
+    assert not any(one.counter.next() for _ in range(int(step) + 10))
+    with pytest.raises(RuntimeError):
+        other.look(board)
+
+
+def test_what_an_earlier_attempt_has_agreed_on_is_nothing_to_this_one(store, fast):
+    for attempt in range(3):
+        with Ranks(store) as job:
+            job.watch(*range(RANKS))
+            job.train([0.002] * RANKS)
+            job.wait_for(lambda job=job: min(one.counter.count for one in job.agreements) > 50)
+            assert job.steps == {}
+            job.agreements[attempt].request(StopRequest(f"attempt {attempt}"))
+            job.wait_for(lambda job=job: len(job.steps) == RANKS)
+            assert {one.committed.reason for one in job.agreements} == {f"attempt {attempt}"}
+            assert len(set(job.steps.values())) == 1
+
+
+def test_a_proposal_to_ranks_that_have_ended_is_rejected(store, fast):
+    """The rank's name on the board is still that of the last attempt."""
+    board = Board(store, "monitor")
+    Agreement(info(1, 2), "stop/1").begin(board)
+    first, second = Agreement(info(0, 2), "stop/1"), Agreement(info(1, 2), "stop/1")
+    first.begin(board)
+    first.request(StopRequest("a reason"))
+    first.look(board)
+    assert first.counter.limit < 10  # it has promised
+    second.begin(board)
+    for _ in range(6):
+        second.look(board)
+        first.look(board)
+    assert first.committed == second.committed is not None
+
+
+def test_ranks_that_have_no_store_stop_alone(tmp_path):
+    rank = Agreement(info(0, 8, local=4), "stop/1")
+    rank.begin(board := Board(DirectoryStore(tmp_path), "monitor"))
+    assert not rank.counter.next()
+    rank.request(StopRequest("a reason"))
+    rank.look(board)
+    assert rank.counter.next()
+    assert rank.stopped_at == 2
+
+
+def test_one_process_stops_at_its_next_call():
+    own = OwnStop()
+    assert not own.counter.next()
+    own.request(StopRequest("a reason"))
+    own.request(StopRequest("another one"))
+    assert own.counter.next()
+    assert own.counter.next()
+    assert (own.stopped_at, own.committed.reason) == (2, "a reason")

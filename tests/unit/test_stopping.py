@@ -1,0 +1,228 @@
+"""`should_stop()` in one process and in a simulation. Real jobs are in tests/jobs/test_stopping_jobs.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from flyteplugins_tracking import get_distributed_info, request_stop, should_stop, tracking_init
+from flyteplugins_tracking._job.goodput import Attempt, metrics
+from flyteplugins_tracking._runs import stopping
+from flyteplugins_tracking.testing import RecordingTracker, simulate
+
+
+@pytest.fixture
+def recorder():
+    return RecordingTracker()
+
+
+def steps_until_stop(most: int = 100, at: int = 3, reason: str = "a reason") -> int:
+    """How many steps are made if the stop is requested in step `at`."""
+    for step in range(1, most + 1):
+        if step == at:
+            request_stop(reason)
+        if should_stop():
+            return step
+    return most
+
+
+def test_the_next_call_returns_true_and_the_run_tells_why(recorder):
+    assert tracking_init(tracker=recorder)(steps_until_stop)() == 3
+    (run,) = recorder.runs
+    assert run.exit_codes == (0,)
+    assert (run.summary["stop/reason"], run.summary["stop/step"]) == ("a reason", 3)
+
+
+def test_a_run_that_was_not_stopped_tells_nothing(recorder):
+    assert tracking_init(tracker=recorder)(steps_until_stop)(most=5, at=9) == 5
+    assert "stop/step" not in recorder.runs[0].summary
+
+
+def test_each_function_begins_anew(recorder):
+    train = tracking_init(tracker=recorder)(steps_until_stop)
+    assert [train(at=at) for at in (1, 5, 2)] == [1, 5, 2]
+    assert [run.summary["stop/step"] for run in recorder.runs] == [1, 5, 2]
+
+
+def test_it_is_true_until_the_function_ends(recorder):
+    @tracking_init(tracker=recorder)
+    def train() -> list[bool]:
+        request_stop()
+        return [should_stop() for _ in range(3)]
+
+    assert train() == [True] * 3
+    assert (recorder.runs[0].summary["stop/reason"], recorder.runs[0].summary["stop/step"]) == ("request_stop", 1)
+
+
+def test_outside_of_a_function_it_is_false_and_a_request_is_ignored(caplog):
+    request_stop("a reason")
+    assert not should_stop()
+    assert "request_stop('a reason') is ignored: it is not called in a decorated function" in caplog.text
+
+
+def test_a_thread_of_the_function_may_ask(recorder):
+    @tracking_init(tracker=recorder)
+    def train() -> bool:
+        assert not should_stop()
+        thread = threading.Thread(target=request_stop)
+        thread.start()
+        thread.join()
+        return should_stop()
+
+    assert train()
+
+
+def test_sigusr1_asks_for_a_stop_and_is_put_back(recorder):
+    @tracking_init(tracker=recorder)
+    def train() -> bool:
+        assert not should_stop()
+        signal.raise_signal(signal.SIGUSR1)
+        return should_stop()
+
+    assert train()
+    assert recorder.runs[0].summary["stop/reason"] == "SIGUSR1"
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_users_for_sigusr1_stays(recorder):
+    signals: list[int] = []
+
+    @tracking_init(tracker=recorder)
+    def train() -> bool:
+        assert not should_stop()
+        signal.raise_signal(signal.SIGUSR1)
+        return should_stop()
+
+    signal.signal(signal.SIGUSR1, lambda number, _: signals.append(number))
+    try:
+        assert not train()
+        assert signals == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def loops(most_s: float = 30) -> bool:
+    until = time.monotonic() + most_s
+    while time.monotonic() < until:
+        if should_stop():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def test_the_time_limit_of_slurm_stops_in_time(recorder, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 60))
+    assert tracking_init(tracker=recorder, stop_before_s=60)(loops)()
+    assert recorder.runs[0].summary["stop/reason"] == "time limit"
+
+
+def test_a_time_limit_that_is_far_away_or_not_watched_stops_nothing(recorder, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 60))
+    assert not tracking_init(tracker=recorder, stop_before_s=5)(loops)(0.1)
+    assert not tracking_init(tracker=recorder)(loops)(0.1)
+
+
+def test_a_time_limit_that_nobody_tells_is_said(recorder, monkeypatch, caplog):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert not tracking_init(tracker=recorder, stop_before_s=5)(loops)(0.05)
+    assert "stop_before_s=5 is ignored: no launcher tells the job's time limit" in caplog.text
+
+
+def test_the_ranks_of_a_simulation_that_are_running_are_asked(recorder):
+    together = threading.Barrier(4)
+
+    @tracking_init(tracker=recorder)
+    def train() -> bool:
+        together.wait(30)
+        if get_distributed_info().rank == 1:
+            request_stop()
+        return loops()
+
+    assert simulate(train, 1, 4, threads=True).returned == (True,) * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_no_stop_and_its_signal_ends_it(recorder):
+    @tracking_init(tracker=recorder)
+    def train() -> int:
+        assert not should_stop()
+        request_stop()
+        child = os.fork()
+        if child == 0:
+            if should_stop():
+                os._exit(1)
+            signal.raise_signal(signal.SIGUSR1)
+            os._exit(2)
+        assert should_stop()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert train() == -signal.SIGUSR1
+
+
+def test_a_service_asks_the_loop_if_there_is_one(recorder):
+    interrupted: list[str] = []
+
+    @tracking_init(tracker=recorder)
+    def train(has_loop: bool) -> bool:
+        if has_loop:
+            should_stop()
+        stopping.request_of_service("wandb", lambda: interrupted.append("interrupted"))
+        return has_loop and should_stop()
+
+    assert not train(False)
+    assert interrupted == ["interrupted"]
+    assert train(True)
+    assert interrupted == ["interrupted"]
+    assert recorder.runs[1].summary["stop/reason"] == "wandb"
+
+
+def test_importing_the_package_does_not_load_it():
+    program = "import sys, flyteplugins_tracking; print([name for name in sys.modules if name.endswith('stopping')])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_a_run_that_goes_on_tells_its_goodput(recorder, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    @tracking_init(tracker=recorder, id="again")
+    def train(first: int, last: int, fails: bool) -> None:
+        for step in range(first, last + 1):
+            time.sleep(0.02)
+            should_stop(step)
+        if fails:
+            raise ValueError("made to fail")
+
+    with pytest.raises(ValueError, match="made to fail"):
+        train(0, 9, fails=True)
+    with pytest.raises(ValueError, match="made to fail"):
+        train(5, 9, fails=True)  # from the last checkpoint on
+    train(10, 14, fails=False)
+    *_, run = recorder.runs
+    assert run.summary["goodput/attempts"] == 3
+    assert 0 < run.summary["goodput/share"] < 1
+    assert run.summary["goodput/repeated_s/0"] > 0
+    assert [run.summary[f"goodput/repeated_s/{number}"] for number in (1, 2)] == [0, 0]
+    assert run.summary["goodput/restart_s"] > 0
+    assert not list(tmp_path.rglob("goodput-*"))
+    train(0, 3, fails=False)  # the run has ended: this is no restart
+    assert recorder.runs[-1].summary.get("goodput/attempts") in (None, 3)
+
+
+def test_goodput_is_the_time_of_the_steps_that_no_later_attempt_makes_again():
+    attempts = [Attempt(0.0, 0, 10.0, 10), Attempt(20.0, 6, 30.0, 16), Attempt(35.0, 17, 45.0, 27)]
+    values = metrics(attempts)
+    assert values["goodput/share"] == pytest.approx((5 + 10 + 10) / 45)
+    assert (values["goodput/restart_s"], values["goodput/repeated_s"]) == (15.0, 5.0)
+    assert [values[f"goodput/kept_s/{number}"] for number in range(3)] == [5.0, 10.0, 10.0]
+    assert metrics(attempts[:1]) == {}
+
+
+def test_a_rollback_behind_an_earlier_attempt_keeps_nothing_of_that():
+    values = metrics([Attempt(0.0, 10, 10.0, 20), Attempt(11.0, 0, 21.0, 10), Attempt(22.0, 11, 32.0, 21)])
+    assert [values[f"goodput/kept_s/{number}"] for number in range(3)] == [0.0, 10.0, 10.0]
