@@ -23,7 +23,7 @@ def hang(directory: Path, how: str) -> jobs.Done:
 @pytest.mark.parametrize(
     ("how", "rank_1"),
     [
-        ("sleeps", r"at hanging_ranks.py:\d+ next_batch"),
+        pytest.param("sleeps", r"at hanging_ranks.py:\d+ next_batch", marks=pytest.mark.full),
         ("holds the GIL", r"holds the GIL at hanging_ranks.py:\d+ holds_the_gil"),
         pytest.param("is stopped", "is stopped by a signal", marks=pytest.mark.full),
     ],

@@ -20,7 +20,9 @@ from flyteplugins_tracking.trackers.wandb import vendor as wandb
 PARTS: dict[str, VendorParts] = {"mlflow": mlflow.PARTS, "pluto": pluto.PARTS, "trackio": trackio.PARTS}
 
 
-@pytest.mark.parametrize("tracker", ["trackio", "pluto", pytest.param("mlflow", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "tracker", ["trackio", *(pytest.param(name, marks=pytest.mark.full) for name in ("pluto", "mlflow"))]
+)
 def test_every_private_name_exists_or_its_absence_warns(tracker, tmp_path):
     with BACKENDS[tracker](tmp_path) as backend:
         command = [sys.executable, str(jobs.PROGRAMS / "vendor_contract.py"), tracker, CLIENTS[tracker]]

@@ -197,6 +197,7 @@ def test_the_pods_of_the_pytorchjob_have_one_run(tmp_path):
     assert_one_run(together(tmp_path, commands), "torchelastic")
 
 
+@pytest.mark.full
 def test_the_pods_of_the_konduktor_task_have_one_run(tmp_path):
     task = yaml.safe_load((EXAMPLES / "konduktor" / "task.yaml").read_text())
     nodes, (_, gpus) = task["num_nodes"], task["resources"]["accelerators"].split(":")
