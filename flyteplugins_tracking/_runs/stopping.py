@@ -54,7 +54,11 @@ def should_stop(step: int | None = None) -> bool:
         step: The step that was made, counted on over restarts, as a checkpoint does. With it, the run of a job that was
             restarted tells its `goodput/*`: how much of its time has made steps that were kept.
     """
-    return _counter.next(step)
+    # As `CallCounter.next`, without one more call.
+    counter = _counter
+    counter.step = step
+    counter.count = count = counter.count + 1
+    return count >= counter.limit and counter.at_limit(count)
 
 
 def request_stop(reason: str = "request_stop") -> None:
