@@ -97,7 +97,6 @@ def _tracked(
     except Exception as error:
         _report(error, 1, start.info, start.reports)
         raise
-    call.config, call.is_simulated = config, context.is_simulated
     try:
         token = calls.current.set(call)
         if call.watcher is not None:
@@ -198,7 +197,9 @@ class _Start:
         else:
             from flyteplugins_tracking._runs import open as opening
 
-            call = opening.call_of_joined_run(self.tracker, enclosing.run, self.context, self.parent, self.override)
+            call = opening.call_of_joined_run(
+                self.tracker, enclosing.run, self.config, self.context, self.parent, self.override
+            )
         calls.begin(call)
         return call
 
@@ -209,7 +210,14 @@ class _Start:
         relay_report: Callable[[], object] | None = None,
     ) -> TrackedCall:
         return TrackedCall(
-            self.tracker.name, self.parent, self.override, info=info, restore=restore, relay_report=relay_report
+            self.tracker.name,
+            self.parent,
+            self.override,
+            info=info,
+            restore=restore,
+            relay_report=relay_report,
+            config=self.config,
+            is_simulated=self.context.is_simulated,
         )
 
     def _opened(self) -> TrackedCall:

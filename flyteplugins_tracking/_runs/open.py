@@ -78,6 +78,8 @@ class Opener:
                     watcher,
                     self.info,
                     relay_report=self.relay_report,
+                    config=self.config,
+                    is_simulated=self.context.is_simulated,
                 )
                 calls.begin(call)
                 return call
@@ -161,10 +163,24 @@ def _ask_to_stop(service: str, otherwise: Callable[[], object]) -> None:
 
 
 def call_of_joined_run(
-    tracker: Tracker, run: OpenRun, context: ExecutionContext, parent: TrackedCall | None, override: Override | None
+    tracker: Tracker,
+    run: OpenRun,
+    config: TrackingConfig,
+    context: ExecutionContext,
+    parent: TrackedCall | None,
+    override: Override | None,
 ) -> TrackedCall:
     """Return a call for a run that has just been joined. If its watcher cannot start, the run is left again."""
-    call = functools.partial(TrackedCall, tracker.name, parent, override, run, info=run.info)
+    call = functools.partial(
+        TrackedCall,
+        tracker.name,
+        parent,
+        override,
+        run,
+        info=run.info,
+        config=config,
+        is_simulated=context.is_simulated,
+    )
     try:
         return call(watcher=closing.started_watcher(tracker, run.config, context))
     except BaseException:
