@@ -126,7 +126,7 @@ def compared(python: Path, case: Case) -> dict[str, list[Figures]]:
 def goals(case: Case, found: Found) -> list[Goal]:
     ms, mib = (difference(found, key, OURS, UNDECORATED) for key in ("cpu_ms", "rss_mib"))
     peer_ms = difference(found, "cpu_ms", PEER, UNDECORATED)
-    started = sum(median(found, OURS, key) for key in COUNTED_KEYS)
+    started = sum(median(found, OURS, key) - median(found, UNDECORATED, key) for key in COUNTED_KEYS)
     memory = "" if case.limit_mib is None else f", {case.limit_mib:.0f} MiB"
     return [
         Goal(
