@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -27,10 +26,7 @@ def is_torch_loaded() -> bool:
 
 def has_job_store(info: DistributedInfo) -> bool:
     """Return whether `job_store` can find a store now, without importing torch."""
-    if not is_torch_loaded():
-        return False
-    dist: Any = sys.modules["torch.distributed"]
-    return info.launcher == "torchelastic" or (dist.is_available() and dist.is_initialized())
+    return is_torch_loaded() and (info.launcher == "torchelastic" or _group_store(info) is not None)
 
 
 def job_store(info: DistributedInfo, env: Env) -> Any:

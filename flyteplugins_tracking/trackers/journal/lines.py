@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import marshal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # A format that every version of Python reads. It is ten times as fast as JSON.
@@ -34,3 +34,8 @@ def decode(data: bytes) -> Mapping[str, Any]:
     """Return the line of a record."""
     line: Mapping[str, Any] = json.loads(data[1:]) if data[:1] == _JSON else marshal.loads(data)  # noqa: S302 our own
     return line
+
+
+def exit_code_in(lines: Sequence[Mapping[str, Any]]) -> int:
+    """Return the status that a run's lines end with; 1 if its process was killed before it could tell."""
+    return next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1)

@@ -17,7 +17,7 @@ from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.journal.files import StoredJournal, stored
-from flyteplugins_tracking.trackers.journal.lines import decode
+from flyteplugins_tracking.trackers.journal.lines import decode, exit_code_in
 from flyteplugins_tracking.trackers.registry import find_tracker
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def replay(lines: Sequence[Any], tracker: str, first: int = 0) -> str:
     handle.ends_run = True
     rows = [line for line in lines if "row" in line][first:]
     _replay(handle, rows)
-    handle.finish(next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1))
+    handle.finish(exit_code_in(lines))
     unsent = handle.unsent()
     if isinstance(unsent, list) and [path for path in unsent if stored(Path(path))]:
         raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent[0])}")
@@ -137,7 +137,7 @@ def _send_attempt(files: Sequence[list[Any]]) -> set[Path]:
     for handle, lines in opened:
         _replay(handle, lines)
     for handle, lines in reversed(opened):
-        handle.finish(next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1))
+        handle.finish(exit_code_in(lines))
     return {Path(kept) for handle, _ in opened for kept in handle.unsent()}
 
 

@@ -16,6 +16,11 @@ _FRAGMENT = struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
+def file_in(directory: Path) -> Path | None:
+    """Return the `.wandb` file of a run's directory; None if there is none."""
+    return next(directory.glob("*.wandb"), None)
+
+
 def windows(path: Path, first_blocks: int = 8) -> Iterator[tuple[list[bytes], bool]]:
     """Yield the file's last records, each time four times as many; and whether these are all records."""
     blocks = -(-path.stat().st_size // _BLOCK)

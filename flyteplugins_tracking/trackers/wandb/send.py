@@ -14,6 +14,7 @@ from typing import Any
 
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal.files import stored
+from flyteplugins_tracking.trackers.journal.lines import exit_code_in
 from flyteplugins_tracking.trackers.wandb import datastore, tail, vendor
 
 _OFFLINE = "offline-"
@@ -22,7 +23,7 @@ _STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
 
 def is_run_directory(directory: Path) -> bool:
     """Whether W&B's client has written this directory."""
-    return next(iter(directory.glob("*.wandb")), None) is not None
+    return datastore.file_in(directory) is not None
 
 
 def send(directories: Sequence[Path]) -> list[str]:
@@ -48,8 +49,7 @@ def _sync(directories: Sequence[Path]) -> list[str]:
 
 
 def _send(directory: Path) -> str:
-    file = next(iter(directory.glob("*.wandb")))
-    described = _description(file)
+    described = _description(directory)
     place = _place(directory, described)
     attempts = [*tail.pending(place, directory), tail.read(directory, tail.journals_of(directory, place), 0)]
     if any(attempt.is_open() for attempt in attempts):
@@ -92,7 +92,7 @@ def _send_rest(
 
 def as_lines(directory: Path) -> list[Any]:
     """Return a run as the lines of a journal, for another tracker: a header, the rows, the end."""
-    described = _description(next(iter(directory.glob("*.wandb"))))
+    described = _description(directory)
     arguments = {name: value for name, value in vendor.description(described).items() if value is not None}
     arguments.pop("job_type", None)
     attempt = tail.read(directory, stored(directory), 0)
@@ -120,17 +120,19 @@ def replay(lines: Sequence[Any]) -> int:
     for line in lines:
         if "row" in line:
             attempt.add(line)
-    exit_code = next((line["exit_code"] for line in reversed(lines) if "exit_code" in line), 1)
-    return _send_rest(place, [attempt], {**described, "group": header["group"]}, exit_code)
+    return _send_rest(place, [attempt], {**described, "group": header["group"]}, exit_code_in(lines))
 
 
-def _description(file: Path) -> Any:
+def _description(directory: Path) -> Any:
     """Return the record with which the run was opened."""
-    for data in datastore.records(file):
+    file = datastore.file_in(directory)
+    for data in () if file is None else datastore.records(file):
         kind, record = vendor.parse_record(data)
         if kind == "run":
             return record
-    raise TrackerUnavailableError(f"{file} does not say which run it is of: it ends before that, or is not W&B's")
+    raise TrackerUnavailableError(
+        f"{file or directory} does not say which run it is of: it ends before that, or is not W&B's"
+    )
 
 
 def _place(directory: Path, described: Any) -> tail.Place:

@@ -305,7 +305,7 @@ class _Row(NamedTuple):
 def read(directory: Path, journals: Sequence[StoredJournal], starting_step: int) -> Attempt:
     """Read the rows of a run's directory from a step on: those of its file, and those that only its journals have."""
     attempt = Attempt(directory, journals)
-    file = next(iter(directory.glob("*.wandb")), None)
+    file = datastore.file_in(directory)
     written_at = file.stat().st_mtime if file is not None else 0.0
     kept = _kept_rows(journals, written_at)
     logged_since = min((row.time_s for row in kept), default=written_at)
