@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.offline_wandb import open_run
 from wandb_files import StoredRun, read_run
 
 from flyteplugins_tracking.trackers.base import Unwatched
@@ -22,11 +23,7 @@ ROWS = 40
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.chdir(tmp_path)
-    quick = wandb.Settings(x_transaction_log_flush_interval=0.1)
-    yield wandb.init(mode="offline", project="p", id="tail", dir=tmp_path, settings=quick)
+    yield open_run("tail", tmp_path, monkeypatch)
     vendor.set_global_run(None)
     assert vendor.restart_service()
 

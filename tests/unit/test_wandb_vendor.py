@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.offline_wandb import open_run
 from wandb_files import read_runs
 
 from flyteplugins_tracking import TrackerNotInstalledError
@@ -24,11 +25,7 @@ ROOM = Path(inspect.getfile(vendor)).parent
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.chdir(tmp_path)
-    quick = wandb.Settings(x_transaction_log_flush_interval=0.1)
-    opened = wandb.init(mode="offline", project="p", id="contract", dir=tmp_path, settings=quick)
+    opened = open_run("contract", tmp_path, monkeypatch)
     yield opened
     opened.finish()
     assert vendor.restart_service()
