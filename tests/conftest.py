@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -19,6 +20,15 @@ from flyteplugins_tracking.testing import RecordedRuns
 # A busy machine is no finding.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left() -> Iterator[None]:
+    """Kill what the test has started and not waited for."""
+    jobs.started.clear()
+    yield
+    for job in jobs.started:
+        jobs.kill(job)
 
 
 @pytest.fixture

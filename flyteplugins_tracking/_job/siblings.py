@@ -31,11 +31,12 @@ _PIDFD_INFO_EXIT = 1 << 3
 _STOP = b"."
 # A sibling may be started after this rank: they are looked for again until all are there.
 _LOOK_AGAIN_MS, _LONGEST_PAUSE_MS = 50, 60_000
-# How long a rank that exits because of a SIGTERM needs at least.
-_EXIT_S = 0.01
-# By how much two threads of this process may notice, in the wrong order, that a signal has ended a rank and that the
-# launcher has sent SIGTERM: multiprocessing's spawn sends it within a millisecond.
+# Two threads of this process notice that a rank has ended, and that the launcher has sent SIGTERM for that: torchrun
+# within a millisecond of seeing the end, which may be at once. They may notice it in the wrong order, by this much.
 _NOTICE_S = 0.05
+# As much, for a rank that has exited by itself: with torch imported, one that exits in its handler of a SIGTERM needs
+# 7.5 ms at least, nearly all of them to free its memory.
+_EXIT_NOTICE_S = 0.005
 # How long after a rank's end its agent ends the others, or their collectives are cut.
 _UNKNOWN_S = 10.0
 
@@ -81,8 +82,8 @@ class Ended:
         if self.status is None:  # it may have returned, long ago
             now_s = time.monotonic() if terminated_at is None else terminated_at
             return now_s - _UNKNOWN_S < self.at < now_s
-        margin_s = -_NOTICE_S if self.signal else _EXIT_S
-        return terminated_at is None or self.at < terminated_at - margin_s
+        margin_s = _NOTICE_S if self.signal else _EXIT_NOTICE_S
+        return terminated_at is None or self.at < terminated_at + margin_s
 
     @property
     def exit_code(self) -> int:

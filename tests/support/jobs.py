@@ -73,6 +73,8 @@ class Done:
         return sorted(reports, key=lambda report: (report["rank"], report["restart_count"]))
 
 
+# What the test that runs has started: a test that fails does not wait for its jobs, which would slow down the others.
+started: list[Process] = []
 # An id for jobs that are given one: runs of one id lock each other out, also those of tests in other processes.
 RUN_ID = f"chosen-{os.getpid()}"
 
@@ -113,7 +115,7 @@ def start(
     words, variables = [str(part) for part in command], environment(directory, **(env or {}))
     with_pluto = str(Path(sys.prefix) / "pluto") in variables.get("PYTHONPATH", "")
     warm = None if (is_cold if cold is None else cold) or with_pluto else client.start(words, directory, variables)
-    return warm or subprocess.Popen(
+    process = warm or subprocess.Popen(
         words,
         cwd=directory,
         env=variables,
@@ -123,17 +125,25 @@ def start(
         text=True,
         start_new_session=True,
     )
+    started.append(process)
+    return process
+
+
+def kill(process: Process) -> None:
+    """Kill a process that may still run, and all that it has started: torchrun's workers have groups of their own."""
+    if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def finish(process: Process, directory: Path, timeout_s: float = 240) -> Done:
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        started = psutil.Process(process.pid).children(recursive=True)  # torchrun's workers have groups of their own
-        process.kill()
-        for child in started:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+        kill(process)
         output, _ = process.communicate()
         raise AssertionError(f"still running after {timeout_s} s:\n{output}") from None
     return Done(process.returncode, output, directory)

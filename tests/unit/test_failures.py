@@ -265,6 +265,13 @@ def test_a_signals_end_that_is_seen_a_moment_after_sigterm_is_the_cause(status, 
     assert Ended(rank=2, pid=1, status=status, at=10.0).is_cause(terminated_at=9.99) == is_cause
 
 
+def test_an_exit_that_is_seen_with_sigterm_is_the_cause():
+    ended = Ended(rank=2, pid=1, status=7 << 8, at=10.0)
+    assert ended.is_cause(terminated_at=10.001)  # the agent looked at once
+    assert ended.is_cause(terminated_at=9.997)  # and this process noticed SIGTERM first
+    assert not ended.is_cause(terminated_at=9.993)  # its own SIGTERM: a training process does not exit faster
+
+
 def test_an_exit_of_unknown_status_counts_if_the_job_has_ended_soon_after():
     ended = Ended(rank=2, pid=1, status=None, at=10.0)
     assert ended.is_cause(terminated_at=12.0)
