@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -92,6 +93,20 @@ def test_a_full_disk_warns_once_and_raises_nothing(tmp_path, monkeypatch, caplog
         f"rows cannot be kept in {tmp_path}"
     ]
     assert pending(tmp_path) == [[b"kept"]]
+
+
+def test_a_forked_child_leaves_the_journal_alone(tmp_path, pending):
+    journal = Journal(tmp_path, "rank-0", {})
+    journal.add(b"parent's")
+    with journal._lock, warnings.catch_warnings():  # as another thread of the parent may hold it
+        warnings.simplefilter("ignore")
+        if (child := os.fork()) == 0:
+            journal.add(b"child's")
+            journal.remove()
+            os._exit(0)
+    os.waitpid(child, 0)
+    journal.add(b"later")
+    assert pending(tmp_path) == [[b"parent's", b"later"]]
 
 
 def test_a_journal_is_open_until_its_process_ends(tmp_path, stored):

@@ -68,6 +68,7 @@ class WandbHandle(Handle):
         self._next_row = NextRow()
         self._openings = 1  # how often the run has been opened
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
+        self._teardown_errors = vendor.TeardownErrors(run)
         self._rest_sent = threading.Event()  # set once the run has what earlier attempts have left
         self._rollback = self._rollback_of(request) if vendor.starting_step(run) else None
         if self._is_ours:
@@ -142,15 +143,21 @@ class WandbHandle(Handle):
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods. If the run was ended early, open it again first."""
         self._request.watch.reinstall()
-        if self._next_row.waiting and method.__name__ == "log" and args and isinstance(args[0], dict):
+        if (self._next_row.waiting or self._rollback is not None) and method.__name__ == "log":
+            method, args, kwargs = self._completed(method, args, kwargs)
+        result = self._call_open(method, args, kwargs)
+        return self._call_late(method, args, kwargs) if result is _NOT_OPEN else result
+
+    def _completed(self, log: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return `log` and its arguments with the values that wait for this row, and with the place of the row."""
+        if self._next_row.waiting and args and isinstance(args[0], dict):
             args = ({**self._next_row.take(), **args[0]}, *args[1:])
-        if self._rollback is not None and method.__name__ == "log":
+        if self._rollback is not None:
             if self._rest_sent.is_set():
                 args, kwargs = self._placed(*args, **kwargs)
             else:  # the row is held: the rows before it have no steps yet
-                method = self._placed_late(method)
-        result = self._call_open(method, args, kwargs)
-        return self._call_late(method, args, kwargs) if result is _NOT_OPEN else result
+                log = self._placed_late(log)
+        return log, args, kwargs
 
     def _placed(self, data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of `log` with which W&B keeps the row, also if its step is one that the run has."""
@@ -172,14 +179,14 @@ class WandbHandle(Handle):
     @critical_section(_PATIENCE_S)
     def _call_open(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the method if the run is open, and return what it returned; `_NOT_OPEN` if the run is not open."""
-        thread, opening = threading.get_ident(), self._openings
-        is_outermost = thread not in self._callers
-        self._callers.add(thread)
+        thread, opening, callers = threading.get_ident(), self._openings, self._callers
+        is_outermost = thread not in callers
+        callers.add(thread)
         try:
             if not self._closing or not is_outermost or self._ender == thread:
                 if method.__name__ == "define_metric":
                     self._definitions.append(lambda: method(self.run, *args, **kwargs))
-                with vendor.TeardownErrors(self.run):
+                with self._teardown_errors:
                     return method(self.run, *args, **kwargs)
         except vendor.service_gone() as error:
             if self._ender == thread or not is_outermost:
@@ -187,7 +194,7 @@ class WandbHandle(Handle):
             self._notice_death(error, opening)
         finally:
             if is_outermost:
-                self._callers.discard(thread)
+                callers.discard(thread)
         return _NOT_OPEN
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +202,7 @@ class WandbHandle(Handle):
         thread, opening = threading.get_ident(), self._openings
         try:
             if not self._ended.is_set() or self._ender == thread:
-                with vendor.TeardownErrors(self.run):
+                with self._teardown_errors:
                     return accessor(self.run, *args, **kwargs)
         except vendor.service_gone() as error:
             if self._ender == thread or thread in self._callers:
@@ -313,7 +320,7 @@ class WandbHandle(Handle):
     def _finish_run(self, exit_code: int, stays_global: bool = False) -> None:
         self._ender = threading.get_ident()
         try:
-            with vendor.TeardownErrors(self.run):
+            with self._teardown_errors:
                 if self._next_row.waiting:  # in the summary: a row of its own would take a step
                     self.run.summary.update(self._next_row.take())
                 if exit_code == TERMINATED and self._request.plan.primary:
@@ -432,8 +439,8 @@ def _guard_row(log: Callable[..., Any]) -> Any:
 
     @functools.wraps(log)
     def guarded(run: Any, data: Any, step: Any = None, commit: bool | None = None) -> Any:
-        keep = getattr(vars(run).get(HANDLE), "keep_for_next_row", None)
-        return log(run, data, step, commit) if keep is None or commit is not False else keep(data)
+        keep = getattr(vars(run).get(HANDLE), "keep_for_next_row", None) if commit is False else None
+        return log(run, data, step, commit) if keep is None else keep(data)
 
     return guarded
 
