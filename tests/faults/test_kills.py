@@ -10,12 +10,12 @@ import time
 
 import pytest
 from support import jobs
-from support.harness import Job, ends, job, python
+from support.harness import ENDS, Job, ends, job, python
 from support.wandb_server import WandbServer
 
 from faults.matrix import PROMPT
 
-KILLS, LONGEST_S = 12, 2.0
+KILLS, NODE_KILLS, LONGEST_S = 12, 3, 2.0
 
 
 def test_what_a_killed_process_has_not_sent_is_sent_once(tmp_path):
@@ -57,7 +57,11 @@ def roll_back(directory, server, first_step):
 def test_a_job_that_goes_back_has_its_run_rewound(tmp_path, first_step):
     with WandbServer(rewinds=True) as server:
         found, killed = roll_back(tmp_path, server, first_step)
+        first, *_ = sorted(str(path.parent) for path in tmp_path.rglob("*.wandb"))
+        command = [sys.executable, "-m", "flyteplugins_tracking.send", first]
+        sent = jobs.run(command, tmp_path, server.environment).output
         rows, (run,) = server.runs[0].rows, server.runs
+    assert sent.startswith(f"nothing of {first} is sent")
     assert [row["_step"] for row in rows] == list(range(first_step + 20))
     assert [row["n"] for row in rows if row["pid"] == killed] == list(range(first_step))
     assert "restart_count" not in rows[-1]
@@ -119,4 +123,50 @@ def test_every_row_arrives_once_whenever_the_process_is_killed(tmp_path):
     assert found.duplicates == 0
     assert list(found.steps) == list(range(len(found.steps)))
     assert (found.exit_codes, found.state) == ((0,), "finished")
+    assert not list(tmp_path.rglob("*.journal.*"))
+
+
+def start_nodes(started, count, settings):
+    """Start a job of two nodes of two ranks, and return its agents once each rank has a row's time behind it."""
+    options = [
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}",
+    ]
+    command = [*jobs.torchrun("--monitor-interval=0.1", *options), str(ENDS)]
+    agents = [started.start(command, **settings) for _ in range(2)]
+    for rank in range(4):
+        started.wait_for(f"ready {rank} 0", count)
+    return agents
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("run_mode", "with_step"), [("auto", False), ("auto", True), ("shared", False)], ids=["auto", "steps", "shared"]
+)
+def test_every_row_of_each_nodes_run_arrives_once_when_a_node_is_killed(tmp_path, run_mode, with_step):
+    """The platform then ends the other node, and starts the job again on the same disk."""
+    moments = random.Random(18)
+    tracking = {"id": jobs.RUN_ID, "rank_scope": "worker", "run_mode": run_mode}
+    settings = {"tracking": tracking, "with_step": with_step}
+    with job(tmp_path) as started:
+        for attempt in range(NODE_KILLS):
+            agents = start_nodes(started, attempt + 1, ends("loop", attempts=99, **settings))
+            time.sleep(moments.random() * LONGEST_S)
+            dying, other = (agents, agents[::-1])[attempt % 2]
+            jobs.kill(dying)
+            dying.communicate()
+            if other.poll() is None:
+                started.signal(other.pid)
+            other.communicate()
+        start_nodes(started, NODE_KILLS + 1, ends("return", **settings))
+        found, runs = started.outcome(), started.server.runs
+    assert found.logged == found.arrived
+    assert found.duplicates == 0
+    assert sorted(run.id for run in runs) == [f"{jobs.RUN_ID}-worker-{number}" for number in range(2)]
+    for run in runs:
+        steps = [row["_step"] for row in run.rows]
+        assert steps == list(range(len(steps)))
+        assert (run.exit_codes[-1], run.state) == (0, "finished")
     assert not list(tmp_path.rglob("*.journal.*"))

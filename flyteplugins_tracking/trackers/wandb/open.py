@@ -196,6 +196,7 @@ def _rewind(request: RunRequest, run: Any, step: int) -> Any:
             vendor.restart_service()
             raise
     vendor.set_rewound(rewound, step)
+    tail.mark_rewound(rewound)
     return rewound
 
 
