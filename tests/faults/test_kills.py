@@ -11,6 +11,7 @@ import time
 import pytest
 from support import jobs
 from support.harness import ENDS, Job, ends, job, python
+from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 from faults.matrix import PROMPT
@@ -84,6 +85,22 @@ def test_a_server_that_cannot_rewind_keeps_all_rows_with_one_warning(tmp_path):
     assert [row["global_step"] for row in run.rows if row["pid"] != killed] == list(range(30, 50))
     assert (run.exit_codes, run.state) == ([1, 0], "finished")
     assert found.output.count("cannot be rewound: failed to rewind run") == 1
+
+
+@pytest.mark.full
+def test_a_run_that_is_signalled_while_it_is_rewound_ends_with_its_true_status(tmp_path):
+    settings = {"tracking": {"id": jobs.RUN_ID, "rollback": "rewind"}, "with_step": True}
+    with WandbServer(rewinds=True) as server:
+        started = Job(server, tmp_path)
+        jobs.finish(started.start(python(), **ends("return", **settings)), tmp_path)
+        with server.failing(Fault.slow(0.5)):
+            process = started.start(python(), **ends("loop", attempts=9, first_step=20, **settings))
+            server.wait_for(lambda: len(server.runs[0].exit_codes) > 1, 240)
+            started.signal(process.pid)
+            found = started.outcome()
+    assert server.runs[0].exit_codes[:2] == [0, 1]
+    assert (found.exit_codes[-1], found.state) == (143, "preempted")
+    assert found.duplicates == 0
 
 
 @pytest.mark.full
