@@ -85,8 +85,8 @@ RAISING = {
 }
 # What the page of launchers leaves out: it is looked at, and tells nobody's place.
 CHECKED_ONLY = {
+    "LEPTON_RESOURCE_ACCELERATOR_NUM",
     "NUM_GPUS_PER_NODE",
-    "PET_NPROC_PER_NODE",
     "SKYPILOT_NUM_GPUS_PER_NODE",
     "SLURM_GTIDS",
     "TORCHELASTIC_ERROR_FILE",

@@ -86,7 +86,9 @@ LAUNCHERS: dict[str, dict[str, str]] = {
     "mvapich": {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
     "jsm": {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "4", "LSB_JOBID": "9"},
     "mpich": {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
-    "kubeflow": {"RANK": "0", "WORLD_SIZE": "2"},
+    "lepton": {"LEPTON_JOB_WORKER_INDEX": "0", "LEPTON_JOB_TOTAL_WORKERS": "2", "LEPTON_JOB_NAME": "j"},
+    "kubeflow": {"RANK": "0", "WORLD_SIZE": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+    "env_rank": {"RANK": "0", "WORLD_SIZE": "2"},
     "konduktor": {"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "2"},
     "skypilot": {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "t"},
 }
@@ -215,7 +217,7 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is not a directory -> export HOME="),
     "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "counts as the only one -> srun python train.py"),
     "a pod": (
-        {"RANK": "0", "WORLD_SIZE": "2"},
+        LAUNCHERS["kubeflow"],
         "warning",
         "counts as the only process of its node -> torchrun train.py",
     ),
