@@ -73,10 +73,14 @@ def _true_local_rank(env: Env) -> int | None:
 
 
 def _rank_variables(env: Env) -> DistributedInfo | None:
-    """Ray Train, Accelerate, Composer, DeepSpeed and hand-written launchers: RANK, WORLD_SIZE and LOCAL_RANK."""
+    """Ray Train, Accelerate, Composer, DeepSpeed and hand-written launchers: RANK, WORLD_SIZE and LOCAL_RANK.
+
+    A process group of the same size knows better: on a CPU, `Accelerator()` sets RANK=0 in each process that
+    `debug_launcher` has started. A group of one process does not: some programs make one on each rank.
+    """
     if not _are_set(env, "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         return None
-    return _from_env(
+    info = _from_env(
         env,
         "env",
         rank="RANK",
@@ -86,6 +90,9 @@ def _rank_variables(env: Env) -> DistributedInfo | None:
         worker_index=_first(env, "GROUP_RANK", "NODE_RANK", "CROSS_RANK"),
         num_workers=_first(env, "GROUP_WORLD_SIZE", "CROSS_SIZE"),
     )
+    group = _process_group(env)
+    is_other_rank = group is not None and group.world_size == info.world_size and group.rank != info.rank
+    return group if is_other_rank else info
 
 
 def _slurm(env: Env) -> DistributedInfo | None:

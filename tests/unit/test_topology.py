@@ -403,6 +403,16 @@ def test_the_variables_take_precedence_over_a_process_group(monkeypatch):
     assert detect(TORCHRUN) == DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job")
 
 
+def test_a_group_of_the_same_size_knows_better_than_a_scripts_variables(monkeypatch):
+    """Accelerate on a CPU sets RANK=0 in each process that `debug_launcher` has started."""
+    cpu = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert detect(cpu).launcher == "env"
+    monkeypatch.setitem(sys.modules, "torch.distributed", Group(1, 2))
+    assert detect(cpu) == DistributedInfo(1, 2, launcher="process_group")
+    monkeypatch.setitem(sys.modules, "torch.distributed", Group(0, 1))
+    assert detect({**cpu, "RANK": "1"}).rank == 1
+
+
 def test_an_override_takes_precedence():
     override = DistributedInfo(rank=1, world_size=3)
     with override_distributed_info(override):
