@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking._config.config import IfUnavailable, TrackingConfig
@@ -11,6 +13,7 @@ from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._job.plan import PrimaryRank, RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.lifecycle import RunScope, publish_files
+from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker, propagated_to
 
@@ -154,10 +157,30 @@ def tracked_function(config: TrackingConfig, function: Callable[..., Any], task:
     def tracked(*args: Any, **kwargs: Any) -> Any:
         with _run_scope(config, task) as call:
             result = function(*args, **kwargs)
+            _refuse_body_to_come(function, result)
         publish_files(call)
         return result
 
     return tracked
+
+
+def _refuse_body_to_come(function: Callable[..., Any], result: Any) -> None:
+    """Refuse what a function returns instead of running: its body would run after the end of the run.
+
+    Raises:
+        ConfigError: `result` is a coroutine or a generator that has not started.
+    """
+    if not isinstance(result, (CoroutineType, GeneratorType, AsyncGeneratorType)):
+        return
+    if isinstance(result, GeneratorType) and inspect.getgeneratorstate(result) != inspect.GEN_CREATED:
+        return
+    if isinstance(result, CoroutineType):
+        result.close()  # or Python warns that it was never awaited
+    name = getattr(function, "__qualname__", repr(function))
+    raise ConfigError(
+        f"{name} returned a {type(result).__name__.replace('_', ' ')} that has not started: its body would run after "
+        "the end of the run. Decorate the async function itself, or the function that consumes the generator."
+    )
 
 
 def _run_scope(config: TrackingConfig, task: Task | None) -> RunScope:

@@ -116,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         help="show the runs for this primary_rank= of tracking_init, for instance -1",
     )
     parser.add_argument("--offline", action="store_true", help="do not ask any server")
+    # DeepSpeed's launcher and torch.distributed.launch add it to the arguments of a module. The variables have it too.
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
     return parser
 
 

@@ -447,6 +447,14 @@ def test_the_json_document_has_the_keys_that_are_documented(ask):
     assert {"python", "flyteplugins-tracking"} <= document["versions"].keys()
 
 
+@pytest.mark.parametrize("argument", ["--local_rank=1", "--local-rank=1"])
+def test_the_argument_that_launchers_add_to_a_module_is_accepted(ask, argument):
+    """DeepSpeed's, and torch.distributed.launch."""
+    status, out, err = ask(argument, "--offline", WANDB_API_KEY=KEY)
+    assert (status, err) == (0, "")
+    assert "none: one process" in out
+
+
 @pytest.mark.parametrize("arguments", [["--tracker", "nope"], ["--unknown"], ["more"]])
 def test_wrong_arguments_are_status_2(env, arguments, capsys):
     with pytest.raises(SystemExit) as ended:
