@@ -90,7 +90,7 @@ def _rank_variables(env: Env) -> DistributedInfo | None:
         worker_index=_first(env, "GROUP_RANK", "NODE_RANK", "CROSS_RANK"),
         num_workers=_first(env, "GROUP_WORLD_SIZE", "CROSS_SIZE"),
     )
-    group = _process_group(env)
+    group = detect_process_group()
     is_other_rank = group is not None and group.world_size == info.world_size and group.rank != info.rank
     return group if is_other_rank else info
 
@@ -165,7 +165,7 @@ def _lightning(env: Env) -> DistributedInfo | None:
     )
 
 
-def _process_group(_: Env) -> DistributedInfo | None:
+def detect_process_group(_: Env | None = None) -> DistributedInfo | None:
     """A process group that the user's code initialised, whose ranks are in no variable."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
@@ -425,7 +425,7 @@ DETECTORS: dict[str, Detector] = {
     **_PLAIN,
     "slurm": _slurm,
     "lightning": _lightning,
-    "process_group": _process_group,
+    "process_group": detect_process_group,
     "lepton": _lepton,
     "kubeflow": _kubeflow,
     "konduktor": _konduktor,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.launchers import DETECTORS
+from flyteplugins_tracking._job.launchers import detect_process_group
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.lock import RunLock
@@ -32,7 +32,7 @@ def refuse_twin(info: DistributedInfo, env: Mapping[str, str]) -> None:
         TopologyError: Another process holds it.
     """
     parent = os.getppid()
-    if info.world_size == 1 or parent <= 1 or _is_child_of_rank(parent, info) or _is_in_group(info, env):
+    if info.world_size == 1 or parent <= 1 or _is_child_of_rank(parent, info) or _is_in_group(info):
         return
     job = (env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
     name = "\0".join(map(str, ("rank", parent, proc.start_time(parent), *job, info.rank, info.world_size)))
@@ -58,8 +58,8 @@ def _is_child_of_rank(parent: int, info: DistributedInfo) -> bool:
     return str(info.rank) in ranks and variables.get("WORLD_SIZE") == str(info.world_size)
 
 
-def _is_in_group(info: DistributedInfo, env: Mapping[str, str]) -> bool:
-    group = DETECTORS["process_group"](env)
+def _is_in_group(info: DistributedInfo) -> bool:
+    group = detect_process_group()
     return group is not None and group.world_size == info.world_size
 
 

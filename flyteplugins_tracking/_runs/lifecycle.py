@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def _tracked(
             yield call
             context.on_return(call)
     except BaseException as error:
-        exit_code = exit_code_of(error, context.success_exceptions)
+        exit_code = _exit_code_of_call(error, call, context)
         failure = _failure(call, error, exit_code, start)
         raise
     finally:
@@ -121,7 +122,8 @@ def _tracked(
             if call.stopping is not None:
                 call.stopping.closed()
             if token is not None:
-                calls.current.reset(token)
+                with suppress(ValueError):  # a coroutine that is left behind is closed in another context
+                    calls.current.reset(token)
 
 
 def publish_files(call: TrackedCall, is_async: bool = False) -> Any:
@@ -148,6 +150,14 @@ def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...
         # The system keeps the lowest 8 bits of the code.
         return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
     return 1
+
+
+def _exit_code_of_call(error: BaseException, call: TrackedCall, context: ExecutionContext) -> int:
+    asyncio = sys.modules.get("asyncio")
+    is_cancelled = asyncio is not None and isinstance(error, asyncio.CancelledError)
+    if is_cancelled and call.watcher is not None and call.watcher.was_interrupted():
+        return INTERRUPTED  # asyncio makes a cancellation of Ctrl-C
+    return exit_code_of(error, context.success_exceptions)
 
 
 @dataclass(frozen=True)

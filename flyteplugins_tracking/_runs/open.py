@@ -16,7 +16,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.identity import Identity, from_launcher, from_variables, is_elastic
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RunPlan, needs_shared_id, plan
-from flyteplugins_tracking._runs import calls
+from flyteplugins_tracking._runs import at_exit, calls
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
@@ -108,6 +108,7 @@ class Opener:
             request = self._request(run_plan, watch, deadline)
             require(self.tracker)
             handle = self.tracker.open(request)
+            at_exit.watch()
         except BaseException:
             lock.release()
             raise

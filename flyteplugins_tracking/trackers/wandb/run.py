@@ -240,7 +240,8 @@ class WandbHandle(Handle):
                 return
             was_torn_down = vendor.was_torn_down(error)
             if not was_torn_down:
-                logger.warning("wandb-core has died (%s). Run %s goes on with a new one", type(error).__name__, self.id)
+                text = "wandb-core has died (%s). Run %s goes on with a new one, which sends what %s has"
+                logger.warning(text, type(error).__name__, self.id, directory(self.run))
             if self._offline or not was_torn_down:
                 self._abandoned.append(directory(self.run))
             tail.abandoned(self.run)
@@ -297,12 +298,13 @@ class WandbHandle(Handle):
             time.sleep(0.001)
 
     def _finish_alive(self, exit_code: int, stays_global: bool = False) -> None:
-        """End the run. If `wandb.teardown` has ended it with a status of its own, end it again in a new wandb-core."""
+        """End the run. If its wandb-core is gone, a new one sends the rest and ends the run.
+
+        `wandb.teardown` has ended it with a status of its own. A launcher's SIGTERM may reach wandb-core before us.
+        """
         try:
             self._finish_run(exit_code, stays_global)
         except vendor.service_gone() as error:
-            if not vendor.was_torn_down(error):
-                raise
             self._ended.clear()
             self._notice_death(error, self._openings)
             self._reopen()
@@ -346,8 +348,10 @@ class WandbHandle(Handle):
         except Exception:
             self._lost = True
             logger.warning(
-                "W&B: run %s has ended and cannot be opened again: what is logged from now on is lost",
+                "W&B: run %s has ended and cannot be opened again: what is logged from now on is lost. To send what it "
+                "has, run: %s",
                 self.id,
+                " ; ".join(map(how_to_send, self._abandoned or [directory(self.run)])),
                 exc_info=True,
             )
         finally:
