@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flyteplugins_tracking._job import jax
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.launchers import RANK_VARIABLES
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
@@ -73,7 +74,7 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
         raise IdentityError(
             f"no run id that {nodes} agree on: {info.launcher} offers none. "
             "Pass id=..., the same on every rank and another for each job, or call the decorated function after "
-            "torch.distributed.init_process_group()."
+            "torch.distributed.init_process_group() or jax.distributed.initialize()."
         )
     return Identity(base_id)
 
@@ -153,11 +154,11 @@ def _openmpi(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
 
 
 def _without_job_name(info: DistributedInfo, _: Env, agreement: bool) -> str | None:
-    """Use the ranks' process group or, on one node, the launcher's process.
+    """Use the ranks' process group, JAX's store or, on one node, the launcher's process.
 
     Without agreement the primary, which may be any rank, does not wait for rank 0: that one has no run, and sends none.
     """
-    token = _from_rank_0(info, _random_token(), waits=agreement)
+    token = _from_rank_0(info, _random_token(), waits=agreement) or _through_jax(info)
     if token is not None:
         return readable(info.launcher, token)
     process = _launcher_process(info) if _is_alone(info, agreement) else None
@@ -216,6 +217,18 @@ def _from_rank_0(info: DistributedInfo, token: str | None, *, waits: bool = True
             "has ended: call the decorated function on every rank, or pass id=..."
         ) from error
     return _agree(store, "")
+
+
+def _through_jax(info: DistributedInfo) -> str | None:
+    """Return the first rank's token, through the store of JAX's processes; None if they are not the ranks."""
+    store = jax.job_store(info)
+    try:
+        return None if store is None else _agree(store, _random_token())
+    except RuntimeError as error:
+        raise IdentityError(
+            f"JAX's coordinator does not answer, so the ranks cannot agree on a run id: {error}. Pass id=... to do "
+            "without it."
+        ) from error
 
 
 def _agree(store: Any, token: str, key: str = _STORE_KEY) -> str:

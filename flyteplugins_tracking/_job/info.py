@@ -22,8 +22,8 @@ class DistributedInfo:
         num_workers: Workers in the job. None if the launcher does not set it.
         restart_count: Restarts so far, as counted by this worker's agent. An agent that joined later has a lower count.
         launcher: The launcher whose variables were read: "torchelastic", "env" (RANK, WORLD_SIZE and LOCAL_RANK),
-            "lightning", "horovod", "openmpi", "mvapich", "jsm", "mpich", "slurm", "process_group", "lepton",
-            "kubeflow", "konduktor", "skypilot", "env_rank" (RANK and WORLD_SIZE alone), "simulated"
+            "lightning", "horovod", "openmpi", "mvapich", "jsm", "mpich", "slurm", "process_group", "jax",
+            "lepton", "kubeflow", "konduktor", "skypilot", "env_rank" (RANK and WORLD_SIZE alone), "simulated"
             (`flyteplugins_tracking.testing`) or "override".
         job_id: The launcher's own name for the job, if it has one.
     """

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from flyteplugins_tracking._job import jax
 from flyteplugins_tracking._job.info import DistributedInfo, check_orders
 from flyteplugins_tracking.errors import TopologyError
 
@@ -226,6 +227,11 @@ def _torchrun_in_pod(env: Env, processes: str) -> str:
     return f"torchrun{address if 'RANK' in env else ''} train.py"
 
 
+def _jax(_: Env) -> DistributedInfo | None:
+    """A process that `jax.distributed.initialize` has connected to others."""
+    return jax.world()
+
+
 def _is_a_node(env: Env, rank: str, processes: str, command: str) -> TopologyError:
     return TopologyError(
         f"{rank}={env.get(rank)} is a node, not a process: {processes}={env[processes]} and no LOCAL_RANK. "
@@ -426,6 +432,7 @@ DETECTORS: dict[str, Detector] = {
     "slurm": _slurm,
     "lightning": _lightning,
     "process_group": detect_process_group,
+    "jax": _jax,
     "lepton": _lepton,
     "kubeflow": _kubeflow,
     "konduktor": _konduktor,

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job import jax
 from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.launchers import detect_process_group
@@ -112,15 +113,18 @@ def _close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | N
 
 def _warn_of_late_group(run: OpenRun) -> None:
     """Warn that this process was one of several, which its function alone has found out: each has had a run."""
-    group = None if run.info is not None or run.context.is_simulated else detect_process_group()
+    is_alone = run.info is None and not run.context.is_simulated
+    group = (detect_process_group() or jax.world()) if is_alone else None
     if group is not None and group.world_size > 1:
         logger.warning(
-            "%s: the function has made a process group of %d ranks, of which this is rank %d. No launcher had told so "
-            "at the call, so each rank has had a run like that of a single process. Call the decorated function after "
-            "init_process_group(), or start with torchrun",
+            "%s: the function has connected %d ranks, of which this is rank %d. No launcher had told so at the call, "
+            "so each rank has had a run like that of a single process. Call the decorated function after %s",
             run.tracker,
             group.world_size,
             group.rank,
+            "jax.distributed.initialize()"
+            if group.launcher == "jax"
+            else "init_process_group(), or start with torchrun",
         )
 
 
