@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from flyteplugins_tracking._job import jax
@@ -77,7 +78,8 @@ def _rank_variables(env: Env) -> DistributedInfo | None:
     """Ray Train, Accelerate, Composer, DeepSpeed and hand-written launchers: RANK, WORLD_SIZE and LOCAL_RANK.
 
     A process group of the same size knows better: on a CPU, `Accelerator()` sets RANK=0 in each process that
-    `debug_launcher` has started. A group of one process does not: some programs make one on each rank.
+    `debug_launcher` has started, which ACCELERATE_DEBUG_RDV_FILE tells. A group of one process does not: some programs
+    make one on each rank.
     """
     if not _are_set(env, "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         return None
@@ -92,8 +94,12 @@ def _rank_variables(env: Env) -> DistributedInfo | None:
         num_workers=_first(env, "GROUP_WORLD_SIZE", "CROSS_SIZE"),
     )
     group = detect_process_group()
-    is_other_rank = group is not None and group.world_size == info.world_size and group.rank != info.rank
-    return group if is_other_rank else info
+    if group is None or group.world_size != info.world_size:
+        return info
+    if "ACCELERATE_DEBUG_RDV_FILE" in env:
+        return group
+    # The launcher stays the same on all ranks: it is a part of the run's id.
+    return info if group.rank == info.rank else replace(group, launcher="env")
 
 
 def _slurm(env: Env) -> DistributedInfo | None:

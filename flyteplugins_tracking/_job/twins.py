@@ -16,6 +16,8 @@ from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.errors import TopologyError
 
+# The launchers whose variables a script may have set, for all of its processes at once.
+_SET_BY_SCRIPTS = ("env", "env_rank")
 # An earlier attempt of this rank may still be ending.
 _PATIENCE_S = 2.0
 _POLL_S = 0.1
@@ -24,15 +26,18 @@ _held: dict[str, RunLock] = {}
 
 
 def refuse_twin(info: DistributedInfo, env: Mapping[str, str]) -> None:
-    """Hold this rank against the other processes of the parent, until this process ends.
+    """Hold this rank, which has a run, against the other processes of the parent, until this process ends.
 
-    With a process group of all ranks there is nothing to refuse: it has told them apart.
+    It does nothing where a launcher sets the variables for each process, or a process group of all ranks has told them
+    apart.
 
     Raises:
         TopologyError: Another process holds it.
     """
+    if info.world_size == 1 or info.launcher not in _SET_BY_SCRIPTS or _is_in_group(info):
+        return
     parent = os.getppid()
-    if info.world_size == 1 or parent <= 1 or _is_child_of_rank(parent, info) or _is_in_group(info):
+    if parent <= 1 or _is_child_of_rank(parent, info):
         return
     job = (env.get("MASTER_ADDR"), env.get("MASTER_PORT"))
     name = "\0".join(map(str, ("rank", parent, proc.start_time(parent), *job, info.rank, info.world_size)))

@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 # How long a signal waits for a run that is being opened or closed: it exists at the server, and would stay "running".
 _PATIENCE_S = 5.0
-# The launchers whose variables a script may have set, for all of its processes at once.
-_SET_BY_SCRIPTS = ("env", "env_rank")
 # What this process has reported as the end of its rank.
 _reported: list[tuple[Failure, DistributedInfo]] = []
 _DOCTOR = "To see what each rank detects, put it in the place of the script: python -m flyteplugins_tracking"
@@ -235,10 +233,6 @@ class _Start:
     def _opened(self) -> TrackedCall:
         call_index = calls.count(self.tracker.name, self.context.call_counts)
         info = detect(os.environ)
-        if info is not None and info.launcher in _SET_BY_SCRIPTS and not self.context.is_simulated:
-            from flyteplugins_tracking._job.twins import refuse_twin
-
-            refuse_twin(info, os.environ)
         config, parent_run = self._config_and_parent_run(info)
         config = config.in_world(info)
         # A rank without a run needs no id: agreeing on one would cost imports and time.

@@ -16,6 +16,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.identity import Identity, from_launcher, from_variables, is_elastic
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RunPlan, needs_shared_id, plan
+from flyteplugins_tracking._job.twins import refuse_twin
 from flyteplugins_tracking._runs import at_exit, calls
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
@@ -246,7 +247,10 @@ def plan_run(
 
     Raises:
         IdentityError: They cannot agree.
+        TopologyError: Another process of the same parent has the same rank.
     """
+    if info is not None and not context.is_simulated:
+        refuse_twin(info, os.environ)
     identity = Identity(None)
     if parent_id is None:
         identity = _identity(config, tracker, context, info, call_index)

@@ -16,7 +16,8 @@ from support.wandb_server import WandbServer
 pytestmark = pytest.mark.full
 
 RANKS = str(jobs.PROGRAMS / "started_ranks.py")
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes=2", "--mixed_precision=no"]
+# With --cpu it would start one process, or mpirun. The processes use the CPU without it.
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
 
 
 def need(package: str) -> None:

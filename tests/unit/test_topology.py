@@ -404,11 +404,14 @@ def test_the_variables_take_precedence_over_a_process_group(monkeypatch):
 
 
 def test_a_group_of_the_same_size_knows_better_than_a_scripts_variables(monkeypatch):
-    """Accelerate on a CPU sets RANK=0 in each process that `debug_launcher` has started."""
+    """Accelerate on a CPU sets RANK=0 in each process that `debug_launcher` has started: also in rank 0."""
     cpu = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     assert detect(cpu).launcher == "env"
-    monkeypatch.setitem(sys.modules, "torch.distributed", Group(1, 2))
-    assert detect(cpu) == DistributedInfo(1, 2, launcher="process_group")
+    for rank in range(2):
+        monkeypatch.setitem(sys.modules, "torch.distributed", Group(rank, 2))
+        debug = {**cpu, "ACCELERATE_DEBUG_RDV_FILE": "x"}
+        assert detect(debug) == DistributedInfo(rank, 2, launcher="process_group")
+    assert detect(cpu) == DistributedInfo(1, 2, launcher="env")
     monkeypatch.setitem(sys.modules, "torch.distributed", Group(0, 1))
     assert detect({**cpu, "RANK": "1"}).rank == 1
 

@@ -172,7 +172,7 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     with vendor.without_error_reports():
         assert os.environ["WANDB_ERROR_REPORTING"] == "false"
     assert "://" in vendor.default_server("")
-    assert len(vendor.service_gone()) == 3
+    assert len(vendor.service_gone()) == 4
     with pytest.raises(vendor._torn_down_error()), vendor.TeardownErrors(torn_down()):
         raise ValueError
     assert vendor.was_torn_down(vendor._torn_down_error()("x"))

@@ -247,8 +247,8 @@ def service_gone() -> tuple[type[BaseException], ...]:
 
     Without it, only a `ConnectionError` is recognized.
     """
-    closed = _loaded("wandb.sdk.mailbox", "MailboxClosedError")
-    return tuple(error for error in (ConnectionError, closed, _torn_down_error()) if error is not None)
+    closed, abandoned = (_loaded("wandb.sdk.mailbox", f"{name}Error") for name in ("MailboxClosed", "HandleAbandoned"))
+    return tuple(error for error in (ConnectionError, closed, abandoned, _torn_down_error()) if error is not None)
 
 
 def _torn_down_error() -> Any:
