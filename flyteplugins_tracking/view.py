@@ -33,23 +33,36 @@ class LocalRun(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the viewer of the chosen runs, or list them. Returns 1 if there is no such run."""
-    options = _parser().parse_args(arguments)
-    runs = find(options.directory or os.curdir)
-    chosen = _chosen(runs, options)
-    if not chosen and options.directory is None:
-        elsewhere = find(None)
-        runs, chosen = runs + elsewhere, _chosen(elsewhere, options)
+    """Start the viewer of the chosen runs, or list them. Returns 1 if there is none. Wrong arguments exit with 2."""
+    options = _options(arguments)
+    runs, chosen = _search(options)
     if not chosen:
         sys.stderr.write(_nothing(options, runs))
         return 1
-    trackers = {run.tracker for run in chosen}
-    if len(chosen) == 1 or (options.tracker is not None and len(trackers) == 1):
+    if len(chosen) == 1 or (options.tracker is not None and len({run.tracker for run in chosen}) == 1):
         status = _view(chosen)
         if status is not None:
             return status
     sys.stdout.write(_list(chosen, options.directory))
     return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.directory is not None and not os.path.isdir(options.directory):
+        parser.error(f"{options.directory} is not a directory: pass the directory in which the job ran")
+    return options
+
+
+def _search(options: argparse.Namespace) -> tuple[list[LocalRun], list[LocalRun]]:
+    """Return the runs that were found, and those of them that are chosen."""
+    runs = find(options.directory or os.curdir)
+    chosen = _chosen(runs, options)
+    if chosen or options.directory is not None:
+        return runs, chosen
+    elsewhere = find(None)
+    return runs + elsewhere, _chosen(elsewhere, options)
 
 
 def find(directory: str | None) -> list[LocalRun]:
@@ -87,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m flyteplugins_tracking view",
         description="Find the runs in local files, of all trackers and all nodes whose files are there, and start the "
         "tracker's own viewer: `wandb leet`, `trackio show` or `mlflow ui`. If there are several runs, it lists them.",
-        epilog="The exit status is 1 if there is no such run; otherwise it is the viewer's.",
+        epilog="The exit status is 1 if there is no such run, and 2 for wrong arguments; otherwise it is the viewer's.",
     )
     parser.add_argument(
         "directory",

@@ -72,5 +72,7 @@ def view_command(tracker: str, run_id: str, directory: str | None = None) -> str
     words = ["python", "-m", "flyteplugins_tracking", "view"]
     if directory is not None:
         shown = os.path.relpath(directory)
-        words += [] if shown == os.curdir else [os.path.abspath(directory) if shown.startswith(os.pardir) else shown]
+        is_far = shown.startswith(os.pardir)
+        is_found = shown == os.curdir or (os.sep not in shown and not shown.startswith("."))  # see `places`
+        words += [] if is_found else [os.path.abspath(directory) if is_far else shown]
     return shlex.join([*words, "--tracker", tracker, "--run", run_id])

@@ -39,12 +39,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, 
     return programs
 
 
-def wandb_run(place: Path, run_id: str, started: str = "20261122_120000", offline: bool = True) -> Path:
-    """A directory as W&B's client names it."""
-    folder = place / "wandb" / f"{'offline-' if offline else ''}run-{started}-{run_id}"
+def wandb_run(
+    place: Path, run_id: str, started: str = "20261122_120000", offline: bool = True, suffix: str = ""
+) -> Path:
+    """A directory as W&B's client names it. Returns the file in it."""
+    folder = place / "wandb" / f"{'offline-' if offline else ''}run-{started}-{run_id}{suffix}"
     folder.mkdir(parents=True)
-    (folder / f"run-{run_id}.wandb").touch()
-    return folder
+    file = folder / f"run-{run_id}.wandb"
+    file.touch()
+    return file
 
 
 def trackio_run(store: Path, project: str, run_id: str) -> None:
@@ -65,9 +68,9 @@ def mlflow_run(file: Path, run_id: str) -> None:
 
 
 def test_the_only_run_is_shown_at_once(directory, started):
-    folder = wandb_run(directory, "llm-7b")
-    assert view.main([]) in (0, 1)  # the process would be the viewer by now
-    assert started[0][0] == [sys.executable, "-m", "wandb", "leet", os.path.relpath(folder)]
+    file = wandb_run(directory, "llm-7b")
+    view.main([])
+    assert started[0][0] == [sys.executable, "-m", "wandb", "leet", os.path.relpath(file)]
 
 
 def test_the_directories_of_all_nodes_are_shown_as_one_run(directory, started):
@@ -81,6 +84,17 @@ def test_the_directories_of_all_nodes_are_shown_as_one_run(directory, started):
     ]
     assert [path.resolve() for path in sorted(shown.glob("*/run-llm-7b-*.wandb"))] == [
         next((directory / node).glob("wandb/*/*.wandb")) for node in ("node-0", "node-1")
+    ]
+
+
+def test_the_directories_of_nodes_that_share_a_file_system_are_one_run(directory, started):
+    """All ranks of a shared run have one id. The directories of other nodes than the first have the node's name too."""
+    wandb_run(directory, "llm-7b")
+    wandb_run(directory, "llm-7b", suffix="-worker-1")
+    view.main([])
+    assert sorted(path.name for path in Path(started[0][0][-1]).glob("*/*")) == [
+        "run-llm-7b-worker-1.wandb",
+        "run-llm-7b.wandb",
     ]
 
 
@@ -204,6 +218,12 @@ def test_without_runs_it_says_so(directory, capsys):
     assert "There are no runs in the working directory" in capsys.readouterr().err
 
 
+def test_a_directory_that_is_not_there_is_refused(directory, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        view.main(["nowhere"])
+    assert "nowhere is not a directory" in capsys.readouterr().err
+
+
 def test_a_viewer_that_cannot_be_started_is_named(directory, monkeypatch, capsys):
     wandb_run(directory, "llm-7b")
 
@@ -218,10 +238,11 @@ def test_a_viewer_that_cannot_be_started_is_named(directory, monkeypatch, capsys
 def test_the_command_is_right_in_the_working_directory(directory):
     assert view_command("wandb", "r") == "python -m flyteplugins_tracking view --tracker wandb --run r"
     assert view_command("wandb", "r", str(directory)) == view_command("wandb", "r")
-    assert " view 'my jobs' --tracker" in view_command("wandb", "r", str(directory / "my jobs"))
+    assert view_command("wandb", "r", str(directory / "node-0")) == view_command("wandb", "r")
+    assert " view 'my jobs/llm' --tracker" in view_command("wandb", "r", str(directory / "my jobs" / "llm"))
     assert f" view {directory.parent} --tracker" in view_command("wandb", "r", str(directory.parent))
     assert how_to_view("sqlite:///mlflow.db", "r") == view_command("mlflow", "r")
-    assert " view runs --tracker mlflow" in how_to_view("sqlite:///runs/store.db", "r")
+    assert " view a/b --tracker mlflow" in how_to_view("sqlite:///a/b/store.db", "r")
     assert how_to_view("postgresql://me:secret@host/db", "r") == "mlflow ui --backend-store-uri postgresql://host/db"
 
 
@@ -236,17 +257,18 @@ def shown_by(line: str, started: list[Any]) -> str:
 def test_the_last_line_of_a_run_leads_to_it(directory, started, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_MODE", "offline")
 
-    @tracking_init(tracker="wandb", project="llm", id="viewed", dir="logs")
+    @tracking_init(tracker="wandb", project="llm", id="viewed", dir="logs/llm")
     def train() -> None:
         pass
 
-    (directory / "logs").mkdir()
+    (directory / "logs" / "llm").mkdir(parents=True)
     train()
     (line,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("wandb: to look at run")]
     assert (
-        line == "wandb: to look at run viewed: python -m flyteplugins_tracking view logs --tracker wandb --run viewed"
+        line
+        == "wandb: to look at run viewed: python -m flyteplugins_tracking view logs/llm --tracker wandb --run viewed"
     )
-    assert shown_by(line, started).startswith("logs/wandb/offline-run-")
+    assert shown_by(line, started).startswith("logs/llm/wandb/offline-run-")
 
 
 def test_a_run_that_w_and_b_is_writing_is_found(directory, started, monkeypatch):
@@ -255,4 +277,4 @@ def test_a_run_that_w_and_b_is_writing_is_found(directory, started, monkeypatch)
         view.main(["--run", "open"])
     finally:
         run.finish()
-    assert Path(started[0][0][-1]).resolve() == Path(run.dir).parent.resolve()
+    assert Path(started[0][0][-1]).resolve().parent == Path(run.dir).parent.resolve()
