@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 from support import jobs
-from support.waiting import wait_for_file
+from support.waiting import wait_for_file, wait_until
 from support.wandb_server import WandbServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -132,6 +132,40 @@ def test_elastic_checkpoint_goes_on_with_run_and_training_when_a_rank_is_killed(
     assert 5 <= attempts[1][0] <= len(attempts[0])
     assert (run.exit_codes[-1], run.state, run.rows_overwritten) == (0, "finished", 0)
     assert [other.id for other in server.runs].count("elastic") == 1
+
+
+def test_fsdp_has_one_run_with_the_statistics_of_all_ranks(tmp_path):
+    (run,) = example(tmp_path, "fsdp.py", 2).runs
+    assert (run.exit_code, len(run.rows)) == (0, 20)
+    assert {"loss/mean", "norm/max", "rank_0/loss", "rank_1/loss"} <= run.rows[0].keys()
+    assert run.rows[-1]["loss/mean"] < run.rows[0]["loss/mean"]
+
+
+def test_an_evaluation_logs_to_the_run_of_its_training(tmp_path):
+    (run,) = example(tmp_path, "evaluation.py", 2).runs
+    assert ["test/error/max" in row for row in run.rows] == ([False] * 10 + [True]) * 3
+
+
+@pytest.mark.full
+def test_an_evaluation_by_itself_has_a_run(tmp_path):
+    (run,) = jobs.python(tmp_path, EXAMPLES / "evaluation.py", "evaluate").runs
+    assert (run.exit_code, len(run.rows)) == (0, 1)
+
+
+def test_a_preempted_training_continues_where_it_stopped(tmp_path, server):
+    env = {**server.environment, "WANDB_RUN_ID": "preempted"}
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), EXAMPLES / "preemptible.py", "checkpoint.pt"]
+    job = jobs.start(command, tmp_path, env)
+    wait_until(lambda: [run for run in server.runs if run.id == "preempted" and run.rows], job)
+    job.send_signal(signal.SIGTERM)
+    preempted = jobs.finish(job, tmp_path)
+    run = server.run("preempted")
+    assert run.exit_codes == [143], preempted.output
+    assert (run.summary["stop/reason"], (tmp_path / "checkpoint.pt").exists()) == ("SIGTERM", True)
+    continued = jobs.run(command, tmp_path, env)
+    run = server.run("preempted")
+    assert (run.exit_codes, run.state) == ([143, 0], "finished"), continued.output
+    assert [row["train_step"] for row in run.rows] == list(range(100))
 
 
 def rank(agent: int, number: int) -> psutil.Process:
