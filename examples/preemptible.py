@@ -28,7 +28,6 @@ STEPS = 100
     project="examples",
     config={"lr": 0.05},
     if_unavailable="degrade",  # without the service, log to files
-    stop_before_s=600,  # stop 10 minutes before Slurm's time limit
 )
 def train(checkpoint: Path) -> None:
     """Train from the checkpoint on, if there is one."""
