@@ -158,9 +158,14 @@ def commands() -> Iterator[tuple[str, str]]:
     for block in BLOCKS:
         if block.language in ("bash", "console") and not block.included:
             lines = block.code.replace("\\\n", " ").split("\n")
-            yield from ((block.page, command) for line in lines if (command := line.partition("  #")[0].strip()))
+            yield from ((block.page, command) for line in lines if (command := without_extras(line)))
     for page, text in PAGES.items():
         yield from ((page, command) for command in re.findall(r"`((?:make|pip install|python -m) [^`]+)`", text))
+
+
+def without_extras(line: str) -> str:
+    """The command of a line, without its comment and the variables that are set for it alone."""
+    return re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line.partition("  #")[0].strip())
 
 
 COMMANDS = sorted(set(commands()))
@@ -221,9 +226,8 @@ def test_the_first_command_of_the_readme_trains_on_two_ranks(tmp_path):
 
 
 def test_the_readme_shows_what_the_doctor_prints(tmp_path):
-    (shown,) = re.findall(r"```console\n(export RANK=.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
-    commands, text = shown
-    variables = dict(word.split("=") for word in commands.splitlines()[0].split()[1:])
+    ((words, text),) = re.findall(r"```console\n(RANK=.*?) python .*?```\n\n```text\n(.*?)```", README, re.DOTALL)
+    variables = dict(word.split("=") for word in words.split())
     done = jobs.python(tmp_path, "-m", "flyteplugins_tracking", "--offline", env=variables)
     assert text in done.output
 
