@@ -76,7 +76,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         id: The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on
             one.
         project: The runs' project.
-        group: The runs' group, in place of the planned one.
+        group: The runs' group, instead of the planned one.
         name: The run's name. Only the primary rank passes it, as it does `tags`, `notes` and `config`.
         tags: The run's tags.
         notes: The run's notes.
@@ -87,9 +87,9 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         init_timeout_s: Seconds that opening the run may take.
         finish_timeout_s: Seconds that finishing the run may take. The rank that finishes a shared run also waits this
             long for the other ranks, after its own function returned.
-        hang_timeout_s: Seconds without a row and without a `heartbeat()` after which a rank with a run calls the roll:
-            every rank writes its stacks, and the run and the primary's log say which ranks are where. Nothing is ended.
-            None for never.
+        hang_timeout_s: Seconds without a row and without a `heartbeat()` after which a rank with a run asks all ranks
+            where they are: every rank writes its stacks, and the run and the primary's log say which ranks are where.
+            Nothing is ended. None for never.
         pulse_s: Seconds between two pulses. With each, every rank puts its step, its step time and its memory on the
             job's board, and the primary adds to its next row, without a collective: `ranks/step_time/median` and
             `/max`, the seconds per step; `ranks/own_time/median` and `/max`, these without the time in collectives;

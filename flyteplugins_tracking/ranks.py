@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flyteplugins_tracking ranks",
         description="Show the ranks of the jobs that run on this machine with tracking_init(pulse_s=...): a line for "
-        "each rank, also of those on other machines. On a terminal it goes on until the jobs have ended.",
+        "each rank, also of those on other machines. On a terminal it continues until the jobs have ended.",
     )
     parser.add_argument("--once", action="store_true", help="print once; also if the output is not a terminal")
     return parser

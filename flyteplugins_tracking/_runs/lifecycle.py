@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 # What this process has reported as the end of its rank.
 _reported: list[tuple[Failure, DistributedInfo]] = []
-_DOCTOR = "To see what each rank detects, put it in the place of the script: python -m flyteplugins_tracking"
+_DOCTOR = "To see what each rank detects, start this instead of the script: python -m flyteplugins_tracking"
 
 
 class RunScope:
