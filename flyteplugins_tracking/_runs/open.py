@@ -276,7 +276,8 @@ def _identity(
         return _beside(tracker, from_env, found) if is_child else from_env
     if context.base_id is not None:
         identity = Identity(context.base_id, context.group)
-        if found.parent is not None or (found.info is None and children.is_forked()):
+        is_child = found.info is None and children.is_forked() and not context.is_simulated
+        if is_child or found.parent is not None:
             return _beside(tracker, identity, found)
     elif found.pool is not None and found.pool.trial is not None:
         identity = of_trial(found.pool.trial)

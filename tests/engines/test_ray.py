@@ -76,3 +76,13 @@ def test_each_trial_of_tune_has_one_run(tmp_path: Path, kind: str) -> None:
         assert run.config["kind"] == kind
     assert sorted({round(run.config["lr"], 1) for run in done.runs}) == [0.1, 0.2, 0.3]
     assert json.dumps([report["calls"][0]["info"] for report in reports]) == "[null, null, null]"
+
+
+def test_the_example_has_a_run_for_the_training_and_one_for_each_trial(tmp_path: Path) -> None:
+    example = jobs.PACKAGE.parent / "examples" / "ray_training.py"
+    env = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
+    done = jobs.run([sys.executable, example], tmp_path, env, timeout_s=550)
+    assert done.returncode == 0, done.output
+    assert [(len(run.rows), run.exit_code) for run in done.runs] == [(10, 0)] * 4
+    assert sorted(run.config.get("lr", 0) for run in done.runs) == [0, 0.01, 0.1, 0.3]
+    assert len({run.group for run in done.runs}) == 4
