@@ -7,9 +7,10 @@ the pool's daemon: the function is nobody's rank, unless its worker has become o
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flyteplugins_tracking._job import children, ray
@@ -57,7 +58,7 @@ _ON_STACK: Sequence[tuple[str, str, str | None]] = (
     ("loky", "loky/process_executor.py", "_process_worker"),
     ("concurrent.futures", "concurrent/futures/process.py", "_process_worker"),
 )
-# Words of a command line, each with the words that must follow it.
+# How a command line begins: the end of its first word, and the words that follow.
 _COMMANDS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("ray", ("ray::",)),
     ("ray", ("raylet/raylet",)),
@@ -141,19 +142,15 @@ def _raylet(pid: int) -> int:
 
 
 def _name_in(command: Sequence[str]) -> str | None:
-    for name, words in _COMMANDS:
-        for index in range(min(len(command), 4)):
-            if _match(command[index : index + len(words)], words):
-                return name
-    return None
+    """Return the pool whose daemon or worker has this command line, also as a script or a module of Python."""
+    if os.path.basename(command[0]).startswith("python"):
+        command = tuple(itertools.dropwhile(lambda word: word.startswith("-"), command[1:])) or ("",)
+    return next((name for name, words in _COMMANDS if _begins_with(command, words)), None)
 
 
-def _match(words: Sequence[str], wanted: Iterable[str]) -> bool:
-    wanted = tuple(wanted)
-    if len(words) != len(wanted):
-        return False
-    first_fits = words[0].startswith(wanted[0]) if wanted[0] == "ray::" else _ends_with(words[0], wanted[0])
-    return first_fits and tuple(words[1:]) == wanted[1:]
+def _begins_with(command: Sequence[str], words: Sequence[str]) -> bool:
+    first = command[0].startswith("ray::") if words[0] == "ray::" else _ends_with(command[0], words[0])
+    return first and tuple(command[1 : len(words)]) == tuple(words[1:])
 
 
 def _ends_with(word: str, end: str) -> bool:

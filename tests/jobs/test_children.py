@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import jobs
+from support import flyte1_pods, flyte2_pods, jobs
 
 TRIALS = jobs.PROGRAMS / "trials.py"
 TORCHRUN = jobs.torchrun("--standalone", "--nproc-per-node=1")
@@ -52,6 +52,22 @@ def test_trials_of_the_ranks_of_mpirun(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_trials_of_a_process_with_plain_variables(tmp_path: Path, how: str) -> None:
     assert_a_run_for_each_trial(jobs.run([sys.executable, TRIALS, how, "plain"], tmp_path, BY_HAND))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["forks", "spawns"])
+def test_trials_of_a_flyte_1_pod(tmp_path: Path, task: str) -> None:
+    done = flyte1_pods.run(task, tmp_path, module="flyte_children")
+    assert_a_run_for_each_trial(done)
+    is_named = [run.id.startswith(f"{flyte1_pods.EXECUTION}-{flyte1_pods.NODE}-") for run in done.runs]
+    assert is_named == [task == "forks"] * 3  # one that is spawned knows nothing of the task
+
+
+@pytest.mark.full
+def test_trials_of_a_flyte_2_pod(tmp_path: Path) -> None:
+    done = flyte2_pods.run("forks", tmp_path, inputs={"n": 1}, module="flyte2_children_pod", WANDB_MODE="offline")
+    assert_a_run_for_each_trial(done)
+    assert {run.id.rpartition("-")[0] for run in done.runs} == {"r1-a0"}
 
 
 @pytest.mark.full
