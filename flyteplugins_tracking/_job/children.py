@@ -7,6 +7,7 @@ as the workers of Elastic, `notebook_launcher` and `mp.spawn` do, is a rank.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import sys
@@ -127,7 +128,12 @@ def _has(environment: Mapping[str, str], variables: Mapping[str, str]) -> bool:
 
 
 def _initial_variables() -> Mapping[str, str]:
-    return proc.variables_at_start(os.getpid()) or _at_import
+    return _variables_at_start(os.getpid()) or _at_import
+
+
+@functools.lru_cache(maxsize=1)
+def _variables_at_start(pid: int) -> Mapping[str, str]:
+    return proc.variables_at_start(pid)
 
 
 def _multiprocessing_parent() -> int | None:

@@ -15,8 +15,8 @@ import ray
 from ray import train as ray_train
 from ray import tune
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.data_parallel_trainer import DataParallelTrainer
 from ray.train.torch import TorchTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
