@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
-from flyteplugins_tracking._job.children import is_child_of_rank
+from flyteplugins_tracking._job.children import is_child_of_rank, is_forked
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.launchers import DETECTORS, Detector, refuse_leftovers, refuse_ranks_that_disagree
 from flyteplugins_tracking._job.pools import NODES_ONLY, Pool, innermost_pool, is_inherited, is_left_over
@@ -74,6 +74,11 @@ class Detection:
     pool: Pool | None = None
     parent: DistributedInfo | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_child(self) -> bool:
+        """Whether a rank, or the only process of a job, has started this process: that one's run is not its own."""
+        return self.parent is not None or (self.info is None and is_forked())
 
 
 def detect(env: Env) -> DistributedInfo | None:

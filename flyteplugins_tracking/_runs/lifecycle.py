@@ -255,7 +255,7 @@ class _Start:
     def _config_and_parent_run(self, found: Detection) -> tuple[TrackingConfig, Mapping[str, Any] | None]:
         """Return the arguments of this call, and the run of the calling task if this task continues it."""
         config, name, info = self.config, self.tracker.name, found.info
-        is_distributed = self._has_workers or info is not None or found.parent is not None
+        is_distributed = self._has_workers or info is not None or found.is_child
         parent_run = None if is_distributed or config.run_mode == "new" else self.context.parents.get(name)
         if parent_run is not None:
             return config.for_parent(parent_run), parent_run

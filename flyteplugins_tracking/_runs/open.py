@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job import children
 from flyteplugins_tracking._job.identity import (
     Identity,
     beside,
@@ -272,12 +271,10 @@ def _identity(
         return Identity(forced_run_id or config.id)
     from_env = from_variables(os.environ, tracker.run_id_variables)
     if from_env is not None:
-        is_child = found.parent is not None or children.is_child_of_rank(_set(tracker.run_id_variables))
-        return _beside(tracker, from_env, found) if is_child else from_env
+        return from_env if found.parent is None else _beside(tracker, from_env, found)
     if context.base_id is not None:
         identity = Identity(context.base_id, context.group)
-        is_child = found.info is None and children.is_forked() and not context.is_simulated
-        if is_child or found.parent is not None:
+        if found.is_child and not context.is_simulated:
             return _beside(tracker, identity, found)
     elif found.pool is not None and found.pool.trial is not None:
         identity = of_trial(found.pool.trial)
@@ -290,10 +287,6 @@ def _identity(
         return identity
     # The second call in one process gets its own run, so that it cannot hide a failure of the first.
     return Identity(f"{identity.base_id}-{call_index}", identity.group)
-
-
-def _set(names: tuple[str, ...]) -> dict[str, str]:
-    return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def _beside(tracker: Tracker, identity: Identity, found: Detection) -> Identity:

@@ -71,8 +71,8 @@ def test_trials_of_a_flyte_2_pod(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_run_id_from_the_environment_is_that_of_the_process_and_not_of_its_children(tmp_path: Path) -> None:
-    done = jobs.run([sys.executable, TRIALS, "fork", "tracked"], tmp_path, {"WANDB_RUN_ID": jobs.RUN_ID})
+def test_a_run_id_from_the_environment_is_that_of_the_rank_and_not_of_its_children(tmp_path: Path) -> None:
+    done = jobs.run([*TORCHRUN, TRIALS, "fork", "tracked"], tmp_path, {"WANDB_RUN_ID": jobs.RUN_ID})
     assert_a_run_for_each_trial(done, others=1)
     assert [run.id for run in done.runs if run.config["trial"] == "parent"] == [jobs.RUN_ID]
 
