@@ -20,8 +20,15 @@ PACKAGES = {
     "loky": "loky",
     "joblib": "joblib",
     "futures": "concurrent.futures",
+    "spark": "pyspark",
 }
 AROUND = {"slurm": SLURM, "openmpi": OPENMPI}
+
+
+def require(pool: str) -> None:
+    pytest.importorskip(PACKAGES[pool], reason=f"needs {PACKAGES[pool]}: make test-engines")
+    if pool == "spark" and shutil.which("java") is None:
+        pytest.skip("needs Java, for instance apt-get install default-jre-headless")
 
 
 def trials(
@@ -49,15 +56,15 @@ def of_own_runs(done: jobs.Done, count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("pool", ["dask", "ray-tasks"])
 def test_each_of_20_trials_has_its_run(tmp_path: Path, pool: str, around: str) -> None:
-    pytest.importorskip(PACKAGES[pool])
+    require(pool)
     found = trials(tmp_path, pool, 20, AROUND[around])
     assert len({trial["pid"] for trial in found}) < 20  # the workers are long-lived
 
 
-@pytest.mark.parametrize("pool", ["dask-threads", "ray-actors", "loky", "joblib", "futures"])
+@pytest.mark.parametrize("pool", ["dask-threads", "ray-actors", "loky", "joblib", "futures", "spark"])
 def test_each_trial_has_its_run(tmp_path: Path, pool: str) -> None:
-    pytest.importorskip(PACKAGES[pool])
-    trials(tmp_path, pool, 4, SLURM)
+    require(pool)
+    trials(tmp_path, pool, 4, {**SLURM, "PYSPARK_PYTHON": sys.executable})
 
 
 @pytest.mark.parametrize("around", [{}, SLURM], ids=["alone", "slurm"])

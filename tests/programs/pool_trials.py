@@ -1,7 +1,8 @@
 """Trials on the long-lived workers of a pool: `pool_trials.py POOL TRIALS`. Each trial logs 5 rows, and has a config.
 
-The pool is "dask" (2 worker processes), "dask-threads", "ray-tasks", "ray-actors", "loky", "joblib", "futures" or "mpi"
-(mpi4py.futures: start it with `mpirun -n 3 python -m mpi4py.futures`). What each trial has found is printed as JSON.
+The pool is "dask" (2 worker processes), "dask-threads", "ray-tasks", "ray-actors", "loky", "joblib", "futures", "spark"
+or "mpi" (mpi4py.futures: start it with `mpirun -n 3 python -m mpi4py.futures`). What each trial has found is printed as
+JSON.
 """
 
 import json
@@ -84,6 +85,13 @@ def mpi(numbers: Iterable[int]) -> list[Any]:
         return list(pool.map(trial, numbers))
 
 
+def spark(numbers: Iterable[int]) -> list[Any]:
+    from pyspark import SparkContext
+
+    with SparkContext("local[2]", "trials") as context:
+        return context.parallelize(list(numbers), 4).map(trial).collect()
+
+
 POOLS: dict[str, Callable[[Iterable[int]], list[Any]]] = {
     "dask": dask,
     "dask-threads": dask_threads,
@@ -93,6 +101,7 @@ POOLS: dict[str, Callable[[Iterable[int]], list[Any]]] = {
     "joblib": joblib,
     "futures": futures,
     "mpi": mpi,
+    "spark": spark,
 }
 
 if __name__ == "__main__":
