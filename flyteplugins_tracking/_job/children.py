@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,8 +23,12 @@ from flyteplugins_tracking._util.loaded import loaded
 # "{pid}-{digest}": the process that has called a decorated function as a rank, and the variables by which it is one.
 # Programs that it starts inherit it.
 MARK = "FLYTE_TRACKING_RANK"
-# The words in the command line of a process that multiprocessing, loky or Ray has started from another Python process.
-_STARTED_BY_PYTHON = ("multiprocessing.", "loky.backend", "--multiprocessing-fork")
+# In the command line of a process that another Python process has started to run its functions; `multiprocess` is a
+# package with the same code.
+_STARTED_BY_PYTHON = re.compile(
+    r"from multiprocess\w*\.(spawn|forkserver) import |--multiprocessing-fork$|[\w.]*\bloky\.backend\.|ray::"
+)
+_MULTIPROCESSING = ("multiprocessing.process", "multiprocess.process")
 # For a system without /proc.
 _at_import = dict(os.environ)
 
@@ -138,9 +143,9 @@ def _variables_at_start(pid: int) -> Mapping[str, str]:
 
 def _multiprocessing_parent() -> int | None:
     """Return the process whose `multiprocessing.Process` this one is; None if it is not one."""
-    processes = sys.modules.get("multiprocessing.process")
-    parent = None if processes is None else processes.parent_process()
-    return None if parent is None else parent.pid
+    modules = [sys.modules[name] for name in _MULTIPROCESSING if name in sys.modules]
+    parents: list[Any] = [module.parent_process() for module in modules]
+    return next((parent.pid for parent in parents if parent is not None), None)
 
 
 def _is_started_by_python(pid: int) -> bool:
@@ -149,8 +154,6 @@ def _is_started_by_python(pid: int) -> bool:
     True if it has ended: a parent that only starts ranks waits for them.
     """
     command = proc.command_line(pid)
-    if not command[0] or command[0].startswith("ray::"):
-        return True
-    if any(part in word for word in command for part in _STARTED_BY_PYTHON):
+    if not command[0] or any(map(_STARTED_BY_PYTHON.match, command)):
         return True
     return "python" in os.path.basename(command[0]) and command == proc.command_line(proc.parent(pid))

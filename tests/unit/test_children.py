@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support import jobs
 
+from flyteplugins_tracking._job import children
+
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 SET_RANK_1 = "RANK=1,WORLD_SIZE=4,LOCAL_RANK=1"
 SET_RANK_2 = "RANK=2,WORLD_SIZE=4,LOCAL_RANK=2"
@@ -78,3 +80,24 @@ def test_with_the_variables_of_a_launcher(tmp_path: Path, steps: str, expected: 
 )
 def test_with_variables_that_a_process_sets(tmp_path: Path, steps: str, expected: dict[str, int]) -> None:
     assert last_of(steps, tmp_path) == {RANK: None, CHILD: None, "seen": 1, **expected}
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            ["python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()", "--multiprocessing-fork"],
+            True,
+        ),
+        (["python", "-c", "from multiprocessing.forkserver import main; main(3)"], True),
+        (["python", "-c", "from multiprocess.spawn import spawn_main; spawn_main()"], True),
+        (["python", "-m", "joblib.externals.loky.backend.popen_loky_posix", "--process-name"], True),
+        (["ray::RayTrainWorker"], True),
+        (["python", "multiprocessing_trials.py"], False),
+        (["python", "train.py", "--launcher=multiprocessing"], False),
+    ],
+)
+def test_a_process_that_python_has_started_is_known_by_its_command_line(monkeypatch, command, expected):
+    monkeypatch.setattr(children.proc, "command_line", lambda pid: command if pid == 7 else ["launcher"])
+    monkeypatch.setattr(children.proc, "parent", lambda _: 3)
+    assert children._is_started_by_python(7) is expected
