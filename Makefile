@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Half of the tests' time is waiting: for a rendezvous, a server that is down, a process that is told to end.
 WORKERS ?= 4
+ENGINES ?= .venv-engines
 BIN := $(VENV)/bin
 # Where it is set, each process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -15,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 INSTALL := $(BIN)/pip install -qq --no-compile
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: demo test test-all test-slurm vendors reliability soak bench drawings pictures includes docs lint wheel clean
+.PHONY: demo test test-all test-engines test-slurm vendors reliability soak bench drawings pictures includes docs lint wheel clean
 
 demo: $(FOR_DEMO)
 	@echo "Running examples/digits.py: about a minute, most of it for 8 processes that import torch and flytekit."
@@ -28,6 +29,10 @@ test: $(INSTALLED)
 # Everything. TESTS_COLD=1 starts real interpreters instead of warm jobs; TESTS_COLD=default does in the default tier.
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm"
+
+# Ray, Dask, mpi4py, loky and others, in an environment of their own. Jobs are cold: these engines start interpreters.
+test-engines: $(ENGINES)/.installed
+	OMP_NUM_THREADS=1 TESTS_COLD=1 $(ENGINES)/bin/python -m pytest -m engines tests/engines
 
 # A real Slurm on this machine's loopback: apt-get install slurmctld slurmd slurm-client munge
 test-slurm: $(INSTALLED)
@@ -97,5 +102,13 @@ $(INSTALLED): $(TORCH)
 	@$(COMPILE)
 	@touch $(FOR_DEMO) $@
 
+$(ENGINES)/.installed: pyproject.toml constraints.txt
+	@echo "Installing into $(ENGINES): torch, Ray, Dask, mpi4py and others. A few minutes."
+	@$(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES)/bin/pip install -qq --no-compile "$$(grep '^torch==' constraints.txt)" numpy -c constraints.txt
+	@$(ENGINES)/bin/pip install -qq --no-compile -e '.[engines]' -c constraints.txt
+	@$(ENGINES)/bin/python -m compileall -qq -j 0 $(ENGINES)/lib || true
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .vendors .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(ENGINES) .vendors .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -10,16 +10,20 @@ This module only names the run. After a restart the tracker opens the id again a
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._job import jax
+from flyteplugins_tracking._job.children import has_inherited_group
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.launchers import RANK_VARIABLES
+from flyteplugins_tracking._job.ray import Trial
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking.errors import IdentityError
@@ -77,6 +81,23 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
             "torch.distributed.init_process_group() or jax.distributed.initialize()."
         )
     return Identity(base_id)
+
+
+def beside(base_id: str | None) -> str | None:
+    """Return an id for the run of a process that must not have `base_id`, which is a rank's; None for none."""
+    return None if base_id is None else f"{base_id}-{os.urandom(3).hex()}"
+
+
+def of_trial(trial: Trial) -> Identity:
+    """Return the identity of a trial of Ray Tune. Its name is the same when Ray starts it again."""
+    return Identity(readable(trial.name, _digest(trial.experiment)), group=trial.name)
+
+
+def of_parent(parent: DistributedInfo, env: Env) -> Identity:
+    """Return the identity of the rank that has started this process, as far as the launcher alone gives one."""
+    with suppress(IdentityError):
+        return from_launcher(parent, env, agreement=False)
+    return Identity(None)
 
 
 def readable(*parts: str | None) -> str:
@@ -171,7 +192,7 @@ def _launcher_process(info: DistributedInfo) -> str | None:
     None for ranks that a script, a shell or multiprocessing's parent may have started, since one such process may start
     several jobs.
     """
-    if info.launcher not in _ONE_PROCESS_PER_JOB:
+    if info.launcher not in ONE_PROCESS_PER_JOB:
         return None
     pid = proc.nearest_without(RANK_VARIABLES[info.launcher])
     return _digest(proc.machine(), pid, proc.start_time(pid))
@@ -180,6 +201,7 @@ def _launcher_process(info: DistributedInfo) -> str | None:
 # Other launchers give a job no name that is its own: `_without_job_name`. jsm is one of them, though it has LSB_JOBID:
 # that is the LSF job, which may run `jsrun` several times.
 RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
+    "ray": _job_name,
     "torchelastic": _torchelastic,
     "slurm": _slurm,
     "konduktor": _job_name,
@@ -187,7 +209,7 @@ RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = 
     "openmpi": _openmpi,
 }
 # The launchers whose ranks have one ancestor for each job. A daemon of jsm or Slurm may start the ranks of several.
-_ONE_PROCESS_PER_JOB = ("horovod", "openmpi", "mvapich", "mpich")
+ONE_PROCESS_PER_JOB = ("horovod", "openmpi", "mvapich", "mpich")
 
 
 def _from_rank_0(info: DistributedInfo, token: str | None, *, waits: bool = True) -> str | None:
@@ -203,6 +225,8 @@ def _from_rank_0(info: DistributedInfo, token: str | None, *, waits: bool = True
     """
     dist: Any = sys.modules.get("torch.distributed")
     if token is None or dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    if has_inherited_group():
         return None
     if dist.get_world_size() != info.world_size:
         return None

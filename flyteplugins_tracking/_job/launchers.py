@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from flyteplugins_tracking._job import jax
+from flyteplugins_tracking._job import jax, ray
 from flyteplugins_tracking._job.info import DistributedInfo, check_orders
 from flyteplugins_tracking.errors import TopologyError
 
@@ -29,6 +29,11 @@ RANK_VARIABLES = {
     "mpich": "PMI_RANK",
     "slurm": "SLURM_PROCID",
 }
+
+
+def _ray_train(_: Env) -> DistributedInfo | None:
+    """A worker of Ray Train, which is inside whatever has started Ray."""
+    return ray.train_world()
 
 
 def _torchelastic(env: Env) -> DistributedInfo | None:
@@ -432,6 +437,7 @@ _PLAIN = {
 # Launchers that set the rank of a process come before those that set only the node's. If both are set, the order among
 # `_PLAIN` decides: Horovod may run on top of an MPI.
 DETECTORS: dict[str, Detector] = {
+    "ray": _ray_train,
     "torchelastic": _torchelastic,
     "env": _rank_variables,
     **_PLAIN,

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job import children, histories
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import opens_run
-from flyteplugins_tracking._job.topology import detect
+from flyteplugins_tracking._job.topology import Detection, detect, examine
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import Task, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
@@ -173,7 +174,7 @@ class _Start:
     def info(self) -> DistributedInfo | None:
         """This rank, as far as it can be told."""
         with suppress(TopologyError):
-            return detect(os.environ)
+            return examine(os.environ).info
         return None
 
     @property
@@ -231,9 +232,12 @@ class _Start:
         )
 
     def _opened(self) -> TrackedCall:
-        call_index = calls.count(self.tracker.name, self.context.call_counts)
-        info = detect(os.environ)
-        config, parent_run = self._config_and_parent_run(info)
+        found = examine(os.environ)
+        info = found.info
+        counts = histories.counts(found) if self.context.call_counts is None else self.context.call_counts
+        call_index = calls.count(self.tracker.name, counts)
+        children.mark(found.variables)
+        config, parent_run = self._config_and_parent_run(found)
         config = config.in_world(info)
         # A rank without a run needs no id: agreeing on one would cost imports and time.
         relay_report = self._relay_report(config, info)
@@ -244,8 +248,10 @@ class _Start:
         from flyteplugins_tracking._runs import open as opening
 
         parent_id = None if parent_run is None else parent_run["id"]
-        plan = opening.plan_run(config, self.tracker, self.context, info, call_index, parent_id)
-        opener = opening.Opener(self.tracker, plan, config, info, self.context, self._has_report, relay_report)
+        plan = opening.plan_run(config, self.tracker, self.context, found, call_index, parent_id)
+        opener = opening.Opener(
+            self.tracker, plan, config, info, self.context, self._has_report, relay_report, pool=found.pool
+        )
         return opener.open(self.parent, self.override)
 
     def _relay_report(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
@@ -256,10 +262,10 @@ class _Start:
             return None
         return functools.partial(self.context.relay_report, self.tracker.name, info, config.finish_timeout_s)
 
-    def _config_and_parent_run(self, info: DistributedInfo | None) -> tuple[TrackingConfig, Mapping[str, Any] | None]:
+    def _config_and_parent_run(self, found: Detection) -> tuple[TrackingConfig, Mapping[str, Any] | None]:
         """Return the arguments of this call, and the run of the calling task if this task continues it."""
-        config, name = self.config, self.tracker.name
-        is_distributed = self._has_workers or info is not None
+        config, name, info = self.config, self.tracker.name, found.info
+        is_distributed = self._has_workers or info is not None or found.is_child
         parent_run = None if is_distributed or config.run_mode == "new" else self.context.parents.get(name)
         if parent_run is not None:
             return config.for_parent(parent_run), parent_run

@@ -274,6 +274,7 @@ def test_included_files_are_run_by_a_test(path):
         Path(__file__).with_name("test_examples.py"),
         Path(__file__).with_name("test_frameworks.py"),
         *jobs.PROGRAMS.glob("*_runs.py"),
+        *ROOT.glob("tests/engines/test_*.py"),
     ]
     named = re.compile(rf'"{re.escape(Path(path).name)}"|^ *(?:from|import) {Path(path).stem}\b', re.MULTILINE)
     assert any(named.search(test.read_text()) for test in tests)

@@ -95,7 +95,7 @@ LAUNCHERS: dict[str, dict[str, str]] = {
 
 
 def test_every_launcher_that_sets_variables_is_tested_here():
-    assert set(LAUNCHERS) | {"process_group", "jax"} == set(DETECTORS)
+    assert set(LAUNCHERS) | {"process_group", "jax", "ray"} == set(DETECTORS)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
