@@ -71,8 +71,9 @@ _COMMANDS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("mpi4py.futures", ("mpi4py.futures.server",)),
 )
 _CHILDREN = ("loky", "concurrent.futures")
-# The launchers whose variables a pod or a machine has, and not a process: they never make a pool's worker a rank.
-NODES_ONLY = ("lepton", "kubeflow", "konduktor", "skypilot")
+# The launchers whose variables a pod or a machine has, and not a process: they never make a pool's worker a rank. Nor do
+# RANK and WORLD_SIZE alone, which helpers leave behind when their process group ends.
+NODES_ONLY = ("lepton", "kubeflow", "konduktor", "skypilot", "env_rank")
 _OF_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
 # The variables of the last world of this worker that had a process group: helpers leave them behind.
 _last_world: dict[str, str | None] = {}
@@ -175,4 +176,4 @@ def is_left_over(info: DistributedInfo, env: Mapping[str, str]) -> bool:
     if dist is not None and dist.is_available() and dist.is_initialized():
         _last_world = variables
         return bool((dist.get_rank(), dist.get_world_size()) != (info.rank, info.world_size))
-    return info.launcher in ("env", "env_rank") and variables == _last_world
+    return info.launcher == "env" and variables == _last_world

@@ -254,10 +254,8 @@ def shown_by(line: str, started: list[Any]) -> str:
     return str(started[-1][0][-1])
 
 
-def test_the_last_line_of_a_run_leads_to_it(directory, started, monkeypatch, capfd):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-
-    @tracking_init(tracker="wandb", project="llm", id="viewed", dir="logs/llm")
+def test_the_last_line_of_a_run_leads_to_it(directory, started, capfd):
+    @tracking_init(tracker="wandb", project="llm", id="viewed", dir="logs/llm", mode="offline")
     def train() -> None:
         pass
 
