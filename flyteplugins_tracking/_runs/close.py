@@ -99,6 +99,7 @@ def _terminated_at() -> float | None:
 def _close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | None) -> None:
     is_last = calls.end(call, exit_code)  # from here on a signal does not finish the run, but waits for this call
     if run.has_ended_with_process:
+        calls.closed(run)
         return
     if is_last:
         # A run that was opened again since its opener left is ended with that one's status, unless a signal ends it.
