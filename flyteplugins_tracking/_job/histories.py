@@ -25,9 +25,9 @@ def counts(found: Detection) -> Counter[str] | None:
         return _of_jobs.setdefault(trial.name, Counter())
     if info is None:
         return None
-    if info.launcher == "ray":
-        return _of_jobs.setdefault(str(info.job_id), Counter())
-    if info.launcher in (*RUN_ID_SOURCES, *ONE_PROCESS_PER_JOB):
+    if info.launcher == "ray" and info.job_id:
+        return _of_jobs.setdefault(info.job_id, Counter())
+    if found.pool is None and info.launcher in (*RUN_ID_SOURCES, *ONE_PROCESS_PER_JOB):
         return None
     group = default_group()
     return None if group is None else _of_groups.setdefault(group, Counter())
