@@ -11,9 +11,10 @@ from collections import Counter
 from typing import Any
 
 from flyteplugins_tracking._job.children import default_group
-from flyteplugins_tracking._job.identity import ONE_PROCESS_PER_JOB, RUN_ID_SOURCES
 from flyteplugins_tracking._job.topology import Detection
 
+# The launchers whose ranks may be workers of a pool that is not known here. The ranks of all others end with their job.
+_MAY_LIVE_ON = ("env", "process_group")
 _of_groups: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _of_jobs: dict[str, Counter[str]] = {}
 
@@ -25,9 +26,9 @@ def counts(found: Detection) -> Counter[str] | None:
         return _of_jobs.setdefault(trial.name, Counter())
     if info is None:
         return None
-    if info.launcher == "ray":
-        return _of_jobs.setdefault(str(info.job_id), Counter())
-    if info.launcher in (*RUN_ID_SOURCES, *ONE_PROCESS_PER_JOB):
+    if info.launcher == "ray" and info.job_id:
+        return _of_jobs.setdefault(info.job_id, Counter())
+    if found.pool is None and info.launcher not in _MAY_LIVE_ON:
         return None
     group = default_group()
     return None if group is None else _of_groups.setdefault(group, Counter())

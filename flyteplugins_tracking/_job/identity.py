@@ -192,7 +192,7 @@ def _launcher_process(info: DistributedInfo) -> str | None:
     None for ranks that a script, a shell or multiprocessing's parent may have started, since one such process may start
     several jobs.
     """
-    if info.launcher not in ONE_PROCESS_PER_JOB:
+    if info.launcher not in _ONE_PROCESS_PER_JOB:
         return None
     pid = proc.nearest_without(RANK_VARIABLES[info.launcher])
     return _digest(proc.machine(), pid, proc.start_time(pid))
@@ -209,7 +209,7 @@ RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = 
     "openmpi": _openmpi,
 }
 # The launchers whose ranks have one ancestor for each job. A daemon of jsm or Slurm may start the ranks of several.
-ONE_PROCESS_PER_JOB = ("horovod", "openmpi", "mvapich", "mpich")
+_ONE_PROCESS_PER_JOB = ("horovod", "openmpi", "mvapich", "mpich")
 
 
 def _from_rank_0(info: DistributedInfo, token: str | None, *, waits: bool = True) -> str | None:

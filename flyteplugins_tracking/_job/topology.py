@@ -82,9 +82,9 @@ class Detection:
 
 
 def detect(env: Env) -> DistributedInfo | None:
-    """Return this process's place according to `env`, as `get_distributed_info`; also for one process of torchelastic.
+    """Return this process's place according to `env`, as `get_distributed_info`; also for one of torchelastic or Ray.
 
-    A torchelastic job may have shrunk to one process, or be restarted: it keeps its identity. A child of a rank has
+    Such a job may have shrunk to one process, or be restarted: it keeps its identity. A child of a rank has
     that rank's place here, so that it can read that rank's share of the data. A worker of a pool has none.
     """
     found = examine(env)
@@ -133,8 +133,8 @@ def _in_pool(env: Env, pool: Pool) -> Detection:
             continue
         if error is not None:
             raise error
-        if info is not None and info.world_size > 1 and not is_left_over(info, env):
-            return Detection(replace(info, launcher=pool.name), pool)
+        if info is not None and _counts(info) and not is_left_over(info, env):
+            return Detection(_of_pool(info, pool), pool)
     return Detection(pool=pool, parent=parent if pool.is_child else None)
 
 
@@ -145,8 +145,14 @@ def _outcome(detector: Detector, env: Env) -> tuple[DistributedInfo | None, Topo
         return None, error
 
 
+def _of_pool(info: DistributedInfo, pool: Pool) -> DistributedInfo:
+    """Name the pool as the launcher, unless another launcher has started this process on the pool's worker."""
+    return replace(info, launcher=pool.name) if info.launcher in ("env", "process_group") else info
+
+
 def _counts(info: DistributedInfo) -> bool:
-    return info.world_size > 1 or info.launcher == "torchelastic"
+    """Return whether the launcher gives an identity; that of one process keeps it over its restarts."""
+    return info.world_size > 1 or info.launcher in ("torchelastic", "ray")
 
 
 def _rank_or_child(info: DistributedInfo, variables: Mapping[str, str]) -> Detection:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from test_topology import OPENMPI, SLURM
+from test_topology import OPENMPI, SLURM, TORCHRUN
 
-from flyteplugins_tracking._job import children, pools, topology
+from flyteplugins_tracking import DistributedInfo, get_distributed_info
+from flyteplugins_tracking._job import children, histories, pools, topology
 from flyteplugins_tracking._job.pools import _ON_STACK, _name_in, innermost_pool
 from flyteplugins_tracking._job.topology import Detection, detect, examine
+from flyteplugins_tracking._runs import calls
 
 
 def called_by(file: str, function: str | None) -> Callable[[Callable[[], Any]], Any]:
@@ -105,3 +108,39 @@ def test_this_process_is_in_no_pool():
     assert innermost_pool() is None
     assert os.getpid() not in children.ancestors()
     assert topology.examine({}) == Detection()
+
+
+def test_a_torchrun_on_a_pools_worker_is_the_launcher(in_pool, bare_environment, monkeypatch):
+    """As Spark's TorchDistributor starts it: its own store names the run."""
+    _, call = in_pool
+    monkeypatch.setattr(children, "_initial_variables", lambda: SLURM)
+    assert call(lambda: detect({**SLURM, **TORCHRUN})).launcher == "torchelastic"
+
+
+def test_the_only_worker_of_ray_train_keeps_the_fits_name(bare_environment, monkeypatch):
+    """So that its retry goes on with the run."""
+    context = SimpleNamespace(
+        **{f"get_{name}": lambda: 0 for name in ("world_rank", "local_rank", "node_rank")},
+        get_world_size=lambda: 1,
+        get_local_world_size=lambda: 1,
+        get_experiment_name=lambda: "fitted",
+        train_run_context=SimpleNamespace(run_id="0123456789"),
+    )
+    module = SimpleNamespace(_train_context=context)
+    monkeypatch.setitem(sys.modules, "ray.train.v2._internal.execution.context", module)
+    assert detect({}) == DistributedInfo(0, 1, 0, 1, 0, 1, launcher="ray", job_id="fitted-01234567")
+    assert get_distributed_info() is None
+
+
+def test_each_world_of_a_worker_has_its_own_count(bare_environment, monkeypatch):
+    worlds = [type("World", (), {})(), type("World", (), {})()]
+    monkeypatch.setattr(histories, "_of_groups", weakref.WeakKeyDictionary())
+    found = Detection(DistributedInfo(1, 2, launcher="dask"), pools.Pool("dask", "", os.getpid()))
+
+    def count(world: Any) -> int:
+        monkeypatch.setattr(histories, "default_group", lambda: world)
+        return calls.count("wandb", histories.counts(found))
+
+    assert [count(worlds[0]), count(worlds[0]), count(worlds[1]), count(worlds[0])] == [1, 2, 1, 3]
+    assert histories.counts(Detection(DistributedInfo(1, 2, launcher="slurm"))) is None
+    assert histories.counts(Detection()) is None

@@ -122,6 +122,8 @@ class WandbHandle(Handle):
                 if self._is_ours and not self._ended.is_set():
                     self._finish_alive(exit_code)
             finally:
+                if self._offline:
+                    vendor.end_service_with_process()
                 self._let_go()
 
     def finish_on_signal(self, exit_code: int) -> None:
