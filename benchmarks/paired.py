@@ -21,6 +21,7 @@ ROWS = (
     "primary_start",
     "get_run",
     "log",
+    "opening",
     "shared_node",
     "elastic_node",
     "planning",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar, overload
 
-from flyteplugins_tracking._config.config import IfUnavailable, TrackingConfig
+from flyteplugins_tracking._config.config import IfUnavailable, Rollback, TrackingConfig
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._job.plan import PrimaryRank, RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Task
@@ -49,6 +49,7 @@ def tracking_init(
     rank_prefix: bool = False,
     allow_config: bool = False,
     step_metric: str = "global_step",
+    rollback: Rollback = "keep",
     durable: bool = False,
     download_logs: bool = False,
     **options: Any,
@@ -104,6 +105,9 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         allow_config: In a shared run, let all ranks change its config, and not only the primary.
         step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter. In another
             run, the column for steps that a job logs again when it has gone back to its checkpoint.
+        rollback: What happens to the rows of steps that a job logs again when it has gone back to its checkpoint.
+            "keep": the run has both, told apart by `restart_count`. "rewind": the service drops the earlier ones. W&B
+            and Trackio do that for a run with one writer; others keep them, with one warning.
         durable: Have rows that are not sent yet survive the machine's end too, on a disk that does, but for the last
             second's. They survive the process's end in any case.
         download_logs: Make the run's files an output of the Flyte task, if the task has no workers of its own.

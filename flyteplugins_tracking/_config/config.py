@@ -24,6 +24,9 @@ from flyteplugins_tracking.errors import ConfigError
 IfUnavailable = Literal["raise", "degrade"]
 """Whether to raise an error or to degrade if the service cannot be used when a run is opened."""
 
+Rollback = Literal["keep", "rewind"]
+"""What happens to the rows that a job logs again after it has gone back to its checkpoint."""
+
 
 @dataclass(frozen=True)
 class TrackingConfig:
@@ -53,6 +56,7 @@ class TrackingConfig:
         rank_prefix: Whether the keys that a rank logs to a shared run get the prefix `rank_{rank}/`.
         allow_config: Whether all ranks of a shared run may change its config.
         step_metric: The column that `step=` becomes in a shared run, and after a rollback.
+        rollback: Whether the service keeps or drops the rows that a job logs again after a restart.
         durable: Whether what is kept of unsent rows shall outlive the machine.
         download_logs: Whether the run's files become an output of its Flyte task.
         options: The arguments that only this tracker has, passed through.
@@ -81,6 +85,7 @@ class TrackingConfig:
     rank_prefix: bool = False
     allow_config: bool = False
     step_metric: str = "global_step"
+    rollback: Rollback = "keep"
     durable: bool = False
     download_logs: bool = False
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -91,6 +96,7 @@ class TrackingConfig:
         check_choice("rank_scope", self.rank_scope, RANK_SCOPES)
         _check_primary_rank(self.primary_rank)
         check_choice("if_unavailable", self.if_unavailable, get_args(IfUnavailable))
+        check_choice("rollback", self.rollback, get_args(Rollback))
         check_seconds("init_timeout_s", self.init_timeout_s)
         check_seconds("finish_timeout_s", self.finish_timeout_s)
         check_seconds("stop_grace_s", self.stop_grace_s)

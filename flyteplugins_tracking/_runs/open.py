@@ -115,6 +115,7 @@ class Opener:
 
     def _opened_run(self, watcher: SigtermWatch | None) -> OpenRun:
         self._warn_of_unused_prefix()
+        self._warn_of_unused_rewind()
         deadline = time.monotonic() + self.config.init_timeout_s
         run_plan, lock = _lock_run(self.tracker, self.plan, self.config, self.context)
         try:
@@ -164,6 +165,18 @@ class Opener:
         if self.config.rank_prefix and self.config.run_mode != "shared" and self.plan.first:
             text = "%s: rank_prefix=True is ignored: with run_mode=%r each run has one writer. Use run_mode='shared'"
             logger.warning(text, self.tracker.name, self.config.run_mode)
+
+    def _warn_of_unused_rewind(self) -> None:
+        if self.config.rollback != "rewind" or not self.plan.first:
+            return
+        reason = None
+        if self.config.run_mode == "shared":
+            reason = "several ranks write to the run"
+        elif not getattr(self.tracker, "rewinds", False):
+            reason = "the service cannot do that"
+        if reason is not None:
+            text = "%s: rollback='rewind' is ignored: %s. Rows that are logged again after a restart are kept"
+            logger.warning(text, self.tracker.name, reason)
 
     def _published_dir(self, handle: Handle) -> str | None:
         reason = None

@@ -194,7 +194,7 @@ class RecordingTracker(Tracker):
         if instead_of is not None:
             self.name, self.title = instead_of.name, instead_of.title
             self.run_id_variables, self.arguments = instead_of.run_id_variables, instead_of.arguments
-            self.unsupported = instead_of.unsupported
+            self.unsupported, self.rewinds = instead_of.unsupported, getattr(instead_of, "rewinds", False)
 
     @property
     def runs(self) -> RecordedRuns:

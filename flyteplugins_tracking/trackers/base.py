@@ -204,6 +204,7 @@ class Tracker(Protocol):
         run_id_variables: The service's own variables that choose a run. The first one that is set counts.
         arguments: The names of the tracker's own arguments of `tracking_init`, which are in `config.options`.
         unsupported: The features that the service lacks, with the reason. Using one is refused at decoration.
+        rewinds: Whether it honours `rollback="rewind"` for a run with one writer.
     """
 
     name: str
@@ -213,6 +214,7 @@ class Tracker(Protocol):
     run_id_variables: tuple[str, ...] = ()
     arguments: Collection[str] = frozenset()
     unsupported: Mapping[Feature, str] = {}
+    rewinds: bool = False
 
     def forced_run_id(self) -> str | None:
         """Return the id that the service gives to the next run, such as a sweep's trial; None if it forces none."""

@@ -10,12 +10,13 @@ import time
 
 import pytest
 from support import jobs
-from support.harness import Job, ends, job, python
+from support.harness import ENDS, Job, ends, job, python
+from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 from faults.matrix import PROMPT
 
-KILLS, LONGEST_S = 12, 2.0
+KILLS, NODE_KILLS, LONGEST_S = 12, 3, 2.0
 
 
 def test_what_a_killed_process_has_not_sent_is_sent_once(tmp_path):
@@ -37,6 +38,69 @@ def test_what_a_killed_process_has_not_sent_is_sent_once(tmp_path):
     assert found.duplicates == 0
     assert list(found.steps) == list(range(len(found.steps)))
     assert (found.exit_codes, found.state) == ((1,), "failed")
+
+
+def roll_back(directory, server, first_step):
+    """Kill a job, start one that goes back to a step, and return what has arrived, and which process was killed."""
+    tracking = {"id": jobs.RUN_ID, "rollback": "rewind", "config": {"lr": 1}}
+    settings = {"tracking": tracking, "with_step": True}
+    started = Job(server, directory)
+    process = started.start(python(), **ends("loop", attempts=9, **settings))
+    (killed,) = started.wait_for("ready 0 0")
+    started.log_more(rows=20)
+    started.signal(process.pid, signal.SIGKILL)
+    process.communicate()
+    started.start(python(), **ends("return", first_step=first_step, rows=20, **settings))
+    return started.outcome(), killed
+
+
+@pytest.mark.parametrize("first_step", [30, pytest.param(0, marks=pytest.mark.full)])
+def test_a_job_that_goes_back_has_its_run_rewound(tmp_path, first_step):
+    with WandbServer(rewinds=True) as server:
+        found, killed = roll_back(tmp_path, server, first_step)
+        first, *_ = sorted(str(path.parent) for path in tmp_path.rglob("*.wandb"))
+        command = [sys.executable, "-m", "flyteplugins_tracking.send", first]
+        sent = jobs.run(command, tmp_path, server.environment).output
+        rows, (run,) = server.runs[0].rows, server.runs
+    assert sent.startswith(f"nothing of {first} is sent")
+    assert [row["_step"] for row in rows] == list(range(first_step + 20))
+    assert [row["n"] for row in rows if row["pid"] == killed] == list(range(first_step))
+    assert "restart_count" not in rows[-1]
+    assert found.logged <= found.local  # those that W&B has dropped too
+    assert (run.exit_codes, run.state, run.config["lr"]) == ([1, 0], "finished", 1)
+    assert run.rows_overwritten == run.rows_after_completion == 0
+    assert found.output.count("was rewound") == 1
+    assert not list(tmp_path.rglob("*.journal.*"))
+
+
+def test_a_server_that_cannot_rewind_keeps_all_rows_with_one_warning(tmp_path):
+    with WandbServer() as server:
+        found, killed = roll_back(tmp_path, server, 30)
+        (run,) = server.runs
+        assert server.unknown_operations == ["RewindRun"]
+        server.unknown_operations.clear()
+    assert found.arrived == found.logged
+    assert found.duplicates == 0
+    assert list(found.steps) == list(range(len(found.steps)))
+    assert [row["global_step"] for row in run.rows if row["pid"] != killed] == list(range(30, 50))
+    assert (run.exit_codes, run.state) == ([1, 0], "finished")
+    assert found.output.count("cannot be rewound: failed to rewind run") == 1
+
+
+@pytest.mark.full
+def test_a_run_that_is_signalled_while_it_is_rewound_ends_with_its_true_status(tmp_path):
+    settings = {"tracking": {"id": jobs.RUN_ID, "rollback": "rewind"}, "with_step": True}
+    with WandbServer(rewinds=True) as server:
+        started = Job(server, tmp_path)
+        jobs.finish(started.start(python(), **ends("return", **settings)), tmp_path)
+        with server.failing(Fault.slow(0.5)):
+            process = started.start(python(), **ends("loop", attempts=9, first_step=20, **settings))
+            server.wait_for(lambda: len(server.runs[0].exit_codes) > 1, 240)
+            started.signal(process.pid)
+            found = started.outcome()
+    assert server.runs[0].exit_codes[:2] == [0, 1]
+    assert (found.exit_codes[-1], found.state) == (143, "preempted")
+    assert found.duplicates == 0
 
 
 @pytest.mark.full
@@ -76,4 +140,50 @@ def test_every_row_arrives_once_whenever_the_process_is_killed(tmp_path):
     assert found.duplicates == 0
     assert list(found.steps) == list(range(len(found.steps)))
     assert (found.exit_codes, found.state) == ((0,), "finished")
+    assert not list(tmp_path.rglob("*.journal.*"))
+
+
+def start_nodes(started, count, settings):
+    """Start a job of two nodes of two ranks, and return its agents once each rank has a row's time behind it."""
+    options = [
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}",
+    ]
+    command = [*jobs.torchrun("--monitor-interval=0.1", *options), str(ENDS)]
+    agents = [started.start(command, **settings) for _ in range(2)]
+    for rank in range(4):
+        started.wait_for(f"ready {rank} 0", count)
+    return agents
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("run_mode", "with_step"), [("auto", False), ("auto", True), ("shared", False)], ids=["auto", "steps", "shared"]
+)
+def test_every_row_of_each_nodes_run_arrives_once_when_a_node_is_killed(tmp_path, run_mode, with_step):
+    """The platform then ends the other node, and starts the job again on the same disk."""
+    moments = random.Random(18)
+    tracking = {"id": jobs.RUN_ID, "rank_scope": "worker", "run_mode": run_mode}
+    settings = {"tracking": tracking, "with_step": with_step}
+    with job(tmp_path) as started:
+        for attempt in range(NODE_KILLS):
+            agents = start_nodes(started, attempt + 1, ends("loop", attempts=99, **settings))
+            time.sleep(moments.random() * LONGEST_S)
+            dying, other = (agents, agents[::-1])[attempt % 2]
+            jobs.kill(dying)
+            dying.communicate()
+            if other.poll() is None:
+                started.signal(other.pid)
+            other.communicate()
+        start_nodes(started, NODE_KILLS + 1, ends("return", **settings))
+        found, runs = started.outcome(), started.server.runs
+    assert found.logged == found.arrived
+    assert found.duplicates == 0
+    assert sorted(run.id for run in runs) == [f"{jobs.RUN_ID}-worker-{number}" for number in range(2)]
+    for run in runs:
+        steps = [row["_step"] for row in run.rows]
+        assert steps == list(range(len(steps)))
+        assert (run.exit_codes[-1], run.state) == (0, "finished")
     assert not list(tmp_path.rglob("*.journal.*"))

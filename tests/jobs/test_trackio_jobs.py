@@ -197,6 +197,24 @@ def test_every_row_of_a_killed_process_arrives_once(tmp_path, kills):
     assert not list(tmp_path.rglob("*.journal.*"))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("storage", ["sqlite", "jsonl"])
+def test_a_job_that_goes_back_has_its_run_rewound_if_it_is_in_a_database(tmp_path, storage):
+    done = python(tmp_path, "goes_back", TRACKIO_STORAGE_MODE=storage)
+    if storage == "jsonl":
+        assert done.output.count("all rows are kept, since it cannot be rewound: rows cannot be removed from") == 2
+        return
+    found = [(step, row["attempt"]) for step, row in rows(tmp_path)]
+    assert found == [*((step, 0) for step in range(6)), *((step, 2) for step in range(6, 9))]
+    assert done.output.count("it was rewound. The earlier rows are in") == 2
+    (kept,) = tmp_path.rglob("rewound.jsonl")
+    dropped = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [(row["step"], row["metrics"]["attempt"]) for row in dropped] == [
+        *((step, 0) for step in range(6, 10)),
+        *((step, 1) for step in range(6, 9)),
+    ]
+
+
 def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):
     process = start(tmp_path, "fails_while_the_files_are_locked")
     wait_for_file(tmp_path / "opened", process)

@@ -2,11 +2,11 @@
 
 Keys: `tracking`: the decorator's arguments; `then`: those of a second training of the process. `config_bytes`: the
 size of the run's config. `rank_in_config`: the config of each rank holds its rank. `rows`: how many rows are logged
-before anything else. `with_step`: with `step=`. `step_s`: seconds between later ones. `value`: what a row holds.
-`ends`: how each rank goes on, by rank, or `"*"`: a key of `ENDS`. `attempts`: `ends` holds for the attempts below it,
-1 unless given; later ones return. `handler`: a key of `HANDLERS`, installed for SIGTERM before the function;
-`handler_inside`: in it. `nested`: another decorated function is called. `async`: the function is async, and sleeps.
-`start_together`: so many ranks wait for each other before the function.
+before anything else. `with_step`: with `step=`, from `first_step` on. `step_s`: seconds between later ones. `value`:
+what a row holds. `ends`: how each rank goes on, by rank, or `"*"`: a key of `ENDS`. `attempts`: `ends` holds for the
+attempts below it, 1 unless given; later ones return. `handler`: a key of `HANDLERS`, installed for SIGTERM before the
+function; `handler_inside`: in it. `nested`: another decorated function is called. `async`: the function is async, and
+sleeps. `start_together`: so many ranks wait for each other before the function.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ def log() -> None:
     number = logged
     logged += 1
     row = {"pid": os.getpid(), "n": number, "value": SETTINGS.get("value", 1.0)}
-    run.log(row, step=number) if SETTINGS.get("with_step") else run.log(row)
+    run.log(row, step=SETTINGS.get("first_step", 0) + number) if SETTINGS.get("with_step") else run.log(row)
     note(f"logged {number} {time.perf_counter() - started:.6f} {time.monotonic():.3f}")
 
 

@@ -42,6 +42,19 @@ def logs_until_killed() -> None:
             time.sleep(0.01)
 
 
+def goes_back() -> None:
+    """Logs the steps 0 to 9, and in a second attempt 6 to 8, twice."""
+
+    @tracking_init(**TRACKING, rollback="rewind")
+    def train(attempt: int, steps: range) -> None:
+        for step in steps:
+            get_run().log({"attempt": attempt}, step=step)
+
+    train(0, range(10))
+    train(1, range(6, 9))
+    train(2, range(6, 9))
+
+
 @tracking_init(**TRACKING, finish_timeout_s=2)
 def fails_while_the_files_are_locked() -> None:
     """Logs one row, then 49 more when the file `locked` is there, and raises."""
@@ -121,6 +134,7 @@ def tries_tokens() -> None:
 
 SCENARIOS: tuple[Callable[[], None], ...] = (
     logs_until_killed,
+    goes_back,
     fails_while_the_files_are_locked,
     joins_a_run,
     names_unsent_files,

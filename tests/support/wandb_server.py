@@ -44,19 +44,26 @@ class WandbServer(LoopbackServer):
         key: The API key that it accepts.
         counts_on_upsert: Whether the answer to UpsertBucket has the run's line count, with which wandb appends even
             without `resume=`. The service counts some seconds late, so that both are to be met there.
+        rewinds: Whether it knows RewindRun, as the service does and servers of one's own do not.
         late: How many seconds late it counts a run's rows, and knows the last one: wandb's authors disagree on which.
 
     Attributes:
         unknown_operations: The GraphQL operations that were asked for and are not spoken here. They got an error.
     """
 
-    def __init__(self, key: str = KEY, counts_on_upsert: bool = False, late: tuple[float, float] = (0.0, 0.0)) -> None:
+    def __init__(
+        self,
+        key: str = KEY,
+        counts_on_upsert: bool = False,
+        late: tuple[float, float] = (0.0, 0.0),
+        rewinds: bool = False,
+    ) -> None:
         self._store = Store()
         self._store.late = late
         super().__init__(_Handler, self._store.changed)
         self.key = key
         self.unknown_operations: list[str] = []
-        self._operations = Operations(self._store, self.url, counts_on_upsert)
+        self._operations = Operations(self._store, self.url, counts_on_upsert, rewinds)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -56,6 +56,7 @@ class Settings:
         ({"mode": "shared"}, "pass run_mode='shared'"),
         ({"rank_prefix": "yes"}, "rank_prefix must be True or False, got 'yes'"),
         ({"allow_config": 1}, "allow_config must be True or False, got 1"),
+        ({"rollback": "forget"}, "rollback='forget' is not one of keep, rewind"),
         ({"step_metric": ""}, "step_metric must be a non-empty string, got ''"),
         ({"step_metric": None}, "step_metric must be a non-empty string, got None"),
         ({"config": 3}, "config must be a mapping, a dataclass or a namespace, got int"),

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -94,9 +95,24 @@ def test_a_full_disk_warns_once_and_raises_nothing(tmp_path, monkeypatch, caplog
     assert pending(tmp_path) == [[b"kept"]]
 
 
+def test_a_forked_child_leaves_the_journal_alone(tmp_path, pending):
+    journal = Journal(tmp_path, "rank-0", {})
+    journal.add(b"parent's")
+    with journal._lock, warnings.catch_warnings():  # as another thread of the parent may hold it
+        warnings.simplefilter("ignore")
+        if (child := os.fork()) == 0:
+            journal.add(b"child's")
+            journal.remove()
+            os._exit(0)
+    os.waitpid(child, 0)
+    journal.add(b"later")
+    assert pending(tmp_path) == [[b"parent's", b"later"]]
+
+
 def test_a_journal_is_open_until_its_process_ends(tmp_path, stored):
     program = f"""
 import sys
+import warnings
 from pathlib import Path
 from flyteplugins_tracking.trackers.journal.files import Journal
 journal = Journal(Path({str(tmp_path)!r}), "rank-0", {{}}, durable=True)
@@ -164,9 +180,9 @@ def test_two_rows_of_one_time_are_two_rows():
     assert [tail._is_taken(stamps, 1.0) for _ in range(3)] == [True, True, False]
 
 
-def rolled(first_step, *steps, next_step=None):
+def rolled(first_step, *steps, next_step=None, rewind=None):
     state = SimpleNamespace(next=first_step if next_step is None else next_step)
-    rollback = Rollback("global_step", 2, lambda: state.next)
+    rollback = Rollback("global_step", 2, lambda: state.next, rewind and (lambda step: rewind(state, step)))
     defined = []
     rows = []
     for step in steps:
@@ -185,6 +201,29 @@ def test_a_job_that_goes_on_logs_as_it_says():
         [(100, None, None), (101, None, None), (None, None, None), (101, None, None)],
         0,
     )
+
+
+def test_a_run_that_is_rewound_has_the_steps_that_are_asked_for():
+    def rewind(state, step):
+        state.next = step
+
+    assert rolled(100, 60, 61, None, 40, rewind=rewind) == (
+        [(60, None, None), (61, None, None), (None, None, None), (40, None, None)],
+        0,
+    )
+
+
+def test_a_run_that_cannot_be_rewound_keeps_its_rows(caplog):
+    asked = []
+
+    def rewind(_, step):
+        asked.append(step)
+        return "a reason"
+
+    assert rolled(100, 60, 61, 50, rewind=rewind) == ([(100, 60, 2), (101, 61, 2), (90, 50, 2)], 1)
+    assert asked == [60]
+    (record,) = caplog.records
+    assert "and cannot be rewound: a reason. All rows are kept" in record.getMessage()
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def earlier(run, monkeypatch) -> Path:
 
 
 def handle_of(run) -> WandbHandle:
-    config = SimpleNamespace(step_metric="global_step", finish_timeout_s=20)
+    config = SimpleNamespace(step_metric="global_step", rollback="keep", finish_timeout_s=20)
     request = SimpleNamespace(
         config=config, watch=Unwatched(), plan=SimpleNamespace(primary=True), run_metadata={"restart_count": 1}
     )

@@ -42,6 +42,8 @@ def no_warning(caplog, monkeypatch):
 
 def test_a_run_has_every_part(run, no_warning):
     assert (vendor.has_active_run(), vendor.is_finished(run), vendor.global_run()) == (True, False, run)
+    assert vendor.is_only_run(run)
+    assert not vendor.is_only_run(object())
     vendor.report_changes(run)
     vendor.set_resumed(run, False)
     assert not run.resumed
@@ -81,6 +83,8 @@ def test_rows_and_records_have_every_part(run, no_warning):
     run.log({"loss": 0.25})
     assert len(kept) == 2
     assert (vendor.starting_step(run), vendor.next_step(run)) == (0, 4)
+    vendor.set_rewound(run, 5)
+    assert (vendor.starting_step(run), vendor.next_step(run), run.resumed) == (5, 5, True)
     vendor.skip_to(run, 10)
     assert (vendor.starting_step(run), vendor.next_step(run), run.step) == (10, 10, 10)
     history = vendor.new_record("HistoryRecord")
@@ -213,6 +217,8 @@ def test_a_torn_down_client_is_recognized():
 RUN = SimpleNamespace()
 WITHOUT = {
     "on_rows": (lambda: vendor.on_rows(RUN, print), None),
+    "is_only_run": (lambda: vendor.is_only_run(RUN), False),
+    "set_rewound": (lambda: vendor.set_rewound(SimpleNamespace(), 1), TrackerNotInstalledError),
     "next_step": (lambda: vendor.next_step(RUN), None),
     "has_active_run": (lambda: vendor.has_active_run(), False),
     "restart_service": (lambda: vendor.restart_service(), False),

@@ -14,6 +14,7 @@ import re
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ SUFFIX = ".journal."
 # The size at which a segment is full. Segments are the unit in which acknowledged records are removed.
 SEGMENT_BYTES = 4_000_000
 _FRAME = struct.Struct("<BId")
+_pack = _FRAME.pack
 _COUNT = struct.Struct("<Q")
 _RECORD, _HEADER, _ACKNOWLEDGED = range(3)
 _SYNC_S = 1.0
@@ -34,6 +36,8 @@ _SYNC_S = 1.0
 _warn_once = WarnOnce(logger)
 # The journals that this process writes. Reading one would release its lock.
 _live: set[str] = set()
+# All journals of this process: a forked child must leave them alone.
+_journals: weakref.WeakSet[Journal] = weakref.WeakSet()
 
 
 class Entry(NamedTuple):
@@ -74,21 +78,20 @@ class Journal:
         self._file = -1
         self._room = 0  # bytes until the segment is full; without a segment there are none
         self._is_closed = False
-        self._pid = os.getpid()
         self._lock = threading.RLock()  # held while segments change. Reentrant: a signal handler may log
+        _journals.add(self)
 
     def add(self, record: bytes) -> None:
         """Keep a record. Called for each row: a full disk costs the record, with one warning, and raises nothing."""
-        if os.getpid() != self._pid:  # a forked child, in which the lock may be held forever
-            return
-        size = len(record) + _FRAME.size
+        frame = _pack(_RECORD, len(record), time.time()) + record
+        size = len(frame)
         with self._lock:
             if self._room < size and not self._begin_segment(size):
                 return
             self._room -= size
             self.added += 1
             try:
-                if os.write(self._file, _FRAME.pack(_RECORD, len(record), time.time()) + record) != size:
+                if os.write(self._file, frame) != size:
                     raise OSError("no space left on device")
             except OSError as error:
                 self._give_up(error)
@@ -126,6 +129,12 @@ class Journal:
         with self._lock:
             if self._file >= 0:
                 os.fdatasync(self._file)
+
+    def forget(self) -> None:
+        """Keep nothing from now on, in a forked child: the lock may be held forever, and the files are the parent's."""
+        self._lock = threading.RLock()
+        self._segments = []
+        self.close()
 
     def _begin_segment(self, size: int) -> bool:
         if self._is_closed:
@@ -281,3 +290,11 @@ def _remove(path: str) -> None:
         os.unlink(path)
     except OSError:
         logger.debug("cannot remove %s", path, exc_info=True)
+
+
+def _forget_all() -> None:
+    for journal in list(_journals):
+        journal.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -72,6 +72,7 @@ class TrackioTracker(Tracker):
     package = "trackio"
     distribution = '"flyteplugins-tracking[trackio]"'
     arguments = INIT_ARGUMENTS - {_UNUSED}
+    rewinds = True
     unsupported: Mapping[Feature, str] = MappingProxyType(
         {
             "sweeps": "it has none",

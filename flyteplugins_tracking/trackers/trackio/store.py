@@ -52,6 +52,14 @@ class Store(Protocol):
     def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
         """Replace the run's config, if `shows_config`."""
 
+    def rewind(self, run_id: str, step: int, before: float, kept: Path) -> None:  # noqa: ARG002 only a database can
+        """Move the run's rows from a step on that were written before a time to a file of JSON lines.
+
+        Raises:
+            OSError: This place cannot do that.
+        """
+        raise OSError(f"rows cannot be removed from {self.place}")
+
 
 class Database(Store):
     """A project's SQLite file, which Trackio has created."""
@@ -90,6 +98,18 @@ class Database(Store):
                 if time.monotonic() + _RETRY_S > deadline:
                     raise
                 time.sleep(_RETRY_S)
+
+    def rewind(self, run_id: str, step: int, before: float, kept: Path) -> None:
+        chosen, values = "FROM metrics WHERE run_id = ? AND step >= ? AND timestamp < ?", (run_id, step, _text(before))
+        with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as connection, connection:
+            connection.execute("BEGIN IMMEDIATE")
+            rows = connection.execute(f"SELECT step, timestamp, metrics {chosen} ORDER BY id", values).fetchall()
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with kept.open("a") as file:
+                for row_step, timestamp, metrics in rows:
+                    line = {"step": row_step, "timestamp": timestamp, "metrics": json.loads(metrics)}
+                    file.write(f"{json.dumps(line)}\n")
+            connection.execute(f"DELETE {chosen}", values)
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection | None]:

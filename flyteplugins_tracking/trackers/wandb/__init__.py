@@ -60,6 +60,7 @@ class WandbTracker(Tracker):
     distribution = '"flyteplugins-tracking[wandb]"'
     run_id_variables = ("WANDB_RUN_ID",)
     arguments = INIT_ARGUMENTS | {HOST}
+    rewinds = True
 
     def forced_run_id(self) -> str | None:
         return forced_run_id()

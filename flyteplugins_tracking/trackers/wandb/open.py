@@ -62,7 +62,7 @@ def open_run(request: RunRequest) -> Handle:
     open_own = functools.partial(_open_own, request)
     if request.config.run_mode != "shared" and not NodeRole.of(request).has_peers:
         before = vendor.global_run()
-        return WandbHandle(open_own(), before, request, reopen)
+        return WandbHandle(open_own(), before, request, reopen, functools.partial(_rewind, request))
     # Imported here: most decorated functions have a run of their own.
     from flyteplugins_tracking.trackers.wandb.shared.open import open_shared
 
@@ -107,11 +107,14 @@ def _is_disabled(request: RunRequest) -> bool:
     return bool(mode == "disabled")
 
 
-def _init(request: RunRequest, mode: str | None = None) -> Any:
+def _init(request: RunRequest, mode: str | None = None, rewind_to: int | None = None) -> Any:
     import wandb
 
     try:
         arguments = _init_arguments(request, mode)
+        if rewind_to is not None:
+            arguments.pop("resume", None)
+            arguments["resume_from"] = f"{request.plan.run_id}?_step={rewind_to}"
         if not _is_online(arguments):
             return wandb.init(**arguments)
         with _opening, vendor.identity_resolved_once(request.deadline):
@@ -175,6 +178,26 @@ def _reopen(request: RunRequest, run: Any, offline: bool) -> Any:
         reopened = _init_offline(request)
         remove_failed_run(failure)
         return reopened
+
+
+def _rewind(request: RunRequest, run: Any, step: int) -> Any:
+    """Open a run again that has ended, without its rows from a step on.
+
+    Raises:
+        TrackerUnavailableError: W&B does not do that, or cannot be used.
+    """
+    request = replace(_resuming(request, run), deadline=time.monotonic() + request.config.init_timeout_s)
+    vendor.drop_unusable_service()
+    with _opening, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
+        try:
+            rewound = _init(request, rewind_to=step - 1)
+        except BaseException:
+            # wandb-core keeps the run's id, and would refuse it when the run is opened again.
+            vendor.restart_service()
+            raise
+    vendor.set_rewound(rewound, step)
+    tail.mark_rewound(rewound)
+    return rewound
 
 
 def _resuming(request: RunRequest, run: Any) -> RunRequest:

@@ -1,7 +1,8 @@
 """Keep the rows of a job that goes back to its checkpoint, and logs steps that the run has already.
 
 W&B drops a row whose step is below the run's last one. Here such a row lands at the run's next step instead, with the
-step in a column of its own, and with the number of the restart, which tells the attempts apart.
+step in a column of its own, and with the number of the restart, which tells the attempts apart. With
+`rollback="rewind"`, W&B drops the earlier rows from that step on, if it can.
 """
 
 from __future__ import annotations
@@ -18,19 +19,32 @@ logger = logging.getLogger(__name__)
 class Rollback:
     """Places the rows of one attempt. The distance is the same for all its steps: calls of one step stay one row."""
 
-    def __init__(self, column: str, restart_count: int, next_step: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        column: str,
+        restart_count: int,
+        next_step: Callable[[], int | None],
+        rewind: Callable[[int], str | None] | None = None,
+    ) -> None:
         """Initialize the placing of an attempt that has not gone back yet.
 
         Args:
             column: The column for steps.
             restart_count: The number of this attempt.
             next_step: Returns the run's next step; None if it is unknown.
+            rewind: Drops the run's rows from a step on, and returns why it cannot; None to keep all rows.
         """
         self._column = column
         self._restart_count = restart_count
         self._next_step = next_step
+        self._rewind = rewind
         self._distance = 0
         self._first_step = next_step() or 0  # of this attempt
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether the run is rewound at the next step that it has already."""
+        return self._rewind is not None
 
     def place(self, data: Any, step: Any, define: Callable[[], object]) -> tuple[Any, Any]:
         """Return the row and the step with which W&B keeps them.
@@ -50,13 +64,22 @@ class Rollback:
         next_step = self._next_step()
         if next_step is None or next_step <= step:
             return
+        obstacle = self._rewind(step) if self._rewind is not None else None
+        if self._rewind is not None and obstacle is None:
+            self._first_step = step
+            logger.warning(
+                "W&B: the job goes on at step %s: its run had steps up to %d, and was rewound", step, next_step - 1
+            )
+            return
+        self._rewind = None
         self._distance = next_step - step
         define()
         logger.warning(
-            "W&B: the job goes on at step %s, and its run has the steps up to %d already. All rows are kept: those of "
-            "this attempt are at the run's next steps, with their own steps in %r and %s=%d",
+            "W&B: the job goes on at step %s, and its run has the steps up to %d already%s. All rows are kept: those "
+            "of this attempt are at the run's next steps, with their own steps in %r and %s=%d",
             step,
             next_step - 1,
+            "" if obstacle is None else f", and cannot be rewound: {obstacle}",
             self._column,
             RESTART_COUNT,
             self._restart_count,

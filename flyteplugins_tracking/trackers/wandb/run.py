@@ -16,7 +16,7 @@ from typing import Any
 from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.client import restart_count_of
+from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
 from flyteplugins_tracking.trackers.viewing import view_command
@@ -32,6 +32,8 @@ _CHANGING = ("config", "name", "notes", "step", "summary", "tags")
 _NOT_OPEN = object()
 # The run's attribute that holds its handle.
 HANDLE = "_flyteplugins_tracking_handle"
+# The status of a run that is ended to be rewound: until then, its last attempt has failed.
+_FAILED = 1
 # How long a signal waits for a call of the run to return: an exception out of it would leave the run half written.
 _PATIENCE_S = 1.0
 # The most characters of a config's JSON that are passed to each task that a task calls.
@@ -41,7 +43,14 @@ _MAX_CONFIG = 16_384
 class WandbHandle(Handle):
     """An open W&B run. `wandb.run` is this run while the function runs."""
 
-    def __init__(self, run: Any, before: Any, request: RunRequest, reopen: Callable[[Any, bool], Any]) -> None:
+    def __init__(
+        self,
+        run: Any,
+        before: Any,
+        request: RunRequest,
+        reopen: Callable[[Any, bool], Any],
+        rewind: Callable[[Any, int], Any] | None = None,
+    ) -> None:
         """Take over the run, and make it `wandb.run`.
 
         Args:
@@ -49,11 +58,13 @@ class WandbHandle(Handle):
             before: The earlier `wandb.run`.
             request: The decorator's request for this run.
             reopen: Takes the run and whether it shall be offline. Returns it, open again, as another object.
+            rewind: Takes the run, which has ended, and a step. Returns it, open again, without its rows from that step
+                on; raises if W&B does not do that. None if the run cannot be rewound.
         """
         self.run = run
         self.id, self._offline = run.id, bool(run.offline)
         self._request = request
-        self._open_again = reopen
+        self._open_again, self._open_rewound = reopen, rewind
         self._before = None if before is run else before
         # `wandb.init` may return a run that another function has open. That function ends it.
         self._is_ours = HANDLE not in vars(run)
@@ -68,6 +79,7 @@ class WandbHandle(Handle):
         self._next_row = NextRow()
         self._openings = 1  # how often the run has been opened
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
+        self._teardown_errors = vendor.TeardownErrors(run)
         self._rest_sent = threading.Event()  # set once the run has what earlier attempts have left
         self._rollback = self._rollback_of(request) if vendor.starting_step(run) else None
         if self._is_ours:
@@ -75,7 +87,13 @@ class WandbHandle(Handle):
             self._send_rest()
 
     def _rollback_of(self, request: RunRequest) -> Rollback:
-        return Rollback(request.config.step_metric, restart_count_of(request), lambda: vendor.next_step(self.run))
+        can_rewind = request.config.rollback == "rewind" and self._open_rewound is not None
+        return Rollback(
+            request.config.step_metric,
+            restart_count_of(request),
+            lambda: vendor.next_step(self.run),
+            self._rewind if can_rewind else None,
+        )
 
     @property
     def files(self) -> str | None:
@@ -146,15 +164,23 @@ class WandbHandle(Handle):
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods. If the run was ended early, open it again first."""
         self._request.watch.reinstall()
-        if self._next_row.waiting and method.__name__ == "log" and args and isinstance(args[0], dict):
+        if (self._next_row.waiting or self._rollback is not None) and method.__name__ == "log":
+            method, args, kwargs = self._completed(method, args, kwargs)
+        result = self._call_open(method, args, kwargs)
+        return self._call_late(method, args, kwargs) if result is _NOT_OPEN else result
+
+    def _completed(self, log: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return `log` and its arguments with the values that wait for this row, and with the place of the row."""
+        if self._next_row.waiting and args and isinstance(args[0], dict):
             args = ({**self._next_row.take(), **args[0]}, *args[1:])
-        if self._rollback is not None and method.__name__ == "log":
+        if self._rollback is not None:
+            if self._rollback.rewinds:
+                self._rest_sent.wait()
             if self._rest_sent.is_set():
                 args, kwargs = self._placed(*args, **kwargs)
             else:  # the row is held: the rows before it have no steps yet
-                method = self._placed_late(method)
-        result = self._call_open(method, args, kwargs)
-        return self._call_late(method, args, kwargs) if result is _NOT_OPEN else result
+                log = self._placed_late(log)
+        return log, args, kwargs
 
     def _placed(self, data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of `log` with which W&B keeps the row, also if its step is one that the run has."""
@@ -176,14 +202,14 @@ class WandbHandle(Handle):
     @critical_section(_PATIENCE_S)
     def _call_open(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the method if the run is open, and return what it returned; `_NOT_OPEN` if the run is not open."""
-        thread, opening = threading.get_ident(), self._openings
-        is_outermost = thread not in self._callers
-        self._callers.add(thread)
+        thread, opening, callers = threading.get_ident(), self._openings, self._callers
+        is_outermost = thread not in callers
+        callers.add(thread)
         try:
             if not self._closing or not is_outermost or self._ender == thread:
                 if method.__name__ == "define_metric":
                     self._definitions.append(lambda: method(self.run, *args, **kwargs))
-                with vendor.TeardownErrors(self.run):
+                with self._teardown_errors:
                     return method(self.run, *args, **kwargs)
         except vendor.service_gone() as error:
             if self._ender == thread or not is_outermost:
@@ -191,7 +217,7 @@ class WandbHandle(Handle):
             self._notice_death(error, opening)
         finally:
             if is_outermost:
-                self._callers.discard(thread)
+                callers.discard(thread)
         return _NOT_OPEN
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +225,7 @@ class WandbHandle(Handle):
         thread, opening = threading.get_ident(), self._openings
         try:
             if not self._ended.is_set() or self._ender == thread:
-                with vendor.TeardownErrors(self.run):
+                with self._teardown_errors:
                     return accessor(self.run, *args, **kwargs)
         except vendor.service_gone() as error:
             if self._ender == thread or thread in self._callers:
@@ -319,7 +345,7 @@ class WandbHandle(Handle):
     def _finish_run(self, exit_code: int, stays_global: bool = False) -> None:
         self._ender = threading.get_ident()
         try:
-            with vendor.TeardownErrors(self.run):
+            with self._teardown_errors:
                 if self._next_row.waiting:  # in the summary: a row of its own would take a step
                     self.run.summary.update(self._next_row.take())
                 if exit_code == TERMINATED and self._request.plan.primary:
@@ -360,6 +386,38 @@ class WandbHandle(Handle):
             )
         finally:
             self._ender = 0
+
+    @critical_section(_PATIENCE_S)
+    def _rewind(self, step: int) -> str | None:
+        """Have W&B drop the rows from a step on. Returns why it does not. The run is open again in either case.
+
+        W&B rewinds runs that have ended only.
+        """
+        if RESTART_COUNT in self.summary():
+            return "an earlier attempt has rows at other steps than its own"
+        if not vendor.is_only_run(self.run):
+            return "this process has another run open"
+        with self._lock:
+            self._died = self._closing = True  # `finish` opens the run again if an exception comes in between
+            self._await_callers()
+            self._finish_run(_FAILED, stays_global=True)
+            obstacle = self._why_not_rewound(step)
+            if obstacle is not None:
+                self._reopen()
+            return obstacle
+
+    def _why_not_rewound(self, step: int) -> str | None:
+        """Open the run that has ended, rewound. Returns why that cannot be."""
+        if self._open_rewound is None or self._timed_out:
+            return f"it was not sent completely within finish_timeout_s={self._request.config.finish_timeout_s:g}"
+        self._ender = threading.get_ident()
+        try:
+            self._adopt(self._open_rewound(self.run, step))
+        except Exception as error:
+            return str(error.__cause__ or error).strip().partition("\n")[0]
+        finally:
+            self._ender = 0
+        return None
 
     def _adopt(self, reopened: Any) -> None:
         """Continue with the state of `reopened` in the object that the function holds."""
@@ -440,8 +498,8 @@ def _guard_row(log: Callable[..., Any]) -> Any:
 
     @functools.wraps(log)
     def guarded(run: Any, data: Any, step: Any = None, commit: bool | None = None) -> Any:
-        keep = getattr(vars(run).get(HANDLE), "keep_for_next_row", None)
-        return log(run, data, step, commit) if keep is None or commit is not False else keep(data)
+        keep = getattr(vars(run).get(HANDLE), "keep_for_next_row", None) if commit is False else None
+        return log(run, data, step, commit) if keep is None else keep(data)
 
     return guarded
 

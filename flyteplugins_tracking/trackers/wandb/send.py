@@ -49,6 +49,8 @@ def _sync(directories: Sequence[Path]) -> list[str]:
 
 
 def _send(directory: Path) -> str:
+    if tail.is_rewound(directory):
+        return f"nothing of {directory} is sent: its run was rewound since then, and goes on in a later directory"
     described = _description(directory)
     place = _place(directory, described)
     attempts = [*tail.pending(place, directory), tail.read(directory, tail.journals_of(directory, place), 0)]

@@ -39,6 +39,8 @@ _OWNER, _GUEST = "owner", "guest"
 _SEGMENTS = 2
 # wandb-core writes its file within 0.1 s. A row that is older by so many seconds is there, unless it is held.
 _SURELY_WRITTEN_S = 30.0
+# The file that says of a directory that its run was rewound later.
+_REWOUND = "rewound"
 # The records besides rows that are sent again.
 _OTHERS = ("summary", "metric", "files")
 # The files that wandb-core itself makes for each attempt.
@@ -207,6 +209,19 @@ def abandoned(run: Any) -> None:
     journal = vars(run).get(JOURNAL)
     if journal is not None:
         journal.journal.close()
+
+
+def mark_rewound(run: Any) -> None:
+    """Note in the directories of earlier attempts that W&B has dropped rows of theirs, which must not be sent again."""
+    own = run_directory(run)
+    for directory in own.parent.glob(f"run-*-{run.id}*"):
+        if directory != own:
+            (directory / _REWOUND).touch()
+
+
+def is_rewound(directory: Path) -> bool:
+    """Whether W&B has dropped rows of a run's directory since they were sent."""
+    return (directory / _REWOUND).exists()
 
 
 def run_directory(run: Any) -> Path:

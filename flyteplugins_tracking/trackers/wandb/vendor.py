@@ -373,6 +373,20 @@ def set_resumed(run: Any, is_retry: bool) -> None:
         run._settings.resumed = is_retry or (run.resumed and run._starting_step > 0)
 
 
+def is_only_run(run: Any) -> bool:
+    """Whether this process has no other run open. Without it, a run is not rewound: a refusal ends wandb-core."""
+    with _optional("rollback='rewind' keeps all rows"):
+        return all(other is run or other._is_finished for other in session()._active_runs)
+    return False
+
+
+def set_rewound(run: Any, step: int) -> None:
+    """Have Python know the next step of a rewound run, and that the run is resumed. Required by `rollback="rewind"`."""
+    with _required("rollback='rewind'"):
+        run._starting_step = run._local_step = step
+        run._settings.resumed = True
+
+
 def settings_of(run: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """Some of the run's settings, those that are set. Required by run_mode='shared'."""
     with _required("run_mode='shared'"):
