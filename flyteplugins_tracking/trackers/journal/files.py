@@ -264,6 +264,13 @@ def stored(directory: Path) -> list[StoredJournal]:
     return [journal for journal in journals if journal is not None]
 
 
+def remove_torn(directory: Path) -> None:
+    """Remove the files of journals whose writers were killed before they had written anything."""
+    for path in directory.glob(f"*{SUFFIX}*"):
+        if not path.stat().st_size:
+            _remove(str(path))
+
+
 def _stored(paths: Sequence[Path]) -> StoredJournal | None:
     try:
         kind, _, data = next(_frames(paths[0]), (_RECORD, 0.0, b""))
