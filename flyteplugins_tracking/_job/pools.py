@@ -71,8 +71,8 @@ _COMMANDS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("mpi4py.futures", ("mpi4py.futures.server",)),
 )
 _CHILDREN = ("loky", "concurrent.futures")
-# The launchers whose variables a pod or a machine has, and not a process: they never make a pool's worker a rank. Nor do
-# RANK and WORLD_SIZE alone, which helpers leave behind when their process group ends.
+# The launchers whose variables a pod or a machine has, and not a process: they never make a pool's worker a rank. RANK
+# and WORLD_SIZE alone do not either: helpers leave them behind when their process group ends.
 NODES_ONLY = ("lepton", "kubeflow", "konduktor", "skypilot", "env_rank")
 _OF_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
 # The variables of the last world of this worker that had a process group: helpers leave them behind.

@@ -57,10 +57,25 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
 class RunFile:
     """One process's journal of a run: what it has logged, with what another process needs to open the run."""
 
-    def __init__(self, request: RunRequest, tracker: Tracker, run_id: str) -> None:
-        """Prepare the journal of the run `run_id`. The first line creates it."""
-        self.directory = directory_of(tracker.name, run_id)
-        header = _header(request, tracker, run_id)
+    def __init__(
+        self,
+        request: RunRequest,
+        tracker: Tracker,
+        run_id: str,
+        directory: str | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare the journal of the run `run_id`. The first line creates it.
+
+        Args:
+            request: The decorator's request for the run.
+            tracker: The tracker.
+            run_id: The run's id.
+            directory: Where the journal is. By default, in the directory that the run's attempts have in common.
+            more: What else its readers need to know: values of JSON.
+        """
+        self.directory = directory or directory_of(tracker.name, run_id)
+        header = {**_header(request, tracker, run_id), **(more or {})}
         rank = request.info.rank if request.info else 0
         # Sorted by name, the journals are in the order of the attempts, each attempt's primary rank first.
         who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"
@@ -78,6 +93,10 @@ class RunFile:
     def event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         """Keep what the run tells of its job: see `Handle.record_event`."""
         self._add({"event": name, "values": dict(values), "text": text})
+
+    def queue(self, directory: str) -> None:
+        """Keep that the rows are in files of the service's client, beside the journal."""
+        self._add({"queue": directory})
 
     def end(self, exit_code: int) -> None:
         """Keep the run's end."""

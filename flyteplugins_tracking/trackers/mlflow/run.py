@@ -139,6 +139,9 @@ class MlflowHandle(ClientHandle):
         self.request.watch.reinstall()
         self._put(Item(kind, dict(data), 0, now_ms()))
 
+    def note_end(self, exit_code: int) -> None:
+        self._file.end(exit_code)
+
     def end(self, exit_code: int) -> None:
         timeout_s = self.request.config.finish_timeout_s
         until = time.monotonic() + timeout_s
@@ -228,9 +231,11 @@ class MlflowHandle(ClientHandle):
 
     def _send_earlier(self) -> None:
         """Send what earlier attempts on this machine had logged and the server may lack. It keeps one of two points."""
+        others = []
         for line in self._earlier.lines:
             item = _item(line)
             if item is None:
+                others.append(line)
                 continue
             if not self._sender.put(item):
                 self._earlier.keep()
@@ -238,6 +243,7 @@ class MlflowHandle(ClientHandle):
             self._earlier.count += 1
             self._next_step = max(self._next_step, item.step + 1 if item.kind == "row" else 0)
         self._sent_before += self._earlier.count
+        self._earlier.relog(self, others)
         self._earlier.log(self.id, self._title)
 
     def _on_sent(self, count: int) -> None:

@@ -86,6 +86,9 @@ class TrackioHandle(ClientHandle):
         """The step of the last row."""
         return max(0, self._next_step - 1)
 
+    def note_end(self, exit_code: int) -> None:
+        self._file.end(exit_code)
+
     def end(self, exit_code: int) -> None:
         timeout_s = self.request.config.finish_timeout_s
         deadline = time.monotonic() + timeout_s
@@ -187,6 +190,8 @@ class TrackioHandle(ClientHandle):
                 self.run.requeue(entry)
                 self._earlier.count += 1
                 self._next_step = max(self._next_step, entry["step"] + 1)
+            else:
+                self._earlier.relog(self, [line])
         self._earlier.log(self.id, self._title)
 
     def _keep_entry(self, entry: dict[str, Any]) -> None:
