@@ -93,7 +93,7 @@ def test_rows_and_records_have_every_part(run, no_warning):
         item = history.item.add()
         item.nested_key.append(key)
         item.value_json = value
-    vendor.publish(run, "history", history)
+    vendor.publish(run, "history", history, waits=False)
     summary = vendor.new_record("SummaryRecord")
     update = summary.update.add()
     update.nested_key.append("best")

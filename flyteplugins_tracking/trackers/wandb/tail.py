@@ -40,6 +40,8 @@ _OWNER, _GUEST = "owner", "guest"
 SEGMENTS = 2
 # wandb-core writes its file within 0.1 s. A row that is older by so many seconds is there, unless it is held.
 _SURELY_WRITTEN_S = 30.0
+# How many rows are handed over before one is waited for.
+_AT_ONCE = 100
 # The file that says of a directory that its run was rewound later.
 _REWOUND = "rewound"
 # The records besides rows that are sent again.
@@ -287,8 +289,10 @@ def send(run: Any, attempts: Sequence[Attempt]) -> Iterator[object]:
     if not rows:
         return
     vendor.skip_to(run, max(rows) + 1)
-    for step in sorted(rows):
-        vendor.publish(run, "history", rows[step])
+    last = max(rows)
+    for number, step in enumerate(sorted(rows)):
+        # Waiting for each takes 0.65 ms; never waiting would fill the memory.
+        vendor.publish(run, "history", rows[step], waits=step == last or number % _AT_ONCE == 0)
         yield step
     for attempt in attempts:
         for kind, record in attempt.others:

@@ -492,15 +492,20 @@ def skip_to(run: Any, step: int) -> None:
     run._starting_step = run._local_step = step
 
 
-def publish(run: Any, kind: str, record: Any) -> None:
+def publish(run: Any, kind: str, record: Any, waits: bool = True) -> None:
     """Hand a record to wandb-core, which sends it as it is.
 
     Args:
         run: The open run.
         kind: "history", "summary", "metric" or "files".
         record: The record of this kind.
+        waits: Whether to return, or raise, when wandb-core has it and all before it, and not at once.
     """
-    getattr(run._interface, f"_publish_{kind}")(record)
+    interface = run._interface
+    if waits:
+        getattr(interface, f"_publish_{kind}")(record)
+    else:
+        interface._publish(interface._make_record(**{kind: record}), nowait=True)
 
 
 def parse_record(data: bytes) -> tuple[str, Any]:
