@@ -1,4 +1,6 @@
-"""Ray Train and Ray Tune on one machine: one run for a training with two workers, then one for each of three trials.
+"""Ray Train and Ray Tune on one machine.
+
+One run for a training with two workers, then one for each of three trials.
 
 pip install "flyteplugins-tracking[wandb,torch]" "ray[train,tune]"
 python examples/ray_training.py
@@ -20,7 +22,7 @@ from flyteplugins_tracking import get_run, tracking_init
 
 @tracking_init(project="examples")
 def train(lr: float, is_distributed: bool) -> None:
-    """Fit y = 2x. Only rank 0 of Ray Train has a run; a trial of Tune is nobody's rank, and has one."""
+    """Fit y = 2x. Rank 0 of Ray Train has a run, and so has a trial of Tune."""
     layer = torch.nn.Linear(1, 1)
     model = prepare_model(layer) if is_distributed else layer
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
@@ -41,7 +43,7 @@ def worker(config: dict[str, Any]) -> None:
 
 
 def trial(config: dict[str, Any]) -> None:
-    """Run in one trial of Ray Tune. The run's config is the trial's, and its group is the trial's name."""
+    """Run in one trial of Ray Tune, whose config and name the run has."""
     train(config["lr"], is_distributed=False)
     tune.report({"lr": config["lr"]})
 
@@ -53,8 +55,12 @@ if __name__ == "__main__":
         worker,
         train_loop_config={"lr": 0.1},
         scaling_config=ScalingConfig(num_workers=2),
-        # If a worker fails, Ray starts new ones: they go on with the run.
-        run_config=RunConfig(name="two-workers", storage_path=storage, failure_config=FailureConfig(max_failures=1)),
+        # If a worker fails, Ray starts new ones: they continue the run.
+        run_config=RunConfig(
+            name="two-workers",
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=1),
+        ),
     ).fit()
     tune.Tuner(
         tune.with_resources(trial, {"cpu": 1}),

@@ -105,6 +105,7 @@ CHECKED_ONLY = {
 # Codes of MLflow's errors, of CPython's bytecode and of sysconf: they look like variables.
 NO_VARIABLES = {
     *(
+        "ALREADY_EXISTS",
         "BAD_REQUEST",
         "ENDPOINT_NOT_FOUND",
         "INVALID_PARAMETER_VALUE",
@@ -383,7 +384,7 @@ def test_the_page_of_variables_has_each_that_the_package_names_and_no_other():
 
 def test_the_page_of_the_command_line_has_every_option(capsys, monkeypatch):
     page, shown = PAGES["docs/cli"], ""
-    for main, arguments in ((send.main, ["--help"]), (doctor.main, []), (ranks.main, ["--help"])):
+    for main, arguments in ((send.main, ["--help"]), (doctor.main, []), (ranks.main, ["--help"]), (view.main, ["--help"])):
         monkeypatch.setattr(sys, "argv", ["flyteplugins-tracking", "--help"])
         with suppress(SystemExit):
             main(arguments) if arguments else main()
