@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 INSTALL := $(BIN)/pip install -qq --no-compile
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: demo test test-all test-slurm vendors reliability soak bench drawings includes docs lint wheel clean
+.PHONY: demo test test-all test-slurm vendors reliability soak bench drawings pictures includes docs lint wheel clean
 
 demo: $(FOR_DEMO)
 	@echo "Running examples/digits.py: about a minute, most of it for 8 processes that import torch and flytekit."
@@ -52,6 +52,11 @@ bench: $(INSTALLED)
 # The drawings of docs/modes, from the plans themselves.
 drawings: $(INSTALLED)
 	$(BIN)/python docs/modes/draw.py
+
+# The pictures of docs/pictures, from real jobs: all of them, or PICTURES="leet doctor". apt-get install chromium
+pictures: $(INSTALLED)
+	@$(INSTALL) pyte playwright pillow -c constraints.txt
+	PYTHONPATH=tests:examples $(BIN)/python docs/pictures/make.py $(PICTURES)
 
 # The copies of examples in the docs.
 includes: $(INSTALLED)

@@ -43,6 +43,7 @@ from flyteplugins_tracking import (
     ranks,
     send,
     tracking_init,
+    view,
 )
 from flyteplugins_tracking._job import launchers, topology
 from flyteplugins_tracking._job.identity import from_launcher
@@ -341,6 +342,28 @@ def test_the_drawings_are_those_of_the_plans():
     assert [name for name in drawings if f"]({name})" not in shown] == []
 
 
+def test_a_phone_shows_the_labels_of_the_drawings():
+    """A page of 390 pixels has 358 for a drawing. The smallest text is then at least 11 pixels high."""
+    for path in (ROOT / "docs" / "modes").glob("*.svg"):
+        drawing = path.read_text()
+        width = float(re.findall(r'viewBox="0 0 (\d+)', drawing)[0])
+        sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"', drawing)]
+        assert min(sizes) * 358 / width >= 11, path.name
+        assert "prefers-color-scheme: dark" in drawing
+
+
+def test_the_pictures_are_small_and_shown_and_ask_no_other_host():
+    pictures = {path.name: path for path in (ROOT / "docs" / "pictures").iterdir() if path.suffix in (".svg", ".png")}
+    shown = {name for text in PAGES.values() for name in re.findall(r"pictures/([\w-]+\.(?:svg|png))", text)}
+    assert set(pictures) == shown
+    for name, path in pictures.items():
+        assert path.stat().st_size < 150_000, name
+        if path.suffix == ".svg":
+            drawing = path.read_text()
+            assert "prefers-color-scheme: dark" in drawing, name
+            assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)[^<]*\.(?:css|woff|js)", drawing) == [], name
+
+
 def test_the_page_of_launchers_has_each_detector_in_its_order_and_each_variable():
     page = PAGES["docs/launchers"]
     assert re.findall(r"^\| `(\w+)` \| (?!\-)", page.partition("| `launcher` |")[2], re.MULTILINE) == [
@@ -360,7 +383,12 @@ def test_the_page_of_variables_has_each_that_the_package_names_and_no_other():
 
 def test_the_page_of_the_command_line_has_every_option(capsys, monkeypatch):
     page, shown = PAGES["docs/cli"], ""
-    for main, arguments in ((send.main, ["--help"]), (doctor.main, []), (ranks.main, ["--help"])):
+    for main, arguments in (
+        (send.main, ["--help"]),
+        (doctor.main, []),
+        (ranks.main, ["--help"]),
+        (view.main, ["--help"]),
+    ):
         monkeypatch.setattr(sys, "argv", ["flyteplugins-tracking", "--help"])
         with suppress(SystemExit):
             main(arguments) if arguments else main()

@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send, lines
-from flyteplugins_tracking.trackers.journal.files import Journal
+from flyteplugins_tracking.trackers.journal.files import Journal, stored
+from flyteplugins_tracking.trackers.viewing import FoundRun, places
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,24 @@ class RunFile:
 def directory_of(tracker: str, run_id: str) -> str:
     """Return the directory with the journals of a run."""
     return os.path.abspath(os.path.join(FOLDER, f"{tracker}-{run_id}"))
+
+
+def kept_runs(directory: str | None) -> Iterator[tuple[str, FoundRun]]:
+    """Yield the tracker's name and the run of each directory with journals, for `python -m flyteplugins_tracking view`.
+
+    Args:
+        directory: Where to look, with the directories in it; None for nowhere.
+    """
+    for place in places(directory):
+        for path in sorted((place / FOLDER).glob("*")):
+            journals = stored(path)
+            if journals:
+                tracker, run_id = journals[0].header["tracker"], journals[0].header["id"]
+                note = (
+                    f"The service of {tracker} has not received all of it. Send it: {how_to_send(str(path))}. To look "
+                    f"at it without that service, send it to a local one: {how_to_send(str(path))} --tracker trackio"
+                )
+                yield tracker, FoundRun(run_id, str(path), journals[0].written_at, note=note)
 
 
 def remove_if_empty(directory: str) -> None:

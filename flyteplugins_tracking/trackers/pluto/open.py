@@ -23,6 +23,7 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import LOCAL_FILES, missing_key_error, run_config
 from flyteplugins_tracking.trackers.pluto import rows, vendor
 from flyteplugins_tracking.trackers.pluto.process import UploaderProcess
+from flyteplugins_tracking.trackers.pluto.view import keep_page
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ def open_op(request: RunRequest) -> tuple[Any, UploaderProcess | None]:
         op = _init_with_timeout(request, settings)
         try:
             vendor.check_run(op)
+            keep_page(settings.dir, op.settings.url_view)
             vendor.on_cancel(op, request.ask_to_stop)
             return op, _complete(op, request)
         except BaseException:

@@ -8,7 +8,6 @@ import inspect
 import json
 import logging
 import os
-import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
+from flyteplugins_tracking.trackers.viewing import view_command
 from flyteplugins_tracking.trackers.wandb import tail, vendor
 from flyteplugins_tracking.trackers.wandb.options import HOST, without_credentials
 from flyteplugins_tracking.trackers.wandb.rollback import Rollback
@@ -108,7 +108,9 @@ class WandbHandle(Handle):
     def how_to_view(self) -> str:
         # W&B itself prints the page of a run that it has sent.
         is_local = self.run.offline and not self.run.settings.silent and self.files is not None
-        return f"wandb leet {shlex.quote(directory(self.run))}" if is_local else ""
+        # The run's directory is in the one that W&B names `wandb`.
+        parent = os.path.dirname(os.path.dirname(directory(self.run))) if is_local else ""
+        return view_command("wandb", self.id, parent) if is_local else ""
 
     def finish(self, exit_code: int) -> None:
         self._rest_sent.wait(self._request.config.finish_timeout_s)
