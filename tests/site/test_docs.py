@@ -43,6 +43,7 @@ from flyteplugins_tracking import (
     ranks,
     send,
     tracking_init,
+    view,
 )
 from flyteplugins_tracking._job import launchers, topology
 from flyteplugins_tracking._job.identity import from_launcher
@@ -384,7 +385,12 @@ def test_the_page_of_variables_has_each_that_the_package_names_and_no_other():
 
 def test_the_page_of_the_command_line_has_every_option(capsys, monkeypatch):
     page, shown = PAGES["docs/cli"], ""
-    for main, arguments in ((send.main, ["--help"]), (doctor.main, []), (ranks.main, ["--help"]), (view.main, ["--help"])):
+    for main, arguments in (
+        (send.main, ["--help"]),
+        (doctor.main, []),
+        (ranks.main, ["--help"]),
+        (view.main, ["--help"]),
+    ):
         monkeypatch.setattr(sys, "argv", ["flyteplugins-tracking", "--help"])
         with suppress(SystemExit):
             main(arguments) if arguments else main()
