@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._job.board import user_directory
+from flyteplugins_tracking._job.board import make_private, user_directory
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 
@@ -47,7 +47,7 @@ class Announcement:
             return None
         announcement = cls(address, info.world_size, pulse_s, info.launcher)
         path = announcement._path
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(path.parent)
         unfinished = path.with_suffix(".tmp")
         with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             json.dump(asdict(announcement), file)

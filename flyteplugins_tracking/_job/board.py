@@ -242,7 +242,7 @@ class DirectoryStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.directory)
         with open(self.directory / "lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -265,3 +265,17 @@ def board_directory(info: DistributedInfo, env: Mapping[str, str]) -> Path:
 def user_directory() -> Path:
     """Return the directory of this user's boards on this machine."""
     return Path(tempfile.gettempdir(), f"{_NAMESPACE}-{os.getuid()}")
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that only this user can read.
+
+    Raises:
+        PermissionError: The directory of this user's boards is somebody else's: anybody can make it first in /tmp.
+    """
+    top = user_directory()
+    if directory.is_relative_to(top):
+        top.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if os.lstat(top).st_uid != os.getuid():
+            raise PermissionError(f"{top} belongs to another user: remove it, or set TMPDIR to another directory")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)

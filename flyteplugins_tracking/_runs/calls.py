@@ -73,6 +73,7 @@ class OpenRun:
         published_dir: The local directory that becomes an output of the task when the run has ended; None for none.
         joined: The number of calls that use the run besides the opener.
         opener_exit_code: The status of the call that opened the run; None while it runs.
+        closed: Set when the run has been closed.
     """
 
     tracker: str
@@ -88,6 +89,7 @@ class OpenRun:
     published_dir: str | None
     joined: int = 0
     opener_exit_code: int | None = None
+    closed: threading.Event = field(default_factory=threading.Event)
 
     @property
     def is_in_use(self) -> bool:
@@ -136,6 +138,8 @@ class TrackedCall:
 # not inherit the context.
 current: ContextVar[TrackedCall | None] = ContextVar("flyteplugins_tracking_call", default=None)
 _running: list[TrackedCall] = []
+# The runs that the last of their calls is closing.
+_closing: list[OpenRun] = []
 _call_counts: Counter[str] = Counter()
 # The override of this thread or task; and all overrides, the last one for threads that do not inherit the context.
 _thread_override: ContextVar[Override | None] = ContextVar("flyteplugins_tracking_override", default=None)
@@ -242,7 +246,26 @@ def end(call: TrackedCall, exit_code: int) -> bool:
             call.run.opener_exit_code = exit_code
         else:
             call.run.joined -= 1
-        return not call.run.is_in_use
+        if call.run.is_in_use:
+            return False
+        _closing.append(call.run)
+        return True
+
+
+def closed(run: OpenRun) -> None:
+    """Unregister a run that has been closed, after `end` has returned True."""
+    with _lock:
+        if run in _closing:
+            _closing.remove(run)
+    run.closed.set()
+
+
+def await_closing(tracker: str, run_id: str, timeout_s: float) -> None:
+    """Wait until this process does not close a run of this id any more: wandb-core refuses the id until then."""
+    with _lock:
+        closing = [run for run in _closing if run.tracker == tracker and run.handle.id == run_id]
+    for run in closing:
+        run.closed.wait(timeout_s)
 
 
 def open_runs() -> list[OpenRun]:
@@ -311,6 +334,7 @@ def _reset_after_fork() -> None:
     for run in _open_runs():
         run.lock.release()
     _running.clear()
+    _closing.clear()
     _call_counts.clear()
     current.set(None)
 

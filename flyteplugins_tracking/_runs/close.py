@@ -91,7 +91,10 @@ def _close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | N
     if is_last:
         # A run that was opened again since its opener left is ended with that one's status, unless a signal ends it.
         opener_code = run.opener_exit_code
-        _finish(run, exit_code if opener_code is None or exit_code == TERMINATED else opener_code, failure)
+        try:
+            _finish(run, exit_code if opener_code is None or exit_code == TERMINATED else opener_code, failure)
+        finally:
+            calls.closed(run)
     elif call.is_opener and run.plan.primary:
         _finish_on_signal(run, exit_code, failure)  # what the others log opens it again
 

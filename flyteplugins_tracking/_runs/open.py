@@ -106,7 +106,11 @@ class Opener:
         """Join the run of the calling task if this process has it open."""
         if self.plan.primary or self.info is not None:
             return None
-        return calls.join_open_run(self.tracker.name, str(self.plan.run_id))
+        tracker, run_id = self.tracker.name, str(self.plan.run_id)
+        run = calls.join_open_run(tracker, run_id)
+        if run is None:
+            calls.await_closing(tracker, run_id, self.config.init_timeout_s)
+        return run
 
     def _opened_run(self, watcher: SigtermWatch | None) -> OpenRun:
         self._warn_of_unused_prefix()

@@ -94,5 +94,9 @@ import trackio  # noqa: E402
 from trackio.context_vars import current_run  # noqa: E402
 
 seen["left"] = current_run.get() is None, trackio.config == {}
-seen["threads"] = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+for thread in others:
+    # Trackio's first row and its system metrics may each start a sender at the same time. It joins one of them.
+    thread.join(30)
+seen["threads"] = [thread.name for thread in others if thread.is_alive()]
 print(json.dumps(seen), file=sys.stderr)

@@ -132,11 +132,12 @@ def start(
 def kill(process: Process) -> None:
     """Kill a process that may still run, and all that it has started: torchrun's workers have groups of their own."""
     if process.poll() is None:
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
 
 
 def finish(process: Process, directory: Path, timeout_s: float = 240) -> Done:

@@ -213,6 +213,33 @@ def test_a_row_that_waits_for_the_end_of_its_run_does_not_open_it_again(bare_env
     assert tracker.handle.events == [0]
 
 
+def test_a_task_opens_the_callers_run_again_once_this_process_has_closed_it(bare_environment):
+    tracker, order = Events(), []
+    context = ProcessContext(parents={"noting": {"id": "callers"}})
+
+    @tracking_init(tracker=tracker)
+    def train(name: str) -> None:
+        order.append(f"{name} opened")
+        if name == "first":
+            tracker.handle.may_end.clear()
+            closing_time.start()
+
+    def start_second_while_the_first_closes(first: Eventful) -> None:
+        assert first.ends.wait(60)
+        second.start()
+        second.join(0.2)
+        order.append("first closes")
+        first.may_end.set()
+
+    second = threading.Thread(target=train, args=("second",))
+    closing_time = threading.Thread(target=lambda: start_second_while_the_first_closes(tracker.handle))
+    with calls.override(calls.Override(lambda own: own, lambda _: context)):
+        train("first")
+        for thread in (closing_time, second):
+            thread.join(60)
+    assert order == ["first opened", "first closes", "second opened"]
+
+
 def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end(bare_environment):
     tracker = Events()
 

@@ -124,6 +124,8 @@ def _start(path: Path, owner: str) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        # A process that forks must have no other thread, which may hold a lock: pyarrow's allocator starts one.
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
     }
     env["ROOM"] = "x" * _ROOM
     # A pipe, as a job's output is one: what has been read of a file's position is kept by sys.stdout.
