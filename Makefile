@@ -30,9 +30,9 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm"
 
-# Ray, Dask, mpi4py, loky and others, in an environment of their own. Jobs are cold: these engines start interpreters.
+# Ray, Dask, mpi4py, loky and others, in an environment of their own.
 test-engines: $(ENGINES)/.installed
-	OMP_NUM_THREADS=1 TESTS_COLD=1 $(ENGINES)/bin/python -m pytest -m engines tests/engines
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m engines tests/engines
 
 # A real Slurm on this machine's loopback: apt-get install slurmctld slurmd slurm-client munge
 test-slurm: $(INSTALLED)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines_around import OPENMPI, SLURM
+from engine_jobs import OPENMPI, SLURM, run_cold
 from support import jobs
 
 TRIALS = jobs.PROGRAMS / "pool_trials.py"
@@ -35,7 +35,7 @@ def trials(
     directory: Path, pool: str, count: int, variables: Mapping[str, str], command: tuple[str | Path, ...] = ()
 ) -> list[dict[str, Any]]:
     """Run `count` trials, and return what each has found. Each must have its own run with every row."""
-    done = jobs.run([*command, sys.executable, TRIALS, pool, str(count)], directory, variables, timeout_s=500)
+    done = run_cold([*command, sys.executable, TRIALS, pool, str(count)], directory, variables)
     return of_own_runs(done, count)
 
 
@@ -74,14 +74,14 @@ def test_each_of_20_trials_of_mpi4py_has_its_run(tmp_path: Path, around: dict[st
     if shutil.which("mpirun") is None:
         pytest.skip("needs mpirun, for instance apt-get install openmpi-bin")
     mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, "-m", "mpi4py.futures"]
-    done = jobs.run([*mpirun, TRIALS, "mpi", "20"], tmp_path, around, timeout_s=500)
+    done = run_cold([*mpirun, TRIALS, "mpi", "20"], tmp_path, around)
     of_own_runs(done, 20)
 
 
 def test_workers_with_different_histories_agree_on_the_run(tmp_path: Path) -> None:
     """Each training of a process group has an id, the same on all ranks. Afterwards the workers are not ranks."""
     pytest.importorskip("distributed")
-    done = jobs.run([sys.executable, jobs.PROGRAMS / "dask_training.py", "new"], tmp_path, SLURM, timeout_s=500)
+    done = run_cold([sys.executable, jobs.PROGRAMS / "dask_training.py", "new"], tmp_path, SLURM)
     assert done.returncode == 0, done.output
     found = json.loads(next(line for line in done.output.splitlines() if line.startswith('{"before"')))
     assert [one["info"] for one in [*found["before"], *found["after"]]] == [None] * 5

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines_around import SLURM
+from engine_jobs import SLURM, run_cold
 from support import jobs
 
 pytest.importorskip("ray", reason="needs Ray: make test-engines")
@@ -15,7 +15,7 @@ pytest.importorskip("ray", reason="needs Ray: make test-engines")
 def train(directory: Path, *arguments: str, **variables: str) -> tuple[jobs.Done, list[dict[str, Any]]]:
     """Run `ray_training.py`; return the job and what each rank has reported as Ray's truth and as ours."""
     env = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300", "PYTHONPATH": jobs.search_path(jobs.PROGRAMS), **variables}
-    done = jobs.run([sys.executable, jobs.PROGRAMS / "ray_training.py", *arguments], directory, env, timeout_s=550)
+    done = run_cold([sys.executable, jobs.PROGRAMS / "ray_training.py", *arguments], directory, env)
     assert done.returncode == 0, done.output
     for report in done.reports:
         for call in report["calls"]:
@@ -81,7 +81,7 @@ def test_each_trial_of_tune_has_one_run(tmp_path: Path, kind: str) -> None:
 def test_the_example_has_a_run_for_the_training_and_one_for_each_trial(tmp_path: Path) -> None:
     example = jobs.PACKAGE.parent / "examples" / "ray_training.py"
     env = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
-    done = jobs.run([sys.executable, example], tmp_path, env, timeout_s=550)
+    done = run_cold([sys.executable, example], tmp_path, env)
     assert done.returncode == 0, done.output
     assert [(len(run.rows), run.exit_code) for run in done.runs] == [(10, 0)] * 4
     assert sorted(run.config.get("lr", 0) for run in done.runs) == [0, 0.01, 0.1, 0.3]
