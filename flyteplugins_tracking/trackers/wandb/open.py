@@ -17,7 +17,7 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.peers.role import NodeRole
-from flyteplugins_tracking.trackers.wandb import late_count, tail, vendor
+from flyteplugins_tracking.trackers.wandb import late_count, offline, tail, vendor
 from flyteplugins_tracking.trackers.wandb.leftovers import remove_failed_run
 from flyteplugins_tracking.trackers.wandb.options import HOST, api_of, check_id, forced_run_id
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, directory
@@ -92,6 +92,8 @@ def _open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) ->
     if request.config.if_unavailable == "raise":
         raise unavailable
     run = _init_offline(request)
+    if request.config.run_mode != "shared" and not NodeRole.of(request).has_peers:
+        offline.begin(run, request.config.durable)
     remove_failed_run(unavailable.__cause__)
     logger.warning(
         "%s This run is logged offline. To send it when W&B is available, run: %s",
@@ -158,16 +160,17 @@ def _begin_journal(request: RunRequest, run: Any) -> None:
     is_shared = request.config.run_mode == "shared"
     if NodeRole.of(request).has_peers or "resume_from" in request.config.options:
         return
-    tail.begin(run, None if is_shared else request.deadline, is_shared, request.config.durable)
+    deadline = None if is_shared else request.deadline
+    tail.begin(run, deadline, is_shared, request.config.durable, None if is_shared else offline.attempts)
 
 
-def _reopen(request: RunRequest, run: Any, offline: bool) -> Any:
+def _reopen(request: RunRequest, run: Any, is_offline: bool) -> Any:
     """Open a run again that a signal or the death of wandb-core has ended; offline if W&B does not answer in time."""
     request = _resuming(request, run)
     vendor.drop_unusable_service()
     with _opening, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
         failure: BaseException | None = None
-        if not offline:
+        if not is_offline:
             try:
                 return _init(request)
             except TrackerUnavailableError as unavailable:
