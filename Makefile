@@ -41,7 +41,7 @@ vendors: $(INSTALLED)
 reliability: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults docs/reliability.md
 
-# 200 restarts in a row of a 4-rank job.
+# 200 restarts in a row of a 4-rank job, and 50 kills of a job on one disk.
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults.soak
 
