@@ -40,7 +40,8 @@ _SAFER_SETTINGS = {
     # to write once more.
     "x_transaction_log_flush_interval": 0.1,
 }
-# How often rows are sent if the next attempt could not send them. wandb's 15 s is what a kill would lose.
+# How often rows are sent if the next attempt could not send them, in seconds, or if one was killed: wandb's 15 s is
+# what a kill would lose, or leave to be sent again.
 _PROMPT_S = 2.0
 # How long `wandb.init` may run beyond its own timeout.
 _INIT_GRACE_S = 0.5
@@ -121,6 +122,7 @@ def _init(request: RunRequest, mode: str | None = None) -> Any:
             # If the user's settings have a longer timeout than our argument, the difference is added.
             longer_s = settings.init_timeout - request.config.init_timeout_s
             settings.init_timeout = max(1.0, request.deadline + longer_s - time.monotonic() - _INIT_GRACE_S)
+            _send_promptly_after_kill(arguments)
             _await_count(request, arguments)
             run = wandb.init(**arguments)
             _begin_journal(request, run)
@@ -135,6 +137,17 @@ def _init(request: RunRequest, mode: str | None = None) -> Any:
         raise TrackerUnavailableError(
             f"W&B cannot write its local files: {error}. Free space in that directory, or set WANDB_DIR to another one."
         ) from error
+
+
+def _send_promptly_after_kill(arguments: Mapping[str, Any]) -> None:
+    """Have rows be sent more often if an attempt on this disk was killed.
+
+    Attempts that all live for less than the interval would each hand over the rows of all those before.
+    """
+    settings = vendor.effective_settings(arguments["settings"])
+    directory = Path(vendor.directory_of_runs(settings, arguments.get("dir")))
+    if arguments.get("id") is not None and tail.is_any_left(directory, arguments["id"]):
+        vendor.set_default(arguments["settings"], settings, "x_file_stream_transmit_interval", _PROMPT_S)
 
 
 def _await_count(request: RunRequest, arguments: Mapping[str, Any]) -> None:

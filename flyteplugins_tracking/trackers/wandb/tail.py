@@ -12,6 +12,7 @@ A journal is removed when its run has ended, and so has arrived. While a run's d
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking.trackers.journal.files import Journal, StoredJournal, stored
+from flyteplugins_tracking.trackers.journal.files import SUFFIX, Journal, StoredJournal, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 
 logger = logging.getLogger(__name__)
@@ -253,6 +254,11 @@ def pending(place: Place, own: Path, starting_step: int = 0) -> list[Attempt]:
         else:
             attempt.acknowledged()
     return attempts[::-1]
+
+
+def is_any_left(directory: Path, run_id: str) -> bool:
+    """Whether an attempt of this run has left a journal below the directory of all runs."""
+    return any(directory.glob(f"run-*-{glob.escape(run_id)}*/{_OWNER}-*{SUFFIX}*"))
 
 
 def journals_of(directory: Path, place: Place) -> list[StoredJournal]:
