@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from support import offline_wandb
 
 from flyteplugins_tracking import tracking_init, view
@@ -255,7 +256,10 @@ def shown_by(line: str, started: list[Any]) -> str:
 
 
 def test_the_last_line_of_a_run_leads_to_it(directory, started, capfd):
-    @tracking_init(tracker="wandb", project="llm", id="viewed", dir="logs/llm", mode="offline")
+    # Whatever W&B has read of the environment of an earlier test.
+    settings = wandb.Settings(mode="offline", silent=False)
+
+    @tracking_init(tracker="wandb", project="llm", id="viewed", dir="logs/llm", settings=settings)
     def train() -> None:
         pass
 
