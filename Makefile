@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Half of the tests' time is waiting: for a rendezvous, a server that is down, a process that is told to end.
 WORKERS ?= 4
+ENGINES ?= .venv-engines
 BIN := $(VENV)/bin
 # Where it is set, each process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -15,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 INSTALL := $(BIN)/pip install -qq --no-compile
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: demo test test-all test-slurm vendors reliability soak bench drawings includes docs lint wheel clean
+.PHONY: demo test test-all test-engines test-slurm vendors reliability soak bench drawings pictures includes docs lint wheel clean
 
 demo: $(FOR_DEMO)
 	@echo "Running examples/digits.py: about a minute, most of it for 8 processes that import torch and flytekit."
@@ -29,6 +30,10 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm"
 
+# Ray, Dask, mpi4py, loky and others, in an environment of their own.
+test-engines: $(ENGINES)/.installed
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m engines tests/engines
+
 # A real Slurm on this machine's loopback: apt-get install slurmctld slurmd slurm-client munge
 test-slurm: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm tests/slurm
@@ -41,7 +46,7 @@ vendors: $(INSTALLED)
 reliability: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults docs/reliability.md
 
-# 200 restarts in a row of a 4-rank job.
+# 200 restarts in a row of a 4-rank job, and 50 kills of a job on one disk.
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults.soak
 
@@ -52,6 +57,11 @@ bench: $(INSTALLED)
 # The drawings of docs/modes, from the plans themselves.
 drawings: $(INSTALLED)
 	$(BIN)/python docs/modes/draw.py
+
+# The pictures of docs/pictures, from real jobs: all of them, or PICTURES="leet doctor". apt-get install chromium
+pictures: $(INSTALLED)
+	@$(INSTALL) pyte playwright pillow -c constraints.txt
+	PYTHONPATH=tests:examples $(BIN)/python docs/pictures/make.py $(PICTURES)
 
 # The copies of examples in the docs.
 includes: $(INSTALLED)
@@ -92,5 +102,13 @@ $(INSTALLED): $(TORCH)
 	@$(COMPILE)
 	@touch $(FOR_DEMO) $@
 
+$(ENGINES)/.installed: pyproject.toml constraints.txt
+	@echo "Installing into $(ENGINES): torch, Ray, Dask, mpi4py and others. A few minutes."
+	@$(PYTHON) -m venv $(ENGINES)
+	@$(ENGINES)/bin/pip install -qq --no-compile "$$(grep '^torch==' constraints.txt)" numpy -c constraints.txt
+	@$(ENGINES)/bin/pip install -qq --no-compile -e '.[engines]' -c constraints.txt
+	@$(ENGINES)/bin/python -m compileall -qq -j 0 $(ENGINES)/lib || true
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .vendors .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(ENGINES) .vendors .bench dist site demo-output .mypy_cache .ruff_cache .pytest_cache

@@ -1,7 +1,7 @@
-"""Accelerate inside the decorator: its W&B tracker logs to the run that is open, on rank 0, and opens none.
+"""Accelerate inside the decorator: its W&B tracker logs to the open run.
 
 pip install "flyteplugins-tracking[wandb]" accelerate
-torchrun --nproc-per-node=2 examples/accelerate_training.py    # or: accelerate launch --multi_gpu
+torchrun --nproc-per-node=2 examples/accelerate_training.py
 
 Without a W&B account: `export WANDB_MODE=offline` first.
 """
@@ -14,12 +14,15 @@ from flyteplugins_tracking import tracking_init
 
 @tracking_init(project="examples", name="accelerate", config={"data": "y = 2x"})
 def train(steps: int) -> None:
-    """Project and name are the decorator's, whatever `init_trackers` says; its config is added."""
-    # Without `cpu`, where there is no GPU, each process takes itself for the only one, and opens a run of its own.
-    accelerator = Accelerator(log_with="wandb", cpu=not torch.cuda.is_available())
+    """Project and name are the decorator's; `init_trackers` adds config."""
+    # Without a GPU and without `cpu`, each process believes that it is the
+    # only one, and opens a run of its own.
+    has_gpu = torch.cuda.is_available()
+    accelerator = Accelerator(log_with="wandb", cpu=not has_gpu)
     accelerator.init_trackers("ignored", config={"lr": 0.1})
     layer = torch.nn.Linear(1, 1)
-    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(layer, sgd)
     for step in range(steps):
         x = torch.rand(16, 1, device=accelerator.device)
         loss = torch.nn.functional.mse_loss(model(x), 2 * x)
@@ -27,9 +30,11 @@ def train(steps: int) -> None:
         accelerator.backward(loss)
         optimizer.step()
         accelerator.log({"loss": loss.item()}, step=step)
-    # DDP's gloo threads may need the GIL to end: https://github.com/pytorch/pytorch/issues/56297
+    # DDP's gloo threads may need the GIL to end:
+    # https://github.com/pytorch/pytorch/issues/56297
     model, optimizer = accelerator.free_memory(model, optimizer)
-    accelerator.end_training()  # ends the process group, and not the run: a failure below is still recorded
+    # Ends the process group, and not the run: a failure below is recorded.
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""A training that survives the loss of a rank: the workers start again, and run and training continue.
+r"""A training that survives the loss of a rank.
 
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # else workers that start again with gloo meet what the first have left
-torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/elastic_checkpoint.py checkpoint.pt
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # for gloo: see docs/restarts.md
+torchrun --standalone --nproc-per-node=2 --max-restarts=3 \
+    examples/elastic_checkpoint.py checkpoint.pt
 
-Kill one of its processes: torchrun starts both ranks again, the training continues at the last checkpoint, and its rows
-come behind the earlier ones in the same run. Without a W&B account: `export WANDB_MODE=offline` first.
+Kill one of its processes. torchrun starts both ranks again, and the training
+continues at the last checkpoint. Its rows come behind the earlier ones in the
+same run. Without a W&B account: `export WANDB_MODE=offline` first.
 """
 
 import os
@@ -16,7 +18,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from flyteplugins_tracking import get_distributed_info, get_run, process_group, tracking_init
+from flyteplugins_tracking import (
+    get_distributed_info,
+    get_run,
+    process_group,
+    tracking_init,
+)
 
 STEPS, STEPS_A_CHECKPOINT = 20, 5
 
@@ -29,8 +36,8 @@ def train(checkpoint: Path, device: torch.device) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     first = load(checkpoint, model, optimizer)
     if run is not None:
-        # The step of the training is a column and no `step=`, since W&B drops a row whose step was there: the steps
-        # between the checkpoint and the failure come twice.
+        # A column and not `step=`, since W&B drops a row whose step was there:
+        # the steps between the checkpoint and the failure come twice.
         run.define_metric("*", step_metric="train_step")
     for step in range(first, STEPS):
         x = torch.rand(16, 1, device=device)
@@ -40,13 +47,30 @@ def train(checkpoint: Path, device: torch.device) -> None:
         optimizer.step()
         time.sleep(0.1)  # stands for a step of a large model
         if run is not None:
-            run.log({"loss": loss.item(), "train_step": step, "restarts": info.restart_count if info else 0})
+            run.log(
+                {
+                    "loss": loss.item(),
+                    "train_step": step,
+                    "restarts": info.restart_count if info else 0,
+                }
+            )
             if (step + 1) % STEPS_A_CHECKPOINT == 0:
-                save(checkpoint, {"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict()})
+                save(
+                    checkpoint,
+                    {
+                        "step": step + 1,
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                    },
+                )
 
 
-def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The step to continue with. On several nodes, the checkpoint must be where all of them read it."""
+def load(
+    checkpoint: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> int:
+    """Return the step to continue with. All nodes must see the file."""
     if not checkpoint.exists():
         return 0
     state = torch.load(checkpoint, weights_only=True, map_location="cpu")
@@ -56,7 +80,7 @@ def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
 
 
 def save(checkpoint: Path, state: dict[str, Any]) -> None:
-    """Written beside it and moved, so that a kill leaves the old one or the new one."""
+    """Write beside it and move, so that a kill leaves a whole file."""
     part = checkpoint.with_suffix(".part")
     torch.save(state, part)
     os.replace(part, checkpoint)
@@ -64,4 +88,5 @@ def save(checkpoint: Path, state: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     with process_group() as device:  # NCCL on GPUs, else gloo
-        train(Path(sys.argv[1] if len(sys.argv) > 1 else "checkpoint.pt"), device)
+        path = sys.argv[1] if len(sys.argv) > 1 else "checkpoint.pt"
+        train(Path(path), device)

@@ -1,4 +1,4 @@
-"""Where the ranks are, if the job makes no progress for 10 minutes; an evaluation says that it still works.
+"""Where the ranks are, if the job makes no progress for 10 minutes.
 
 torchrun --nproc-per-node=4 examples/hang_timeout.py
 """
@@ -8,7 +8,7 @@ from flyteplugins_tracking import get_run, heartbeat, tracking_init
 
 @tracking_init(project="examples", hang_timeout_s=600)
 def train(epochs: int) -> None:
-    """Evaluate after each epoch. The ranks without a run may call `heartbeat` too."""
+    """Evaluate after each epoch. Ranks without a run may call heartbeat too."""
     run = get_run()
     for epoch in range(epochs):
         if run is not None:

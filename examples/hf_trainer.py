@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer inside the decorator: Trainer logs to the run that is open, on rank 0, and opens none.
+"""Hugging Face's Trainer inside the decorator: it logs to the open run.
 
 pip install "flyteplugins-tracking[wandb]" transformers accelerate
 torchrun --nproc-per-node=2 examples/hf_trainer.py
@@ -21,14 +21,19 @@ class Line(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self,
+        x: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> dict[str, torch.Tensor]:
         """The loss of one batch."""
         return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
 
 
 def make_trainer(report_to: str = "wandb", **more: Any) -> Trainer:
-    """A Trainer on y = 2x. `report_to` is all that it needs to be told of the run."""
-    data = [{"x": torch.tensor([i / 16]), "labels": torch.tensor([i / 8])} for i in range(16)]
+    """Return a Trainer on y = 2x. It finds the run by `report_to`."""
+    x = torch.arange(16).unsqueeze(1) / 16
+    data = [{"x": x[i], "labels": 2 * x[i]} for i in range(16)]
     arguments = TrainingArguments(
         output_dir="output",
         report_to=report_to,
@@ -36,7 +41,8 @@ def make_trainer(report_to: str = "wandb", **more: Any) -> Trainer:
         max_steps=4,
         save_strategy="no",
         disable_tqdm=True,
-        # Without it, where there is no GPU, each process takes itself for the only one, and opens a run of its own.
+        # Without a GPU and without this, each process believes that it is
+        # the only one, and opens a run of its own.
         use_cpu=not torch.cuda.is_available(),
         **more,
     )
@@ -45,7 +51,7 @@ def make_trainer(report_to: str = "wandb", **more: Any) -> Trainer:
 
 @tracking_init(project="examples", name="trainer", config={"data": "y = 2x"})
 def train() -> None:
-    """Project and name are the decorator's; Trainer adds its arguments to the config."""
+    """Project and name are the decorator's; Trainer adds its config."""
     make_trainer().train()
     run = get_run()
     if run is not None:

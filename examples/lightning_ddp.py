@@ -1,4 +1,4 @@
-"""Lightning inside the decorator: its WandbLogger logs to the run that is open, on rank 0, and opens none.
+"""Lightning inside the decorator: its WandbLogger logs to the open run.
 
 pip install "flyteplugins-tracking[wandb]" lightning
 torchrun --nproc-per-node=2 examples/lightning_ddp.py
@@ -49,7 +49,10 @@ def fit(logger: Logger) -> None:
 
 @tracking_init(project="examples", name="lightning", config={"data": "y = 2x"})
 def train() -> None:
-    """Project and name are the decorator's. For MLflow: `MLFlowLogger(run_id=get_run("mlflow").run_id)` on rank 0."""
+    """Project and name are the decorator's.
+
+    For MLflow: `MLFlowLogger(run_id=get_run("mlflow").run_id)` on rank 0.
+    """
     fit(WandbLogger())
     run = get_run()
     if run is not None:

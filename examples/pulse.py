@@ -1,4 +1,4 @@
-"""Which rank is slow: each rank reduces a gradient in every step, and the last one loads its data slowly.
+"""Which rank is slow: all meet in each step, and the last loads slowly.
 
 torchrun --nproc-per-node=4 examples/pulse.py
 """

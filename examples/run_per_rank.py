@@ -1,9 +1,9 @@
-"""A run for every rank, in one group: each rank fits a model of its own, with a learning rate of its own.
+"""A run for every rank, in one group: each has its own learning rate.
 
 torchrun --nproc-per-node=4 examples/run_per_rank.py
 
-Without a W&B account: `export WANDB_MODE=offline` first. The runs are `{base}-rank-0` to `{base}-rank-3`, and their
-group is `{base}`: W&B shows them as one table.
+Without a W&B account: `export WANDB_MODE=offline` first. The runs are
+`{base}-rank-0` to `{base}-rank-3`. Their group is `{base}`.
 """
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
@@ -13,8 +13,11 @@ LEARNING_RATES = (0.03, 0.1, 0.3, 1.0)
 
 @tracking_init(project="examples", run_mode="new")
 def train(steps: int) -> float:
-    """Find the minimum of (w - 3)^2 by gradient descent; how far w is from it."""
-    run, info = get_run(), get_distributed_info()  # in "new" every rank has a run
+    """Find the minimum of (w - 3)^2. Return how far w is from it."""
+    run, info = (
+        get_run(),
+        get_distributed_info(),
+    )  # in "new" every rank has a run
     lr = LEARNING_RATES[(info.rank if info else 0) % len(LEARNING_RATES)]
     run.config.update({"lr": lr})
     w = 0.0

@@ -1,9 +1,10 @@
-"""One run that every rank logs to, each under keys of its own; and a plot of what W&B has stored.
+"""One run that every rank logs to, each under its own keys; and a plot.
 
 torchrun --nproc-per-node=4 examples/shared_metrics.py
 python examples/shared_metrics.py plot    # writes ranks.png
 
-Without a W&B account: `export WANDB_MODE=offline` first. The plot reads W&B's local files, which there are online too.
+Without a W&B account: `export WANDB_MODE=offline` first. The plot reads W&B's
+local files, which W&B writes online too.
 """
 
 import random
@@ -15,7 +16,7 @@ from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
 @tracking_init(project="examples", run_mode="shared", rank_prefix=True)
 def train(steps: int) -> None:
-    """Each rank logs the loss on its own share of the data: `rank_0/loss`, `rank_1/loss`, ..., over `global_step`."""
+    """Log `rank_0/loss`, `rank_1/loss`, ... over `global_step`."""
     run, info = get_run(), get_distributed_info()  # on every rank, the same run
     rank = info.rank if info else 0
     shuffled = random.Random(rank)  # noqa: S311, of the example's data
@@ -33,10 +34,12 @@ def plot(directory: Path, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     stored = read_runs(directory)[-1]
-    keys = sorted({key for row in stored.rows for key in row if key.endswith("/loss")})
+    logged = {key for row in stored.rows for key in row}
+    keys = sorted(key for key in logged if key.endswith("/loss"))
     figure, axes = plt.subplots(layout="constrained")
     for key in keys:
-        points = sorted((row["global_step"], row[key]) for row in stored.rows if key in row)
+        rows = [row for row in stored.rows if key in row]
+        points = sorted((row["global_step"], row[key]) for row in rows)
         axes.plot(*zip(*points, strict=True), label=key)
     axes.set(title=f"Run {stored.id}", xlabel="global_step", ylabel="loss")
     axes.legend()

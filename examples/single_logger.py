@@ -1,20 +1,33 @@
-"""One run for the whole job, written by rank 0: data-parallel training with PyTorch.
+"""One run for the whole job, on rank 0: data-parallel training.
 
 torchrun --nproc-per-node=2 examples/single_logger.py
 
-Without a W&B account: `export WANDB_MODE=offline` first. On one process it is one run too: `python single_logger.py`.
+Without a W&B account: `export WANDB_MODE=offline` first. On one process it is
+one run too: `python single_logger.py`.
 """
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from flyteplugins_tracking import get_distributed_info, get_run, process_group, tracking_init
+from flyteplugins_tracking import (
+    get_distributed_info,
+    get_run,
+    process_group,
+    tracking_init,
+)
 
 
-@tracking_init(project="examples", run_mode="auto", config={"lr": 0.1, "batch_size": 16})
+@tracking_init(
+    project="examples",
+    run_mode="auto",
+    config={"lr": 0.1, "batch_size": 16},
+)
 def train(steps: int) -> None:
     """Fit y = 3x - 1, each rank on batches of its own."""
-    run, info = get_run(), get_distributed_info()  # W&B's own run on rank 0, None on all others
+    run, info = (
+        get_run(),
+        get_distributed_info(),
+    )  # W&B's own run on rank 0, None on all others
     torch.manual_seed(info.rank if info else 0)
     with process_group() as device:  # NCCL on GPUs, else gloo
         model = DistributedDataParallel(torch.nn.Linear(1, 1).to(device))

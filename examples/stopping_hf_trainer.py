@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: all ranks stop after the same step, and save a checkpoint.
+"""Hugging Face's Trainer: all ranks stop after the same step, and save.
 
 torchrun --nproc-per-node=2 examples/stopping_hf_trainer.py
 
@@ -16,7 +16,13 @@ from flyteplugins_tracking import should_stop, tracking_init
 class StopTogether(TrainerCallback):
     """Trainer asks after each step, on every rank."""
 
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> TrainerControl:  # noqa: ARG002
+    def on_step_end(
+        self,
+        args: Any,  # noqa: ARG002
+        state: Any,  # noqa: ARG002
+        control: TrainerControl,
+        **_: Any,
+    ) -> TrainerControl:
         """Save a checkpoint, and stop."""
         if should_stop():
             control.should_save = control.should_training_stop = True
@@ -25,7 +31,7 @@ class StopTogether(TrainerCallback):
 
 @tracking_init(project="examples", name="trainer", stop_before_s=600)
 def train() -> None:
-    """The next attempt goes on with `trainer.train(resume_from_checkpoint=True)`."""
+    """Next attempt: `trainer.train(resume_from_checkpoint=True)`."""
     trainer = make_trainer(num_train_epochs=100_000)
     trainer.args.max_steps = 100_000
     trainer.add_callback(StopTogether())

@@ -22,13 +22,13 @@ class StopTogether(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Save a checkpoint, and stop."""
         if should_stop() and not trainer.should_stop:
-            trainer.save_checkpoint("last.ckpt")  # on all ranks: it waits for them
+            trainer.save_checkpoint("last.ckpt")  # on all ranks
             trainer.should_stop = True
 
 
 @tracking_init(project="examples", name="lightning", stop_before_s=600)
 def train() -> None:
-    """The next attempt goes on with `trainer.fit(..., ckpt_path="last.ckpt")`."""
+    """Next attempt: `trainer.fit(..., ckpt_path="last.ckpt")`."""
     trainer = Trainer(
         strategy="ddp",
         devices=2,

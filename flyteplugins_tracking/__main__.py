@@ -1,4 +1,4 @@
-"""`python -m flyteplugins_tracking`: the doctor; and with `ranks`, the pulse of the jobs that run on this machine."""
+"""`python -m flyteplugins_tracking`: the doctor; `view`: the runs of a directory; `ranks`: the jobs of this machine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ def main() -> int:
         from flyteplugins_tracking import ranks
 
         return ranks.main(sys.argv[2:])
+    if sys.argv[1:2] == ["view"]:
+        from flyteplugins_tracking import view
+
+        return view.main(sys.argv[2:])
     from flyteplugins_tracking import doctor
 
     return doctor.main()

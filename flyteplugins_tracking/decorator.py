@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking._config.config import IfUnavailable, Rollback, TrackingConfig
@@ -11,6 +13,7 @@ from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._job.plan import PrimaryRank, RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.lifecycle import RunScope, publish_files
+from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker, propagated_to
 
@@ -74,7 +77,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         id: The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on
             one.
         project: The runs' project.
-        group: The runs' group, in place of the planned one.
+        group: The runs' group, instead of the planned one.
         name: The run's name. Only the primary rank passes it, as it does `tags`, `notes` and `config`.
         tags: The run's tags.
         notes: The run's notes.
@@ -85,9 +88,9 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         init_timeout_s: Seconds that opening the run may take.
         finish_timeout_s: Seconds that finishing the run may take. The rank that finishes a shared run also waits this
             long for the other ranks, after its own function returned.
-        hang_timeout_s: Seconds without a row and without a `heartbeat()` after which a rank with a run calls the roll:
-            every rank writes its stacks, and the run and the primary's log say which ranks are where. Nothing is ended.
-            None for never.
+        hang_timeout_s: Seconds without a row and without a `heartbeat()` after which a rank with a run asks all ranks
+            where they are: every rank writes its stacks, and the run and the primary's log say which ranks are where.
+            Nothing is ended. None for never.
         pulse_s: Seconds between two pulses. With each, every rank puts its step, its step time and its memory on the
             job's board, and the primary adds to its next row, without a collective: `ranks/step_time/median` and
             `/max`, the seconds per step; `ranks/own_time/median` and `/max`, these without the time in collectives;
@@ -158,10 +161,30 @@ def tracked_function(config: TrackingConfig, function: Callable[..., Any], task:
     def tracked(*args: Any, **kwargs: Any) -> Any:
         with _run_scope(config, task) as call:
             result = function(*args, **kwargs)
+            _refuse_body_to_come(function, result)
         publish_files(call)
         return result
 
     return tracked
+
+
+def _refuse_body_to_come(function: Callable[..., Any], result: Any) -> None:
+    """Refuse what a function returns instead of running: its body would run after the end of the run.
+
+    Raises:
+        ConfigError: `result` is a coroutine or a generator that has not started.
+    """
+    if not isinstance(result, (CoroutineType, GeneratorType, AsyncGeneratorType)):
+        return
+    if isinstance(result, GeneratorType) and inspect.getgeneratorstate(result) != inspect.GEN_CREATED:
+        return
+    if isinstance(result, CoroutineType):
+        result.close()  # or Python warns that it was never awaited
+    name = getattr(function, "__qualname__", repr(function))
+    raise ConfigError(
+        f"{name} returned a {type(result).__name__.replace('_', ' ')} that has not started: its body would run after "
+        "the end of the run. Decorate the async function itself, or the function that consumes the generator."
+    )
 
 
 def _run_scope(config: TrackingConfig, task: Task | None) -> RunScope:

@@ -18,6 +18,7 @@ from flyteplugins_tracking._job.announcement import Announcement, running_jobs
 from flyteplugins_tracking._job.board import Board, board_at
 from flyteplugins_tracking._job.pulse import Pulse
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.columns import aligned
 
 # How long a job's store may take to answer.
 _STORE_S = 5.0
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flyteplugins_tracking ranks",
         description="Show the ranks of the jobs that run on this machine with tracking_init(pulse_s=...): a line for "
-        "each rank, also of those on other machines. On a terminal it goes on until the jobs have ended.",
+        "each rank, also of those on other machines. On a terminal it continues until the jobs have ended.",
     )
     parser.add_argument("--once", action="store_true", help="print once; also if the output is not a terminal")
     return parser
@@ -105,10 +106,7 @@ def table(present: Mapping[int, Pulse], job: Announcement, now: float) -> list[s
         now: The time, in seconds since the epoch.
     """
     rows = [_cells(rank, present.get(rank), job, now) for rank in range(job.world_size)]
-    columns = [column for column in zip(_HEAD, *rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    lines = zip(*columns, strict=True)
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return aligned(_HEAD, rows)
 
 
 def _cells(rank: int, pulse: Pulse | None, job: Announcement, now: float) -> tuple[str, ...]:

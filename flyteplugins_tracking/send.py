@@ -14,6 +14,7 @@ from typing import Any
 
 from flyteplugins_tracking.errors import TrackingError
 from flyteplugins_tracking.trackers.journal import replay
+from flyteplugins_tracking.trackers.pluto import queues
 from flyteplugins_tracking.trackers.registry import names_of_trackers
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
@@ -48,7 +49,7 @@ def _send(paths: Sequence[Path]) -> Iterator[str]:
 
 def _replay(paths: Sequence[Path], tracker: str) -> Iterator[str]:
     for path in paths:
-        runs = [wandb_files.as_lines(path)] if wandb_files.is_run_directory(path) else replay.runs_of(path)
+        runs = [wandb_files.as_lines(path)] if wandb_files.is_run_directory(path) else _kept_runs(path)
         for number, lines in enumerate(runs):
             rows, replayed = sum("row" in line for line in lines), _replayed(path, tracker)
             first = replayed.get(str(number), -1)
@@ -61,6 +62,11 @@ def _replay(paths: Sequence[Path], tracker: str) -> Iterator[str]:
                 replay.replay(lines, tracker, max(first, 0))
             _marker(path, tracker).write_text(json.dumps({**replayed, str(number): rows}))
             yield f"sent {rows - max(first, 0)} rows of {path} to {tracker}, as run {lines[0]['id']}"
+
+
+def _kept_runs(path: Path) -> list[list[Any]]:
+    runs = replay.runs_of(path)
+    return [queues.as_lines(path, lines) if any("queue" in line for line in lines) else lines for lines in runs]
 
 
 def _replayed(path: Path, tracker: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Draws who writes what, for each mode and scope: `python docs/modes/draw.py` makes the SVG files beside it.
 
-Everything in a drawing comes from `plan()`, for 2 workers of 4 ranks. The background is part of it, so that it can be
-read on a dark page too.
+Everything in a drawing comes from `plan()`, for 2 workers of 4 ranks. A drawing has its own background, light or dark
+as the reader's system is. On a phone of 390 pixels its smallest text is at least 11 pixels high.
 """
 
 from __future__ import annotations
@@ -15,10 +15,21 @@ from flyteplugins_tracking import DistributedInfo, RankScope, RunMode, RunPlan, 
 from flyteplugins_tracking._job.info import iter_ranks
 
 WORKERS, RANKS_EACH = 2, 4
-# Lengths are in pixels.
-ROW, GAP, TOP = 34, 40, 46
-RANK_X, RANK_WIDTH, RUN_X, RUN_WIDTH, WIDTH = 34, 150, 380, 260, 680
-PAPER, INK, FAINT, ACCENT, FRAME = "#f7f8fa", "#1f2430", "#667085", "#3f51b5", "#c6cad4"
+ID = "llm-7b"
+# Lengths are in units of the drawing, which is WIDTH units wide. A phone shows about 0.9 pixels for a unit.
+WIDTH, SCALE, FONT, MONO = 400, 1.35, 13, 12.5
+ROW, GAP, TOP = 32, 36, 42
+RANK_X, RANK_WIDTH, RUN_X, RUN_WIDTH = 22, 112, 200, 178
+STYLE = """\
+<style>
+  .ink { fill: #1f2430 } .faint { fill: #5c6577 } .frame { stroke: #b9becb; fill: none } .paper { fill: #f7f8fa }
+  .box { fill: #ffffff; stroke: #3f51b5 } .run { fill: #3f51b5 } .line { stroke: #3f51b5; fill: none }
+  .on { fill: #ffffff } .off { fill: #6b7486 } .id { font-family: ui-monospace, Menlo, Consolas, monospace }
+  @media (prefers-color-scheme: dark) {
+    .ink { fill: #e6e9ef } .faint { fill: #a3adbd } .frame { stroke: #566078 } .paper { fill: #252b37 }
+    .box { fill: #303849; stroke: #8c9eff } .run { fill: #4f63d2 } .line { stroke: #8c9eff } .off { fill: #9aa4b5 }
+  }
+</style>"""
 
 
 def main() -> None:
@@ -33,25 +44,35 @@ def drawings() -> dict[str, str]:
     return {"overview.svg": overview(), **each}
 
 
+def svg(height: int, title: str, parts: Iterator[str]) -> str:
+    """A drawing of this height."""
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH * SCALE:g}" '
+        f'height="{height * SCALE:g}" role="img" font-family="system-ui, sans-serif" font-size="{FONT}">'
+    )
+    return "\n".join([opening, f"<title>{escape(title)}</title>", STYLE, *parts, "</svg>"]) + "\n"
+
+
 def draw(mode: RunMode, scope: RankScope) -> str:
     """The drawing of one mode and scope."""
-    plans = {info: plan(info, mode, scope, "{base}") for info in iter_ranks([RANKS_EACH] * WORKERS)}
+    plans = {info: plan(info, mode, scope, ID) for info in iter_ranks([RANKS_EACH] * WORKERS)}
     runs = {run_id: [info for info, planned in plans.items() if planned.run_id == run_id] for run_id in ids(plans)}
-    height = rank_y(WORKERS * RANKS_EACH - 1) + ROW + 58
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'role="img" font-family="system-ui, sans-serif" font-size="13" fill="{INK}">',
-        f"<title>{escape(f'{mode}, {scope}: {len(runs)} runs for {len(plans)} ranks')}</title>",
-        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="{PAPER}"/>',
-        *workers(),
-        *groups(plans, runs),
-        *(line(info, planned, runs) for info, planned in plans.items() if planned.opens),
-        *(rank(info, planned) for info, planned in plans.items()),
-        *(run(run_id, writers) for run_id, writers in runs.items()),
-        *legend(height, list(plans.values())),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
+    keys = list(legend(list(plans.values())))
+    top = rank_y(WORKERS * RANKS_EACH - 1) + ROW + 22
+    height = top + len(keys) * 22 + 4
+
+    def parts() -> Iterator[str]:
+        yield f'<rect class="paper" width="{WIDTH}" height="{height}" rx="8"/>'
+        yield from workers()
+        yield from groups(plans, runs)
+        yield from (line(info, planned, runs) for info, planned in plans.items() if planned.opens)
+        yield from (rank(info, planned) for info, planned in plans.items())
+        yield from (run(run_id, writers) for run_id, writers in runs.items())
+        for number, (mark, text) in enumerate(keys):
+            yield f'<g transform="translate({RANK_X} {top + number * 22})">{mark}'
+            yield f'<text class="ink" x="36" y="4">{escape(text)}</text></g>'
+
+    return svg(height, f"{mode}, {scope}: {len(runs)} runs for {len(plans)} ranks", parts())
 
 
 def ids(plans: dict[DistributedInfo, RunPlan]) -> list[str]:
@@ -89,10 +110,10 @@ def groups(plans: dict[DistributedInfo, RunPlan], runs: dict[str, list[Distribut
 def frame(x: int, y: int, width: int, rows: float, title: str) -> Iterator[str]:
     """A dashed frame with its title above."""
     yield (
-        f'<rect x="{x - 10}" y="{y - 6}" width="{width + 20}" height="{rows * ROW + 6:g}" rx="6" fill="none" '
-        f'stroke="{FRAME}" stroke-dasharray="4 3"/>'
+        f'<rect class="frame" x="{x - 10}" y="{y - 6}" width="{width + 20}" height="{rows * ROW + 6:g}" rx="6" '
+        'stroke-dasharray="4 3"/>'
     )
-    yield f'<text x="{x - 8}" y="{y - 13}" fill="{FAINT}">{escape(title)}</text>'
+    yield f'<text class="faint" x="{x - 8}" y="{y - 12}">{escape(title)}</text>'
 
 
 def line(info: DistributedInfo, planned: RunPlan, runs: dict[str, list[DistributedInfo]]) -> str:
@@ -101,19 +122,18 @@ def line(info: DistributedInfo, planned: RunPlan, runs: dict[str, list[Distribut
     left, right = RANK_X + RANK_WIDTH, RUN_X
     middle = (left + right) // 2
     return (
-        f'<path d="M{left} {start} C{middle} {start} {middle} {end} {right} {end}" fill="none" '
-        f'stroke="{ACCENT}" stroke-width="{4 if planned.primary else 1.5}"/>'
+        f'<path class="line" d="M{left} {start} C{middle} {start} {middle} {end} {right} {end}" '
+        f'stroke-width="{4 if planned.primary else 1.5}"/>'
     )
 
 
 def rank(info: DistributedInfo, planned: RunPlan) -> str:
     """A rank's box: pale where it has no run."""
-    box = f'fill="#ffffff" stroke="{ACCENT}"' if planned.opens else f'fill="none" stroke="{FRAME}"'
-    ink = INK if planned.opens else FAINT
+    y, box, ink = rank_y(info.rank), *(("box", "ink") if planned.opens else ("frame", "off"))
     return (
-        f'<rect x="{RANK_X}" y="{rank_y(info.rank)}" width="{RANK_WIDTH}" height="{ROW - 6}" rx="4" {box}/>'
-        f'<text x="{RANK_X + 10}" y="{rank_y(info.rank) + 19}" fill="{ink}">rank {info.rank}'
-        f'<tspan fill="{FAINT}"> · local rank {info.local_rank}</tspan></text>'
+        f'<rect class="{box}" x="{RANK_X}" y="{y}" width="{RANK_WIDTH}" height="{ROW - 6}" rx="4"/>'
+        f'<text class="{ink}" x="{RANK_X + 8}" y="{y + 18}">rank {info.rank}'
+        f'<tspan class="{"faint" if planned.opens else "off"}"> · local {info.local_rank}</tspan></text>'
     )
 
 
@@ -121,75 +141,67 @@ def run(run_id: str, writers: list[DistributedInfo]) -> str:
     """A run's box, with its id."""
     y = run_y(writers)
     return (
-        f'<rect x="{RUN_X}" y="{y}" width="{RUN_WIDTH}" height="{ROW - 6}" rx="4" fill="{ACCENT}"/>'
-        f'<text x="{RUN_X + 10}" y="{y + 19}" fill="#ffffff" font-family="monospace">{escape(run_id)}</text>'
+        f'<rect class="run" x="{RUN_X}" y="{y}" width="{RUN_WIDTH}" height="{ROW - 6}" rx="4"/>'
+        f'<text class="on id" x="{RUN_X + 7}" y="{y + 17}" font-size="{MONO}">{escape(run_id)}</text>'
     )
 
 
-def legend(height: int, plans: list[RunPlan]) -> Iterator[str]:
-    """What is drawn how, of what there is."""
-    x, y = RANK_X, height - 18
-    yield f'<path d="M{x} {y - 4} h28" stroke="{ACCENT}" stroke-width="4"/>'
-    yield f'<text x="{x + 36}" y="{y}">logs, and its end is the run\'s end</text>'
-    x += 290
+def legend(plans: list[RunPlan]) -> Iterator[tuple[str, str]]:
+    """The marks that the drawing has, with their meanings."""
+    yield '<path class="line" d="M0 0 h28" stroke-width="4"/>', "logs, and its end is the run's end"
     if any(planned.opens and not planned.primary for planned in plans):
-        yield f'<path d="M{x} {y - 4} h28" stroke="{ACCENT}" stroke-width="1.5"/>'
-        yield f'<text x="{x + 36}" y="{y}">logs</text>'
+        yield '<path class="line" d="M0 0 h28" stroke-width="1.5"/>', "logs"
     if not all(planned.opens for planned in plans):
-        yield f'<rect x="{x}" y="{y - 12}" width="28" height="16" rx="4" fill="none" stroke="{FRAME}"/>'
-        yield f'<text x="{x + 36}" y="{y}">has no run: get_run() is None</text>'
+        yield '<rect class="frame" y="-8" width="28" height="16" rx="4"/>', "has no run: get_run() is None"
 
 
-# The picture of all six cases: tiles, each with two workers of four ranks.
-TILE_WIDTH, TILE_HEIGHT, TILE_GAP = 240, 132, 12
-SQUARE, STRIDE, BETWEEN_WORKERS = 24, 26, 8
-COLOURS = ("#3f51b5", "#c2185b", "#00897b", "#ef6c00", "#7b1fa2", "#5d8a00", "#0277bd", "#a15c2d")
-STYLE = """\
-<style>
-  .ink { fill: #1f2430 } .faint { fill: #667085 } .frame { stroke: #c6cad4 } .tile { fill: #f7f8fa }
-  @media (prefers-color-scheme: dark) {
-    .ink { fill: #e6e9ef } .faint { fill: #9aa4b5 } .frame { stroke: #4a5263 } .tile { fill: #1c2029 }
-  }
-</style>"""
+# The picture of all six cases: a row for each mode, a column for each scope.
+TILE_HEIGHT, TILE_GAP, MARGIN = 126, 8, 11
+TILE_WIDTH = (WIDTH - TILE_GAP) // 2
+SQUARE, STRIDE, BETWEEN_WORKERS = 19, 21, 7
+COLOURS = ("#3f51b5", "#c2185b", "#00796b", "#c75300", "#7b1fa2", "#4d7300", "#01669e", "#8a5024")
 
 
 def overview() -> str:
     """The picture of all modes and scopes. A rank has the colour of the run that it logs to."""
-    width, height = 3 * TILE_WIDTH + 2 * TILE_GAP, 2 * TILE_HEIGHT + TILE_GAP
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'role="img" font-family="system-ui, sans-serif" font-size="12">',
-        "<title>Which ranks of 2 workers of 4 have a run, in each mode and scope. One colour is one run.</title>",
-        STYLE,
-    ]
-    for row, scope in enumerate(get_args(RankScope)):
-        for column, mode in enumerate(("auto", "shared", "new")):
-            at = (column * (TILE_WIDTH + TILE_GAP), row * (TILE_HEIGHT + TILE_GAP))
-            parts += tile(at, mode, scope)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    modes, scopes = ("auto", "shared", "new"), get_args(RankScope)
+
+    def parts() -> Iterator[str]:
+        for row, mode in enumerate(modes):
+            for column, scope in enumerate(scopes):
+                yield from tile((column * (TILE_WIDTH + TILE_GAP), row * (TILE_HEIGHT + TILE_GAP)), mode, scope)
+
+    title = "Which ranks of 2 workers of 4 have a run, in each mode and scope. One colour is one run."
+    return svg(len(modes) * (TILE_HEIGHT + TILE_GAP) - TILE_GAP, title, parts())
 
 
 def tile(at: tuple[int, int], mode: RunMode, scope: RankScope) -> Iterator[str]:
     """One mode and scope: its arguments, its ranks, and how many runs there are."""
     x, y = at
-    plans = {info: plan(info, mode, scope, "llm-7b") for info in iter_ranks([RANKS_EACH] * WORKERS)}
+    plans = {info: plan(info, mode, scope, ID) for info in iter_ranks([RANKS_EACH] * WORKERS)}
     runs = ids(plans)
-    yield f'<rect class="tile" x="{x}" y="{y}" width="{TILE_WIDTH}" height="{TILE_HEIGHT}" rx="8"/>'
-    yield f'<text class="ink" x="{x + 12}" y="{y + 22}" font-weight="600">run_mode="{mode}"</text>'
-    yield f'<text class="faint" x="{x + 12}" y="{y + 38}">rank_scope="{scope}"</text>'
+    left = x + MARGIN
+    yield f'<rect class="paper" x="{x}" y="{y}" width="{TILE_WIDTH}" height="{TILE_HEIGHT}" rx="8"/>'
+    yield f'<text class="ink" x="{left}" y="{y + 21}" font-weight="600">run_mode="{mode}"</text>'
+    yield f'<text class="faint" x="{left}" y="{y + 38}">rank_scope="{scope}"</text>'
     for info, planned in plans.items():
-        left = x + 12 + info.rank * STRIDE + BETWEEN_WORKERS * info.worker_index
-        colour = COLOURS[runs.index(planned.run_id)] if planned.run_id in runs and planned.opens else "none"
-        yield (
-            f'<rect class="frame" x="{left}" y="{y + 52}" width="{SQUARE}" height="{SQUARE + 4}" rx="4" '
-            f'fill="{colour}"/>'
+        yield square(
+            left + info.rank * STRIDE + BETWEEN_WORKERS * (info.worker_index or 0), y + 50, info, planned, runs
         )
-        number = "#ffffff" if planned.opens else "#8a93a5"
-        yield f'<text x="{left + 8}" y="{y + 71}" fill="{number}">{info.rank}</text>'
-    count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    names = escape(", ".join(runs[:1] if len(runs) == 1 else [runs[0], "..."]))
-    yield f'<text class="ink" x="{x + 12}" y="{y + 102}">{count}</text>'
-    yield f'<text class="faint" x="{x + 12}" y="{y + 119}" font-family="monospace" font-size="11">{names}</text>'
+    count = "1 run:" if len(runs) == 1 else f"{len(runs)} runs, the first:"
+    yield f'<text class="ink" x="{left}" y="{y + 97}">{count}</text>'
+    yield f'<text class="faint id" x="{left}" y="{y + 114}" font-size="{MONO}">{escape(runs[0])}</text>'
+
+
+def square(x: int, y: int, info: DistributedInfo, planned: RunPlan, runs: list[str]) -> str:
+    """A rank, with its number."""
+    is_writer = planned.opens and planned.run_id in runs
+    fill = f' style="fill: {COLOURS[runs.index(planned.run_id or "")]}"' if is_writer else ""
+    return (
+        f'<rect class="frame"{fill} x="{x}" y="{y}" width="{SQUARE}" height="{SQUARE + 7}" rx="4"/>'
+        f'<text class="{"on" if is_writer else "off"}" x="{x + SQUARE / 2:g}" y="{y + 18}" text-anchor="middle">'
+        f"{info.rank}</text>"
+    )
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ from flytekitplugins.kfpytorch import Elastic
 
 from flyteplugins_tracking import get_run, tracking_init
 
+WORKERS = Elastic(nnodes=1, nproc_per_node=2, increase_shared_mem=False)
 
-@task(task_config=Elastic(nnodes=1, nproc_per_node=2, increase_shared_mem=False))
+
+@task(task_config=WORKERS)
 @tracking_init(project="llm", config={"lr": 3e-4})
 def train(steps: int) -> float:
     run = get_run()  # W&B's run on rank 0, None on the other ranks

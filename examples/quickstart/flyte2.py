@@ -1,4 +1,4 @@
-"""A tracked task of Flyte 2: on a cluster on two ranks, and on this machine, where Flyte 2 starts no workers, on one.
+"""A tracked task of Flyte 2: two ranks on a cluster, one on this machine.
 
 pip install "flyteplugins-tracking[wandb,flyte,torch]"
 wandb login    # or, without an account: export WANDB_MODE=offline
@@ -10,7 +10,10 @@ from flyteplugins.pytorch import Elastic
 
 from flyteplugins_tracking import get_run, tracking_init
 
-env = flyte.TaskEnvironment(name="quickstart", plugin_config=Elastic(nnodes=1, nproc_per_node=2))
+env = flyte.TaskEnvironment(
+    name="quickstart",
+    plugin_config=Elastic(nnodes=1, nproc_per_node=2),
+)
 
 
 @tracking_init(project="llm", config={"lr": 3e-4})
@@ -26,4 +29,7 @@ def train(steps: int) -> float:
 
 
 if __name__ == "__main__":
-    print("last loss:", flyte.with_runcontext(mode="local").run(train, steps=10).outputs()[0])
+    print(
+        "last loss:",
+        flyte.with_runcontext(mode="local").run(train, steps=10).outputs()[0],
+    )

@@ -24,6 +24,11 @@ _WAIT_S = 5.0
 _POLL_S = 0.05
 # How many values of a summary are shown.
 _MAX_VALUES = 12
+# Without it, the console shows the cells of a table side by side without a space.
+_STYLE = (
+    "<style>.tracking { font-family: sans-serif; line-height: 1.5 } .tracking table { margin-bottom: 1em } "
+    ".tracking th, .tracking td { padding: 2px 1.2em 2px 0; text-align: left; vertical-align: top }</style>"
+)
 # The number of pages that this process has shown for another rank, by topic: the page of each call is another one.
 _relayed: Counter[str] = Counter()
 
@@ -136,7 +141,7 @@ def page(tracker: str, info: DistributedInfo | None, attempt: int, outcomes: Seq
     ]
     if missing:
         parts.append(f"<p>{missing} more runs had not ended {_WAIT_S:g} s after this one.</p>")
-    return "".join(parts)
+    return f'<div class="tracking">{_STYLE}{"".join(parts)}</div>'
 
 
 def _world(info: DistributedInfo | None, attempt: int) -> tuple[str, ...]:

@@ -10,15 +10,20 @@ This module only names the run. After a restart the tracker opens the id again a
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from flyteplugins_tracking._job import jax
+from flyteplugins_tracking._job.children import has_inherited_group
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.launchers import RANK_VARIABLES
+from flyteplugins_tracking._job.ray import Trial
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking.errors import IdentityError
@@ -73,9 +78,26 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
         raise IdentityError(
             f"no run id that {nodes} agree on: {info.launcher} offers none. "
             "Pass id=..., the same on every rank and another for each job, or call the decorated function after "
-            "torch.distributed.init_process_group()."
+            "torch.distributed.init_process_group() or jax.distributed.initialize()."
         )
     return Identity(base_id)
+
+
+def beside(base_id: str | None) -> str | None:
+    """Return an id for the run of a process that must not have `base_id`, which is a rank's; None for none."""
+    return None if base_id is None else f"{base_id}-{os.urandom(3).hex()}"
+
+
+def of_trial(trial: Trial) -> Identity:
+    """Return the identity of a trial of Ray Tune. Its name is the same when Ray starts it again."""
+    return Identity(readable(trial.name, _digest(trial.experiment)), group=trial.name)
+
+
+def of_parent(parent: DistributedInfo, env: Env) -> Identity:
+    """Return the identity of the rank that has started this process, as far as the launcher alone gives one."""
+    with suppress(IdentityError):
+        return from_launcher(parent, env, agreement=False)
+    return Identity(None)
 
 
 def readable(*parts: str | None) -> str:
@@ -153,11 +175,11 @@ def _openmpi(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
 
 
 def _without_job_name(info: DistributedInfo, _: Env, agreement: bool) -> str | None:
-    """Use the ranks' process group or, on one node, the launcher's process.
+    """Use the ranks' process group, JAX's store or, on one node, the launcher's process.
 
     Without agreement the primary, which may be any rank, does not wait for rank 0: that one has no run, and sends none.
     """
-    token = _from_rank_0(info, _random_token(), waits=agreement)
+    token = _from_rank_0(info, _random_token(), waits=agreement) or _through_jax(info)
     if token is not None:
         return readable(info.launcher, token)
     process = _launcher_process(info) if _is_alone(info, agreement) else None
@@ -179,6 +201,7 @@ def _launcher_process(info: DistributedInfo) -> str | None:
 # Other launchers give a job no name that is its own: `_without_job_name`. jsm is one of them, though it has LSB_JOBID:
 # that is the LSF job, which may run `jsrun` several times.
 RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
+    "ray": _job_name,
     "torchelastic": _torchelastic,
     "slurm": _slurm,
     "konduktor": _job_name,
@@ -203,6 +226,8 @@ def _from_rank_0(info: DistributedInfo, token: str | None, *, waits: bool = True
     dist: Any = sys.modules.get("torch.distributed")
     if token is None or dist is None or not dist.is_available() or not dist.is_initialized():
         return None
+    if has_inherited_group():
+        return None
     if dist.get_world_size() != info.world_size:
         return None
     store = dist.distributed_c10d._get_default_store()
@@ -216,6 +241,18 @@ def _from_rank_0(info: DistributedInfo, token: str | None, *, waits: bool = True
             "has ended: call the decorated function on every rank, or pass id=..."
         ) from error
     return _agree(store, "")
+
+
+def _through_jax(info: DistributedInfo) -> str | None:
+    """Return the first rank's token, through the store of JAX's processes; None if they are not the ranks."""
+    store = jax.job_store(info)
+    try:
+        return None if store is None else _agree(store, _random_token())
+    except RuntimeError as error:
+        raise IdentityError(
+            f"JAX's coordinator does not answer, so the ranks cannot agree on a run id: {error}. Pass id=... to do "
+            "without it."
+        ) from error
 
 
 def _agree(store: Any, token: str, key: str = _STORE_KEY) -> str:

@@ -6,12 +6,15 @@ Every detector reads *all* its fields from one launcher's variables. Bad values 
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from flyteplugins_tracking._job import jax, ray
 from flyteplugins_tracking._job.info import DistributedInfo, check_orders
 from flyteplugins_tracking.errors import TopologyError
 
@@ -26,6 +29,11 @@ RANK_VARIABLES = {
     "mpich": "PMI_RANK",
     "slurm": "SLURM_PROCID",
 }
+
+
+def _ray_train(_: Env) -> DistributedInfo | None:
+    """A worker of Ray Train, which is inside whatever has started Ray."""
+    return ray.train_world()
 
 
 def _torchelastic(env: Env) -> DistributedInfo | None:
@@ -72,10 +80,15 @@ def _true_local_rank(env: Env) -> int | None:
 
 
 def _rank_variables(env: Env) -> DistributedInfo | None:
-    """Ray Train, Accelerate, Composer, DeepSpeed and hand-written launchers: RANK, WORLD_SIZE and LOCAL_RANK."""
+    """Ray Train, Accelerate, Composer, DeepSpeed and hand-written launchers: RANK, WORLD_SIZE and LOCAL_RANK.
+
+    A process group of the same size knows better: on a CPU, `Accelerator()` sets RANK=0 in each process that
+    `debug_launcher` has started, which ACCELERATE_DEBUG_RDV_FILE tells. A group of one process does not: some programs
+    make one on each rank.
+    """
     if not _are_set(env, "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         return None
-    return _from_env(
+    info = _from_env(
         env,
         "env",
         rank="RANK",
@@ -85,6 +98,13 @@ def _rank_variables(env: Env) -> DistributedInfo | None:
         worker_index=_first(env, "GROUP_RANK", "NODE_RANK", "CROSS_RANK"),
         num_workers=_first(env, "GROUP_WORLD_SIZE", "CROSS_SIZE"),
     )
+    group = detect_process_group()
+    if group is None or group.world_size != info.world_size:
+        return info
+    if "ACCELERATE_DEBUG_RDV_FILE" in env:
+        return group
+    # The launcher stays the same on all ranks: it is a part of the run's id.
+    return info if group.rank == info.rank else replace(group, launcher="env")
 
 
 def _slurm(env: Env) -> DistributedInfo | None:
@@ -157,7 +177,7 @@ def _lightning(env: Env) -> DistributedInfo | None:
     )
 
 
-def _process_group(_: Env) -> DistributedInfo | None:
+def detect_process_group(_: Env | None = None) -> DistributedInfo | None:
     """A process group that the user's code initialised, whose ranks are in no variable."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
@@ -166,9 +186,10 @@ def _process_group(_: Env) -> DistributedInfo | None:
 
 
 def _kubeflow(env: Env) -> DistributedInfo | None:
-    """A PyTorchJob pod, or a pod of Kubeflow's Trainer v2, without torchrun in it: one process per node.
+    """A pod of PyTorchJob, Kubeflow's Trainer v2, PAI-DLC or AIHC, without torchrun in it: one process per node.
 
     There RANK is the node. It is the process's rank only if one process runs per node.
+    https://www.alibabacloud.com/help/en/pai/general-environment-variables
     """
     if _are_set(env, "RANK", "WORLD_SIZE"):
         rank, world_size = "RANK", "WORLD_SIZE"
@@ -176,12 +197,13 @@ def _kubeflow(env: Env) -> DistributedInfo | None:
         rank, world_size = "PET_NODE_RANK", "PET_NNODES"
     else:
         return None
-    processes = env.get("PET_NPROC_PER_NODE", "1")
-    if processes != "1":
-        raise TopologyError(
-            f"{rank}={env[rank]} is a node, not a process: PET_NPROC_PER_NODE={processes} and no LOCAL_RANK. "
-            "Call the decorated function in the workers: torchrun train.py"
-        )
+    processes = _first(env, "PET_NPROC_PER_NODE", "NPROC_PER_NODE")
+    if not any(name in env for name in (processes, *_POD_VARIABLES)):
+        return None
+    if processes == "NPROC_PER_NODE" and _integer(env, world_size) == 1:
+        return None
+    if env.get(processes, "1") != "1":
+        raise _is_a_node(env, rank, processes, _torchrun_in_pod(env, processes))
     if world_size == "PET_NNODES" and ":" in env[world_size]:
         raise TopologyError(
             f"PET_NNODES={env[world_size]} does not say how many nodes there are now, and nothing else does. "
@@ -204,6 +226,60 @@ def _kubeflow(env: Env) -> DistributedInfo | None:
     )
 
 
+# One of them is set in a pod. Elsewhere RANK and WORLD_SIZE alone are not a node's.
+_POD_VARIABLES = ("PET_NNODES", "PET_NODE_RANK", "AIHC_JOB_NAME", "DLC_JOB_ID", "KUBERNETES_SERVICE_HOST")
+
+
+def _torchrun_in_pod(env: Env, processes: str) -> str:
+    """Return the command that starts the processes of a pod. torchrun reads the variables that begin with PET_."""
+    address = ' --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"'
+    if processes == "NPROC_PER_NODE":
+        return f'torchrun --nnodes="$WORLD_SIZE" --node-rank="$RANK" --nproc-per-node="${processes}"{address} train.py'
+    return f"torchrun{address if 'RANK' in env else ''} train.py"
+
+
+def _jax(_: Env) -> DistributedInfo | None:
+    """A process that `jax.distributed.initialize` has connected to others."""
+    return jax.world()
+
+
+def _is_a_node(env: Env, rank: str, processes: str, command: str) -> TopologyError:
+    return TopologyError(
+        f"{rank}={env.get(rank)} is a node, not a process: {processes}={env[processes]} and no LOCAL_RANK. "
+        f"Call the decorated function in the workers: {command}"
+    )
+
+
+def _rank_alone(env: Env) -> DistributedInfo | None:
+    """A script's own RANK and WORLD_SIZE, in no pod. The place on the node is in no variable."""
+    if not _are_set(env, "RANK", "WORLD_SIZE"):
+        return None
+    info = _from_env(env, "env_rank", rank="RANK", world_size="WORLD_SIZE")
+    if info.world_size > 1 and _has_left_its_group() and _was_set_late(env, "RANK"):
+        raise TopologyError(
+            f"RANK={info.rank} and WORLD_SIZE={info.world_size} were set in this process for a process group that is "
+            "destroyed: they may be left from an earlier training. Unset them, or call the decorated function after "
+            "torch.distributed.init_process_group()."
+        )
+    return info
+
+
+def _has_left_its_group() -> bool:
+    """Return whether this process had a process group, and has destroyed it. torch keeps the way it was made."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or dist.is_initialized():
+        return False
+    return getattr(getattr(dist, "distributed_c10d", None), "_default_pg_init_method", None) is not None
+
+
+def _was_set_late(env: Env, name: str) -> bool:
+    """Return whether this process was started without this value of the variable. False if that is unknown."""
+    from flyteplugins_tracking._util import proc
+
+    at_start = proc.variables_at_start(os.getpid())
+    return bool(at_start) and at_start.get(name) != env[name]
+
+
 def _konduktor(env: Env) -> DistributedInfo | None:
     """A konduktor pod: RANK is the node, and WORLD_SIZE is not set."""
     if "KONDUKTOR_JOB_NAME" not in env:
@@ -221,16 +297,36 @@ def _skypilot(env: Env) -> DistributedInfo | None:
     )
 
 
+def _lepton(env: Env) -> DistributedInfo | None:
+    """A worker of a batch job on DGX Cloud Lepton."""
+    node, nodes, gpus_per_node = (
+        "LEPTON_JOB_WORKER_INDEX",
+        "LEPTON_JOB_TOTAL_WORKERS",
+        "LEPTON_RESOURCE_ACCELERATOR_NUM",
+    )
+    if node not in env:
+        return None
+    master = "${LEPTON_JOB_SERVICE_PREFIX:-$LEPTON_JOB_NAME}-0.${LEPTON_SUBDOMAIN:-$LEPTON_JOB_NAME-job-svc}"
+    command = (
+        f'torchrun --nnodes="${nodes}" --node-rank="${node}" --nproc-per-node="${gpus_per_node}" '
+        f'--master-addr="{master}" train.py'
+    )
+    return _one_process_per_node(env, "lepton", node, nodes, gpus_per_node, "LEPTON_JOB_NAME", command)
+
+
 def _one_process_per_node(
-    env: Env, launcher: str, node: str, nodes: str, gpus_per_node: str, job_id: str
+    env: Env,
+    launcher: str,
+    node: str,
+    nodes: str,
+    gpus_per_node: str,
+    job_id: str,
+    command: str = "torchrun train.py",
 ) -> DistributedInfo | None:
     if _integer(env, nodes) in (None, 1):
         return None
     if (_integer(env, gpus_per_node) or 0) > 1:
-        raise TopologyError(
-            f"{node}={env.get(node)} is a node, not a process: {gpus_per_node}={env[gpus_per_node]} and no LOCAL_RANK. "
-            "Call the decorated function in the workers: torchrun train.py"
-        )
+        raise _is_a_node(env, node, gpus_per_node, command)
     return _from_env(
         env,
         launcher,
@@ -341,15 +437,19 @@ _PLAIN = {
 # Launchers that set the rank of a process come before those that set only the node's. If both are set, the order among
 # `_PLAIN` decides: Horovod may run on top of an MPI.
 DETECTORS: dict[str, Detector] = {
+    "ray": _ray_train,
     "torchelastic": _torchelastic,
     "env": _rank_variables,
     **_PLAIN,
     "slurm": _slurm,
     "lightning": _lightning,
-    "process_group": _process_group,
+    "process_group": detect_process_group,
+    "jax": _jax,
+    "lepton": _lepton,
     "kubeflow": _kubeflow,
     "konduktor": _konduktor,
     "skypilot": _skypilot,
+    "env_rank": _rank_alone,
 }
 
 

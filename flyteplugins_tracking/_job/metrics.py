@@ -44,7 +44,7 @@ def gather_metrics(
     collectives. It costs one `torch.distributed.gather_object`. The ranks are those of the process group.
 
     Args:
-        metrics: This rank's values: numbers, truth values (1 or 0), and tensors and arrays with one element, on any
+        metrics: This rank's values: numbers, booleans (1 or 0), and tensors and arrays with one element, on any
             device. Ranks may have different keys; a statistic is over the ranks that have the key.
         stats: Some of "mean", "min", "max", "sum" and "std" (of the population). Only the primary's argument is used.
             NaN on one rank makes each statistic of that key NaN, as in NumPy.

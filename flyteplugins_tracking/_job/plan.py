@@ -224,7 +224,9 @@ def _plan_of_first_rank(
 
 def needs_shared_id(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
     """Return whether several ranks must know the same base id. False if only one rank, the primary, has a run."""
-    return info is not None and (run_mode, rank_scope) != ("auto", "global")
+    if info is None or (run_mode == "auto" and info.num_workers == 1):
+        return False
+    return (run_mode, rank_scope) != ("auto", "global")
 
 
 def _position(info: DistributedInfo, rank_scope: RankScope) -> int | None:

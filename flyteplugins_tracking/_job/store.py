@@ -1,4 +1,4 @@
-"""The stores that a job's processes share: those of torchelastic, and that of the user's process group."""
+"""The stores that a job's processes share: those of torchelastic, that of the user's process group, and JAX's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from flyteplugins_tracking._job import jax
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.loaded import loaded
@@ -26,12 +27,14 @@ def is_torch_loaded() -> bool:
 
 def has_job_store(info: DistributedInfo) -> bool:
     """Return whether `job_store` can find a store now, without importing torch."""
+    if jax.job_store(info) is not None:
+        return True
     return is_torch_loaded() and (info.launcher == "torchelastic" or _group_store(info) is not None)
 
 
 def job_store(info: DistributedInfo, env: Env) -> Any:
-    """Return a `torch.distributed.Store` that all nodes of the job share; None if none is known."""
-    return _elastic_store(info, env) or _group_store(info)
+    """Return a `torch.distributed.Store`, or JAX's, that all nodes of the job share; None if none is known."""
+    return _elastic_store(info, env) or _group_store(info) or jax.job_store(info)
 
 
 def connected_store(info: DistributedInfo, env: Env) -> Any:
@@ -40,10 +43,10 @@ def connected_store(info: DistributedInfo, env: Env) -> Any:
     Raises:
         RuntimeError: The store of the process group does not answer.
     """
-    store = _elastic_store(info, env)
+    store: Any = _elastic_store(info, env)
     if store is not None:
         return store
-    store = _group_store(info)
+    store = _group_store(info) or jax.job_store(info)
     while hasattr(store, "underlying_store"):  # a process group's prefixes: other processes do not know them
         store = store.underlying_store
     return store.clone() if hasattr(store, "clone") else store
@@ -67,8 +70,10 @@ def _group_store(info: DistributedInfo) -> Any:
 
 
 def hosts_job_store(info: DistributedInfo, env: Env) -> bool:
-    """Return whether the job's store ends with this process: it is the process group's own, which rank 0 hosts."""
-    return info.rank == 0 and _group_store(info) is not None and _elastic_store(info, env) is None
+    """Return whether the job's store ends with this process: it is the process group's or JAX's, in rank 0."""
+    if info.rank != 0 or _elastic_store(info, env) is not None:
+        return False
+    return _group_store(info) is not None or jax.job_store(info) is not None
 
 
 def rendezvous_store(env: Env, timeout: timedelta = STORE_TIMEOUT) -> Any:

@@ -10,9 +10,13 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 
+from flyteplugins_tracking._job.children import is_child_of_rank, is_forked
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.launchers import DETECTORS, refuse_leftovers, refuse_ranks_that_disagree
+from flyteplugins_tracking._job.launchers import DETECTORS, Detector, refuse_leftovers, refuse_ranks_that_disagree
+from flyteplugins_tracking._job.pools import NODES_ONLY, Pool, innermost_pool, is_inherited, is_left_over
+from flyteplugins_tracking.errors import TopologyError
 
 Env = Mapping[str, str]
 
@@ -55,23 +59,120 @@ def override_distributed_info(info: DistributedInfo | None) -> Iterator[None]:
         _override.reset(token)
 
 
-def detect(env: Env) -> DistributedInfo | None:
-    """Return this process's place according to `env`, as `get_distributed_info`; also for one process of torchelastic.
+@dataclass(frozen=True)
+class Detection:
+    """What was found about this process.
 
-    A torchelastic job may have shrunk to one process, or be restarted: it keeps its identity.
+    Attributes:
+        info: This rank; None outside a distributed job.
+        pool: The pool whose worker runs the function; None if there is no pool.
+        parent: The rank that has started this process, which is not a rank itself; None for any other process.
+        variables: The variables by which this process is a rank.
+    """
+
+    info: DistributedInfo | None = None
+    pool: Pool | None = None
+    parent: DistributedInfo | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_child(self) -> bool:
+        """Whether a rank, or the only process of a job, has started this process: that one's run is not its own."""
+        return self.parent is not None or (self.info is None and is_forked())
+
+
+def detect(env: Env) -> DistributedInfo | None:
+    """Return this process's place according to `env`, as `get_distributed_info`; also for one of torchelastic or Ray.
+
+    Such a job may have shrunk to one process, or be restarted: it keeps its identity. A child of a rank has
+    that rank's place here, so that it can read that rank's share of the data. A worker of a pool has none.
+    """
+    found = examine(env)
+    return found.info if found.pool is not None else found.info or found.parent
+
+
+def examine(env: Env) -> Detection:
+    """Return who this process is according to `env`: a rank, a rank's child, a pool's worker, or one by itself.
+
+    Raises:
+        TopologyError: As `get_distributed_info`.
     """
     override = _override.get()
     if override is not None:
-        return override[0]
+        return Detection(override[0])
+    pool = innermost_pool()
+    return _without_pool(env) if pool is None else _in_pool(env, pool)
+
+
+def _without_pool(env: Env) -> Detection:
     for detector in DETECTORS.values():
-        info = detector(env)
+        variables = _ReadVariables(env)
+        info = detector(variables)
         if info is None:
             continue
         if info.launcher == "env":
             refuse_ranks_that_disagree(info, env)
-        if info.world_size > 1 or info.launcher == "torchelastic":
-            return info
+        if _counts(info):
+            return _rank_or_child(info, variables.read)
         if info.launcher == "env":
-            return None  # a job of one process inside another launcher's job: the outer launcher does not count
+            return Detection()  # a job of one process inside another launcher's job: the outer launcher does not count
     refuse_leftovers(env)
-    return None
+    return Detection()
+
+
+def _in_pool(env: Env, pool: Pool) -> Detection:
+    """Return the place that the pool's worker has got since its start; what its daemon was given does not count."""
+    parent = None
+    for name, detector in DETECTORS.items():
+        variables = _ReadVariables(env)
+        info, error = _outcome(detector, variables)
+        if name in NODES_ONLY or (info is None and error is None):
+            continue
+        if pool.has_inherited(variables.read) if variables.read else is_inherited(name):
+            parent = parent or (info if info is not None and _counts(info) else None)
+            continue
+        if error is not None:
+            raise error
+        if info is not None and _counts(info) and not is_left_over(info, env):
+            return Detection(_of_pool(info, pool), pool)
+    return Detection(pool=pool, parent=parent if pool.is_child else None)
+
+
+def _outcome(detector: Detector, env: Env) -> tuple[DistributedInfo | None, TopologyError | None]:
+    try:
+        return detector(env), None
+    except TopologyError as error:
+        return None, error
+
+
+def _of_pool(info: DistributedInfo, pool: Pool) -> DistributedInfo:
+    """Name the pool as the launcher, unless another launcher has started this process on the pool's worker."""
+    return replace(info, launcher=pool.name) if info.launcher in ("env", "process_group") else info
+
+
+def _counts(info: DistributedInfo) -> bool:
+    """Return whether the launcher gives an identity; that of one process keeps it over its restarts."""
+    return info.world_size > 1 or info.launcher in ("torchelastic", "ray")
+
+
+def _rank_or_child(info: DistributedInfo, variables: Mapping[str, str]) -> Detection:
+    is_child = is_child_of_rank(variables) if variables else is_inherited(info.launcher)
+    return Detection(parent=info) if is_child else Detection(info, variables=variables)
+
+
+class _ReadVariables(Mapping[str, str]):
+    """An environment that notes which of its variables were read."""
+
+    def __init__(self, env: Env) -> None:
+        self._env = env
+        self.read: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> str:
+        self.read[name] = self._env[name]
+        return self.read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._env)
+
+    def __len__(self) -> int:
+        return len(self._env)

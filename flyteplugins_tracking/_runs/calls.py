@@ -74,6 +74,7 @@ class OpenRun:
         joined: The number of calls that use the run besides the opener.
         opener_exit_code: The status of the call that opened the run; None while it runs.
         closed: Set when the run has been closed.
+        has_ended_with_process: Whether it was ended because the process ends, before its function has returned.
     """
 
     tracker: str
@@ -90,6 +91,7 @@ class OpenRun:
     joined: int = 0
     opener_exit_code: int | None = None
     closed: threading.Event = field(default_factory=threading.Event)
+    has_ended_with_process: bool = False
 
     @property
     def is_in_use(self) -> bool:

@@ -11,8 +11,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job import jax
 from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.launchers import detect_process_group
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import OpenRun, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
@@ -77,6 +79,14 @@ def close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | No
             call.watcher.stop()
 
 
+def end_with_process(run: OpenRun) -> None:
+    """End a run whose function has not returned when the process ends: with status 1, or 143 after a SIGTERM."""
+    run.has_ended_with_process = True
+    rank = 0 if run.info is None else run.info.rank
+    failure = Failure(rank, "unfinished", "the process ended before the function returned", exit_code=1)
+    _finish(run, _or_terminated(failure.exit_code), failure)
+
+
 def _or_terminated(exit_code: int) -> int:
     return exit_code if _terminated_at() is None else TERMINATED
 
@@ -88,6 +98,9 @@ def _terminated_at() -> float | None:
 
 def _close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | None) -> None:
     is_last = calls.end(call, exit_code)  # from here on a signal does not finish the run, but waits for this call
+    if run.has_ended_with_process:
+        calls.closed(run)
+        return
     if is_last:
         # A run that was opened again since its opener left is ended with that one's status, unless a signal ends it.
         opener_code = run.opener_exit_code
@@ -99,7 +112,25 @@ def _close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | N
         _finish_on_signal(run, exit_code, failure)  # what the others log opens it again
 
 
+def _warn_of_late_group(run: OpenRun) -> None:
+    """Warn that this process was one of several, which its function alone has found out: each has had a run."""
+    is_alone = run.info is None and not run.context.is_simulated
+    group = (detect_process_group() or jax.world()) if is_alone else None
+    if group is not None and group.world_size > 1:
+        logger.warning(
+            "%s: the function has connected %d ranks, of which this is rank %d. No launcher had told so at the call, "
+            "so each rank has had a run like that of a single process. Call the decorated function after %s",
+            run.tracker,
+            group.world_size,
+            group.rank,
+            "jax.distributed.initialize()"
+            if group.launcher == "jax"
+            else "init_process_group(), or start with torchrun",
+        )
+
+
 def _finish(run: OpenRun, exit_code: int, failure: Failure | None) -> None:
+    _warn_of_late_group(run)
     _await_writers(run, exit_code)
     exit_code = _final_status(run, _or_terminated(exit_code), failure)
     summary = _summary(run, exit_code)

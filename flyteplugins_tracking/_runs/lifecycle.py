@@ -8,15 +8,17 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job import children, histories
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import opens_run
-from flyteplugins_tracking._job.topology import detect
+from flyteplugins_tracking._job.topology import Detection, detect, examine
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import Task, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 # What this process has reported as the end of its rank.
 _reported: list[tuple[Failure, DistributedInfo]] = []
-_DOCTOR = "To see what each rank detects, put it in the place of the script: python -m flyteplugins_tracking"
+_DOCTOR = "To see what each rank detects, start this instead of the script: python -m flyteplugins_tracking"
 
 
 class RunScope:
@@ -105,7 +107,7 @@ def _tracked(
             yield call
             context.on_return(call)
     except BaseException as error:
-        exit_code = exit_code_of(error, context.success_exceptions)
+        exit_code = _exit_code_of_call(error, call, context)
         failure = _failure(call, error, exit_code, start)
         raise
     finally:
@@ -119,7 +121,8 @@ def _tracked(
             if call.stopping is not None:
                 call.stopping.closed()
             if token is not None:
-                calls.current.reset(token)
+                with suppress(ValueError):  # a coroutine that is left behind is closed in another context
+                    calls.current.reset(token)
 
 
 def publish_files(call: TrackedCall, is_async: bool = False) -> Any:
@@ -148,6 +151,14 @@ def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...
     return 1
 
 
+def _exit_code_of_call(error: BaseException, call: TrackedCall, context: ExecutionContext) -> int:
+    asyncio = sys.modules.get("asyncio")
+    is_cancelled = asyncio is not None and isinstance(error, asyncio.CancelledError)
+    if is_cancelled and call.watcher is not None and call.watcher.was_interrupted():
+        return INTERRUPTED  # asyncio makes a cancellation of Ctrl-C
+    return exit_code_of(error, context.success_exceptions)
+
+
 @dataclass(frozen=True)
 class _Start:
     """Makes the call: it joins a run, opens one, or has none."""
@@ -163,7 +174,7 @@ class _Start:
     def info(self) -> DistributedInfo | None:
         """This rank, as far as it can be told."""
         with suppress(TopologyError):
-            return detect(os.environ)
+            return examine(os.environ).info
         return None
 
     @property
@@ -221,9 +232,12 @@ class _Start:
         )
 
     def _opened(self) -> TrackedCall:
-        call_index = calls.count(self.tracker.name, self.context.call_counts)
-        info = detect(os.environ)
-        config, parent_run = self._config_and_parent_run(info)
+        found = examine(os.environ)
+        info = found.info
+        counts = histories.counts(found) if self.context.call_counts is None else self.context.call_counts
+        call_index = calls.count(self.tracker.name, counts)
+        children.mark(found.variables)
+        config, parent_run = self._config_and_parent_run(found)
         config = config.in_world(info)
         # A rank without a run needs no id: agreeing on one would cost imports and time.
         relay_report = self._relay_report(config, info)
@@ -234,8 +248,10 @@ class _Start:
         from flyteplugins_tracking._runs import open as opening
 
         parent_id = None if parent_run is None else parent_run["id"]
-        plan = opening.plan_run(config, self.tracker, self.context, info, call_index, parent_id)
-        opener = opening.Opener(self.tracker, plan, config, info, self.context, self._has_report, relay_report)
+        plan = opening.plan_run(config, self.tracker, self.context, found, call_index, parent_id)
+        opener = opening.Opener(
+            self.tracker, plan, config, info, self.context, self._has_report, relay_report, pool=found.pool
+        )
         return opener.open(self.parent, self.override)
 
     def _relay_report(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
@@ -246,10 +262,10 @@ class _Start:
             return None
         return functools.partial(self.context.relay_report, self.tracker.name, info, config.finish_timeout_s)
 
-    def _config_and_parent_run(self, info: DistributedInfo | None) -> tuple[TrackingConfig, Mapping[str, Any] | None]:
+    def _config_and_parent_run(self, found: Detection) -> tuple[TrackingConfig, Mapping[str, Any] | None]:
         """Return the arguments of this call, and the run of the calling task if this task continues it."""
-        config, name = self.config, self.tracker.name
-        is_distributed = self._has_workers or info is not None
+        config, name, info = self.config, self.tracker.name, found.info
+        is_distributed = self._has_workers or info is not None or found.is_child
         parent_run = None if is_distributed or config.run_mode == "new" else self.context.parents.get(name)
         if parent_run is not None:
             return config.for_parent(parent_run), parent_run

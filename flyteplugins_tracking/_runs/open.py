@@ -13,16 +13,28 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.identity import Identity, from_launcher, from_variables, is_elastic
+from flyteplugins_tracking._job.identity import (
+    Identity,
+    beside,
+    from_launcher,
+    from_variables,
+    is_elastic,
+    of_parent,
+    of_trial,
+)
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RunPlan, needs_shared_id, plan
-from flyteplugins_tracking._runs import calls
+from flyteplugins_tracking._job.pools import Pool
+from flyteplugins_tracking._job.topology import Detection
+from flyteplugins_tracking._job.twins import refuse_twin
+from flyteplugins_tracking._runs import at_exit, calls
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.failures import FailureReader
 from flyteplugins_tracking._runs.progress import ProgressWatch
 from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 
@@ -30,6 +42,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Handle, SigtermWatch, Tracker
 
 logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
 # Vendors' clients are not set up safely by several threads: one could see wandb's settings half read.
 _opening = threading.RLock()
 
@@ -46,6 +59,7 @@ class Opener:
         context: The platform's side of the call.
         has_report: Whether the task has a report.
         relay_report: See `TrackedCall`.
+        pool: The pool whose worker this process is; None for none.
     """
 
     tracker: Tracker
@@ -55,6 +69,7 @@ class Opener:
     context: ExecutionContext
     has_report: bool
     relay_report: Callable[[], object] | None = None
+    pool: Pool | None = None
 
     def open(self, parent: TrackedCall | None, override: Override | None) -> TrackedCall:
         """Open the run, or join it if this process has it open, and return the call, registered as running.
@@ -109,6 +124,7 @@ class Opener:
             request = self._request(run_plan, watch, deadline)
             require(self.tracker)
             handle = self.tracker.open(request)
+            at_exit.watch()
         except BaseException:
             lock.release()
             raise
@@ -137,7 +153,7 @@ class Opener:
             config=self.config,
             info=self.info,
             has_other_writers=_has_other_writers(self.config, self.context, self.info),
-            run_metadata={**_job_metadata(self.info), **self.context.run_metadata},
+            run_metadata={**_trial_config(self.pool), **_job_metadata(self.info), **self.context.run_metadata},
             read_secret=lambda: _read_secret(self.config.secret, self.context),
             may_prompt=may_prompt(self.info, self.context),
             watch=watch,
@@ -250,7 +266,7 @@ def plan_run(
     config: TrackingConfig,
     tracker: Tracker,
     context: ExecutionContext,
-    info: DistributedInfo | None,
+    found: Detection,
     call_index: int,
     parent_id: str | None,
 ) -> RunPlan:
@@ -258,32 +274,65 @@ def plan_run(
 
     Raises:
         IdentityError: They cannot agree.
+        TopologyError: Another process of the same parent has the same rank.
     """
+    if found.info is not None and not context.is_simulated:
+        refuse_twin(found.info, os.environ)
     identity = Identity(None)
     if parent_id is None:
-        identity = _identity(config, tracker, context, info, call_index)
-    run_plan = plan(info, config.run_mode, config.rank_scope, identity.base_id, parent_id, config.primary_rank)
+        identity = _identity(config, tracker, context, found, call_index)
+    run_plan = plan(found.info, config.run_mode, config.rank_scope, identity.base_id, parent_id, config.primary_rank)
     return replace(run_plan, group=run_plan.group or identity.group, label=run_plan.label or context.label)
 
 
 def _identity(
-    config: TrackingConfig, tracker: Tracker, context: ExecutionContext, info: DistributedInfo | None, call_index: int
+    config: TrackingConfig, tracker: Tracker, context: ExecutionContext, found: Detection, call_index: int
 ) -> Identity:
     forced_run_id = tracker.forced_run_id()
     if forced_run_id is not None or config.id is not None:
         return Identity(forced_run_id or config.id)
     from_env = from_variables(os.environ, tracker.run_id_variables)
     if from_env is not None:
-        return from_env
-    is_shared = needs_shared_id(info, config.run_mode, config.rank_scope)
+        return from_env if found.parent is None else _beside(tracker, from_env, found)
     if context.base_id is not None:
         identity = Identity(context.base_id, context.group)
+        if found.is_child and not context.is_simulated:
+            return _beside(tracker, identity, found)
+    elif found.pool is not None and found.pool.trial is not None:
+        identity = of_trial(found.pool.trial)
+    elif found.parent is not None:
+        return _beside(tracker, of_parent(found.parent, os.environ), found)
     else:
-        identity = from_launcher(info, os.environ, agreement=is_shared)
+        is_shared = needs_shared_id(found.info, config.run_mode, config.rank_scope)
+        identity = from_launcher(found.info, os.environ, agreement=is_shared)
     if identity.base_id is None or call_index == 1:
         return identity
     # The second call in one process gets its own run, so that it cannot hide a failure of the first.
     return Identity(f"{identity.base_id}-{call_index}", identity.group)
+
+
+def _beside(tracker: Tracker, identity: Identity, found: Detection) -> Identity:
+    """Return an identity for a process that a rank has started: the rank's run, `identity`, is not its run."""
+    own_id = beside(identity.base_id)
+    who = "the process" if found.parent is None else f"rank {found.parent.rank}"
+    _warn_once(
+        "child",
+        "%s: this process was started by %s that has run %s, and is not that rank: its own run is %s. Each further "
+        "call here has a run of its own too",
+        tracker.name,
+        who,
+        identity.base_id or "(not known here)",
+        own_id or "a new one",
+    )
+    return Identity(own_id, identity.group)
+
+
+def _trial_config(pool: Pool | None) -> dict[str, Any]:
+    """Return the hyperparameters of a trial of Ray Tune. What is not a plain value is text: it may be any object."""
+    if pool is None or pool.trial is None:
+        return {}
+    plain = (str, int, float, bool, list, tuple, dict, type(None))
+    return {str(name): value if isinstance(value, plain) else repr(value) for name, value in pool.trial.config.items()}
 
 
 def _job_metadata(info: DistributedInfo | None) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def should_stop(step: int | None = None) -> bool:
     """Whether the function should leave its loop. Call it once a step, on every rank of a decorated function.
 
     It returns True at the same call on all ranks: save a checkpoint, and leave the loop. From then on it returns True,
-    until the function ends. It is no collective, and costs some 0.1 us.
+    until the function ends. It is not a collective, and costs some 0.1 us.
 
     The ranks are asked to stop by SIGTERM or SIGUSR1 on any rank, by `request_stop`, by the launcher's time limit (see
     `stop_before_s` of `tracking_init`), or by the tracker's service, if that has a Stop button. While they agree, and
@@ -52,7 +52,7 @@ def should_stop(step: int | None = None) -> bool:
 
     Args:
         step: The step that was made, counted on over restarts, as a checkpoint does. With it, the run of a job that was
-            restarted tells its `goodput/*`: how much of its time has made steps that were kept.
+            restarted has `goodput/*` in its summary: how much of its time has made steps that were kept.
     """
     # As `CallCounter.next`, without one more call.
     counter = _counter
@@ -234,7 +234,7 @@ class Stopping:
             return
         ends_at = time_limit.ends_at(os.environ)
         if ends_at is None:
-            logger.warning("stop_before_s=%g is ignored: no launcher tells the job's time limit", before_s)
+            logger.warning("stop_before_s=%g is ignored: the launcher names no time limit", before_s)
             return
         self._timer = threading.Timer(max(0.0, ends_at - before_s - time.time()), self.request, [TIME_LIMIT])
         self._timer.daemon = True

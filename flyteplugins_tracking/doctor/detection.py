@@ -35,10 +35,11 @@ def detect(env: Env) -> Detected:
     """Return this process's place in its job, and the variables that the detectors have read."""
     recording = RecordingEnv(env)
     try:
-        info = topology.detect(recording)
+        found = topology.examine(recording)
     except TopologyError as error:
         return Detected(None, recording.read, str(error))
-    return Detected(info, recording.read)
+    child_of = None if found.parent is None else found.parent.rank
+    return Detected(found.info, recording.read, pool=found.pool, child_of=child_of)
 
 
 def base_id(info: DistributedInfo | None, env: Env, trackers: Sequence[str]) -> tuple[RunIds, list[Diagnostic]]:

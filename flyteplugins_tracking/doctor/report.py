@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.pools import Pool
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 
 
@@ -17,11 +18,15 @@ class Detected:
         info: This rank; None outside a job, and if the variables contradict each other.
         variables: The variables that were read, with their values.
         error: Why the variables do not give a rank; None if they do.
+        pool: The pool whose worker this process is, and how that was found; None for no pool.
+        child_of: The rank that has started this process, which is not a rank itself; None for none.
     """
 
     info: DistributedInfo | None
     variables: Mapping[str, str]
     error: str | None = None
+    pool: Pool | None = None
+    child_of: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking.doctor.plans import named
-from flyteplugins_tracking.doctor.report import PlanRow, RankDiagnostic, Report, TrackerState
+from flyteplugins_tracking.doctor.report import Detected, PlanRow, RankDiagnostic, Report, TrackerState
 
 # The width of a line in a log.
 _WIDTH = 120
@@ -33,6 +33,8 @@ def as_json(report: Report) -> str:
             "job": None if detected.info is None else dict(detected.info),
             "variables": dict(detected.variables),
             "error": detected.error,
+            "pool": None if detected.pool is None else {"name": detected.pool.name, "reason": detected.pool.reason},
+            "child_of": detected.child_of,
         },
         "base_id": asdict(report.ids),
         "plans": [asdict(row) for row in report.plans],
@@ -70,7 +72,7 @@ def as_line(entry: RankDiagnostic, info: DistributedInfo) -> str:
 def _job(report: Report) -> list[str]:
     info, variables = report.detected.info, report.detected.variables
     read = " ".join(f"{name}={value}" for name, value in variables.items())
-    lines = ["unknown: see the diagnostics"] if report.detected.error else ["none: one process"]
+    lines = ["unknown: see the diagnostics"] if report.detected.error else list(_without_rank(report.detected))
     if info is not None:
         lines = [
             f"launcher   {info.launcher}",
@@ -78,8 +80,18 @@ def _job(report: Report) -> list[str]:
             f"worker     {_of(info.worker_index, info.num_workers)}",
             f"restarts   {info.restart_count}",
             *([f"job id     {info.job_id}"] if info.job_id else []),
+            *([f"pool       {report.detected.pool.name}"] if report.detected.pool is not None else []),
         ]
     return [*lines, f"read from  {read}"] if read else lines
+
+
+def _without_rank(detected: Detected) -> Iterator[str]:
+    if detected.pool is not None:
+        yield f"none: a worker of {detected.pool.name}, since {detected.pool.reason}"
+    if detected.child_of is not None:
+        yield f"none: rank {detected.child_of} has started this process, which has a run of its own"
+    if detected.pool is None and detected.child_of is None:
+        yield "none: one process"
 
 
 def _of(index: int | None, size: int | None) -> str:

@@ -57,7 +57,7 @@ _OF_JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MA
 _UNSET = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "NODE_RANK"),
     *(*RANK_VARIABLES.values(), "PMI_SIZE", "SLURM_STEP_ID", "PET_NODE_RANK", "PET_NNODES"),
-    *("KONDUKTOR_JOB_NAME", "SKYPILOT_NODE_RANK", "JOBSET_RESTART_ATTEMPT"),
+    *("KONDUKTOR_JOB_NAME", "SKYPILOT_NODE_RANK", "JOBSET_RESTART_ATTEMPT", "LEPTON_JOB_WORKER_INDEX"),
 )
 _VARIABLES = (*_OF_RANK, *_OF_WORLD, *_OF_JOB, *_UNSET)
 
@@ -165,12 +165,12 @@ def simulate(
         ConfigError: An argument is invalid, or no rank has called a function under `@tracking_init`.
         TimeoutError: Ranks did not end in time: they may wait for each other, or for a rank that has raised.
     """
-    callee = _callee_of(function)
+    callee = callee_of(function)
     check_flag("distributed", distributed)
     if callee.is_task and callee.workers is None and num_workers is None is nproc_per_node:
         distributed = False
     sizes = (_sizes if distributed else _single)(num_workers, nproc_per_node, callee)
-    _check_integer("max_restarts", max_restarts, minimum=0)
+    check_integer("max_restarts", max_restarts, minimum=0)
     if max_restarts and not distributed:
         raise ConfigError(f"max_restarts={max_restarts} needs a distributed job: leave it out, or distributed=False")
     _check_call(args, kwargs, threads, timeout_s)
@@ -178,9 +178,9 @@ def simulate(
     in_threads = sum(sizes) <= _MAX_THREADS if threads is None else threads
     job = _Job(functools.partial(callee.function, *args, **(kwargs or {})), sizes, distributed)
     call_all = functools.partial(_in_threads, timeout_s=timeout_s) if in_threads else _one_by_one
-    for stores in _open_recordings:
+    for stores in open_recordings:
         stores.append(job.store)
-    with _variables(), override(job.override):  # also for threads that do not inherit the context
+    with without_variables_of_launchers(), override(job.override):  # also for threads that do not inherit the context
         attempts = [call_all(job.ranks(0, max_restarts, failures))]
         job.refuse_untracked(attempts[0])
         while len(attempts) <= max_restarts and _failed(attempts[-1]):
@@ -201,16 +201,16 @@ def recording() -> Iterator[RecordedRuns]:
     stores, call_counts = [Store()], Counter[str]()
     context = SimulatedContext(base_id=RECORDED, call_counts=call_counts)
     runs = RecordedRuns(lambda: [run for store in list(stores) for run in store.read()])
-    _open_recordings.append(stores)
+    open_recordings.append(stores)
     try:
-        with _variables(), override(_override(stores[0], lambda: context)):
+        with without_variables_of_launchers(), override(recording_override(stores[0], lambda: context)):
             yield runs
     finally:
-        _open_recordings[:] = [other for other in _open_recordings if other is not stores]
+        open_recordings[:] = [other for other in open_recordings if other is not stores]
 
 
 # The stores of each open block of `recording`.
-_open_recordings: list[list[Store]] = []
+open_recordings: list[list[Store]] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,7 +233,7 @@ class SimulatedContext(ExecutionContext):
             self.rank.fail(call)
 
 
-def _override(store: Store, simulated: Callable[[], SimulatedContext]) -> Override:
+def recording_override(store: Store, simulated: Callable[[], SimulatedContext]) -> Override:
     """Return the test doubles of a simulation. They use only the success exceptions of the real context."""
 
     def context(real: ExecutionContext) -> ExecutionContext:
@@ -293,7 +293,7 @@ class _Job:
         self._is_distributed = is_distributed
         self._has_tracked = False
         self._without_rank = SimulatedContext(base_id=RECORDED, call_counts=Counter())
-        self.override = _override(self.store, self._context)
+        self.override = recording_override(self.store, self._context)
 
     def ranks(self, attempt: int, max_restarts: int, failures: Mapping[int, BaseException]) -> Iterator[_Rank]:
         """Yield the ranks of an attempt."""
@@ -388,7 +388,7 @@ def _first_error(results: Mapping[int, RankResult | BaseException]) -> str:
 
 
 @contextlib.contextmanager
-def _variables() -> Iterator[None]:
+def without_variables_of_launchers() -> Iterator[None]:
     """Unset the variables of this process's launcher, and restore them at the end."""
     before = {name: os.environ.get(name) for name in _VARIABLES}
     set_variables(dict.fromkeys(_VARIABLES))
@@ -422,7 +422,7 @@ class _Callee:
     workers: NodeRequest | None = None
 
 
-def _callee_of(target: Any) -> _Callee:
+def callee_of(target: Any) -> _Callee:
     """Return the function that the processes of a job with `target` call.
 
     Raises:
@@ -451,10 +451,10 @@ def _sizes(num_workers: Any, nproc_per_node: Any, callee: _Callee) -> tuple[int,
         ConfigError: The numbers are invalid or contradict each other.
     """
     if num_workers is not None:
-        _check_integer("num_workers", num_workers)
+        check_integer("num_workers", num_workers)
     if isinstance(nproc_per_node, Sequence) and not isinstance(nproc_per_node, str):
         for index, size in enumerate(nproc_per_node):
-            _check_integer(f"nproc_per_node[{index}]", size)
+            check_integer(f"nproc_per_node[{index}]", size)
         if len(nproc_per_node) != (len(nproc_per_node) or 1 if num_workers is None else num_workers):
             raise ConfigError(
                 f"nproc_per_node={nproc_per_node!r} has {len(nproc_per_node)} numbers for {num_workers or 'no'} "
@@ -462,12 +462,17 @@ def _sizes(num_workers: Any, nproc_per_node: Any, callee: _Callee) -> tuple[int,
             )
         return tuple(nproc_per_node)
     if nproc_per_node is not None:
-        _check_integer("nproc_per_node", nproc_per_node)
+        check_integer("nproc_per_node", nproc_per_node)
     request = callee.workers or (NodeRequest(1, 1, 1) if callee.is_task else NodeRequest(2, 2, 4))
     return (nproc_per_node or request.nproc_per_node,) * (num_workers or request.max_nodes)
 
 
-def _check_integer(name: str, value: Any, minimum: int = 1) -> None:
+def check_integer(name: str, value: Any, minimum: int = 1) -> None:
+    """Check that `value` is an integer of at least `minimum`.
+
+    Raises:
+        ConfigError: It is not.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
 

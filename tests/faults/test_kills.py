@@ -7,16 +7,21 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from support import jobs
-from support.harness import ENDS, Job, ends, job, python
+from support.harness import ENDS, Job, Outcome, ends, job, python
+from support.kills import Kill, journals_left, kill_process, kill_with_children, moments, send_in_spite_of_kills
 from support.loopback import Fault
+from support.memory import memory_limit
 from support.wandb_server import WandbServer
 
 from faults.matrix import PROMPT
 
 KILLS, NODE_KILLS, LONGEST_S = 12, 3, 2.0
+# The rows that a killed process leaves: sending them takes about a second.
+TAIL = 1500
 
 
 def test_what_a_killed_process_has_not_sent_is_sent_once(tmp_path):
@@ -70,7 +75,7 @@ def test_a_job_that_goes_back_has_its_run_rewound(tmp_path, first_step):
     assert (run.exit_codes, run.state, run.config["lr"]) == ([1, 0], "finished", 1)
     assert run.rows_overwritten == run.rows_after_completion == 0
     assert found.output.count("was rewound") == 1
-    assert not list(tmp_path.rglob("*.journal.*"))
+    assert not journals_left(tmp_path)
 
 
 def test_a_server_that_cannot_rewind_keeps_all_rows_with_one_warning(tmp_path):
@@ -124,14 +129,120 @@ def test_a_service_that_counts_late_loses_no_row_of_a_job_that_is_started_again(
     assert list(found.steps) == list(range(len(found.steps)))
 
 
+def kill_later(started: Job, process: jobs.Process, longest_s: float, kill: Kill) -> None:
+    time.sleep(_moments.random() * longest_s)
+    if process.poll() is None:
+        started.fault_at = time.monotonic()
+        kill(process.pid)
+    process.communicate()
+
+
+_moments = random.Random(18)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kill", [kill_process, kill_with_children], ids=["the process", "all processes"])
+def test_every_row_arrives_once_if_the_job_is_killed_while_its_run_ends(tmp_path, kill):
+    settings = {"tracking": {"id": jobs.RUN_ID}, "rows": 200}
+    with job(tmp_path) as started:
+        for count in range(1, moments(4) + 1):
+            process = started.start(python(), **ends("return", **settings))
+            started.wait_for("returns", count)
+            kill_later(started, process, 0.6, kill)
+        started.start(python(), **ends("return", **settings))
+        assert_each_once(started.outcome(), (0, "finished"), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kill", [kill_process, kill_with_children], ids=["the process", "all processes"])
+def test_a_tail_is_sent_once_if_the_job_is_killed_again_and_again_while_it_sends_it(tmp_path, kill):
+    settings = {"tracking": {"id": jobs.RUN_ID}}
+    with job(tmp_path) as started:
+        process = started.start(python(), **ends("loop", attempts=99, rows=TAIL, **settings))
+        started.wait_for("ready 0 0")
+        kill(process.pid)
+        process.communicate()
+        for count in range(2, moments(4) + 2):
+            process = started.start(python(), **ends("loop", attempts=99, rows=1, **settings))
+            started.wait_for("starts 0", count)
+            kill_later(started, process, 1.5, kill)
+        started.start(python(), **ends("return", rows=1, **settings))
+        assert_each_once(started.outcome(), (0, "finished"), tmp_path)
+
+
+@pytest.mark.full
+def test_a_send_that_is_killed_again_and_again_sends_each_row_once(tmp_path):
+    with job(tmp_path) as started:
+        process = started.start(python(), **ends("loop", rows=TAIL))
+        started.wait_for("ready 0 0")
+        started.signal(process.pid, signal.SIGKILL)
+        process.communicate()
+        (directory,) = {path.parent for path in tmp_path.rglob("*.wandb")}
+        send_in_spite_of_kills(directory, tmp_path, started.server.environment, moments(4), 2.5)
+        assert_each_once(started.outcome(), (1, "failed"), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kills", [0, 2])
+def test_rows_of_attempts_that_were_logged_offline_follow_when_the_service_is_back(tmp_path, kills):
+    """Online, offline, offline and killed, online again: and that is killed too."""
+    settings = {"tracking": {"id": jobs.RUN_ID, "if_unavailable": "degrade", "init_timeout_s": 2}, "rows": 30}
+    with job(tmp_path) as started:
+        jobs.finish(started.start(python(), **ends("return", **settings)), tmp_path)
+        with started.server.failing(Fault.refuse()):
+            jobs.finish(started.start(python(), **ends("return", **settings)), tmp_path)
+            process = started.start(python(), **ends("loop", attempts=99, **settings))
+            started.wait_for("ready 0 0", 3)
+            kill_process(process.pid)
+            process.communicate()
+        assert len(list(tmp_path.rglob("offline-run-*"))) == 2
+        for count in range(4, 4 + kills):
+            process = started.start(python(), PROMPT, **ends("loop", attempts=99, **settings))
+            started.wait_for("ready 0 0", count)
+            kill_later(started, process, 2.0, kill_process)
+        started.start(python(), **ends("return", **settings))
+        found = started.outcome()
+    assert_each_once(found, (0, "finished"), tmp_path)
+    assert f"from {tmp_path}" in found.output
+    assert len(list(tmp_path.rglob("offline-run-*/*.synced"))) == 2
+
+
+@pytest.mark.full
+def test_the_tail_of_a_process_that_the_kernel_kills_for_memory_is_sent_by_the_next_attempt(tmp_path):
+    settings = {"tracking": {"id": jobs.RUN_ID}}
+    with job(tmp_path) as started, memory_limit(100 * 2**20) as group:
+        process = started.start(python(), **ends("killed for memory at go", **settings))
+        started.wait_for("ready 0 0")
+        group.write_text(str(process.pid))
+        started.log_more(rows=20)
+        started.go()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        arrived = len(started.server.runs[0].rows)
+        started.start(python(), **ends("return", **settings))
+        found = started.outcome()
+    assert arrived < sum(started.rows_logged().values()) - 50  # there was a tail, beside the second attempt's rows
+    assert_each_once(found, (0, "finished"), tmp_path)
+
+
+def assert_each_once(found: Outcome, end: tuple[int, str], directory: Path) -> None:
+    """Assert that the server has each row once, and the true end; and that no journal is left."""
+    assert found.logged <= found.arrived
+    assert found.duplicates == 0
+    assert list(found.steps) == list(range(len(found.steps)))
+    assert (found.exit_codes[-1], found.state) == end
+    assert set(found.exit_codes) == {end[0]}
+    assert not journals_left(directory)
+
+
 @pytest.mark.full
 def test_every_row_arrives_once_whenever_the_process_is_killed(tmp_path):
-    moments = random.Random(18)
+    delays = random.Random(18)
     settings = {"tracking": {"id": jobs.RUN_ID}, "with_step": True, "step_s": 0.01}
     with job(tmp_path) as started:
-        for _ in range(KILLS):
+        for _ in range(moments(KILLS)):
             process = started.start(python(), **ends("loop", attempts=99, **settings))
-            time.sleep(moments.random() * LONGEST_S)
+            time.sleep(delays.random() * LONGEST_S)
             started.signal(process.pid, signal.SIGKILL)
             process.communicate()
         started.start(python(), **ends("return", **settings))
@@ -140,7 +251,7 @@ def test_every_row_arrives_once_whenever_the_process_is_killed(tmp_path):
     assert found.duplicates == 0
     assert list(found.steps) == list(range(len(found.steps)))
     assert (found.exit_codes, found.state) == ((0,), "finished")
-    assert not list(tmp_path.rglob("*.journal.*"))
+    assert not journals_left(tmp_path)
 
 
 def start_nodes(started, count, settings):
@@ -164,13 +275,13 @@ def start_nodes(started, count, settings):
 )
 def test_every_row_of_each_nodes_run_arrives_once_when_a_node_is_killed(tmp_path, run_mode, with_step):
     """The platform then ends the other node, and starts the job again on the same disk."""
-    moments = random.Random(18)
+    delays = random.Random(18)
     tracking = {"id": jobs.RUN_ID, "rank_scope": "worker", "run_mode": run_mode}
     settings = {"tracking": tracking, "with_step": with_step}
     with job(tmp_path) as started:
         for attempt in range(NODE_KILLS):
             agents = start_nodes(started, attempt + 1, ends("loop", attempts=99, **settings))
-            time.sleep(moments.random() * LONGEST_S)
+            time.sleep(delays.random() * LONGEST_S)
             dying, other = (agents, agents[::-1])[attempt % 2]
             jobs.kill(dying)
             dying.communicate()
@@ -186,4 +297,4 @@ def test_every_row_of_each_nodes_run_arrives_once_when_a_node_is_killed(tmp_path
         steps = [row["_step"] for row in run.rows]
         assert steps == list(range(len(steps)))
         assert (run.exit_codes[-1], run.state) == (0, "finished")
-    assert not list(tmp_path.rglob("*.journal.*"))
+    assert not journals_left(tmp_path)

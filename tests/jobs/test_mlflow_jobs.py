@@ -16,7 +16,13 @@ from pathlib import Path
 
 import pytest
 from support import jobs
-from support.kills import logged_by_killed_training
+from support.kills import (
+    journals_left,
+    left_by_killed_training,
+    logged_by_killed_training,
+    moments,
+    send_in_spite_of_kills,
+)
 from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun
 from support.waiting import wait_for_file
 
@@ -248,15 +254,44 @@ def test_all_unsent_rows_are_kept_at_the_end(server, tmp_path, monkeypatch, bare
     assert [line.get("args", line.get("row")) for line in kept][:3] == [[{"path": "x"}], [{"number": "1"}], {"a": 0.5}]
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.full)])
-def test_every_row_of_a_killed_process_arrives_once(server, tmp_path, kills):
-    project = f"killed-{kills}"
-    logged = logged_by_killed_training(tmp_path, "mlflow", project, environment(server), kills)
+def assert_each_once(server, project: str, logged: list[int]) -> str:
+    """Assert that the server has each row once. Returns the run's status."""
     (run,) = server.runs(project)
     values = sorted(int(value) for key, value, *_ in run.rows if key == "rank0")
     assert set(logged) <= set(values)
     assert len(values) == len(set(values))
-    assert (run.status, list(tmp_path.rglob("*.journal.*"))) == ("FINISHED", [])
+    return run.status
+
+
+@pytest.mark.parametrize(
+    ("when", "kills", "longest_s"),
+    [
+        ("logged", 1, 1.0),
+        pytest.param("logged", moments(4), 1.0, marks=pytest.mark.full),
+        pytest.param("opening", moments(4), 1.0, marks=pytest.mark.full),
+        pytest.param("ending", moments(4), 0.4, marks=pytest.mark.full),
+    ],
+)
+def test_every_row_of_a_killed_process_arrives_once(server, tmp_path, when, kills, longest_s):
+    project = f"killed-{when}-{kills}"
+    logged = logged_by_killed_training(tmp_path, "mlflow", project, environment(server), kills, longest_s, when)
+    assert assert_each_once(server, project, logged) == "FINISHED"
+    assert not journals_left(tmp_path)
+
+
+@pytest.mark.full
+def test_a_send_that_is_killed_again_and_again_sends_each_row_once(server, tmp_path):
+    logged = left_by_killed_training(tmp_path, "mlflow", "sent", environment(server))
+    kept = tmp_path / "tracking-offline" / "mlflow-killed"
+    send_in_spite_of_kills(kept, tmp_path, environment(server), moments(4), 2.0)
+    assert assert_each_once(server, "sent", logged) == "FAILED"
+    assert not journals_left(tmp_path)
+
+
+def test_rows_arrive_if_no_journal_can_be_written(server, tmp_path):
+    (tmp_path / "tracking-offline").touch()
+    logged = logged_by_killed_training(tmp_path, "mlflow", "full", environment(server), kills=0)
+    assert assert_each_once(server, "full", logged) == "FINISHED"
 
 
 def test_a_loop_that_ends_all_runs_ends_and_leaves_ours_active(server, bare_environment):

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support import jobs
 from support.backends import pluto_environment
+from support.kills import kill_process, kill_with_children, logged, logged_by_killed_training, moments
 from support.loopback import Fault
-from support.pluto_server import KEY, PlutoServer
-from support.waiting import wait_for_file
+from support.pluto_server import KEY, PlutoServer, RecordedRun
+from support.waiting import wait_for_file, wait_until
 
 from flyteplugins_tracking.trackers.pluto import INIT_ARGUMENTS
 
@@ -246,6 +248,84 @@ def test_rows_that_a_mute_service_has_not_taken_are_kept_and_can_be_sent(mute):
     assert sorted(point.value for point in run.charted["x"].values()) == list(range(150))
     assert (run.status, run.statuses, run.config["lr"], run.duplicates) == ("COMPLETED", ["COMPLETED"], 0.1, 0)
     assert "new14" in run.names["METRIC"]
+
+
+TRAINING = [sys.executable, jobs.PROGRAMS / "killed_training.py", "pluto", "p"]
+
+
+def assert_each_once(run: RecordedRun, logged_rows: list[int]) -> None:
+    """Assert that charts have each row that was logged, once and at a step of its own."""
+    rows = [(line["step"], int(line["data"]["rank0"])) for line in run.lines if "rank0" in line["data"]]
+    values = [value for _, value in rows]
+    assert set(logged_rows) <= set(values)
+    assert len(values) == len(set(values))
+    assert len({step for step, _ in rows}) == len(rows)
+    assert [value for _, value in sorted(rows)] == sorted(values)  # an attempt's number is part of its values
+
+
+def start_and_kill(directory: Path, server: PlutoServer, rows: int) -> None:
+    """Start a job whose run exists and whose rows the service does not take, and kill its rank and its uploader."""
+    process = jobs.start(TRAINING, directory, pluto_environment(server))
+    wait_until(lambda: len(logged(directory)) >= rows, process)
+    kill_with_children(process.pid)
+    process.wait()
+
+
+@pytest.mark.parametrize("how", ["next attempt", pytest.param("send", marks=pytest.mark.full)])
+def test_rows_of_a_killed_rank_and_uploader_arrive_once(tmp_path, how):
+    with PlutoServer() as server:
+        with server.failing(Fault.status(503, only="ingest")):
+            start_and_kill(tmp_path, server, 50)
+            start_and_kill(tmp_path, server, 100)
+        (tmp_path / "stop").touch()
+        if how == "send":
+            (tmp_path / "moved").mkdir()
+            for path in (tmp_path / ".pluto").iterdir():  # to another machine, say
+                path.rename(tmp_path / "moved" / path.name)
+            command = [sys.executable, "-m", "flyteplugins_tracking.send", *sorted((tmp_path / "moved").iterdir())]
+        else:
+            command = TRAINING
+        done = jobs.run(command, tmp_path, pluto_environment(server))
+        assert done.returncode == 0, done.output
+        run = server.run("killed")
+        assert_each_once(run, logged(tmp_path))
+        if how == "send":
+            assert run.statuses == ["FAILED"]
+            again = jobs.run(command, tmp_path, pluto_environment(server))
+            assert "has nothing that is not sent yet" in again.output
+        else:
+            assert re.search(r"Pluto: run killed: sends \d+ rows that an earlier attempt had logged", done.output)
+            assert run.statuses == ["COMPLETED"]
+    assert run.duplicates == 0
+    assert not (tmp_path / ".pluto").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kill", [kill_process, kill_with_children], ids=["the rank", "the rank and its uploader"])
+def test_every_row_arrives_once_whenever_a_rank_is_killed(tmp_path, kill):
+    with PlutoServer() as server:
+        rows = logged_by_killed_training(tmp_path, "pluto", "p", pluto_environment(server), moments(3), kill=kill)
+        run = server.run("killed")
+    assert_each_once(run, rows)
+    assert run.statuses == ["COMPLETED"]
+    assert not (tmp_path / ".pluto").exists()
+
+
+@pytest.mark.full
+def test_every_row_arrives_once_if_the_uploader_is_killed(tmp_path):
+    with PlutoServer() as server:
+        process = jobs.start(TRAINING, tmp_path, pluto_environment(server))
+        wait_until(lambda: len(logged(tmp_path)) >= 50, process)
+        (uploader,) = psutil.Process(process.pid).children()
+        with server.failing(Fault.slow(1, only="ingest")) as fault:
+            wait_until(lambda: fault.hits, process)  # it is sending rows
+            uploader.kill()
+        (tmp_path / "stop").touch()
+        done = jobs.finish(process, tmp_path)
+        assert done.returncode == 0, done.output
+        run = server.run("killed")
+    assert_each_once(run, logged(tmp_path))
+    assert run.statuses == ["COMPLETED"]
 
 
 def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):

@@ -150,6 +150,44 @@ def test_a_log_that_was_fetched_before_the_signal_works_after_it(tmp_path, log):
     assert {run.exit_code for run in done.runs} == {143}
 
 
+@pytest.mark.parametrize(
+    ("signals_rank", "exit_code", "state"),
+    [("True", 143, "preempted"), pytest.param("False", 0, "finished", marks=pytest.mark.full)],
+)
+def test_a_run_whose_wandb_core_was_terminated_first_is_sent_and_ended_by_a_new_one(
+    tmp_path, signals_rank, exit_code, state
+):
+    """As by DeepSpeed's launcher, when a peer fails."""
+    with WandbServer() as server:
+        done = trained(tmp_path, "core_first", "200", signals_rank, env=server.environment)
+        (run,) = server.runs
+        assert (done.returncode, run.exit_codes, run.state) == (exit_code, [exit_code], state), done.output
+        assert [row["x"] for row in run.rows] == list(range(200))
+        assert str(tmp_path / "wandb") in done.output  # in the warning
+
+
+@pytest.mark.parametrize("where", ["thread", pytest.param("task", marks=pytest.mark.full)])
+def test_a_function_that_has_not_returned_when_the_process_ends_is_never_finished(tmp_path, where):
+    with WandbServer() as server:
+        done = trained(tmp_path, "left_behind", where, env=server.environment)
+        (run,) = server.runs
+        assert (done.returncode, run.exit_codes, run.state) == (0, [1], "failed"), done.output
+        assert run.summary["failure/message"] == "the process ended before the function returned"
+        assert "the process ends before the decorated function has returned, and with it run ours" in done.output
+        assert [row["x"] for row in run.rows] == list(range(len(run.rows)))
+        # The thread is told that its run has ended, if it logs another row.
+        assert "Traceback" not in done.output or (where == "thread" and "UsageError" in done.output)
+
+
+@pytest.mark.parametrize(
+    ("function", "exit_code"), [("interrupted_async", 130), pytest.param("cancelled_async", 1, marks=pytest.mark.full)]
+)
+def test_ctrl_c_in_an_async_function_is_told_from_a_cancellation(tmp_path, function, exit_code):
+    with WandbServer() as server:
+        done = trained(tmp_path, function, env=server.environment)
+        assert [run.exit_codes for run in server.runs] == [[exit_code]], done.output
+
+
 @pytest.mark.parametrize("second", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM], ids=str)
 def test_a_second_signal_does_not_cut_the_runs_end_short(tmp_path, second):
     with job(tmp_path) as started, started.server.failing(Fault.slow(1, only="filestream")) as fault:

@@ -207,8 +207,8 @@ def test_processes_that_a_rank_starts_do_not_write_to_its_run(tmp_path, start, p
     done = jobs.run(command, tmp_path)
     assert done.returncode == 0, done.output
     assert "could not be finished" not in done.output
-    assert len({run.id for run in done.runs}) == len(done.runs) == (3 if parent == "tracked" else 2)
-    assert sorted(len(run.rows) for run in done.runs) == ([1, 20, 20] if parent == "tracked" else [20, 20])
+    assert len({run.id for run in done.runs}) == len(done.runs) == (5 if parent == "tracked" else 4)
+    assert sorted(len(run.rows) for run in done.runs) == [*([1] if parent == "tracked" else []), 20, 20, 20, 20]
     assert {run.exit_code for run in done.runs} == {0}
 
 

@@ -15,8 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import jobs
-from support.kills import logged_by_killed_training
+from support import jobs, kills
+from support.kills import (
+    journals_left,
+    left_by_killed_training,
+    logged_by_killed_training,
+    moments,
+    send_in_spite_of_kills,
+)
 from support.waiting import wait_for_file, wait_until
 
 pytest.importorskip("trackio", reason='trackio is not installed: pip install "flyteplugins-tracking[trackio]"')
@@ -187,14 +193,59 @@ def test_rows_of_the_last_moments_outlive_sigkill(tmp_path):
     assert config(tmp_path)["status"] == "running"
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.full)])
-def test_every_row_of_a_killed_process_arrives_once(tmp_path, kills):
-    logged = logged_by_killed_training(tmp_path, "trackio", "p", environment(tmp_path), kills)
-    values = sorted(row["rank0"] for _, row in rows(tmp_path, "killed"))
+def assert_each_once(directory: Path, logged: list[int]) -> str:
+    """Assert that the files have each row once. Returns the run's status."""
+    values = sorted(row["rank0"] for _, row in rows(directory, "killed"))
     assert set(logged) <= set(values)
     assert len(values) == len(set(values))
-    assert config(tmp_path, "killed")["status"] == "finished"
-    assert not list(tmp_path.rglob("*.journal.*"))
+    status: str = config(directory, "killed")["status"]
+    return status
+
+
+@pytest.mark.parametrize(
+    ("when", "count", "longest_s"),
+    [
+        ("logged", 1, 1.0),
+        pytest.param("logged", moments(4), 1.0, marks=pytest.mark.full),
+        pytest.param("opening", moments(4), 1.0, marks=pytest.mark.full),
+        pytest.param("ending", moments(4), 0.4, marks=pytest.mark.full),
+    ],
+)
+def test_every_row_of_a_killed_process_arrives_once(tmp_path, when, count, longest_s):
+    logged = logged_by_killed_training(tmp_path, "trackio", "p", environment(tmp_path), count, longest_s, when)
+    assert assert_each_once(tmp_path, logged) == "finished"
+    assert not journals_left(tmp_path)
+
+
+@pytest.mark.full
+def test_a_send_that_is_killed_again_and_again_sends_each_row_once(tmp_path):
+    logged = left_by_killed_training(tmp_path, "trackio", "p", environment(tmp_path))
+    kept = tmp_path / "tracking-offline" / "trackio-killed"
+    send_in_spite_of_kills(kept, tmp_path, environment(tmp_path), moments(4), 2.0)
+    assert assert_each_once(tmp_path, logged) == "failed"
+    assert not journals_left(tmp_path)
+
+
+def test_rows_arrive_if_no_journal_can_be_written(tmp_path):
+    (tmp_path / "tracking-offline").touch()
+    logged = logged_by_killed_training(tmp_path, "trackio", "p", environment(tmp_path), kills=0)
+    assert assert_each_once(tmp_path, logged) == "finished"
+
+
+def test_rows_that_were_logged_to_files_are_sent_by_the_next_attempt(tmp_path):
+    """The directory cannot be used in the first attempt, which `if_unavailable="degrade"` lets go on."""
+    (tmp_path / "trackio").touch()
+    command = [sys.executable, jobs.PROGRAMS / "killed_training.py", "trackio", "p", "30"]
+    env = {**environment(tmp_path), "IF_UNAVAILABLE": "degrade"}
+    assert jobs.run(command, tmp_path, env).returncode == 0
+    assert len(list(tmp_path.rglob("*.journal.*"))) == 1
+    (tmp_path / "trackio").unlink()
+    done = jobs.run(command, tmp_path, env)
+    assert done.returncode == 0, done.output
+    assert "sent 30 rows again" in done.output
+    assert len(kills.logged(tmp_path)) == 60
+    assert assert_each_once(tmp_path, kills.logged(tmp_path)) == "finished"
+    assert not journals_left(tmp_path)
 
 
 @pytest.mark.full

@@ -173,6 +173,12 @@ def runs_out_of_memory() -> None:
     bytearray(2**34)
 
 
+def fills_memory() -> None:
+    """The limit is that of a control group: the kernel kills. Without one, this ends at 400 MB."""
+    filled = [bytearray(b"x" * 2**20) for _ in range(400)]
+    raise AssertionError(f"not killed at {len(filled)} MB")
+
+
 def hides_its_failure() -> None:
     """The peers of a collective lose this rank before its own exception leaves the function."""
     import torch.distributed as dist
@@ -191,6 +197,7 @@ ENDS: dict[str, Callable[[], object]] = {
     "os._exit 7 at go": at_go(lambda: os._exit(7)),
     "segfault at go": at_go(crashes),
     "out of memory at go": at_go(runs_out_of_memory),
+    "killed for memory at go": at_go(fills_memory),
     "destroy, raise at go": at_go(hides_its_failure),
     "collective at go": at_go(lambda: in_collective()),
     "exit 3": lambda: sys.exit(3),

@@ -57,6 +57,80 @@ def ignored() -> None:
     train()
 
 
+def core_first(rows: str, signals_rank: str) -> None:
+    """wandb-core is ended before the rank, as by DeepSpeed's launcher. Without a signal, the function returns."""
+
+    @tracking_init(project="tests", id="ours")
+    def train() -> None:
+        import wandb
+
+        for x in range(int(rows)):
+            get_run().log({"x": x})
+        core = wandb.sdk.wandb_setup.singleton().ensure_service()._proc._process
+        core.terminate()
+        core.wait()
+        if signals_rank == "True":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(PATIENCE_S)
+
+    train()
+
+
+def left_behind(where: str) -> None:
+    """The process ends while a decorated function still runs."""
+
+    @tracking_init(project="tests", id="ours")
+    def train() -> None:
+        for x in range(1_000_000):
+            get_run().log({"x": x})
+            begun.set()
+            time.sleep(0.01)
+
+    @tracking_init(project="tests", id="ours")
+    async def train_async() -> None:
+        for x in range(1_000_000):
+            get_run().log({"x": x})
+            begun.set()
+            await asyncio.sleep(0.01)
+
+    begun = threading.Event()
+    if where == "thread":
+        threading.Thread(target=train, daemon=True).start()
+        assert begun.wait(PATIENCE_S)
+    else:
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(train_async())
+        while not begun.is_set():
+            loop.run_until_complete(asyncio.sleep(0.05))
+        print(task.done())
+
+
+def interrupted_async() -> None:
+    """Ctrl-C in an async function."""
+
+    @tracking_init(project="tests", id="ours")
+    async def train() -> None:
+        get_run().log({"x": 0})
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(PATIENCE_S)
+
+    asyncio.run(train())
+
+
+def cancelled_async() -> None:
+    """A function that its caller cancels."""
+
+    @tracking_init(project="tests", id="ours")
+    async def train() -> None:
+        get_run().log({"x": 0})
+        await asyncio.sleep(PATIENCE_S)
+
+    async def main() -> None:
+        await asyncio.wait_for(train(), 0.5)
+
+    asyncio.run(main())
+
+
 def fork_race() -> None:
     """150 children are told to end as soon as they are forked."""
 

@@ -23,7 +23,7 @@ import sqlite3
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,21 +34,31 @@ from support import jobs
 from wandb_files import read_runs
 
 import flyteplugins_tracking.testing
-from flyteplugins_tracking import DistributedInfo, RunPlan, TrackingError, plan, tracking_init
+from flyteplugins_tracking import (
+    DistributedInfo,
+    RunPlan,
+    TrackingError,
+    doctor,
+    plan,
+    ranks,
+    send,
+    tracking_init,
+    view,
+)
 from flyteplugins_tracking._job import launchers, topology
 from flyteplugins_tracking._job.identity import from_launcher
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
+README = (ROOT / "README.md").read_text()
+(REPOSITORY,) = re.findall(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
 RUNNER = jobs.PROGRAMS / "docs_blocks.py"
 # How many runs a block makes, where that is any.
 RUNS = {
     "README/train.py": 1,
-    "README/workflow.py": 2,
-    "README/flyte2.py": 1,
     "docs/modes/shared/shared.py": 1,
     "docs/configuration/configured.py": 2,
-    "docs/index/hello.py": 1,
+    "docs/first-run/hello.py": 1,
     "docs/metrics/per_rank.py": 1,
     "docs/modes/primary/primary.py": 1,
     "docs/metrics/statistics_only.py": 1,
@@ -58,7 +68,7 @@ RUNS = {
 # What commands may start.
 PROGRAMS = re.compile(
     "accelerate|export|flyte|flyteplugins-tracking|konduktor|kubectl|make|mpirun|pip|pyflyte|pytest|python|sbatch|srun|"
-    "torchrun|wandb"
+    "torchrun|unset|wandb"
 )
 
 OMPI = {
@@ -85,11 +95,27 @@ RAISING = {
 }
 # What the page of launchers leaves out: it is looked at, and tells nobody's place.
 CHECKED_ONLY = {
+    "LEPTON_RESOURCE_ACCELERATOR_NUM",
     "NUM_GPUS_PER_NODE",
-    "PET_NPROC_PER_NODE",
     "SKYPILOT_NUM_GPUS_PER_NODE",
     "SLURM_GTIDS",
     "TORCHELASTIC_ERROR_FILE",
+}
+
+
+# Codes of MLflow's errors, of CPython's bytecode and of sysconf: they look like variables.
+NO_VARIABLES = {
+    *(
+        "ALREADY_EXISTS",
+        "BAD_REQUEST",
+        "ENDPOINT_NOT_FOUND",
+        "INVALID_PARAMETER_VALUE",
+        "INVALID_STATE",
+        "MALFORMED_REQUEST",
+        "NOT_FOUND",
+    ),
+    *("RESOURCE_ALREADY_EXISTS", "RESOURCE_DOES_NOT_EXIST"),
+    *("LOAD_ATTR", "LOAD_METHOD", "PUSH_NULL", "SC_CLK_TCK", "SC_PAGE_SIZE"),
 }
 
 
@@ -134,9 +160,14 @@ def commands() -> Iterator[tuple[str, str]]:
     for block in BLOCKS:
         if block.language in ("bash", "console") and not block.included:
             lines = block.code.replace("\\\n", " ").split("\n")
-            yield from ((block.page, command) for line in lines if (command := line.partition("  #")[0].strip()))
+            yield from ((block.page, command) for line in lines if (command := without_extras(line)))
     for page, text in PAGES.items():
         yield from ((page, command) for command in re.findall(r"`((?:make|pip install|python -m) [^`]+)`", text))
+
+
+def without_extras(line: str) -> str:
+    """The command of a line, without its comment and the variables that are set for it alone."""
+    return re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line.partition("  #")[0].strip())
 
 
 COMMANDS = sorted(set(commands()))
@@ -148,6 +179,15 @@ def test_every_block_is_of_a_kind_that_is_tested():
     assert len(PYTHON) == len([block for block in BLOCKS if block.file]), "two blocks of a page have one name"
     written = sum(text.count("```") for text in PAGES.values())
     assert written == 2 * len(BLOCKS), "a fence is not closed, or not understood here"
+
+
+# These pages have longer lines, in tables that a command prints and in templates of Flyte's.
+WIDE = {"docs/flyte", "docs/launchers", "docs/trackers", "docs/performance", "docs/reliability"}
+
+
+def test_a_block_fits_80_columns():
+    blocks = [block for block in BLOCKS if block.language != "text" and block.page not in WIDE]
+    assert [(block.page, line) for block in blocks for line in block.code.splitlines() if len(line) > 80] == []
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +223,7 @@ def test_text_is_what_the_blocks_of_its_page_print(ran):
     for file, block in PYTHON.items():
         printed[block.page] += results[str(directory / file)]["output"]
     texts = [block for block in BLOCKS if block.language == "text" and block.page in printed]
+    texts = [block for block in texts if not block.code.startswith("Diagnostics")]  # the doctor's
     assert texts
     assert [block for block in texts if block.code not in printed[block.page]] == []
 
@@ -195,6 +236,39 @@ def test_the_first_command_of_the_readme_trains_on_two_ranks(tmp_path):
     assert [(run.exit_code, len(run.rows)) for run in done.runs] == [(0, 10)], done.output
 
 
+def test_the_readme_shows_what_the_doctor_prints(tmp_path):
+    ((words, text),) = re.findall(r"```console\n(RANK=.*?) python .*?```\n\n```text\n(.*?)```", README, re.DOTALL)
+    variables = dict(word.split("=") for word in words.split())
+    done = jobs.python(tmp_path, "-m", "flyteplugins_tracking", "--offline", env=variables)
+    assert text in done.output
+
+
+def test_the_readmes_figures_are_those_of_the_pages_that_it_links():
+    table = README.partition("## What you can rely on\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| **")]
+    assert len(rows) == 5
+    for _, measured in rows:
+        text, links = measured.partition(": [")[::2]
+        linked = "".join(path.read_text() for path in map(file_of, re.findall(r"\((\S+)\)", links)))
+        assert [figure for figure in re.findall(r"\d[\d,.]*\d", text) if figure not in linked] == [], text
+
+
+@pytest.mark.parametrize("name", ["README", "CHANGELOG", "CONTRIBUTING", "SECURITY"])
+def test_links_of_the_files_at_the_root_work_wherever_they_are_read(name):
+    text = (ROOT / f"{name}.md").read_text()
+    links = re.findall(r"\]\((\S+?)\)", text)
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert [link for link in links if REPOSITORY in link and not file_of(link).is_file()] == []
+    assert len(README.splitlines()) <= 200
+
+
+def file_of(link: str) -> Path:
+    """The file of this repository that an absolute link leads to."""
+    for start in (f"{REPOSITORY}/blob/main/", f"{REPOSITORY.replace('github', 'raw.githubusercontent')}/main/"):
+        link = link.removeprefix(start)
+    return ROOT / link.partition("#")[0]
+
+
 @pytest.mark.parametrize("path", INCLUDED)
 def test_included_files_are_run_by_a_test(path):
     assert (ROOT / path).is_file()
@@ -202,6 +276,7 @@ def test_included_files_are_run_by_a_test(path):
         Path(__file__).with_name("test_examples.py"),
         Path(__file__).with_name("test_frameworks.py"),
         *jobs.PROGRAMS.glob("*_runs.py"),
+        *ROOT.glob("tests/engines/test_*.py"),
     ]
     named = re.compile(rf'"{re.escape(Path(path).name)}"|^ *(?:from|import) {Path(path).stem}\b', re.MULTILINE)
     assert any(named.search(test.read_text()) for test in tests)
@@ -246,9 +321,9 @@ def test_copies_of_files_are_those_of_the_files():
 
 
 def test_both_sides_of_a_diff_are_python():
-    (block,) = [block for block in BLOCKS if block.language == "diff"]
-    for side in "-+":
-        ast.parse("\n".join(line[1:] for line in block.code.splitlines() if line[0] in (" ", side)))
+    for block in BLOCKS:
+        for side in "-+" if block.language == "diff" else "":
+            ast.parse("\n".join(line[1:] for line in block.code.splitlines() if line[0] in (" ", side)))
 
 
 def test_the_entry_point_of_the_page_is_the_examples():
@@ -269,6 +344,28 @@ def test_the_drawings_are_those_of_the_plans():
     assert [name for name in drawings if f"]({name})" not in shown] == []
 
 
+def test_a_phone_shows_the_labels_of_the_drawings():
+    """A page of 390 pixels has 358 for a drawing. The smallest text is then at least 11 pixels high."""
+    for path in (ROOT / "docs" / "modes").glob("*.svg"):
+        drawing = path.read_text()
+        width = float(re.findall(r'viewBox="0 0 (\d+)', drawing)[0])
+        sizes = [float(size) for size in re.findall(r'font-size="([\d.]+)"', drawing)]
+        assert min(sizes) * 358 / width >= 11, path.name
+        assert "prefers-color-scheme: dark" in drawing
+
+
+def test_the_pictures_are_small_and_shown_and_ask_no_other_host():
+    pictures = {path.name: path for path in (ROOT / "docs" / "pictures").iterdir() if path.suffix in (".svg", ".png")}
+    shown = {name for text in PAGES.values() for name in re.findall(r"pictures/([\w-]+\.(?:svg|png))", text)}
+    assert set(pictures) == shown
+    for name, path in pictures.items():
+        assert path.stat().st_size < 150_000, name
+        if path.suffix == ".svg":
+            drawing = path.read_text()
+            assert "prefers-color-scheme: dark" in drawing, name
+            assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)[^<]*\.(?:css|woff|js)", drawing) == [], name
+
+
 def test_the_page_of_launchers_has_each_detector_in_its_order_and_each_variable():
     page = PAGES["docs/launchers"]
     assert re.findall(r"^\| `(\w+)` \| (?!\-)", page.partition("| `launcher` |")[2], re.MULTILINE) == [
@@ -276,6 +373,30 @@ def test_the_page_of_launchers_has_each_detector_in_its_order_and_each_variable(
     ]
     told = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", page))
     assert jobs.variables_of_launchers() - told == CHECKED_ONLY
+
+
+def test_the_page_of_variables_has_each_that_the_package_names_and_no_other():
+    names = re.compile(r"[A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9]|RANK|NETRC|PYTHONPATH|PYTHONSAFEPATH")
+    trees = [ast.parse(path.read_text()) for path in jobs.PACKAGE.rglob("*.py")]
+    texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    named = {text for text in texts if isinstance(text, str) and names.fullmatch(text)} - NO_VARIABLES
+    assert set(re.findall(rf"`({names.pattern})`", PAGES["docs/environment"])) == named
+
+
+def test_the_page_of_the_command_line_has_every_option(capsys, monkeypatch):
+    page, shown = PAGES["docs/cli"], ""
+    for main, arguments in (
+        (send.main, ["--help"]),
+        (doctor.main, []),
+        (ranks.main, ["--help"]),
+        (view.main, ["--help"]),
+    ):
+        monkeypatch.setattr(sys, "argv", ["flyteplugins-tracking", "--help"])
+        with suppress(SystemExit):
+            main(arguments) if arguments else main()
+        shown += capsys.readouterr().out
+    options = {*re.findall(r"(--[a-z-]+)", shown)} - {"--help"}
+    assert options == {*re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE)}
 
 
 def test_where_things_are_names_files_and_what_they_define():
@@ -292,8 +413,7 @@ def test_where_things_are_names_files_and_what_they_define():
 
 def test_the_reference_has_every_public_name():
     page = PAGES["docs/reference"]
-    errors = "::: flyteplugins_tracking.errors\n"
-    assert errors in page
+    assert "::: flyteplugins_tracking.errors\n" in PAGES["docs/errors"]
     names = [name for name in flyteplugins_tracking.__all__ if not name.endswith("Error")]
     names += [f"testing.{name}" for name in flyteplugins_tracking.testing.__all__]
     assert [name for name in names if f"::: flyteplugins_tracking.{name}\n" not in page] == []

@@ -15,8 +15,9 @@ import psutil
 import pytest
 import yaml
 from support import jobs
-from support.waiting import wait_for_file
+from support.waiting import wait_for_file, wait_until
 from support.wandb_server import WandbServer
+from wandb_files import read_runs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 README = EXAMPLES.parent / "README.md"
@@ -132,6 +133,42 @@ def test_elastic_checkpoint_goes_on_with_run_and_training_when_a_rank_is_killed(
     assert 5 <= attempts[1][0] <= len(attempts[0])
     assert (run.exit_codes[-1], run.state, run.rows_overwritten) == (0, "finished", 0)
     assert [other.id for other in server.runs].count("elastic") == 1
+
+
+def test_fsdp_has_one_run_with_the_statistics_of_all_ranks(tmp_path):
+    (run,) = example(tmp_path, "fsdp.py", 2).runs
+    assert (run.exit_code, len(run.rows)) == (0, 20)
+    assert {"loss/mean", "norm/max", "rank_0/loss", "rank_1/loss"} <= run.rows[0].keys()
+    assert run.rows[-1]["loss/mean"] < run.rows[0]["loss/mean"]
+
+
+@pytest.mark.full
+def test_an_evaluation_logs_to_the_run_of_its_training(tmp_path):
+    (run,) = example(tmp_path, "evaluation.py", 2).runs
+    assert ["test/error/max" in row for row in run.rows] == ([False] * 10 + [True]) * 3
+
+
+@pytest.mark.full
+def test_an_evaluation_by_itself_has_a_run(tmp_path):
+    (run,) = jobs.python(tmp_path, EXAMPLES / "evaluation.py", "evaluate").runs
+    assert (run.exit_code, len(run.rows)) == (0, 1)
+
+
+@pytest.mark.full
+def test_a_preempted_training_continues_where_it_stopped(tmp_path):
+    """A SIGTERM before a rank has called `should_stop()` interrupts it: so the test waits for some rows."""
+    env = {"WANDB_RUN_ID": "preempted"}
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), EXAMPLES / "preemptible.py", "checkpoint.pt"]
+    job = jobs.start(command, tmp_path, env)
+    wait_until(lambda: any(run.rows[4:] for run in read_runs(tmp_path / "wandb")), job)
+    job.send_signal(signal.SIGTERM)
+    preempted = jobs.finish(job, tmp_path)
+    (stopped,) = preempted.runs
+    assert (stopped.exit_code, stopped.summary["stop/reason"]) == (143, "SIGTERM"), preempted.output
+    continued = jobs.run(command, tmp_path, env)
+    assert continued.returncode == 0, continued.output
+    assert [(run.id, run.exit_code) for run in continued.runs] == [("preempted", 143), ("preempted", 0)]
+    assert [row["train_step"] for run in continued.runs for row in run.rows] == list(range(100))
 
 
 def rank(agent: int, number: int) -> psutil.Process:

@@ -8,7 +8,9 @@ import functools
 import inspect
 import pickle
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from support.requests import RequestRecorder
@@ -285,3 +287,35 @@ def test_the_environment_is_read_at_entry_only(recorder, bare_environment):
 
     run_id = train().id
     assert [(run.id, run.exit_codes) for run in recorder] == [(run_id, (0,))]
+
+
+async def body() -> None:
+    """Never runs."""
+
+
+async def rows() -> AsyncIterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"), [(body, "coroutine"), (batches, "generator"), (rows, "async generator")], ids=["1", "2", "3"]
+)
+def test_a_function_that_returns_a_body_instead_of_running_it_is_refused(recorder, made, kind):
+    @tracking_init
+    def train() -> Any:
+        return made()
+
+    with pytest.raises(ConfigError, match=f"train returned a {kind} that has not started"):
+        train()
+    assert [run.exit_codes for run in recorder] == [(1,)]
+
+
+def test_a_generator_that_has_started_is_a_value_like_any_other(recorder):
+    @tracking_init
+    def train() -> Any:
+        numbers = (number for number in range(3))
+        next(numbers)
+        return numbers
+
+    assert list(train()) == [1, 2]
+    assert [run.exit_codes for run in recorder] == [(0,)]

@@ -86,14 +86,16 @@ LAUNCHERS: dict[str, dict[str, str]] = {
     "mvapich": {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2"},
     "jsm": {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "4", "LSB_JOBID": "9"},
     "mpich": {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"},
-    "kubeflow": {"RANK": "0", "WORLD_SIZE": "2"},
+    "lepton": {"LEPTON_JOB_WORKER_INDEX": "0", "LEPTON_JOB_TOTAL_WORKERS": "2", "LEPTON_JOB_NAME": "j"},
+    "kubeflow": {"RANK": "0", "WORLD_SIZE": "2", "KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+    "env_rank": {"RANK": "0", "WORLD_SIZE": "2"},
     "konduktor": {"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "2"},
     "skypilot": {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "t"},
 }
 
 
 def test_every_launcher_that_sets_variables_is_tested_here():
-    assert set(LAUNCHERS) | {"process_group"} == set(DETECTORS)
+    assert set(LAUNCHERS) | {"process_group", "jax", "ray"} == set(DETECTORS)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -215,7 +217,7 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
     "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is not a directory -> export HOME="),
     "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "counts as the only one -> srun python train.py"),
     "a pod": (
-        {"RANK": "0", "WORLD_SIZE": "2"},
+        LAUNCHERS["kubeflow"],
         "warning",
         "counts as the only process of its node -> torchrun train.py",
     ),
@@ -443,6 +445,14 @@ def test_the_json_document_has_the_keys_that_are_documented(ask):
     assert document["plans"][0].keys() == {"run_mode", "rank_scope", "runs", "ids", "groups", "writers", "error"}
     assert document["diagnostics"][0].keys() == {"level", "text", "fix", "ranks", "workers"}
     assert {"python", "flyteplugins-tracking"} <= document["versions"].keys()
+
+
+@pytest.mark.parametrize("argument", ["--local_rank=1", "--local-rank=1"])
+def test_the_argument_that_launchers_add_to_a_module_is_accepted(ask, argument):
+    """DeepSpeed's, and torch.distributed.launch."""
+    status, out, err = ask(argument, "--offline", WANDB_API_KEY=KEY)
+    assert (status, err) == (0, "")
+    assert "none: one process" in out
 
 
 @pytest.mark.parametrize("arguments", [["--tracker", "nope"], ["--unknown"], ["more"]])

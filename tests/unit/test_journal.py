@@ -109,6 +109,56 @@ def test_a_forked_child_leaves_the_journal_alone(tmp_path, pending):
     assert pending(tmp_path) == [[b"parent's", b"later"]]
 
 
+def test_the_same_count_again_adds_nothing_to_the_file(tmp_path):
+    journal = Journal(tmp_path, "rank-0", {})
+    journal.add(b"x")
+    journal.acknowledged(1)
+    (path,) = tmp_path.iterdir()
+    size = path.stat().st_size
+    for _ in range(1000):  # as a client does that writes every 0.2 s, also if nothing is logged
+        journal.acknowledged(1)
+    assert path.stat().st_size == size
+
+
+def test_what_is_acknowledged_at_once_stays_below_two_segments(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SEGMENT_BYTES", 1000)
+    journal = Journal(tmp_path, "rank-0", {})
+    largest = 0
+    for number in range(2000):
+        journal.add(b"%04d" % number)
+        journal.acknowledged(number + 1)
+        largest = max(largest, sum(path.stat().st_size for path in tmp_path.iterdir()))
+    assert 1000 < largest < 2200
+
+
+PROGRAM_WITH_LITTLE_ROOM = """
+import logging, resource, sys
+from pathlib import Path
+from flyteplugins_tracking.trackers.journal.files import Journal
+logging.basicConfig(format="%(message)s")
+for room in range(250):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    journal = Journal(Path(sys.argv[1], str(room)), "rank-0", {"id": "x"})
+    for number in range(20):
+        journal.add(b"%03d" % number)
+        if number == 0 and room % 2:
+            journal.acknowledged(1)
+"""
+
+
+def test_wherever_the_disk_is_full_the_records_before_can_be_read(tmp_path, stored):
+    """The kernel writes a part of a frame, and refuses the next one. Each position in a frame is tried."""
+    command = [sys.executable, "-c", PROGRAM_WITH_LITTLE_ROOM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr.count("rows cannot be kept in") == 250
+    all_records = [b"%03d" % number for number in range(20)]
+    for room in range(250):
+        kept = [entry.data for journal in stored(tmp_path / str(room)) for entry in journal.pending()]
+        first = int(bool(room % 2) and kept[:1] != all_records[:1])  # the acknowledgement may be what was torn
+        assert kept == all_records[first : first + len(kept)]
+        assert room < 110 or kept
+
+
 def test_a_journal_is_open_until_its_process_ends(tmp_path, stored):
     program = f"""
 import sys

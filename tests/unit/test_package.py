@@ -31,7 +31,7 @@ ROOMS = [
     {"_flyte"},
     {"decorator"},
     {"_sweeps"},
-    {"__init__", "send", "compat", "doctor", "ranks", "testing"},
+    {"__init__", "send", "compat", "doctor", "ranks", "testing", "view"},
     {"__main__"},
 ]
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from flyteplugins_tracking import ConfigError, DistributedInfo, RunPlan, TopologyError, plan
 from flyteplugins_tracking._job.nodes import leader_of
+from flyteplugins_tracking._job.plan import needs_shared_id
 
 INFO = DistributedInfo(rank=5, world_size=8, local_rank=1, local_world_size=4, worker_index=1, num_workers=2)
 FIRST = DistributedInfo(rank=4, world_size=8, local_rank=0, local_world_size=4, worker_index=1, num_workers=2)
@@ -223,3 +224,16 @@ def test_writers_is_how_many_ranks_have_the_run(ranks, run_mode, rank_scope):
     plans = [plan(info, run_mode, rank_scope, "b") for info in ranks]
     having = Counter(p.run_id for p in plans if p.opens)
     assert all(p.writers == having[p.run_id] for p in plans if p.opens)
+
+
+@given(ranks=WORLDS, run_mode=MODES, rank_scope=SCOPES)
+def test_ranks_agree_on_an_id_if_and_only_if_several_have_a_run(ranks, run_mode, rank_scope):
+    """One rank alone needs no agreement, for which DeepSpeed and Composer offer nothing before the process group."""
+    planned = [plan(info, run_mode, rank_scope, "base") for info in ranks]
+    runs = sum(one.opens for one in planned)
+    is_asked = {needs_shared_id(info, run_mode, rank_scope) for info in ranks}
+    assert len(is_asked) == 1
+    if run_mode == "auto":
+        assert is_asked == {runs > 1}
+    else:
+        assert is_asked == {True}

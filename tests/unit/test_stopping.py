@@ -131,7 +131,7 @@ def test_a_time_limit_that_is_far_away_or_not_watched_stops_nothing(recorder, mo
 def test_a_time_limit_that_nobody_tells_is_said(recorder, monkeypatch, caplog):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     assert not tracking_init(tracker=recorder, stop_before_s=5)(loops)(0.05)
-    assert "stop_before_s=5 is ignored: no launcher tells the job's time limit" in caplog.text
+    assert "stop_before_s=5 is ignored: the launcher names no time limit" in caplog.text
 
 
 def test_the_ranks_of_a_simulation_that_are_running_are_asked(recorder):

@@ -18,6 +18,7 @@ from flyteplugins_tracking import (
 )
 from flyteplugins_tracking._job.launchers import DETECTORS
 from flyteplugins_tracking._job.topology import detect
+from flyteplugins_tracking._util import proc
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job",
@@ -48,6 +49,9 @@ OPENMPI = {
     "OMPI_COMM_WORLD_NODE_RANK": "1",
     "PMIX_NAMESPACE": "ns",
 }
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+LEPTON = {"LEPTON_JOB_WORKER_INDEX": "1", "LEPTON_JOB_TOTAL_WORKERS": "2", "LEPTON_JOB_NAME": "j"}
+PAI_DLC = {"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "8", "MASTER_ADDR": "x", "MASTER_PORT": "23456"}
 
 
 def without(env: dict[str, str], *names: str, **changed: str) -> dict[str, str]:
@@ -189,9 +193,24 @@ def without(env: dict[str, str], *names: str, **changed: str) -> dict[str, str]:
             id="a child of Lightning in an interactive step",
         ),
         pytest.param(
-            {"RANK": "1", "WORLD_SIZE": "2"},
+            {"RANK": "1", "WORLD_SIZE": "2", **POD},
             DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
             id="a PyTorchJob pod",
+        ),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2", "AIHC_JOB_NAME": "j"},
+            DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
+            id="a pod of AIHC with one process",
+        ),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2", "NPROC_PER_NODE": "1"},
+            DistributedInfo(1, 2, 0, 1, 1, 2, launcher="kubeflow"),
+            id="a pod of PAI-DLC with one process",
+        ),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "x"},
+            DistributedInfo(1, 2, launcher="env_rank"),
+            id="a script's RANK and WORLD_SIZE, in no pod",
         ),
         pytest.param(
             {"RANK": "1", "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "1", "PET_NNODES": "1:2"},
@@ -212,6 +231,11 @@ def without(env: dict[str, str], *names: str, **changed: str) -> dict[str, str]:
             {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_TASK_ID": "t"},
             DistributedInfo(1, 2, 0, 1, 1, 2, 0, "skypilot", "t"),
             id="a SkyPilot task",
+        ),
+        pytest.param(
+            {**LEPTON, "LEPTON_RESOURCE_ACCELERATOR_NUM": "1", "NODE_RANK": "1", "WORLD_SIZE": "2"},
+            DistributedInfo(1, 2, 0, 1, 1, 2, 0, "lepton", "j"),
+            id="a worker of DGX Lepton",
         ),
     ],
 )
@@ -239,6 +263,9 @@ def test_each_launcher_is_understood(env, expected):
         pytest.param({"KONDUKTOR_JOB_NAME": "j", "RANK": "0", "NUM_NODES": "1"}, id="a konduktor pod alone"),
         pytest.param({"NODE_RANK": "0", "MASTER_ADDR": "x"}, id="Lightning's parent on the first node"),
         pytest.param({"PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_NNODES": "1"}, id="a Trainer pod alone"),
+        pytest.param({**PAI_DLC, "RANK": "0", "WORLD_SIZE": "1"}, id="a pod of PAI-DLC alone"),
+        pytest.param({**LEPTON, "LEPTON_JOB_WORKER_INDEX": "0", "LEPTON_JOB_TOTAL_WORKERS": "1"}, id="Lepton alone"),
+        pytest.param({"RANK": "0", "WORLD_SIZE": "1"}, id="RANK and WORLD_SIZE of a world of one"),
     ],
 )
 def test_one_process_is_not_a_distributed_job(env):
@@ -265,6 +292,17 @@ def test_one_process_is_not_a_distributed_job(env):
         ({"NODE_RANK": "1", "MASTER_ADDR": "x"}, "NODE_RANK=1 is set and RANK is not"),
         ({"LOCAL_RANK": "0", "WORLD_SIZE": "4", "NODE_RANK": "1"}, "NODE_RANK=1 and LOCAL_RANK=0 without RANK"),
         ({"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "8"}, "RANK=1 is a node, not a process"),
+        (
+            PAI_DLC,
+            "RANK=1 is a node, not a process: NPROC_PER_NODE=8 and no LOCAL_RANK. Call the decorated function in the "
+            'workers: torchrun --nnodes="$WORLD_SIZE" --node-rank="$RANK" --nproc-per-node="$NPROC_PER_NODE" '
+            '--master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" train.py',
+        ),
+        (
+            {**LEPTON, "LEPTON_RESOURCE_ACCELERATOR_NUM": "8", "RANK": "1", "WORLD_SIZE": "2"},
+            'torchrun --nnodes="$LEPTON_JOB_TOTAL_WORKERS" --node-rank="$LEPTON_JOB_WORKER_INDEX" '
+            '--nproc-per-node="$LEPTON_RESOURCE_ACCELERATOR_NUM" --master-addr=',
+        ),
         ({"RANK": "1", "WORLD_SIZE": "16", "PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto"),
         ({"RANK": "1", "WORLD_SIZE": "16", "PET_NNODES": "2"}, "WORLD_SIZE=16 and PET_NNODES=2 contradict"),
         ({"PET_NODE_RANK": "1", "PET_NNODES": "1:4"}, "PET_NNODES=1:4 does not say"),
@@ -343,12 +381,39 @@ def test_an_initialised_process_group_has_the_rank_if_no_variable_has_it(monkeyp
     monkeypatch.setitem(sys.modules, "torch.distributed", Group(9, 16))
     assert detect({}) == DistributedInfo(9, 16, launcher="process_group")
     # mp.spawn in the pods of a PyTorchJob: RANK is the pod's.
-    assert detect({"RANK": "1", "WORLD_SIZE": "2"}) == DistributedInfo(9, 16, launcher="process_group")
+    assert detect({"RANK": "1", "WORLD_SIZE": "2", **POD}) == DistributedInfo(9, 16, launcher="process_group")
+
+
+def test_rank_and_world_size_that_a_destroyed_group_has_left_are_refused(monkeypatch):
+    """In a worker that serves several trainings. Those that the process was started with are its launcher's."""
+    dist = pytest.importorskip("torch", reason="torch is not installed").distributed
+    left = {"RANK": "1", "WORLD_SIZE": "2"}
+    assert detect(left) == DistributedInfo(1, 2, launcher="env_rank")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist.distributed_c10d, "_default_pg_init_method", "env://")
+    dist.destroy_process_group()
+    with pytest.raises(TopologyError, match="for a process group that is destroyed"):
+        detect(left)
+    monkeypatch.setattr(proc, "variables_at_start", lambda _: left)
+    assert detect(left) == DistributedInfo(1, 2, launcher="env_rank")
 
 
 def test_the_variables_take_precedence_over_a_process_group(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed", Group(0, 1))
     assert detect(TORCHRUN) == DistributedInfo(5, 8, 1, 4, 1, 2, 2, "torchelastic", "job")
+
+
+def test_a_group_of_the_same_size_knows_better_than_a_scripts_variables(monkeypatch):
+    """Accelerate on a CPU sets RANK=0 in each process that `debug_launcher` has started: also in rank 0."""
+    cpu = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert detect(cpu).launcher == "env"
+    for rank in range(2):
+        monkeypatch.setitem(sys.modules, "torch.distributed", Group(rank, 2))
+        debug = {**cpu, "ACCELERATE_DEBUG_RDV_FILE": "x"}
+        assert detect(debug) == DistributedInfo(rank, 2, launcher="process_group")
+    assert detect(cpu) == DistributedInfo(1, 2, launcher="env")
+    monkeypatch.setitem(sys.modules, "torch.distributed", Group(0, 1))
+    assert detect({**cpu, "RANK": "1"}).rank == 1
 
 
 def test_an_override_takes_precedence():

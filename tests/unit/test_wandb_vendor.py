@@ -6,6 +6,8 @@ import ast
 import inspect
 import json
 import logging
+import multiprocessing.process
+import multiprocessing.util
 import os
 import time
 from pathlib import Path
@@ -138,6 +140,21 @@ def test_wandb_core_has_written_the_files_of_ended_runs_when_it_is_restarted(tmp
     assert stored == [(f"run-{number}", [number], 1) for number in range(6)]
 
 
+def test_a_process_of_multiprocessing_ends_its_wandb_core_once(monkeypatch):
+    """It calls no function of `atexit`: wandb-core would end with it, before it has written an offline run's rows."""
+    finalizers = []
+    monkeypatch.setattr(multiprocessing.util, "Finalize", lambda *args, **kwargs: finalizers.append((args, kwargs)))
+    vendor.end_service_with_process()  # in this process, wandb does so itself
+    assert finalizers == []
+    monkeypatch.setattr(multiprocessing.process, "parent_process", object)
+    monkeypatch.setattr(vendor, "_ends_with", 0)
+    vendor.end_service_with_process()
+    vendor.end_service_with_process()
+    assert [(args[:2], kwargs) for args, kwargs in finalizers] == [
+        ((None, vendor.restart_service), {"exitpriority": 0})
+    ]
+
+
 def test_attaching_has_every_part(run, no_warning):
     attached, connection = vendor.attach(vendor.service_address(), run.id)
     assert attached.id == run.id
@@ -176,7 +193,7 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     with vendor.without_error_reports():
         assert os.environ["WANDB_ERROR_REPORTING"] == "false"
     assert "://" in vendor.default_server("")
-    assert len(vendor.service_gone()) == 3
+    assert len(vendor.service_gone()) == 4
     with pytest.raises(vendor._torn_down_error()), vendor.TeardownErrors(torn_down()):
         raise ValueError
     assert vendor.was_torn_down(vendor._torn_down_error()("x"))

@@ -140,6 +140,10 @@ class AsyncioSigtermWatcher:
         """When that SIGTERM came, in seconds of `time.monotonic`; None if none has."""
         return self._signalled_at if self._depth > 0 else None
 
+    def was_interrupted(self) -> bool:
+        """Return False: SIGINT is for the main thread."""
+        return False
+
     def start(self, package: str | None, timeout_s: float) -> bool:  # noqa: ARG002 no thread is unwound out of its code
         """Watch for one more function's run. Called before the run is opened: the signal waits until `run_opened`.
 

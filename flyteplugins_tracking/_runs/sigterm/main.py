@@ -47,6 +47,9 @@ _REINSTALL_S = 0.1
 # Stops the thread: no signal has the number 0. The thread cannot wait for the pipe to be closed, since a forked child
 # may hold it open.
 _STOP = 0
+# Asks the thread for what it has read so far. Signals have lower numbers.
+_SYNC = 255
+_SYNC_S = 1.0
 # The package of torchelastic's agent, whose handler its workers may inherit. This is the only name of a module that a
 # signal asks for: that handler is a private function, and nothing else distinguishes it from a handler of the user's.
 _ELASTIC = "torch.distributed.elastic."
@@ -120,6 +123,8 @@ class SigtermWatcher:
         self._terminator: threading.Thread | None = None
         self._postponement: Postponement | None = None
         self._left = threading.Event()  # the outermost function has ended
+        self._interrupted = False  # SIGINT has come
+        self._in_sync = threading.Event()
         # Held to signal the main thread, so that it is not signalled once our handler is gone.
         self._installed = threading.Lock()
 
@@ -132,6 +137,15 @@ class SigtermWatcher:
     def terminated_at(self) -> float | None:
         """When that SIGTERM came, in seconds of `time.monotonic`; None if none has."""
         return self._signalled_at if self._depth > 0 else None
+
+    def was_interrupted(self) -> bool:
+        """Whether SIGINT has come since the outermost function was entered: asyncio makes a cancellation of it."""
+        if self._depth > 0 and self._wakeup is not None:
+            self._in_sync.clear()
+            with suppress(BlockingIOError):
+                self._wakeup.add(_SYNC)  # it is read after the signals that have come
+                self._in_sync.wait(_SYNC_S)
+        return self._depth > 0 and self._interrupted
 
     @property
     def _is_due(self) -> bool:
@@ -403,7 +417,10 @@ class SigtermWatcher:
                 continue
             if _STOP in signals:
                 return
-            wakeup.forward(bytes(number for number in signals if number != SIGNAL))
+            wakeup.forward(bytes(number for number in signals if number not in (SIGNAL, _SYNC)))
+            self._interrupted |= signal.SIGINT in signals
+            if _SYNC in signals:
+                self._in_sync.set()
             if SIGNAL in signals and self._terminator is None:
                 # In a thread of its own: other signals are forwarded meanwhile.
                 self._terminator = threading.Thread(target=self._terminate, daemon=True)

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
+from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.journal.files import StoredJournal, stored
 from flyteplugins_tracking.trackers.journal.lines import decode
 from flyteplugins_tracking.trackers.journal.local import directory_of, remove_if_empty
+from flyteplugins_tracking.trackers.journal.relog import relog
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,18 @@ class EarlierAttempts:
     def keep(self) -> None:
         """Leave the journals to a later attempt: there is no room for all of their lines."""
         self._journals = []
+
+    def relog(self, handle: ClientHandle, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Log lines of a run that was logged to files. Its service was away then: it has none of them.
+
+        A call that fails is lost, with a warning: the run goes on.
+        """
+        for line in lines:
+            self.count += "row" in line
+            try:
+                relog(handle, [line], self._directory)
+            except TrackerUnavailableError as error:
+                logger.warning("%s: of an earlier attempt, in %s", error, self._directory)
 
     def acknowledged(self) -> None:
         """Remove the journals: the service has everything."""

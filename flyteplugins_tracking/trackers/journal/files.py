@@ -99,15 +99,12 @@ class Journal:
     def acknowledged(self, count: int) -> None:
         """Note that the service has the first `count` records. Removes the segments that are not needed anymore."""
         with self._lock:
+            is_new = count != self._acknowledged
             self._acknowledged = count
             while len(self._segments) > 1 and self._segments[1][1] <= count:
                 _remove(self._segments.pop(0)[0])
-            if self._file >= 0:
-                payload = _COUNT.pack(count)
-                try:
-                    os.write(self._file, _FRAME.pack(_ACKNOWLEDGED, len(payload), time.time()) + payload)
-                except OSError as error:
-                    self._give_up(error)
+            if self._file >= 0 and is_new:
+                self._write(_ACKNOWLEDGED, _COUNT.pack(count))
 
     def close(self) -> None:
         """Keep the files for a reader. Records that are added from now on are not kept."""
@@ -136,6 +133,16 @@ class Journal:
         self._segments = []
         self.close()
 
+    def _write(self, kind: int, data: bytes) -> None:
+        """Write a frame. On a full disk a part of it may be written, behind which nothing can be read."""
+        frame = _pack(kind, len(data), time.time()) + data
+        self._room -= len(frame)
+        try:
+            if os.write(self._file, frame) != len(frame):
+                raise OSError("no space left on device")
+        except OSError as error:
+            self._give_up(error)
+
     def _begin_segment(self, size: int) -> bool:
         if self._is_closed:
             return False
@@ -143,6 +150,7 @@ class Journal:
             self._open_segment(size)
         except OSError as error:
             self._give_up(error)
+        if self._is_closed:
             return False
         while self._most is not None and len(self._segments) > self._most:
             _remove(self._segments.pop(0)[0])
@@ -156,12 +164,12 @@ class Journal:
         # Not `flock`: a child of a writer that was killed would hold it.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _live.add(self._base)
-        header = json.dumps({**self._header, "before": self.added, "acknowledged": self._acknowledged}, default=str)
-        data = header.encode()
-        os.write(self._file, _FRAME.pack(_HEADER, len(data), time.time()) + data)
         self._segments.append((path, self.added))
         self._count += 1
-        self._room = max(SEGMENT_BYTES, size)
+        header = json.dumps({**self._header, "before": self.added, "acknowledged": self._acknowledged}, default=str)
+        self._write(_HEADER, header.encode())
+        if not self._is_closed:
+            self._room = max(SEGMENT_BYTES, size)
         if self._durable and self._count == 1:
             threading.Thread(target=self._sync_often, daemon=True, name="flyteplugins-tracking-sync").start()
 
@@ -263,6 +271,13 @@ def stored(directory: Path) -> list[StoredJournal]:
     others = [name for name in sorted(segments) if f"{directory / name}." not in _live]
     journals = [_stored([path for _, path in sorted(segments[name])]) for name in others]
     return [journal for journal in journals if journal is not None]
+
+
+def remove_torn(directory: Path) -> None:
+    """Remove the files of journals whose writers were killed before they had written anything."""
+    for path in directory.glob(f"*{SUFFIX}*"):
+        if not path.stat().st_size:
+            _remove(str(path))
 
 
 def _stored(paths: Sequence[Path]) -> StoredJournal | None:

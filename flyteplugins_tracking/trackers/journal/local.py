@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send, lines
-from flyteplugins_tracking.trackers.journal.files import Journal
+from flyteplugins_tracking.trackers.journal.files import Journal, stored
+from flyteplugins_tracking.trackers.viewing import FoundRun, places
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +57,25 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
 class RunFile:
     """One process's journal of a run: what it has logged, with what another process needs to open the run."""
 
-    def __init__(self, request: RunRequest, tracker: Tracker, run_id: str) -> None:
-        """Prepare the journal of the run `run_id`. The first line creates it."""
-        self.directory = directory_of(tracker.name, run_id)
-        header = _header(request, tracker, run_id)
+    def __init__(
+        self,
+        request: RunRequest,
+        tracker: Tracker,
+        run_id: str,
+        directory: str | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare the journal of the run `run_id`. The first line creates it.
+
+        Args:
+            request: The decorator's request for the run.
+            tracker: The tracker.
+            run_id: The run's id.
+            directory: Where the journal is. By default, in the directory that the run's attempts have in common.
+            more: What else its readers need to know: values of JSON.
+        """
+        self.directory = directory or directory_of(tracker.name, run_id)
+        header = {**_header(request, tracker, run_id), **(more or {})}
         rank = request.info.rank if request.info else 0
         # Sorted by name, the journals are in the order of the attempts, each attempt's primary rank first.
         who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"
@@ -78,6 +94,10 @@ class RunFile:
         """Keep what the run tells of its job: see `Handle.record_event`."""
         self._add({"event": name, "values": dict(values), "text": text})
 
+    def queue(self, directory: str) -> None:
+        """Keep that the rows are in files of the service's client, beside the journal."""
+        self._add({"queue": directory})
+
     def end(self, exit_code: int) -> None:
         """Keep the run's end."""
         self._add({"exit_code": exit_code})
@@ -94,6 +114,24 @@ class RunFile:
 def directory_of(tracker: str, run_id: str) -> str:
     """Return the directory with the journals of a run."""
     return os.path.abspath(os.path.join(FOLDER, f"{tracker}-{run_id}"))
+
+
+def kept_runs(directory: str | None) -> Iterator[tuple[str, FoundRun]]:
+    """Yield the tracker's name and the run of each directory with journals, for `python -m flyteplugins_tracking view`.
+
+    Args:
+        directory: Where to look, with the directories in it; None for nowhere.
+    """
+    for place in places(directory):
+        for path in sorted((place / FOLDER).glob("*")):
+            journals = stored(path)
+            if journals:
+                tracker, run_id = journals[0].header["tracker"], journals[0].header["id"]
+                note = (
+                    f"The service of {tracker} has not received all of it. Send it: {how_to_send(str(path))}. To look "
+                    f"at it without that service, send it to a local one: {how_to_send(str(path))} --tracker trackio"
+                )
+                yield tracker, FoundRun(run_id, str(path), journals[0].written_at, note=note)
 
 
 def remove_if_empty(directory: str) -> None:

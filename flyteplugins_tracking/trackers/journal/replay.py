@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +15,10 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.journal import how_to_send
-from flyteplugins_tracking.trackers.journal.files import StoredJournal, stored
+from flyteplugins_tracking.trackers.journal.files import StoredJournal, remove_torn, stored
 from flyteplugins_tracking.trackers.journal.lines import decode, exit_code_in
+from flyteplugins_tracking.trackers.journal.relog import relog
 from flyteplugins_tracking.trackers.registry import find_tracker
-
-logger = logging.getLogger(__name__)
 
 # The file that says of an empty directory that its run was sent.
 _SENT = "sent"
@@ -42,8 +40,11 @@ def send(directory: Path) -> str | None:
     journals = {number: (journal, _lines(journal)) for number, journal in enumerate(stored(directory))}
     if any(journal.is_open() for journal, _ in journals.values()):
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
-    files = {number: lines for number, (_, lines) in journals.items() if len(lines) > 1}
-    if not files and (directory / _SENT).exists():
+    is_begun = (directory / _SENT).exists()
+    # A killed process whose rows have all arrived has left a journal without lines, and a run without an end.
+    files = {number: lines for number, (_, lines) in journals.items() if len(lines) > 1 or not is_begun}
+    if not files and is_begun:
+        _remove_rest(directory)
         return None
     if not files:
         raise ValueError(f"{directory} has nothing of a run")
@@ -51,15 +52,24 @@ def send(directory: Path) -> str | None:
     kept_again = {directory}
     with _claimed([journal for journal, _ in journals.values()]):
         for numbers in _attempts(files):
-            kept_again |= _send_attempt([files[number] for number in numbers])
+            kept_again |= _send_attempt([files[number] for number in numbers], str(directory))
             for number in numbers:
                 journals[number][0].remove()
+    _remove_rest(directory)
     unsent = sorted(str(path) for path in kept_again if stored(path))
     if unsent:
         raise TrackerUnavailableError(
             f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(unsent))}"
         )
     return str(next(iter(files.values()))[0]["id"])
+
+
+def _remove_rest(directory: Path) -> None:
+    """Remove the journals without lines: of a process that was killed when it made one, or had sent all."""
+    for journal in stored(directory):
+        if not journal.is_open() and not journal.pending():
+            journal.remove()
+    remove_torn(directory)
 
 
 def runs_of(directory: Path) -> list[list[Any]]:
@@ -90,7 +100,7 @@ def replay(lines: Sequence[Any], tracker: str, first: int = 0) -> str:
     handle = _open({**header, "tracker": tracker, "arguments": arguments})
     handle.ends_run = True
     rows = [line for line in lines if "row" in line][first:]
-    _replay(handle, rows)
+    relog(handle, rows, "")
     handle.finish(exit_code_in(lines))
     unsent = handle.unsent()
     if isinstance(unsent, list) and [path for path in unsent if stored(Path(path))]:
@@ -125,7 +135,7 @@ def _attempts(files: Mapping[int, Sequence[Any]]) -> Iterator[list[int]]:
             yield [primary]
 
 
-def _send_attempt(files: Sequence[list[Any]]) -> set[Path]:
+def _send_attempt(files: Sequence[list[Any]], directory: str) -> set[Path]:
     """Send the files of one attempt's ranks. The primary opens first and ends last: its end is the run's.
 
     Returns:
@@ -135,7 +145,8 @@ def _send_attempt(files: Sequence[list[Any]]) -> set[Path]:
     opened = [(_open(lines[0]), lines[1:]) for lines in in_order]
     opened[0][0].ends_run = True
     for handle, lines in opened:
-        _replay(handle, lines)
+        handle.note_end(exit_code_in(lines))
+        relog(handle, lines, directory)
     for handle, lines in reversed(opened):
         handle.finish(exit_code_in(lines))
     return {Path(kept) for handle, _ in opened for kept in handle.unsent()}
@@ -162,27 +173,3 @@ def _open(header: Mapping[str, Any]) -> ClientHandle:
     if not isinstance(handle, ClientHandle):
         raise TrackerUnavailableError(f"{tracker.title} itself sends the runs that it has kept: see its documentation")
     return handle
-
-
-def _replay(handle: ClientHandle, lines: Sequence[Mapping[str, Any]]) -> None:
-    for line in lines:
-        if "row" in line:
-            handle.replay(line["row"], line["step"], line["time"])
-        elif "call" in line:
-            _call(handle, line["call"], line["args"], line["kwargs"])
-        elif "event" in line:
-            handle.record_event(line["event"], line["values"], line["text"])
-
-
-def _call(handle: ClientHandle, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Repeat a kept call. A call that can never succeed must not keep the rest from being sent."""
-    try:
-        getattr(handle.run, name)(*args, **kwargs)
-    except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
-        logger.warning(
-            "run %s: the kept call of %s() fails, and is lost: %s: %s", handle.id, name, type(error).__name__, error
-        )
-    except Exception as error:
-        raise TrackerUnavailableError(
-            f"the kept call of {name}() has failed: {type(error).__name__}: {error}"
-        ) from error

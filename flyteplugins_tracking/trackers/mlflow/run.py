@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
 from flyteplugins_tracking.trackers.journal.lines import encode
 from flyteplugins_tracking.trackers.journal.local import RunFile
-from flyteplugins_tracking.trackers.mlflow import fluent
+from flyteplugins_tracking.trackers.mlflow import fluent, view
 from flyteplugins_tracking.trackers.mlflow.links import run_page
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params, next_step
 from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender, flush_vendors, now_ms
@@ -115,7 +114,7 @@ class MlflowHandle(ClientHandle):
         self._put(Item("tags", tags, 0, now_ms()))
 
     def how_to_view(self) -> str:
-        return self.url or f"mlflow ui --backend-store-uri {shlex.quote(without_credentials(self.uri))}"
+        return self.url or view.how_to_view(self.uri, self.id)
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         self._write_at(row, step, now_ms())
@@ -139,6 +138,9 @@ class MlflowHandle(ClientHandle):
             return
         self.request.watch.reinstall()
         self._put(Item(kind, dict(data), 0, now_ms()))
+
+    def note_end(self, exit_code: int) -> None:
+        self._file.end(exit_code)
 
     def end(self, exit_code: int) -> None:
         timeout_s = self.request.config.finish_timeout_s
@@ -229,9 +231,11 @@ class MlflowHandle(ClientHandle):
 
     def _send_earlier(self) -> None:
         """Send what earlier attempts on this machine had logged and the server may lack. It keeps one of two points."""
+        others = []
         for line in self._earlier.lines:
             item = _item(line)
             if item is None:
+                others.append(line)
                 continue
             if not self._sender.put(item):
                 self._earlier.keep()
@@ -239,6 +243,7 @@ class MlflowHandle(ClientHandle):
             self._earlier.count += 1
             self._next_step = max(self._next_step, item.step + 1 if item.kind == "row" else 0)
         self._sent_before += self._earlier.count
+        self._earlier.relog(self, others)
         self._earlier.log(self.id, self._title)
 
     def _on_sent(self, count: int) -> None:

@@ -10,19 +10,20 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.errors import TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import RunRequest
+from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import LOCAL_FILES, missing_key_error, run_config
 from flyteplugins_tracking.trackers.pluto import rows, vendor
 from flyteplugins_tracking.trackers.pluto.process import UploaderProcess
+from flyteplugins_tracking.trackers.pluto.queues import Queue, remove_directory
+from flyteplugins_tracking.trackers.pluto.view import keep_page
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +43,18 @@ _READINGS = {
 _PASSED_ON = ("fork_run_id", "fork_step", "inherit_config", "inherit_tags")
 
 
-def open_op(request: RunRequest) -> tuple[Any, UploaderProcess | None]:
+class Sending(NamedTuple):
+    """How a rank's rows reach the service: its queue, and the process that sends it."""
+
+    queue: Queue
+    uploader: UploaderProcess
+
+
+def open_op(request: RunRequest, tracker: Tracker) -> tuple[Any, Sending | None]:
     """Create the run, or attach to it.
 
     Returns:
-        The client's run object, and the uploader of this rank. In the client's mode "noop", there is no uploader.
+        The client's run object, and how its rows are sent. In the client's mode "noop", they are not.
 
     Raises:
         TrackerUnavailableError: The server does not answer in time, or there is no key for it.
@@ -62,11 +70,14 @@ def open_op(request: RunRequest) -> tuple[Any, UploaderProcess | None]:
         _await_service(settings, request)
         os.makedirs(settings.dir, exist_ok=True)
         op = _init_with_timeout(request, settings)
+        queue = Queue(request, tracker, settings)
         try:
             vendor.check_run(op)
+            keep_page(settings.dir, op.settings.url_view)
             vendor.on_cancel(op, request.ask_to_stop)
-            return op, _complete(op, request)
+            return op, _complete(op, request, queue)
         except BaseException:
+            queue.remove()
             vendor.end(op, None)
             raise
     except BaseException as error:
@@ -76,13 +87,6 @@ def open_op(request: RunRequest) -> tuple[Any, UploaderProcess | None]:
                 f"Pluto cannot write its local files: {error}. Make room there, or set PLUTO_DIR to another directory."
             ) from error
         raise
-
-
-def remove_directory(directory: str) -> None:
-    """Remove a run's directory, and its parent if that is empty then."""
-    shutil.rmtree(directory, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        os.rmdir(os.path.dirname(directory))
 
 
 def _settings(request: RunRequest) -> Any:
@@ -271,18 +275,18 @@ def _sends_system_metrics(request: RunRequest) -> bool:
     return request.plan.first if info.local_rank is None else request.leads_node
 
 
-def _complete(op: Any, request: RunRequest) -> UploaderProcess:
+def _complete(op: Any, request: RunRequest, queue: Queue) -> Sending:
     """Give the run its queue, its uploader, its console and its metrics of the system."""
     disable_console, disable_system = vendor.asked_for(op.settings)
     stderr = os.dup(2)  # before the console is captured: the uploader's messages are not lines of the run
-    names = vendor.start_queue(op, os.path.join(op.settings.dir, "sync.db"))
+    names = vendor.start_queue(op, queue.database)
     names.update(
         finish_timeout_s=request.config.finish_timeout_s,
         sync_process_batch_size=max(1000, op.settings.sync_process_batch_size),
     )
     uploader = UploaderProcess(op.settings.sync_process_db_path, names, stderr)
     if not request.plan.primary or op.resumed:
-        _continue_steps(op.settings, request)
+        _continue_steps(op.settings, request, queue.last_step())
     _warn_about_ignored_name(op, request)
     if request.plan.primary and request.config.notes is not None:
         vendor.post_notes(op, request.config.notes)
@@ -290,11 +294,14 @@ def _complete(op: Any, request: RunRequest) -> UploaderProcess:
         vendor.send_system_metrics(op)
     if not disable_console:
         vendor.capture_console(op)
-    return uploader
+    return Sending(queue, uploader)
 
 
-def _continue_steps(settings: Any, request: RunRequest) -> None:
-    """Ask for the last step of a run that exists: rows with its steps would replace its rows in charts."""
+def _continue_steps(settings: Any, request: RunRequest, last_step_here: int) -> None:
+    """Ask for the last step of a run that exists: rows with its steps would replace its rows in charts.
+
+    The service does not know the steps of rows that it has not received: `last_step_here` is the last one of those.
+    """
     timeout_s = min(REQUEST_S / 2, request.deadline - time.monotonic())
     run_id = str(request.plan.run_id)
     if rows.has_steps(run_id) or timeout_s <= 0:
@@ -303,8 +310,9 @@ def _continue_steps(settings: Any, request: RunRequest) -> None:
         with _http_client(settings) as client:
             headers = vendor.request_headers(settings)
             answer = client.post(f"{settings.url_ingest}/step", headers=headers, timeout=timeout_s)
-        rows.continue_after(run_id, int(answer.json()["step"]))
+        rows.continue_after(run_id, max(last_step_here, int(answer.json()["step"])))
     except Exception as error:
+        rows.continue_after(run_id, last_step_here)
         logger.warning(
             "Pluto: the service does not say the last step of run %s (%s): rows that are logged without step= may "
             "replace an earlier attempt's rows in charts",

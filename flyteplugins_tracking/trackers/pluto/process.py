@@ -20,7 +20,7 @@ _RESTART_S = 10
 
 
 class UploaderProcess:
-    """The process that sends a run's queue, and the unsent rows and files of the queue."""
+    """The process that sends a run's queue."""
 
     def __init__(self, database: str, settings: Mapping[str, Any], stderr: int) -> None:
         """Start the process.
@@ -62,16 +62,22 @@ class UploaderProcess:
 
     def stop(self, timeout_s: float) -> int:
         """Have all rows sent within `timeout_s` seconds, and end the process. Returns how many are left."""
+        deadline = time.monotonic() + timeout_s
         if timeout_s > 0 and self._process.poll() not in (None, 0):
             self._process = self._start()
-        self._write_line(self._process, "end")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, timeout_s))
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        while self._end_process(deadline) < 0 and time.monotonic() < deadline:  # it was killed
+            self._process = self._start()
         with contextlib.closing(sqlite3.connect(self._database)) as connection:
             return vendor.count_unsent(connection)
+
+    def _end_process(self, deadline: float) -> int:
+        """Have the process end, at the latest at the deadline. Returns its exit code: below 0 for a signal."""
+        self._write_line(self._process, "end")
+        try:
+            return self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
     def close(self) -> None:
         """Close the pipe to the process, and its log."""
@@ -81,16 +87,6 @@ class UploaderProcess:
         with contextlib.suppress(OSError):
             os.close(self._stderr)
         self._stderr = subprocess.DEVNULL
-
-    def unsent_rows(self) -> list[tuple[int, Any, int, int | None]]:
-        """Return the rows that are not sent: kind, payload, time in milliseconds, step."""
-        with contextlib.closing(sqlite3.connect(self._database)) as connection:
-            return [(kind, json.loads(text), at, step) for kind, text, at, step in vendor.unsent_rows(connection)]
-
-    def unsent_files(self) -> list[dict[str, Any]]:
-        """Return the files that are not sent, as the queue takes them."""
-        with contextlib.closing(sqlite3.connect(self._database)) as connection:
-            return vendor.unsent_files(connection)
 
 
 def _search_path() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,9 @@ from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Status, prefix_of, status_of
 from flyteplugins_tracking.trackers.journal import how_to_send
-from flyteplugins_tracking.trackers.journal.local import RunFile
+from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
 from flyteplugins_tracking.trackers.pluto import vendor
-from flyteplugins_tracking.trackers.pluto.open import REQUEST_S, open_op, remove_directory
-from flyteplugins_tracking.trackers.pluto.process import UploaderProcess
+from flyteplugins_tracking.trackers.pluto.open import REQUEST_S, Sending, open_op
 from flyteplugins_tracking.trackers.pluto.rows import PlutoSanitizer, StepCounter
 
 logger = logging.getLogger(__name__)
@@ -36,20 +36,21 @@ def open_run(request: RunRequest, tracker: Tracker) -> PlutoHandle:
     Raises:
         TrackerUnavailableError: The server does not answer in time, or there is no key for it.
     """
-    return PlutoHandle(request, tracker, *open_op(request))
+    return PlutoHandle(request, tracker, *open_op(request, tracker))
 
 
 class PlutoHandle(ClientHandle):
     """An open run of this process."""
 
-    def __init__(self, request: RunRequest, tracker: Tracker, op: Any, uploader: UploaderProcess | None) -> None:
+    def __init__(self, request: RunRequest, tracker: Tracker, op: Any, sending: Sending | None) -> None:
         super().__init__(request, _TITLE, PlutoSanitizer(_TITLE, prefix_of(request)))
         self.run = op
         self._tracker = tracker
-        self._uploader = uploader
-        self._kept_in: str | None = None
+        self._sending = sending
+        self._kept: list[str] = []  # the directories of rows that were not sent in time
         self._steps = StepCounter(request, self.id)
         self._redirect_calls(op)
+        self._send_earlier()
 
     @property
     def url(self) -> str | None:
@@ -61,7 +62,7 @@ class PlutoHandle(ClientHandle):
         return vendor.latest_metrics(self.run)
 
     def unsent(self) -> Sequence[str]:
-        return [] if self._kept_in is None else [self._kept_in]
+        return [directory for directory in self._kept if os.path.isdir(directory)]  # the next attempt removes it
 
     def how_to_send(self, directory: str) -> str:
         return how_to_send(directory)
@@ -70,8 +71,8 @@ class PlutoHandle(ClientHandle):
         run_with_timeout(REQUEST_S, self.run.update_config, {**values, f"{name}/text": text})
 
     def write(self, row: Mapping[str, Any], step: Any, **kwargs: Any) -> None:
-        if self._uploader is not None:
-            self._uploader.revive()
+        if self._sending is not None:
+            self._sending.uploader.revive()
         if row:
             type(self.run).log(self.run, dict(row), step=self._steps.step_of(step, self._values), **kwargs)
 
@@ -84,21 +85,30 @@ class PlutoHandle(ClientHandle):
         with self._lock:
             self.write(row, step, timestamp=time_s)
 
+    def replay_queue(self, directory: str, written_in: str) -> None:
+        if self._sending is not None:
+            self._sending.queue.take(self.run, directory, written_in)
+
+    def note_end(self, exit_code: int) -> None:
+        if self._sending is not None:
+            self._sending.queue.file.end(exit_code)
+
     def end(self, exit_code: int) -> None:
         code = _CODES[status_of(exit_code)] if self.ends_run else None
-        ending = _Ending(self.run, self._uploader, code, self.request)
+        ending = _Ending(self.run, self._sending, code, self.request)
         run_with_timeout(self.request.config.finish_timeout_s, ending.run)
-        if self._uploader is None or not ending.give_up():
+        if self._sending is None or not ending.give_up():
             return
-        unsent = self._uploader.stop(0)
-        self._keep_unsent(exit_code)
+        unsent = self._sending.uploader.stop(0)
+        self._sending.queue.keep(exit_code)
+        self._kept.append(self._sending.queue.directory)
         logger.warning(
             "Pluto: run %s has ended, and the service has not taken %s within finish_timeout_s=%g. Send it when the "
             "service answers: %s",
             self.id,
             f"{unsent} rows" if unsent else "its status",
             self.request.config.finish_timeout_s,
-            how_to_send(self._kept_in or ""),
+            how_to_send(self._sending.queue.directory),
         )
 
     def resume(self) -> None:
@@ -108,9 +118,21 @@ class PlutoHandle(ClientHandle):
         key = vendor.key_of(self.run.settings)
         deadline = time.monotonic() + REQUEST_S
         request = replace(self.request, config=config, deadline=deadline, read_secret=lambda: key)
-        reopened, self._uploader = open_op(request)
+        reopened, self._sending = open_op(request, self._tracker)
         vars(self.run).update(vars(reopened))
         self._redirect_calls(self.run)
+        if self._sending is not None:
+            self._sending.queue.adopt(self.run)
+
+    def _send_earlier(self) -> None:
+        """Queue what earlier attempts on this machine have left: in queues, and in files while the service was away."""
+        if self._sending is None:
+            return
+        self._sending.queue.adopt(self.run)
+        earlier = EarlierAttempts.of(self.request, self._tracker, self.id)
+        earlier.relog(self, earlier.lines)
+        earlier.log(self.id, self._title)
+        earlier.acknowledged()  # the queue is on the disk too
 
     def _redirect_calls(self, op: Any) -> None:
         """Have calls on the client's run object come here if they would end the run or write to it."""
@@ -118,8 +140,6 @@ class PlutoHandle(ClientHandle):
 
         op.log = self._log
         op.finish = op.close = _do_nothing
-        op._send_kept = functools.partial(vendor.enqueue, op)
-        op._send_kept_file = functools.partial(vendor.enqueue_file, op)
         if not self.request.plan.primary:
             for name in ("update_config", "add_tags", "remove_tags"):
                 setattr(op, name, functools.partial(self._leave_to_primary, name))
@@ -136,23 +156,6 @@ class PlutoHandle(ClientHandle):
             )
         self._values.warn_once(f"{name}()", "the run is the calling task's: this call is not sent")
 
-    def _keep_unsent(self, exit_code: int) -> None:
-        """Write the unsent rows of the queue to files that can be sent from any machine."""
-        assert self._uploader is not None
-        journal, files = RunFile(self.request, self._tracker, self.id), self._uploader.unsent_files()
-        for kind, payload, time_ms, step in self._uploader.unsent_rows():
-            if kind == vendor.METRIC:
-                journal.row(payload, step, time_ms / 1000)
-            elif kind != vendor.SYSTEM and payload.get("data_type") != vendor.POST:
-                journal.call("_send_kept", (kind, payload, time_ms, step), {})
-        for file in files:
-            journal.call("_send_kept_file", (), file)
-        journal.end(exit_code)
-        journal.journal.close()
-        if not files:
-            remove_directory(self.run.settings.dir)
-        self._kept_in = journal.directory
-
 
 def _do_nothing(*_: Any, **__: Any) -> None:
     """The run ends when the decorated function does."""
@@ -161,29 +164,30 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 class _Ending:
     """The end of a run, in a thread that may be given up."""
 
-    def __init__(self, op: Any, uploader: UploaderProcess | None, code: int | None, request: RunRequest) -> None:
+    def __init__(self, op: Any, sending: Sending | None, code: int | None, request: RunRequest) -> None:
         """Prepare the end. `code` is the client's code for the service; None to send no status."""
-        self._op, self._uploader, self._code = op, uploader, code
+        self._op, self._sending, self._code = op, sending, code
         self._timeout_s = request.config.finish_timeout_s
         self._deadline = time.monotonic() + self._timeout_s
         self._decision = threading.Lock()  # taken once: by the end that is complete, or by who gives it up
 
     def run(self) -> None:
         """Send the rows, and then the status. The status is sent too if the service refuses a row."""
-        unsent = 0 if self._uploader is None else self._send(self._uploader)
+        unsent = 0 if self._sending is None else self._send(self._sending)
         is_confirmed = vendor.end(self._op, self._code)
         is_complete = not unsent and is_confirmed and self._decision.acquire(blocking=False)
-        if is_complete and self._uploader is not None:
-            self._uploader.close()
-            remove_directory(self._op.settings.dir)
+        if is_complete and self._sending is not None:
+            self._sending.uploader.close()
+            self._sending.queue.remove()
 
     def give_up(self) -> bool:
         """Give up the end unless it is complete. Returns whether it was given up."""
         return self._decision.acquire(blocking=False)
 
-    def _send(self, uploader: UploaderProcess) -> int:
+    def _send(self, sending: Sending) -> int:
+        sending.queue.adopt(self._op)  # what an uploader that has outlived its rank had to leave
         vendor.stop_threads(self._op, self._code or 0)
         queue = vendor.take_queue(self._op)
-        unsent = uploader.stop(self._deadline - time.monotonic() - min(_STATUS_S, self._timeout_s / 4))
+        unsent = sending.uploader.stop(self._deadline - time.monotonic() - min(_STATUS_S, self._timeout_s / 4))
         queue.close()
         return unsent

@@ -9,6 +9,7 @@ attempts, and ends by the signal that a launcher sends to all of a job's process
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flyteplugins_tracking.trackers.pluto import vendor
+from flyteplugins_tracking.trackers.pluto.queues import uploading
 
 _log = logging.getLogger("flyteplugins_tracking.pluto.uploader")
 
@@ -48,13 +50,14 @@ def main(database: str, parent: int) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
-    store = vendor.open_store(database, parent)
-    uploader = _uploader(settings, store)
-    try:
-        return _send(store, uploader, settings, parent, rank_ended)
-    finally:
-        uploader.close()
-        store.close()
+    with uploading(os.path.dirname(database)):
+        store = vendor.open_store(database, parent)
+        uploader = _uploader(settings, store)
+        try:
+            return _send(store, uploader, settings, parent, rank_ended)
+        finally:
+            uploader.close()
+            store.close()
 
 
 def _await_end(rank_ended: threading.Event) -> None:
@@ -87,8 +90,10 @@ def _send_batch(store: Any, uploader: Any, settings: dict[str, Any]) -> int:
     rows, files = settings["sync_process_batch_size"], settings["sync_process_file_batch_size"]
     try:
         return vendor.send_batch(store, uploader, quiet, rows, files)
-    except sqlite3.OperationalError:
-        return 0  # locked: the next round tries again
+    except sqlite3.OperationalError:  # locked: the next round tries again
+        with contextlib.suppress(sqlite3.OperationalError):
+            vendor.begin_anew(store)
+        return 0
 
 
 def _uploader(settings: dict[str, Any], store: Any) -> Any:

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import shutil
 import signal
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
@@ -62,13 +65,11 @@ PARTS = VendorParts(
         Part("pluto.log:setup_logger", "captures the console", _CONSOLE),
         Part("pluto.log:flush_console_buffers", "sends the console's last lines", "the console's last lines"),
         Part("pluto.util:get_char", "writes the project's name as the service does", "characters are not replaced"),
-        Part(f"{_STORE}:RecordType", "says what a row of the queue is"),
-        Part(f"{_STORE}:SyncStore.enqueue", "puts kept rows back into the queue"),
+        Part(f"{_STORE}:SyncStore.reset_failed_to_pending", "sends again what a killed uploader was sending"),
         Part(f"{_STORE}:SyncStore.mark_completed", "takes sent rows out of the queue"),
         Part(f"{_STORE}:SyncStore.cleanup_completed", "keeps the queue small", "the queue's file grows with the run"),
         Part(f"{_STORE}:SyncStore.heartbeat", "is left out, since it writes to the disk with each row"),
         Part(f"{_PROCESS}:SyncProcessManager.enqueue_data", "queues a request"),
-        Part(f"{_PROCESS}:SyncProcessManager.enqueue_file", "queues a file"),
         Part(f"{_PROCESS}:SyncProcessManager.enqueue_system_metrics", "queues metrics of the system"),
         Part(f"{_PROCESS}:SyncProcessManager.close", "closes the queue"),
         Part(f"{_PROCESS}:_sync_batch", "sends a part of the queue"),
@@ -86,8 +87,19 @@ _COMPLETED, _ABANDONED = 2, 4
 _FOREVER = 1 << 30
 _FILE_COLUMNS = (
     *("local_path", "file_name", "file_ext", "file_type", "file_size", "log_name", "timestamp_ms"),
-    *("step", "caption", "annotations", "sample_index"),
+    *("step", "caption", "annotations", "sample_index", "created_at"),
 )
+# What has been logged first is sent first: `created_at` says when.
+_COPY_ROWS = """
+    INSERT INTO main.sync_queue (run_id, record_type, payload_json, timestamp_ms, step, created_at)
+    SELECT ?, record_type, payload_json, timestamp_ms, step, created_at FROM other.sync_queue
+    WHERE status != ? ORDER BY id
+"""
+_ADD_FILE = f"""
+    INSERT INTO main.file_uploads (run_id, {", ".join(_FILE_COLUMNS)}) VALUES (?{", ?" * len(_FILE_COLUMNS)})
+"""  # noqa: S608 our own names
+# How long a statement waits for another process, in seconds.
+_BUSY_S = 5.0
 
 
 # Before the run is opened.
@@ -280,24 +292,6 @@ def capture_console(op: Any) -> None:
     setup_logger(op.settings, logging.getLogger("pluto"), logging.getLogger("console"), op._sync_manager)
 
 
-def enqueue(op: Any, kind: int, payload: Any, time_ms: int, step: int | None) -> None:
-    """Put the unsent rows of an earlier queue into this one."""
-    from pluto.sync.store import RecordType
-
-    manager = op._sync_manager
-    if manager is not None:
-        manager.store.enqueue(manager.run_id, RecordType(kind), payload, time_ms, step)
-
-
-def enqueue_file(op: Any, **file: Any) -> None:
-    """Put a file into the queue that was left in an earlier one, if it is still where the run had it."""
-    manager = op._sync_manager
-    if manager is not None and os.path.exists(file["local_path"]):
-        manager.enqueue_file(**file)
-    else:
-        logger.warning("Pluto: %s is not sent: this machine does not have the file", file["local_path"])
-
-
 def latest_metrics(op: Any) -> dict[str, Any]:
     """Return the last values that were logged."""
     return dict(op._latest_metrics) if PARTS.has("op._latest_metrics", op) else {}
@@ -353,7 +347,14 @@ def open_store(database: str, parent_pid: int) -> Any:
     """Open the queue of the process `parent_pid`."""
     from pluto.sync.store import SyncStore
 
-    return SyncStore(database, parent_pid=parent_pid)
+    store = SyncStore(database, parent_pid=parent_pid)
+    begin_anew(store)
+    return store
+
+
+def begin_anew(store: Any) -> None:
+    """Have the rows be sent that an uploader has begun to send, and has not finished: it may have been killed."""
+    store.reset_failed_to_pending()
 
 
 def uploader_class() -> Any:
@@ -387,14 +388,75 @@ def count_unsent(connection: sqlite3.Connection) -> int:
     return int(rows.fetchone()[0] + files.fetchone()[0])
 
 
-def unsent_rows(connection: sqlite3.Connection) -> list[tuple[int, str, int, int | None]]:
+def unsent_rows(database: str) -> list[tuple[int, str, int, int | None]]:
     """Return the rows that are not sent: kind, payload as JSON, time in milliseconds, step."""
     query = "SELECT record_type, payload_json, timestamp_ms, step FROM sync_queue WHERE status != ? ORDER BY id"
-    return list(connection.execute(query, (_COMPLETED,)))
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        return list(connection.execute(query, (_COMPLETED,)))
 
 
-def unsent_files(connection: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Return the files that are not sent, as `enqueue_file` takes them."""
-    query = f"SELECT {', '.join(_FILE_COLUMNS)} FROM file_uploads WHERE status NOT IN (?, ?) ORDER BY id"  # noqa: S608
-    files = connection.execute(query, (_COMPLETED, _ABANDONED))
-    return [dict(zip(_FILE_COLUMNS, row, strict=True)) for row in files]
+def last_step_in(database: str) -> int:
+    """Return the highest step of the rows in a queue; 0 if there is none."""
+    query = "SELECT MAX(step) FROM sync_queue WHERE record_type = ?"
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(database)}?mode=rw", uri=True)) as connection:
+            return int(connection.execute(query, (METRIC,)).fetchone()[0] or 0)
+    except sqlite3.Error:  # it was just removed, or its rank was killed before it was made
+        return 0
+
+
+def move_queue(op: Any, database: str, written_in: str, directory: str) -> int:
+    """Copy what a queue has not sent to the queue of `op`, with its times and steps, to be sent before later rows.
+
+    Args:
+        op: The run.
+        database: The other queue's file.
+        written_in: The other queue's directory when its rank wrote to it.
+        directory: The directory of this queue. The other one's files are linked into it.
+
+    Returns:
+        How many rows of metrics there were.
+    """
+    manager = op._sync_manager
+    if manager is None or not os.path.exists(database):
+        return 0
+    with contextlib.closing(sqlite3.connect(manager.db_path, timeout=_BUSY_S, isolation_level=None)) as connection:
+        connection.execute("ATTACH DATABASE ? AS other", (database,))
+        tables = "SELECT COUNT(*) FROM other.sqlite_master WHERE name IN ('sync_queue', 'file_uploads')"
+        if connection.execute(tables).fetchone()[0] < 2:  # its rank was killed before they were made
+            return 0
+        connection.execute("BEGIN IMMEDIATE")
+        query = "SELECT COUNT(*) FROM other.sync_queue WHERE status != ? AND record_type = ?"
+        count = int(connection.execute(query, (_COMPLETED, METRIC)).fetchone()[0])
+        connection.execute(_COPY_ROWS, (manager.run_id, _COMPLETED))
+        _copy_files(connection, manager.run_id, (os.path.dirname(database), written_in, directory))
+        connection.execute("COMMIT")
+        return count
+
+
+def _copy_files(connection: sqlite3.Connection, run_id: str, places: tuple[str, str, str]) -> None:
+    query = f"SELECT {', '.join(_FILE_COLUMNS)} FROM other.file_uploads WHERE status NOT IN (?, ?) ORDER BY id"  # noqa: S608
+    for path, *columns in list(connection.execute(query, (_COMPLETED, _ABANDONED))):
+        linked = _linked(path, *places)
+        if linked is None:
+            logger.warning("Pluto: %s is not sent: this machine does not have the file", path)
+        else:
+            connection.execute(_ADD_FILE, (run_id, linked, *columns))
+
+
+def _linked(path: str, other: str, written_in: str, directory: str) -> str | None:
+    """Return where a file of another queue is from now on: its queue may be removed; None if there is no such file."""
+    inside = os.path.relpath(path, written_in)
+    if inside.startswith(os.pardir):
+        return path if os.path.exists(path) else None
+    source, target = os.path.join(other, inside), os.path.join(directory, os.path.basename(other), inside)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        return None
+    except OSError:  # another file system
+        shutil.copyfile(source, target)
+    return target

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
+from flyteplugins_tracking.trackers.trackio.options import default_directory
 
 
 def diagnose() -> Diagnosis:
@@ -38,8 +39,7 @@ def diagnose() -> Diagnosis:
 
 
 def _of_files(is_chosen: bool) -> Diagnosis:
-    cache = os.environ.get("HF_HOME") or os.path.join("~", ".cache", "huggingface")
-    folder = os.path.expanduser(os.environ.get("TRACKIO_DIR") or os.path.join(cache, "trackio"))
+    folder = default_directory()
     why = diagnostics.why_unwritable(folder)
     wrong = Diagnostic("error", f"Trackio keeps runs in {folder}: {why}", "export TRACKIO_DIR=/a/directory")
     return Diagnosis(place=folder, is_chosen=is_chosen, diagnostics=() if why is None else (wrong,))

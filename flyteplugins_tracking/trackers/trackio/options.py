@@ -1,7 +1,8 @@
-"""Trackio's names: of keys, of projects, and the addresses of servers and pages."""
+"""Trackio's names: of keys, of projects, of its directory, and the addresses of servers and pages."""
 
 from __future__ import annotations
 
+import os
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from flyteplugins_tracking.errors import ConfigError
@@ -24,6 +25,13 @@ _RESERVED_SUFFIXES = (
     "_run_artifact_links",
     "_external_run_artifact_links",
 )
+
+
+def default_directory() -> str:
+    """Return the directory of all projects in this environment."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return os.path.expanduser(os.environ.get("TRACKIO_DIR") or os.path.join(home, "trackio"))
 
 
 def page_address(address: str, project: str | None, run_id: str | None) -> str:

@@ -21,6 +21,8 @@ from flyteplugins_tracking.trackers.journal.lines import encode, encode_any
 from flyteplugins_tracking.trackers.journal.local import RunFile
 from flyteplugins_tracking.trackers.trackio import vendor
 from flyteplugins_tracking.trackers.trackio.options import EXIT_CODE, STATUS, page_address
+from flyteplugins_tracking.trackers.trackio.view import place_of_store
+from flyteplugins_tracking.trackers.viewing import view_command
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +86,9 @@ class TrackioHandle(ClientHandle):
         """The step of the last row."""
         return max(0, self._next_step - 1)
 
+    def note_end(self, exit_code: int) -> None:
+        self._file.end(exit_code)
+
     def end(self, exit_code: int) -> None:
         timeout_s = self.request.config.finish_timeout_s
         deadline = time.monotonic() + timeout_s
@@ -137,9 +142,11 @@ class TrackioHandle(ClientHandle):
         self.run.config.update({**values, f"{name}/text": text})  # which is sent with the status
 
     def how_to_view(self) -> str:
+        if self._store.shows_config:
+            return view_command("trackio", self.id, place_of_store())
         directory = os.environ.get("TRACKIO_DIR")
         place = f"TRACKIO_DIR={shlex.quote(directory)} " if directory else ""
-        return self.url or f"{place}trackio show --project {shlex.quote(self.run.project)}"
+        return self.url or f"{place}trackio show --project {shlex.quote(self.run.project)}"  # it imports JSON lines
 
     def warn_of_delay(self, error: Exception) -> None:
         """Warn, once, that rows could not be written and are kept in memory."""
@@ -183,6 +190,8 @@ class TrackioHandle(ClientHandle):
                 self.run.requeue(entry)
                 self._earlier.count += 1
                 self._next_step = max(self._next_step, entry["step"] + 1)
+            else:
+                self._earlier.relog(self, [line])
         self._earlier.log(self.id, self._title)
 
     def _keep_entry(self, entry: dict[str, Any]) -> None:

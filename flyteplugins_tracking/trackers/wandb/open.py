@@ -17,7 +17,7 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.peers.role import NodeRole
-from flyteplugins_tracking.trackers.wandb import late_count, tail, vendor
+from flyteplugins_tracking.trackers.wandb import late_count, offline, tail, vendor
 from flyteplugins_tracking.trackers.wandb.leftovers import remove_failed_run
 from flyteplugins_tracking.trackers.wandb.options import HOST, api_of, check_id, forced_run_id
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, directory
@@ -40,7 +40,8 @@ _SAFER_SETTINGS = {
     # to write once more.
     "x_transaction_log_flush_interval": 0.1,
 }
-# How often rows are sent if the next attempt could not send them. wandb's 15 s is what a kill would lose.
+# How often rows are sent if the next attempt could not send them, in seconds, or if one was killed: wandb's 15 s is
+# what a kill would lose, or leave to be sent again.
 _PROMPT_S = 2.0
 # How long `wandb.init` may run beyond its own timeout.
 _INIT_GRACE_S = 0.5
@@ -92,6 +93,8 @@ def _open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) ->
     if request.config.if_unavailable == "raise":
         raise unavailable
     run = _init_offline(request)
+    if request.config.run_mode != "shared" and not NodeRole.of(request).has_peers:
+        offline.begin(run, request.config.durable)
     remove_failed_run(unavailable.__cause__)
     logger.warning(
         "%s This run is logged offline. To send it when W&B is available, run: %s",
@@ -122,6 +125,7 @@ def _init(request: RunRequest, mode: str | None = None, rewind_to: int | None = 
             # If the user's settings have a longer timeout than our argument, the difference is added.
             longer_s = settings.init_timeout - request.config.init_timeout_s
             settings.init_timeout = max(1.0, request.deadline + longer_s - time.monotonic() - _INIT_GRACE_S)
+            _send_promptly_after_kill(arguments)
             _await_count(request, arguments)
             run = wandb.init(**arguments)
             _begin_journal(request, run)
@@ -136,6 +140,17 @@ def _init(request: RunRequest, mode: str | None = None, rewind_to: int | None = 
         raise TrackerUnavailableError(
             f"W&B cannot write its local files: {error}. Free space in that directory, or set WANDB_DIR to another one."
         ) from error
+
+
+def _send_promptly_after_kill(arguments: Mapping[str, Any]) -> None:
+    """Have rows be sent more often if an attempt on this disk was killed.
+
+    Attempts that all live for less than the interval would each hand over the rows of all those before.
+    """
+    settings = vendor.effective_settings(arguments["settings"])
+    directory = Path(vendor.directory_of_runs(settings, arguments.get("dir")))
+    if arguments.get("id") is not None and tail.is_any_left(directory, arguments["id"]):
+        vendor.set_default(arguments["settings"], settings, "x_file_stream_transmit_interval", _PROMPT_S)
 
 
 def _await_count(request: RunRequest, arguments: Mapping[str, Any]) -> None:
@@ -161,16 +176,17 @@ def _begin_journal(request: RunRequest, run: Any) -> None:
     is_shared = request.config.run_mode == "shared"
     if NodeRole.of(request).has_peers or "resume_from" in request.config.options:
         return
-    tail.begin(run, None if is_shared else request.deadline, is_shared, request.config.durable)
+    deadline = None if is_shared else request.deadline
+    tail.begin(run, deadline, is_shared, request.config.durable, None if is_shared else offline.attempts)
 
 
-def _reopen(request: RunRequest, run: Any, offline: bool) -> Any:
+def _reopen(request: RunRequest, run: Any, is_offline: bool) -> Any:
     """Open a run again that a signal or the death of wandb-core has ended; offline if W&B does not answer in time."""
     request = _resuming(request, run)
     vendor.drop_unusable_service()
     with _opening, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
         failure: BaseException | None = None
-        if not offline:
+        if not is_offline:
             try:
                 return _init(request)
             except TrackerUnavailableError as unavailable:

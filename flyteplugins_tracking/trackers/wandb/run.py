@@ -8,7 +8,6 @@ import inspect
 import json
 import logging
 import os
-import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
+from flyteplugins_tracking.trackers.viewing import view_command
 from flyteplugins_tracking.trackers.wandb import tail, vendor
 from flyteplugins_tracking.trackers.wandb.options import HOST, without_credentials
 from flyteplugins_tracking.trackers.wandb.rollback import Rollback
@@ -126,7 +126,9 @@ class WandbHandle(Handle):
     def how_to_view(self) -> str:
         # W&B itself prints the page of a run that it has sent.
         is_local = self.run.offline and not self.run.settings.silent and self.files is not None
-        return f"wandb leet {shlex.quote(directory(self.run))}" if is_local else ""
+        # The run's directory is in the one that W&B names `wandb`.
+        parent = os.path.dirname(os.path.dirname(directory(self.run))) if is_local else ""
+        return view_command("wandb", self.id, parent) if is_local else ""
 
     def finish(self, exit_code: int) -> None:
         self._rest_sent.wait(self._request.config.finish_timeout_s)
@@ -138,6 +140,8 @@ class WandbHandle(Handle):
                 if self._is_ours and not self._ended.is_set():
                     self._finish_alive(exit_code)
             finally:
+                if self._offline:
+                    vendor.end_service_with_process()
                 self._let_go()
 
     def finish_on_signal(self, exit_code: int) -> None:
@@ -266,7 +270,8 @@ class WandbHandle(Handle):
                 return
             was_torn_down = vendor.was_torn_down(error)
             if not was_torn_down:
-                logger.warning("wandb-core has died (%s). Run %s goes on with a new one", type(error).__name__, self.id)
+                text = "wandb-core has died (%s). Run %s goes on with a new one, which sends what %s has"
+                logger.warning(text, type(error).__name__, self.id, directory(self.run))
             if self._offline or not was_torn_down:
                 self._abandoned.append(directory(self.run))
             tail.abandoned(self.run)
@@ -323,12 +328,13 @@ class WandbHandle(Handle):
             time.sleep(0.001)
 
     def _finish_alive(self, exit_code: int, stays_global: bool = False) -> None:
-        """End the run. If `wandb.teardown` has ended it with a status of its own, end it again in a new wandb-core."""
+        """End the run. If its wandb-core is gone, a new one sends the rest and ends the run.
+
+        `wandb.teardown` has ended it with a status of its own. A launcher's SIGTERM may reach wandb-core before us.
+        """
         try:
             self._finish_run(exit_code, stays_global)
         except vendor.service_gone() as error:
-            if not vendor.was_torn_down(error):
-                raise
             self._ended.clear()
             self._notice_death(error, self._openings)
             self._reopen()
@@ -372,8 +378,10 @@ class WandbHandle(Handle):
         except Exception:
             self._lost = True
             logger.warning(
-                "W&B: run %s has ended and cannot be opened again: what is logged from now on is lost",
+                "W&B: run %s has ended and cannot be opened again: what is logged from now on is lost. To send what it "
+                "has, run: %s",
                 self.id,
+                " ; ".join(map(how_to_send, self._abandoned or [directory(self.run)])),
                 exc_info=True,
             )
         finally:

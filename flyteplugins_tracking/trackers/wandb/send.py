@@ -15,9 +15,10 @@ from typing import Any
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal.files import stored
 from flyteplugins_tracking.trackers.journal.lines import exit_code_in
-from flyteplugins_tracking.trackers.wandb import datastore, tail, vendor
+from flyteplugins_tracking.trackers.wandb import datastore, offline, tail, vendor
 
-_OFFLINE = "offline-"
+# The file that says of a directory that a process has begun to send it.
+_SENDING = "flyteplugins-tracking-sending"
 _STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
 
 
@@ -35,9 +36,9 @@ def send(directories: Sequence[Path]) -> list[str]:
     Raises:
         TrackerUnavailableError: W&B, or a key for it, is not there; or a process is writing a directory.
     """
-    offline = [directory for directory in directories if directory.resolve().name.startswith(_OFFLINE)]
-    texts = _sync(offline) if offline else []
-    return texts + [_send(directory) for directory in directories if directory not in offline]
+    for_client = [one for one in directories if offline.is_offline(one) and not offline.is_moved(one)]
+    texts = _sync(for_client) if for_client else []
+    return texts + [_send(directory) for directory in directories if directory not in for_client]
 
 
 def _sync(directories: Sequence[Path]) -> list[str]:
@@ -53,22 +54,32 @@ def _send(directory: Path) -> str:
         return f"nothing of {directory} is sent: its run was rewound since then, and goes on in a later directory"
     described = _description(directory)
     place = _place(directory, described)
-    attempts = [*tail.pending(place, directory), tail.read(directory, tail.journals_of(directory, place), 0)]
+    attempts = [*tail.pending(place, directory), _read(directory, place)]
     if any(attempt.is_open() for attempt in attempts):
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
     stored = vendor.stored_run("/".join(filter(None, place[1:])), place.server)
     last_step, exit_code = max(attempt.last_step for attempt in attempts), attempts[-1].exit_code
-    is_ended = stored is not None and (exit_code is None or stored.state != "running")
+    marker = directory / _SENDING
+    is_left_open = exit_code is not None or marker.exists()  # by us, and not by a job that goes on with it
+    is_ended = stored is not None and (stored.state != "running" or not is_left_open)
     if stored is not None and is_ended and stored.last_step >= last_step:
         for attempt in attempts:
             attempt.acknowledged()
         return f"W&B has all of {directory}: run {place.run_id}"
     if exit_code is None:
         exit_code = 1 if stored is None else _STATES.get(stored.state, 1)
+    marker.touch()
     count = _send_rest(place, attempts, vendor.description(described) if stored is None else None, exit_code)
     for attempt in attempts:
         attempt.acknowledged()
+    marker.unlink()
     return f"sent {count} rows of run {place.run_id}"
+
+
+def _read(directory: Path, place: tail.Place) -> tail.Attempt:
+    if offline.is_offline(directory):
+        return offline.read(directory, place)
+    return tail.read(directory, tail.journals_of(directory, place), 0)
 
 
 def _send_rest(

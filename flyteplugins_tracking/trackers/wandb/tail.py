@@ -12,6 +12,7 @@ A journal is removed when its run has ended, and so has arrived. While a run's d
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -19,12 +20,12 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking.trackers.journal.files import Journal, StoredJournal, stored
+from flyteplugins_tracking.trackers.journal.files import SUFFIX, Journal, StoredJournal, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ _REST = "_flyteplugins_tracking_rest"
 # The journal of the process that has opened the run, and those of ranks that log into it.
 _OWNER, _GUEST = "owner", "guest"
 # How many segments of a journal are kept. The run's file has the older rows.
-_SEGMENTS = 2
+SEGMENTS = 2
 # wandb-core writes its file within 0.1 s. A row that is older by so many seconds is there, unless it is held.
 _SURELY_WRITTEN_S = 30.0
 # How many rows are handed over before one is waited for.
@@ -60,7 +61,11 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, run: Any) -> Place:
         """Return the place of an open run."""
-        return cls(str(run.settings.base_url), str(run.entity), str(run.project), str(run.id))
+        return cls(str(run.settings.base_url), str(run.entity or ""), str(run.project), str(run.id))
+
+
+# Takes the place of a run, the directory of its attempt, and the step from which on it has no rows.
+FindAttempts = Callable[[Place, Path, int], "Sequence[Attempt]"]
 
 
 class RunJournal:
@@ -128,7 +133,14 @@ class Attempt:
             journal.remove()
 
 
-def begin(run: Any, deadline: float | None, is_shared: bool, durable: bool = False) -> None:
+def owner_name(suffix: str) -> str:
+    """Return the name of a journal of the process that has opened a run."""
+    return f"{_OWNER}-{suffix}"
+
+
+def begin(
+    run: Any, deadline: float | None, is_shared: bool, durable: bool = False, find_more: FindAttempts | None = None
+) -> None:
     """Prepare a run that was just opened: send what earlier attempts have left, and keep a journal from now on.
 
     Args:
@@ -136,10 +148,11 @@ def begin(run: Any, deadline: float | None, is_shared: bool, durable: bool = Fal
         deadline: When to return, in seconds of `time.monotonic`: `rest` sends the rest. None to send all.
         is_shared: Whether other processes log into the run too.
         durable: Whether the journal shall outlive the machine.
+        find_more: Finds attempts whose rows follow those of the others.
     """
     if JOURNAL in vars(run):  # another function has it open
         return
-    sending = _safely(_begin(run, is_shared, durable), run)
+    sending = _safely(_begin(run, is_shared, durable, find_more or (lambda *_: [])), run)
     for _ in sending:
         if deadline is not None and time.monotonic() > deadline:
             vars(run)[_REST] = sending
@@ -170,31 +183,39 @@ def _safely(sending: Iterator[object], run: Any) -> Iterator[object]:
         )
 
 
-def _begin(run: Any, is_shared: bool, durable: bool) -> Iterator[object]:
+def _begin(run: Any, is_shared: bool, durable: bool, find_more: FindAttempts) -> Iterator[object]:
     place, directory = Place.of(run), run_directory(run)
     starting_step = vendor.starting_step(run)
     attempts: list[Attempt] = []
     is_complete = False
     try:
-        for attempt in pending(place, directory, starting_step):
-            if attempt.last_step < starting_step:
-                attempt.acknowledged()
-            elif not attempt.is_open():
-                attempts.append(attempt)
+        attempts += _with_rows(pending(place, directory, starting_step), starting_step)
+        last_step = max((attempt.last_step for attempt in attempts), default=-1)
+        attempts += _with_rows(find_more(place, directory, max(starting_step, last_step + 1)), starting_step)
         yield from send(run, attempts)
         is_complete = True
     finally:
         step = vendor.starting_step(run)
         header = {"place": place, "step": step, "is_shared": is_shared, "is_complete": is_complete}
-        journal = Journal(directory, f"{_OWNER}-{secrets.token_hex(3)}", header, _SEGMENTS, durable)
+        journal = Journal(directory, owner_name(secrets.token_hex(3)), header, SEGMENTS, durable)
         vars(run)[JOURNAL] = RunJournal(journal, attempts)
         vendor.on_rows(run, journal.add)
+
+
+def _with_rows(attempts: Sequence[Attempt], starting_step: int) -> Iterator[Attempt]:
+    """Yield those that have rows from this step on. The service has all of those that have none."""
+    for attempt in attempts:
+        if attempt.last_step < starting_step:
+            attempt.acknowledged()
+        elif not attempt.is_open():
+            attempt.drop_below(starting_step)
+            yield attempt
 
 
 def begin_guest(run: Any, directory: str, place: Sequence[str], rank: int) -> Journal:
     """Keep a journal of a rank that logs into the run of another process, in that one's directory."""
     header = {"place": place, "is_shared": True}
-    journal = Journal(Path(directory), f"{_GUEST}-{rank}-{secrets.token_hex(3)}", header, _SEGMENTS)
+    journal = Journal(Path(directory), f"{_GUEST}-{rank}-{secrets.token_hex(3)}", header, SEGMENTS)
     vendor.on_rows(run, journal.add)
     return journal
 
@@ -250,6 +271,11 @@ def pending(place: Place, own: Path, starting_step: int = 0) -> list[Attempt]:
         else:
             attempt.acknowledged()
     return attempts[::-1]
+
+
+def is_any_left(directory: Path, run_id: str) -> bool:
+    """Whether an attempt of this run has left a journal below the directory of all runs."""
+    return any(directory.glob(f"run-*-{glob.escape(run_id)}*/{_OWNER}-*{SUFFIX}*"))
 
 
 def journals_of(directory: Path, place: Place) -> list[StoredJournal]:

@@ -26,6 +26,10 @@ from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 _IDENTITY_S = 5.0
 # How long wandb-core may take to write the files of runs that have ended.
 _LAST_RECORDS_S = 1.0
+# The same, at the end of a process whose runs were offline: it waits for the disk alone.
+_LAST_RECORDS_AT_EXIT_S = 10.0
+# The process that ends its wandb-core itself: see `end_service_with_process`.
+_ends_with = 0
 # All names show only when they are used: the functions say what for.
 PARTS = VendorParts("W&B", "wandb>=0.31,<0.32")
 _optional, _required = PARTS.optional, PARTS.required
@@ -111,10 +115,13 @@ def without_error_reports() -> Iterator[None]:
 # wandb-core: the helper process that writes and sends
 
 
-def restart_service() -> bool:
+def restart_service(limit_s: float = _LAST_RECORDS_S) -> bool:
     """Stop wandb-core, unless a run is open in it. The next run starts another. Unsent rows are in the local files.
 
     Without it, a run that goes on offline gets another id.
+
+    Args:
+        limit_s: Seconds that it may take to write the files of runs that have ended.
 
     Returns:
         Whether this process has no wandb-core any more.
@@ -127,7 +134,7 @@ def restart_service() -> bool:
                 return False  # another process's
             if _is_alive(connection) and any(not run._is_finished for run in current._active_runs):
                 return False
-            _end(connection)
+            _end(connection, limit_s)
         os.environ.pop("WANDB_SERVICE", None)
         current._connection = None
         return True
@@ -138,7 +145,7 @@ def _is_alive(connection: Any) -> bool:
     return bool(connection._proc._process.poll() is None)
 
 
-def _end(connection: Any) -> None:
+def _end(connection: Any, limit_s: float) -> None:
     """End wandb-core, which writes the last records of a run's file after `finish` has returned.
 
     It also waits for what it cannot send now, so it gets a limit.
@@ -150,12 +157,27 @@ def _end(connection: Any) -> None:
             request = importlib.import_module("wandb.proto.wandb_server_pb2").ServerRequest()
             request.inform_teardown.exit_code = 0
             connection._asyncer.run(lambda: connection._client.publish(request))
-            process.wait(_LAST_RECORDS_S)
+            process.wait(limit_s)
     process.kill()
     # As the connection's own teardown does.
     connection._torn_down = True
     connection._cleanup()
     connection._proc.join()
+
+
+def end_service_with_process() -> None:
+    """Have wandb-core write the last records before a process of multiprocessing ends. Called when a run has ended.
+
+    Such a process calls no function of `atexit`, where wandb waits for it: an offline run could lose its last rows.
+    """
+    global _ends_with
+    process = sys.modules.get("multiprocessing.process")
+    if process is None or process.parent_process() is None or _ends_with == os.getpid():
+        return
+    _ends_with = os.getpid()
+    importlib.import_module("multiprocessing.util").Finalize(
+        None, restart_service, (_LAST_RECORDS_AT_EXIT_S,), exitpriority=0
+    )
 
 
 def drop_unusable_service() -> None:
@@ -247,8 +269,8 @@ def service_gone() -> tuple[type[BaseException], ...]:
 
     Without it, only a `ConnectionError` is recognized.
     """
-    closed = _loaded("wandb.sdk.mailbox", "MailboxClosedError")
-    return tuple(error for error in (ConnectionError, closed, _torn_down_error()) if error is not None)
+    closed, abandoned = (_loaded("wandb.sdk.mailbox", f"{name}Error") for name in ("MailboxClosed", "HandleAbandoned"))
+    return tuple(error for error in (ConnectionError, closed, abandoned, _torn_down_error()) if error is not None)
 
 
 def _torn_down_error() -> Any:

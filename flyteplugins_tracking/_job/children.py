@@ -1,0 +1,159 @@
+"""The processes that a rank starts: they inherit its variables, and are not that rank.
+
+A launcher sets its variables for a rank, which usually has them from its start. A process that is born with them, and
+whose parent is the rank, is a child: it has a run of its own, and never the rank's. One that sets its variables itself,
+as the workers of Elastic, `notebook_launcher` and `mp.spawn` do, is a rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.fork import after_fork_in_child
+from flyteplugins_tracking._util.loaded import loaded
+
+# "{pid}-{digest}": the process that has called a decorated function as a rank, and the variables by which it is one.
+# Programs that it starts inherit it.
+MARK = "FLYTE_TRACKING_RANK"
+# In the command line of a process that another Python process has started to run its functions; `multiprocess` is a
+# package with the same code.
+_STARTED_BY_PYTHON = re.compile(
+    r"from multiprocess\w*\.(spawn|forkserver) import |--multiprocessing-fork$|[\w.]*\bloky\.backend\.|ray::"
+)
+_MULTIPROCESSING = ("multiprocessing.process", "multiprocess.process")
+# For a system without /proc.
+_at_import = dict(os.environ)
+
+
+@dataclass(frozen=True)
+class _Fork:
+    """The state of the parent when it forked this process.
+
+    Attributes:
+        variables: Its environment.
+        group: Its default process group; None for none.
+        parent_is_child: Whether it was itself forked, or started by multiprocessing.
+    """
+
+    variables: Mapping[str, str]
+    group: Any
+    parent_is_child: bool
+
+
+_fork: _Fork | None = None
+
+
+@after_fork_in_child
+def _note_fork() -> None:
+    global _fork
+    _fork = _Fork(dict(os.environ), default_group(), _fork is not None or _multiprocessing_parent() is not None)
+
+
+def is_forked() -> bool:
+    """Return whether this process was forked after this library had been imported."""
+    return _fork is not None
+
+
+def variables_at_birth() -> Mapping[str, str]:
+    """Return the environment that this process got from its parent."""
+    return _initial_variables() if _fork is None else _fork.variables
+
+
+def has_inherited_group() -> bool:
+    """Return whether the default process group is the one of the process that has forked this one.
+
+    Its connections are the parent's: nothing may be sent through them here.
+    """
+    return _fork is not None and _fork.group is not None and _fork.group is default_group()
+
+
+def default_group() -> Any:
+    """Return the process group of all ranks, if the user's code has initialised one; else None."""
+    dist = loaded("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.group.WORLD
+
+
+def is_child_of_rank(variables: Mapping[str, str]) -> bool:
+    """Return whether a rank has started this process, which has its variables from that rank.
+
+    Args:
+        variables: The variables by which this process looks like a rank, with their values.
+    """
+    born = variables_at_birth()
+    if not variables or any(born.get(name) != value for name, value in variables.items()):
+        return False  # set in this process, as by Elastic's workers
+    if _is_below_marked(variables):
+        return True
+    if _fork is not None:
+        # A forked process shows the environment that its parent was started with.
+        return _fork.parent_is_child or _has(_initial_variables(), variables)
+    parent = _multiprocessing_parent()
+    if parent is None:
+        return False  # a launcher's, or one of a shell or of a program between the launcher and the rank
+    return _has(proc.variables_at_start(parent), variables) or _is_started_by_python(parent)
+
+
+def mark(variables: Mapping[str, str]) -> None:
+    """Let the programs that this process starts know that it is a rank, by these variables."""
+    if variables:
+        os.environ[MARK] = f"{os.getpid()}-{_digest(variables)}"
+
+
+def ancestors() -> Iterator[int]:
+    """Yield the process ids of the parent, its parent, and so on."""
+    pid = os.getppid()
+    while pid > 0:
+        yield pid
+        pid = proc.parent(pid)
+
+
+def _is_below_marked(variables: Mapping[str, str]) -> bool:
+    pid, _, digest = os.environ.get(MARK, "").partition("-")
+    return digest == _digest(variables) and pid != str(os.getpid()) and pid in map(str, ancestors())
+
+
+def _digest(variables: Mapping[str, str]) -> str:
+    # Only this one is another for each start of a torchrun, whose run id may be constant.
+    values = [*sorted(variables.items()), os.environ.get("TORCHELASTIC_ERROR_FILE")]
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+def _has(environment: Mapping[str, str], variables: Mapping[str, str]) -> bool:
+    return all(environment.get(name) == value for name, value in variables.items())
+
+
+def _initial_variables() -> Mapping[str, str]:
+    return _variables_at_start(os.getpid()) or _at_import
+
+
+@functools.lru_cache(maxsize=1)
+def _variables_at_start(pid: int) -> Mapping[str, str]:
+    return proc.variables_at_start(pid)
+
+
+def _multiprocessing_parent() -> int | None:
+    """Return the process whose `multiprocessing.Process` this one is; None if it is not one."""
+    modules = [sys.modules[name] for name in _MULTIPROCESSING if name in sys.modules]
+    parents: list[Any] = [module.parent_process() for module in modules]
+    return next((parent.pid for parent in parents if parent is not None), None)
+
+
+def _is_started_by_python(pid: int) -> bool:
+    """Return whether multiprocessing has started or forked `pid`, so that its variables were set inside it.
+
+    True if it has ended: a parent that only starts ranks waits for them.
+    """
+    command = proc.command_line(pid)
+    if not command[0] or any(map(_STARTED_BY_PYTHON.match, command)):
+        return True
+    return "python" in os.path.basename(command[0]) and command == proc.command_line(proc.parent(pid))

@@ -1,0 +1,114 @@
+"""Attempts that were logged offline, since W&B could not be used: the next one that is online sends their rows.
+
+Offline, the steps of a run begin at 0. So the rows are moved behind those that the run has. The distance is written to
+the attempt's directory before the first of its rows is sent: who goes on after a kill moves them by the same distance.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from flyteplugins_tracking.trackers.journal.files import Journal, stored
+from flyteplugins_tracking.trackers.wandb import datastore, tail, vendor
+
+_PREFIX = "offline-"
+_DISTANCE = "flyteplugins-tracking-moved-by.json"
+
+
+class OfflineJournal(tail.RunJournal):
+    """The journal of a run that is logged offline."""
+
+    def acknowledged(self) -> None:
+        """Leave the journal to the next attempt: the run has ended, and nothing of it is sent."""
+        self.journal.close()
+
+
+class OfflineAttempt(tail.Attempt):
+    """The records that an attempt has left which was logged offline."""
+
+    def move(self, distance: int) -> None:
+        """Move its rows to later steps."""
+        self.rows = {step + distance: row for step, row in self.rows.items()}
+        self.last_step += distance
+        for step, row in self.rows.items():
+            row.step.num = step
+            _set_step(row.item, step)
+        for kind, record in self.others:
+            if kind == "summary" and any(item.key == "_step" for item in record.update):
+                _set_step(record.update, self.last_step)
+
+    def acknowledged(self) -> None:
+        super().acknowledged()
+        file = datastore.file_in(self.directory)
+        if file is not None:
+            Path(f"{file}.synced").touch()  # for `wandb sync`, which would send it again
+
+
+def is_offline(directory: Path) -> bool:
+    """Whether this is the directory of a run that was logged offline."""
+    return directory.resolve().name.startswith(_PREFIX)
+
+
+def is_moved(directory: Path) -> bool:
+    """Whether an attempt has begun to send what this directory has."""
+    return (directory / _DISTANCE).exists()
+
+
+def begin(run: Any, durable: bool) -> None:
+    """Keep a journal of a run that was opened offline because W&B could not be used."""
+    header = {"place": tail.Place.of(run), "step": 0, "is_shared": False, "is_complete": False}
+    journal = Journal(tail.run_directory(run), tail.owner_name(secrets.token_hex(3)), header, tail.SEGMENTS, durable)
+    vars(run)[tail.JOURNAL] = OfflineJournal(journal, [])
+    vendor.on_rows(run, journal.add)
+
+
+def attempts(place: tail.Place, own: Path, next_step: int) -> list[tail.Attempt]:
+    """Return the attempts of a run that were logged offline, with rows from `next_step` on."""
+    found: list[tail.Attempt] = []
+    for directory in sorted(own.parent.glob(f"{_PREFIX}run-*-{place.run_id}*")):
+        attempt = read(directory, place)
+        if not attempt.journals or not attempt.rows or attempt.is_open():
+            continue
+        if not is_moved(directory):
+            distance = max(0, next_step - min(attempt.rows))
+            _write(directory / _DISTANCE, distance)
+            attempt.move(distance)
+        next_step = max(next_step, attempt.last_step + 1)
+        found.append(attempt)
+    return found
+
+
+def read(directory: Path, place: tail.Place) -> OfflineAttempt:
+    """Read all rows of an attempt, moved to where they were sent, if that was begun."""
+    journals = [one for one in stored(directory) if _is_same(tail.Place(*one.header["place"]), place)]
+    attempt = OfflineAttempt(**vars(tail.read(directory, journals, 0)))
+    if is_moved(directory):
+        attempt.move(int(json.loads((directory / _DISTANCE).read_text())))
+    return attempt
+
+
+def _is_same(found: tail.Place, wanted: tail.Place) -> bool:
+    """Whether it is the same run. Offline, the client does not know the user's default entity."""
+    entities = ("", wanted.entity)
+    names = (wanted.server, wanted.project, wanted.run_id)
+    return found.entity in entities and (found.server, found.project, found.run_id) == names
+
+
+def _set_step(items: Any, step: int) -> None:
+    kept = [item for item in items if (item.key or item.nested_key[0]) != "_step"]
+    del items[:]
+    items.extend(kept)
+    item = items.add()
+    item.nested_key.append("_step")
+    item.value_json = json.dumps(step)
+
+
+def _write(path: Path, value: int) -> None:
+    """Write the file at once: a kill leaves all of it or nothing."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(value))
+    os.replace(new, path)

@@ -1,0 +1,138 @@
+"""Accelerate's launchers, Fabric, DeepSpeed's and `mp.spawn`: the ranks are theirs, and rank 0 alone has the run."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+from support.wandb_server import WandbServer
+
+pytestmark = pytest.mark.full
+
+RANKS = str(jobs.PROGRAMS / "started_ranks.py")
+# With --cpu it would start one process, or mpirun. The processes use the CPU without it.
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
+
+
+def need(package: str) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+def trained(directory: Path, server: WandbServer, *commands: list[str]) -> tuple[list[jobs.Done], list[dict[str, Any]]]:
+    """Run the commands at once. Returns them as they have ended, and what each rank has seen, by the engine's rank."""
+    started = [jobs.start(command, directory, server.environment, cold=True) for command in commands]
+    done = [jobs.finish(process, directory, timeout_s=200) for process in started]
+    return done, [json.loads(path.read_text()) for path in sorted(directory.glob("seen-*.json"))]
+
+
+def python(how: str) -> list[str]:
+    return [sys.executable, RANKS, how, str(jobs.free_port())]
+
+
+@pytest.mark.parametrize(
+    ("how", "package", "launcher"),
+    [
+        ("debug", "accelerate", "process_group"),
+        ("debug_accelerator", "accelerate", "process_group"),
+        ("notebook", "accelerate", "torchelastic"),
+        ("fabric", "lightning", "lightning"),
+        ("spawn", "torch", "env"),
+        ("spawn_rank", "torch", "env_rank"),
+    ],
+)
+def test_rank_0_of_the_engine_alone_has_the_run(tmp_path, how, package, launcher):
+    need(package)
+    with WandbServer() as server:
+        (done,), seen = trained(tmp_path, server, python(how))
+        assert done.returncode == 0, done.output
+        check(server, seen, launcher)
+
+
+def check(server: WandbServer, seen: list[dict[str, Any]], launcher: str) -> None:
+    assert [one["truth"] for one in seen] == [[0, 2], [1, 2]]
+    assert [[one["info"]["rank"], one["info"]["world_size"]] for one in seen] == [[0, 2], [1, 2]]
+    assert {one["info"]["launcher"] for one in seen} == {launcher}
+    (run,) = server.runs
+    assert [one["id"] for one in seen] == [run.id, None]
+    assert ([(row["rank"], row["step"]) for row in run.rows], run.exit_codes) == ([(0, 0), (0, 1), (0, 2)], [0])
+
+
+def test_accelerate_launch_on_one_machine(tmp_path):
+    need("accelerate")
+    with WandbServer() as server:
+        port = f"--main_process_port={jobs.free_port()}"
+        (done,), seen = trained(tmp_path, server, [*ACCELERATE, "--num_machines=1", port, RANKS, "accelerate"])
+        assert done.returncode == 0, done.output
+        check(server, seen, "torchelastic")
+
+
+def test_accelerate_launch_on_two_machines(tmp_path):
+    need("accelerate")
+    with WandbServer() as server:
+        place = ["--num_machines=2", "--main_process_ip=127.0.0.1", f"--main_process_port={jobs.free_port()}"]
+        commands = [[*ACCELERATE, *place, f"--machine_rank={index}", RANKS, "accelerate"] for index in range(2)]
+        done, seen = trained(tmp_path, server, *commands)
+        assert [one.returncode for one in done] == [0, 0], [one.output for one in done]
+        check(server, seen, "torchelastic")
+        assert [one["info"]["worker_index"] for one in seen] == [0, 1]
+
+
+def deepspeed(*arguments: str) -> list[str]:
+    """DeepSpeed's launcher of one node: `deepspeed` itself asks for GPUs."""
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 1]}).encode()).decode()
+    place = ["--node_rank=0", "--master_addr=127.0.0.1", f"--master_port={jobs.free_port()}", f"--world_info={world}"]
+    return [sys.executable, "-m", "deepspeed.launcher.launch", *place, *arguments]
+
+
+def test_deepspeeds_launcher_with_a_run_for_each_worker_before_there_is_a_group(tmp_path):
+    need("deepspeed")
+    with WandbServer() as server:
+        (done,), seen = trained(tmp_path, server, deepspeed("--no_local_rank", RANKS, "deepspeed"))
+        assert done.returncode == 0, done.output
+        check(server, seen, "env")
+
+
+def test_when_a_peer_fails_under_deepspeeds_launcher_every_row_is_sent_and_the_failure_told(tmp_path):
+    """It sends SIGTERM to wandb-core, and then to the rank."""
+    need("deepspeed")
+    with WandbServer() as server:
+        (done,), _ = trained(tmp_path, server, deepspeed("--no_local_rank", RANKS, "deepspeed_peer_fails"))
+        assert done.returncode != 0
+        (run,) = server.runs
+        assert (run.exit_codes, run.state) == ([1], "failed"), done.output
+        assert run.summary["failure/rank"] == 1
+        logged = int((tmp_path / "logged").read_text())
+        assert [row["x"] for row in run.rows][: logged + 1] == list(range(logged + 1))
+
+
+def test_the_doctor_as_a_module_of_deepspeeds_launcher(tmp_path):
+    need("deepspeed")
+    done = jobs.run(deepspeed("--module", "flyteplugins_tracking", "--offline"), tmp_path, {"WANDB_API_KEY": "0" * 40})
+    assert done.returncode == 0, done.output
+    assert "usage:" not in done.output
+
+
+def test_of_two_processes_with_the_same_rank_one_is_refused(tmp_path):
+    with WandbServer() as server:
+        (done,), seen = trained(tmp_path, server, python("spawn_same"))
+        assert done.returncode == 0, done.output
+        (run,) = server.runs
+        assert sorted([one["id"] for one in seen], key=bool) == [None, run.id]
+        (refusal,) = (one["error"] for one in seen if one["error"])
+        assert "both would be rank 0" in refusal
+
+
+def test_a_group_that_the_function_makes_itself_is_warned_of(tmp_path):
+    with WandbServer() as server:
+        (done,), _ = trained(tmp_path, server, python("spawn_group_inside"))
+        assert done.returncode == 0, done.output
+        assert len(server.runs) == 2
+        for rank in range(2):
+            assert f"the function has connected 2 ranks, of which this is rank {rank}" in done.output

@@ -1,0 +1,117 @@
+"""The processes that a rank starts: each has a run of its own, also when they do not overlap."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from support import flyte1_pods, flyte2_pods, jobs
+
+TRIALS = jobs.PROGRAMS / "trials.py"
+TORCHRUN = jobs.torchrun("--standalone", "--nproc-per-node=1")
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+
+
+def assert_a_run_for_each_trial(done: jobs.Done, ranks: int = 1, others: int = 0) -> None:
+    """Each trial of each rank has a run with its rows and its config; `others` have no rows."""
+    assert done.returncode == 0, done.output
+    assert len({run.id for run in done.runs}) == len(done.runs) == 3 * ranks + others, done.output
+    trials = [run for run in done.runs if run.config["trial"] != "parent"]
+    assert sorted(run.config["trial"] for run in trials) == sorted([0, 1, 2] * ranks)
+    for run in trials:
+        assert [(row["trial"], row["row"]) for row in run.rows] == [(run.config["trial"], n) for n in range(20)]
+        assert run.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "parent"),
+    [
+        ("fork", "plain"),
+        pytest.param("fork", "tracked", marks=pytest.mark.full),
+        ("spawn", "plain"),
+        pytest.param("forkserver", "plain", marks=pytest.mark.full),
+        pytest.param("subprocess", "tracked", marks=pytest.mark.full),
+    ],
+)
+def test_trials_of_the_only_rank_of_torchrun(tmp_path: Path, how: str, parent: str) -> None:
+    done = jobs.run([*TORCHRUN, TRIALS, how, parent], tmp_path)
+    assert_a_run_for_each_trial(done, others=int(parent == "tracked"))
+    assert done.output.count("this process was started by rank 0") == 3
+    prefixes = {run.id.rpartition("-")[0] for run in done.runs if run.config["trial"] != "parent"}
+    assert len(prefixes) == 1
+    assert prefixes >= {run.id for run in done.runs if run.config["trial"] == "parent"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_trials_of_the_ranks_of_mpirun(tmp_path: Path, how: str) -> None:
+    assert_a_run_for_each_trial(jobs.run([*MPIRUN, TRIALS, how, "plain"], tmp_path), ranks=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_trials_of_a_process_with_plain_variables(tmp_path: Path, how: str) -> None:
+    assert_a_run_for_each_trial(jobs.run([sys.executable, TRIALS, how, "plain"], tmp_path, BY_HAND))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["forks", "spawns"])
+def test_trials_of_a_flyte_1_pod(tmp_path: Path, task: str) -> None:
+    done = flyte1_pods.run(task, tmp_path, module="flyte_children")
+    assert_a_run_for_each_trial(done)
+    is_named = [run.id.startswith(f"{flyte1_pods.EXECUTION}-{flyte1_pods.NODE}-") for run in done.runs]
+    assert is_named == [task == "forks"] * 3  # one that is spawned knows nothing of the task
+
+
+@pytest.mark.full
+def test_trials_of_a_flyte_2_pod(tmp_path: Path) -> None:
+    done = flyte2_pods.run("forks", tmp_path, inputs={"n": 1}, module="flyte2_children_pod", WANDB_MODE="offline")
+    assert_a_run_for_each_trial(done)
+    assert {run.id.rpartition("-")[0] for run in done.runs} == {"r1-a0"}
+
+
+@pytest.mark.full
+def test_a_run_id_from_the_environment_is_that_of_the_rank_and_not_of_its_children(tmp_path: Path) -> None:
+    done = jobs.run([*TORCHRUN, TRIALS, "fork", "tracked"], tmp_path, {"WANDB_RUN_ID": jobs.RUN_ID})
+    assert_a_run_for_each_trial(done, others=1)
+    assert [run.id for run in done.runs if run.config["trial"] == "parent"] == [jobs.RUN_ID]
+
+
+@pytest.mark.parametrize("launcher", [[sys.executable], pytest.param(TORCHRUN, marks=pytest.mark.full)])
+def test_processes_that_get_their_variables_inside_are_ranks(tmp_path: Path, launcher: list[str]) -> None:
+    done = jobs.run([*launcher, TRIALS, "rank", "plain"], tmp_path)
+    assert done.returncode == 0, done.output
+    assert "was started by" not in done.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrapper", [["bash", "-c", '"$0" "$@"; exit $?'], ["timeout", "100"], ["nice"]])
+def test_a_program_between_the_launcher_and_the_rank_changes_nothing(tmp_path: Path, wrapper: list[str]) -> None:
+    """What Slurm, a debugger or a shell script start in between has the rank's variables too."""
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2", "--no-python"), *wrapper, sys.executable]
+    done = jobs.run([*command, *jobs.train()], tmp_path)
+    assert done.returncode == 0, done.output
+    assert [run.exit_code for run in done.runs] == [0]
+    assert "was started by" not in done.output
+
+
+@pytest.mark.full
+def test_a_torchrun_in_a_rank_of_torchrun_has_ranks(tmp_path: Path) -> None:
+    inner = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), *jobs.train()]
+    command = [*jobs.torchrun("--standalone", "--nproc-per-node=1", "--no-python"), *inner]
+    done = jobs.run(command, tmp_path)
+    assert done.returncode == 0, done.output
+    assert [run.exit_code for run in done.runs] == [0]
+    assert [report["world_size"] for report in done.reports] == [2, 2]
+    assert "was started by" not in done.output
+
+
+@pytest.mark.full
+def test_a_program_that_a_python_program_starts_below_a_launcher_is_the_rank(tmp_path: Path) -> None:
+    """As `accelerate launch` and `conda run` do: they have called no decorated function."""
+    script = tmp_path / "wrapper.py"
+    script.write_text("import subprocess, sys\nsys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)\n")
+    done = jobs.run([*jobs.torchrun("--standalone", "--nproc-per-node=2"), script, *jobs.train()], tmp_path)
+    assert done.returncode == 0, done.output
+    assert [run.exit_code for run in done.runs] == [0]
+    assert "was started by" not in done.output

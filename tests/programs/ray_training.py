@@ -1,0 +1,90 @@
+"""Ray Train and Ray Tune: `ray_training.py KIND WORKERS [RUN_MODE]`. Each rank reports its truth.
+
+Kinds: "train" (one fit), "twice" (two fits of one script, whose name is the same), "loop" (a fit that trains twice),
+"retry" (the first attempt fails in the middle), "data-parallel" (no variables of a rank), "tune" (WORKERS trials at
+once), "tune-retry" (each trial fails once).
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import train as ray_train
+from ray import tune
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+
+HERE = Path(os.environ["TRAIN_DIR"])
+MODE = sys.argv[3] if len(sys.argv) > 3 else "auto"
+ROWS = 5
+
+
+@tracking_init(project="tests", run_mode=MODE)
+def fit(first: int = 0, fails_at: int | None = None) -> dict[str, Any]:
+    run, info = get_run(), get_distributed_info()
+    for row in range(first, first + ROWS):
+        if row == fails_at:
+            raise RuntimeError("the first attempt fails")
+        if run is not None:
+            run.log({"row": row})
+    return {"run": None if run is None else run.id, "info": None if info is None else dict(info)}
+
+
+def report(found: dict[str, Any], name: str) -> None:
+    (HERE / "reports").mkdir(exist_ok=True)
+    (HERE / "reports" / f"{name}-{os.getpid()}.json").write_text(json.dumps(found))
+
+
+def worker(config: dict[str, Any]) -> None:
+    context = ray_train.get_context()
+    truth = {"rank": context.get_world_rank(), "world_size": context.get_world_size(), "restart_count": 0}
+    truth |= {
+        "local_rank": context.get_local_rank(),
+        "node": context.get_node_rank(),
+        "name": context.get_experiment_name(),
+    }
+    mark = HERE / f"failed-{truth['rank']}"
+    if config["kind"] == "retry" and not mark.exists():
+        mark.touch()
+        fit(fails_at=3 if truth["rank"] == 0 else None)
+        return
+    calls = [fit() for _ in range(2 if config["kind"] == "loop" else 1)]
+    report({**truth, "calls": calls}, str(truth["rank"]))
+
+
+def trial(config: dict[str, Any]) -> None:
+    name = tune.get_context().get_trial_name()
+    mark = HERE / f"failed-{name}"
+    if config["kind"] == "tune-retry" and not mark.exists():
+        mark.touch()
+        fit(fails_at=3)
+    report({"rank": 0, "restart_count": 0, "trial": name, "calls": [fit()]}, name)
+    tune.report({"loss": config["lr"]})
+
+
+def fit_all(kind: str, workers: int) -> None:
+    storage = str(HERE / "ray")
+    failures = FailureConfig(max_failures=int("retry" in kind))
+    if kind.startswith("tune"):
+        space = {"lr": tune.grid_search([0.1 * (n + 1) for n in range(workers)]), "kind": kind}
+        config = tune.RunConfig(
+            name="tuned", storage_path=storage, failure_config=tune.FailureConfig(max_failures=int("retry" in kind))
+        )
+        tune.Tuner(tune.with_resources(trial, {"cpu": 1}), param_space=space, run_config=config).fit()
+        return
+    trainer = DataParallelTrainer if kind == "data-parallel" else TorchTrainer
+    for _ in range(2 if kind == "twice" else 1):
+        run_config = RunConfig(name=f"fitted-{os.getpid()}", storage_path=storage, failure_config=failures)
+        scaling = ScalingConfig(num_workers=workers)
+        trainer(worker, train_loop_config={"kind": kind}, scaling_config=scaling, run_config=run_config).fit()
+
+
+if __name__ == "__main__":
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
+    fit_all(sys.argv[1], int(sys.argv[2]))

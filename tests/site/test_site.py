@@ -1,0 +1,63 @@
+"""The site works from the disk, asks no other host for anything, and its search leads to prose."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What a user types, and the page that has the answer. The search gives most weight to titles.
+SEARCHES = {
+    ("multiple", "gpus"): "first-run.html",
+    ("offline",): "offline.html",
+    ("resume",): "restarts.html",
+    ("not", "logging"): "troubleshooting.html",
+    ("preempted",): "troubleshooting.html",
+}
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(find_spec("material") is None, reason='pip install "flyteplugins-tracking[docs]"'),
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_nothing_is_loaded_from_another_host(site):
+    loaded = r'<(?:script|img|iframe)[^>]* src="(\w+:)?//|<link[^>]* href="(\w+:)?//(?![^>]*rel="canonical")'
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    assert [page for page in pages if re.search(loaded, page.read_text())] == []
+
+
+def test_the_search_index_is_a_script_since_a_page_on_the_disk_may_read_no_other_file(site):
+    index = (site / "search" / "search_index.js").read_text()
+    assert json.loads(index.partition("=")[2])["docs"]
+    assert 'src="assets/iframe-worker.js"' in (site / "index.html").read_text()
+
+
+@pytest.mark.parametrize("words", SEARCHES)
+def test_a_title_of_the_right_page_has_the_words_that_a_user_types(site, words):
+    entries = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    titled = [entry for entry in entries if is_titled(entry, words)]
+    first = {entry["location"].partition("#")[0] for entry in titled if entry.get("boost", 1) == 1}
+    assert first == {SEARCHES[words]}
+
+
+def is_titled(entry: Mapping[str, Any], words: Sequence[str]) -> bool:
+    return set(words) <= set(re.findall(r"\w+", entry["title"].lower()))

@@ -1,0 +1,146 @@
+"""Pools of long-lived workers: how they are known, and what of the variables around them counts in their workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from test_topology import OPENMPI, SLURM, TORCHRUN
+
+from flyteplugins_tracking import DistributedInfo, get_distributed_info
+from flyteplugins_tracking._job import children, histories, pools, topology
+from flyteplugins_tracking._job.pools import _ON_STACK, _name_in, innermost_pool
+from flyteplugins_tracking._job.topology import Detection, detect, examine
+from flyteplugins_tracking._runs import calls
+
+
+def called_by(file: str, function: str | None) -> Callable[[Callable[[], Any]], Any]:
+    """A function that calls another, as if it were one of a pool's."""
+    names: dict[str, Any] = {}
+    name = function or "main"
+    exec(compile(f"def {name}(task): return task()", f"/venv/{file}", "exec"), names)
+    caller: Callable[[Callable[[], Any]], Any] = names[name]
+    return caller
+
+
+@pytest.fixture(params=_ON_STACK, ids=lambda row: f"{row[0]} {row[1]}")
+def in_pool(request: pytest.FixtureRequest) -> tuple[str, Callable[[Callable[[], Any]], Any]]:
+    name, file, function = request.param
+    return name, called_by(file, function)
+
+
+@pytest.mark.parametrize("around", [SLURM, OPENMPI], ids=["slurm", "openmpi"])
+def test_what_is_around_a_pool_makes_no_rank_of_its_worker(in_pool, around, bare_environment, monkeypatch):
+    name, call = in_pool
+    monkeypatch.setattr(children, "_initial_variables", lambda: around)
+    assert detect(around) is not None
+    assert call(lambda: detect(around)) is None
+    pool = call(lambda: examine(around)).pool
+    assert pool is not None
+    assert pool.name == name
+    assert "has called this function" in pool.reason
+
+
+def test_variables_that_a_worker_sets_make_it_a_rank(in_pool, bare_environment, monkeypatch):
+    name, call = in_pool
+    monkeypatch.setattr(children, "_initial_variables", lambda: SLURM)
+    env = {**SLURM, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    info = call(lambda: detect(env))
+    assert (info.rank, info.world_size, info.launcher) == (1, 2, name)
+
+
+def test_variables_that_a_helper_leaves_behind_make_no_node(in_pool, bare_environment):
+    """RANK and WORLD_SIZE alone are those of a pod; a worker of a pool is no pod's only process."""
+    _, call = in_pool
+    assert call(lambda: detect({"RANK": "1", "WORLD_SIZE": "2"})) is None
+    assert call(lambda: detect({"RANK": "1"})) is None
+
+
+def test_the_variables_of_a_group_that_has_ended_make_no_rank(bare_environment, monkeypatch):
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "29500"}
+    group: dict[str, Any] = {"is_available": lambda: True, "is_initialized": lambda: True}
+    dist = SimpleNamespace(**group, get_rank=lambda: 1, get_world_size=lambda: 2, group=SimpleNamespace(WORLD=object()))
+    call = called_by("distributed/worker.py", "apply_function")
+    monkeypatch.setattr(pools, "_last_world", {})
+    monkeypatch.setitem(sys.modules, "torch.distributed", dist)
+    assert call(lambda: detect(env)).rank == 1
+    dist.is_initialized = lambda: False
+    assert call(lambda: detect(env)) is None
+    assert call(lambda: detect({**env, "MASTER_PORT": "29501"})).rank == 1  # another world
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("ray::IDLE", "ray"),
+        ("ray::train()", "ray"),
+        ("/venv/ray/core/src/ray/raylet/raylet --raylet_socket_name=x", "ray"),
+        ("/venv/bin/python /venv/bin/dask worker tcp://a:1", "dask"),
+        ("/venv/bin/python /venv/bin/dask-worker tcp://a:1", "dask"),
+        ("python -m distributed.cli.dask_worker tcp://a:1", "dask"),
+        ("python -m pyspark.daemon", "spark"),
+        ("python -m mpi4py.futures train.py", "mpi4py.futures"),
+        ("python train.py dask worker", None),
+        ("python train_with_ray.py", None),
+        ("python dask_training.py", None),
+        ("", None),
+    ],
+)
+def test_a_pool_is_known_by_its_command_line(command, name):
+    assert _name_in(command.split(" ")) == name
+
+
+def test_a_ray_driver_is_no_worker(bare_environment, monkeypatch):
+    worker = ModuleType("ray._private.worker")
+    monkeypatch.setitem(sys.modules, worker.__name__, worker)
+    for mode, pool in ((0, None), (1, "ray")):
+        worker.global_worker = SimpleNamespace(mode=mode, actors={})  # type: ignore[attr-defined]
+        found = innermost_pool()
+        assert (found and found.name) == pool
+
+
+def test_this_process_is_in_no_pool():
+    assert innermost_pool() is None
+    assert os.getpid() not in children.ancestors()
+    assert topology.examine({}) == Detection()
+
+
+def test_a_torchrun_on_a_pools_worker_is_the_launcher(in_pool, bare_environment, monkeypatch):
+    """As Spark's TorchDistributor starts it: its own store names the run."""
+    _, call = in_pool
+    monkeypatch.setattr(children, "_initial_variables", lambda: SLURM)
+    assert call(lambda: detect({**SLURM, **TORCHRUN})).launcher == "torchelastic"
+
+
+def test_the_only_worker_of_ray_train_keeps_the_fits_name(bare_environment, monkeypatch):
+    """So that its retry goes on with the run."""
+    context = SimpleNamespace(
+        **{f"get_{name}": lambda: 0 for name in ("world_rank", "local_rank", "node_rank")},
+        get_world_size=lambda: 1,
+        get_local_world_size=lambda: 1,
+        get_experiment_name=lambda: "fitted",
+        train_run_context=SimpleNamespace(run_id="0123456789"),
+    )
+    module = SimpleNamespace(_train_context=context)
+    monkeypatch.setitem(sys.modules, "ray.train.v2._internal.execution.context", module)
+    assert detect({}) == DistributedInfo(0, 1, 0, 1, 0, 1, launcher="ray", job_id="fitted-01234567")
+    assert get_distributed_info() is None
+
+
+def test_each_world_of_a_worker_has_its_own_count(bare_environment, monkeypatch):
+    worlds = [type("World", (), {})(), type("World", (), {})()]
+    monkeypatch.setattr(histories, "_of_groups", weakref.WeakKeyDictionary())
+    found = Detection(DistributedInfo(1, 2, launcher="dask"), pools.Pool("dask", "", os.getpid()))
+
+    def count(world: Any) -> int:
+        monkeypatch.setattr(histories, "default_group", lambda: world)
+        return calls.count("wandb", histories.counts(found))
+
+    assert [count(worlds[0]), count(worlds[0]), count(worlds[1]), count(worlds[0])] == [1, 2, 1, 3]
+    assert histories.counts(Detection(DistributedInfo(1, 2, launcher="slurm"))) is None
+    assert histories.counts(Detection()) is None
