@@ -8,10 +8,10 @@ as the workers of Elastic, `notebook_launcher` and `mp.spawn` do, is a rank.
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +125,7 @@ def _is_below_marked(variables: Mapping[str, str]) -> bool:
 def _digest(variables: Mapping[str, str]) -> str:
     # Only this one is another for each start of a torchrun, whose run id may be constant.
     values = [*sorted(variables.items()), os.environ.get("TORCHELASTIC_ERROR_FILE")]
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+    return f"{zlib.crc32(repr(values).encode()):08x}"
 
 
 def _has(environment: Mapping[str, str], variables: Mapping[str, str]) -> bool:

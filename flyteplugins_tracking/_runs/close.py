@@ -82,9 +82,12 @@ def close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | No
 def end_with_process(run: OpenRun) -> None:
     """End a run whose function has not returned when the process ends: with status 1, or 143 after a SIGTERM."""
     run.has_ended_with_process = True
+    if _terminated_at() is not None:
+        _finish(run, TERMINATED, None)
+        return
     rank = 0 if run.info is None else run.info.rank
     failure = Failure(rank, "unfinished", "the process ended before the function returned", exit_code=1)
-    _finish(run, _or_terminated(failure.exit_code), failure)
+    _finish(run, failure.exit_code, failure)
 
 
 def _or_terminated(exit_code: int) -> int:

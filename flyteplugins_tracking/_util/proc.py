@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from pathlib import Path
+from glob import glob
 
 
 def machine() -> str:
@@ -35,8 +35,7 @@ def command_line(pid: int) -> list[str]:
 
 def children(pid: int) -> list[int]:
     """Return the processes that `pid` has started and that are there, in the order of their starts."""
-    tasks = sorted(Path(f"/proc/{pid}/task").glob("*/children"))
-    pids = {int(child) for task in tasks for child in _read(str(task)).split()}
+    pids = {int(child) for task in glob(f"/proc/{pid}/task/*/children") for child in _read(task).split()}
     return sorted(pids, key=lambda child: (int(start_time(child) or 0), child))
 
 
@@ -112,6 +111,7 @@ def variables_at_start(pid: int) -> dict[str, str]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(errors="replace")
+        with open(path, errors="replace") as file:
+            return file.read()
     except OSError:
         return ""

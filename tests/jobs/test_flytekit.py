@@ -152,7 +152,12 @@ def test_outputs_to_ignore_are_no_failure(tmp_path):
 
 
 def test_pods_of_a_pytorch_job_are_ranks(tmp_path):
-    shape = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    shape = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    }
     for rank in ("0", "1"):
         done = flyte1_pods.run("pytorch_job", tmp_path, RANK=rank, **shape)
         assert done.returncode == 0, done.output

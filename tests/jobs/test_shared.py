@@ -423,18 +423,17 @@ def test_two_jobs_with_one_id_have_a_run_each(tmp_path):
 
 
 @pytest.mark.full
-def test_a_process_that_a_neighbour_starts_logs_to_the_run_and_one_of_the_writers_has_its_own(tmp_path):
-    """That of the writer is a run beside; those of its neighbours log to the run."""
+def test_a_process_that_a_rank_starts_has_a_run_beside_the_shared_one(tmp_path):
     with WandbServer() as server:
         command = [*jobs.torchrun("--standalone", "--nproc-per-node=3"), str(RUNS), "with_children"]
         done = jobs.run(command, tmp_path, server.environment)
         assert done.returncode == 0, done.output
         rows = {run.id: sorted(row["who"] for row in run.rows) for run in server.runs}
-        (beside,) = [run_id for run_id in rows if any(run_id != other and run_id.startswith(other) for other in rows)]
-        assert rows.pop(beside) == ["child", "child, at last"]
-        ((_, shared),) = rows.items()
-        assert shared == ["child"] * 2 + ["child, at last"] * 2 + ["parent"] * 3 + ["parent, at last"] * 3
-        assert [run.exit_codes for run in server.runs] == [[0], [0]]
+        shared = min(rows, key=len)
+        assert rows.pop(shared) == ["parent"] * 3 + ["parent, at last"] * 3
+        assert all(run_id.startswith(f"{shared}-") for run_id in rows)
+        assert list(rows.values()) == [["child", "child, at last"]] * 3
+        assert [run.exit_codes for run in server.runs] == [[0]] * 4
 
 
 @pytest.mark.full
