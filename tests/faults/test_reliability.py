@@ -6,10 +6,15 @@ import pytest
 
 from faults.matrix import CASES
 
+# A signal that comes as torch's agent enters the wrapper that measures its calls, before that notes the time, makes it fail
+# itself and send SIGTERM instead of the signal: another fault than the one that is tested.
+AGENT_FAILED = "cannot access local variable 'start' where it is not associated with a value"
 PARAMETERS = [pytest.param(case, id=case.fault, marks=[pytest.mark.full] if case.is_full else []) for case in CASES]
 
 
 @pytest.mark.parametrize("case", PARAMETERS)
 def test_the_run_tells_the_truth_and_loses_nothing(case, tmp_path):
-    found = case.run(tmp_path)
+    found = case.run(tmp_path / "first")
+    if AGENT_FAILED in found.output:
+        found = case.run(tmp_path / "again")
     assert case.wrong(found) == [], found.output

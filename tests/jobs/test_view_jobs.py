@@ -8,10 +8,12 @@ import re
 import shlex
 import sys
 import urllib.request
+from contextlib import suppress
 
 import pytest
 from support import jobs
 from support.terminal import Terminal
+from support.waiting import wait_until
 
 # Short: the viewer's list has room for 13 characters of it, with the node.
 RUN_ID = f"v-{os.getpid()}"
@@ -67,6 +69,12 @@ def test_the_viewers_of_trackio_and_mlflow_serve_the_run(tmp_path):
 
 
 def get(address: str) -> str:
-    with urllib.request.urlopen(address, timeout=30) as answer:
-        text: str = answer.read().decode()
-        return text
+    """What a server answers that may not listen yet: a viewer prints its address before."""
+
+    def answer() -> str:
+        with suppress(OSError), urllib.request.urlopen(address, timeout=30) as response:
+            text: str = response.read().decode()
+            return text
+        return ""
+
+    return wait_until(answer, timeout_s=60 * jobs.TIME_SCALE)
