@@ -6,8 +6,8 @@ import pytest
 
 from faults.matrix import CASES
 
-# A signal that comes as torch's agent enters the wrapper that measures its calls, before that notes the time, makes it fail
-# itself and send SIGTERM instead of the signal: another fault than the one that is tested.
+# If a signal comes as torch's agent enters the wrapper that measures its calls, before the wrapper notes the time, the
+# agent itself fails and sends SIGTERM instead of the signal: another fault than the one that is tested.
 AGENT_FAILED = "cannot access local variable 'start' where it is not associated with a value"
 PARAMETERS = [pytest.param(case, id=case.fault, marks=[pytest.mark.full] if case.is_full else []) for case in CASES]
 
