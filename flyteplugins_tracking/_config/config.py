@@ -25,7 +25,7 @@ IfUnavailable = Literal["raise", "degrade"]
 """Whether to raise an error or to degrade if the service cannot be used when a run is opened."""
 
 Rollback = Literal["keep", "rewind"]
-"""What happens to the rows that a job logs again after it has gone back to its checkpoint."""
+"""How a run takes the rows that a job logs again after it has gone back to its checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class CallCounter:
 
 @dataclass(frozen=True)
 class Stop:
-    """What the ranks have agreed on.
+    """The stop that the ranks have agreed on.
 
     Attributes:
         reason: Why.
@@ -354,7 +354,7 @@ class Agreement:
 
 
 class OwnStop:
-    """What a process stops by that has no other ranks: its own flag. As `Agreement`, without a thread."""
+    """The flag of a process that has no other ranks. As `Agreement`, without a thread."""
 
     def __init__(self) -> None:
         self.counter = CallCounter(math.inf, self.at_limit)

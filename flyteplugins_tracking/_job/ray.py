@@ -1,4 +1,4 @@
-"""What Ray tells a process: the world of Ray Train, and the trial of Ray Tune. Nothing here imports Ray.
+"""The world of Ray Train and the trial of Ray Tune, as Ray tells them to a process. Nothing here imports Ray.
 
 Ray has no public name for one `fit()`, nor for the trial's config: the private parts that are read stand here alone.
 https://docs.ray.io/en/latest/train/api/doc/ray.train.get_context.html

@@ -61,7 +61,7 @@ def override_distributed_info(info: DistributedInfo | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Detection:
-    """What was found about this process.
+    """The place of this process, and how it was found.
 
     Attributes:
         info: This rank; None outside a distributed job.

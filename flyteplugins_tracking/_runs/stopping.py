@@ -82,7 +82,7 @@ def request_stop(reason: str = "request_stop") -> None:
 
 
 class Stopping:
-    """What one function has started by calling `should_stop()`. For SIGTERM, it is the watcher's `Postponement`."""
+    """One function's part in the agreement, from its first `should_stop()` on. SIGTERM's watcher knows it too."""
 
     def __init__(self, call: TrackedCall) -> None:
         """Called at the function's first `should_stop()` or `request_stop()`."""

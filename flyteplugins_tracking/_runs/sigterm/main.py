@@ -56,7 +56,7 @@ _ELASTIC = "torch.distributed.elastic."
 
 
 class Postponement(Protocol):
-    """What the signal waits for, if the function's loop ends by itself: it calls `should_stop()`."""
+    """The delay of the signal for a function whose loop ends by itself: it calls `should_stop()`."""
 
     def requested(self) -> None:
         """SIGTERM has come. Takes no lock: also called in the signal's handler. May be called more than once."""
