@@ -90,17 +90,17 @@ def is_child_of_rank(variables: Mapping[str, str]) -> bool:
         variables: The variables by which this process looks like a rank, with their values.
     """
     born = variables_at_birth()
-    if not variables or any(born.get(name) != value for name, value in variables.items()):
+    if not variables or not has(born, variables):
         return False  # set in this process, as by Elastic's workers
     if _is_below_marked(variables):
         return True
     if _fork is not None:
         # A forked process shows the environment that its parent was started with.
-        return _fork.parent_is_child or _has(_initial_variables(), variables)
+        return _fork.parent_is_child or has(_initial_variables(), variables)
     parent = _multiprocessing_parent()
     if parent is None:
         return False  # a launcher's, or one of a shell or of a program between the launcher and the rank
-    return _has(proc.variables_at_start(parent), variables) or _is_started_by_python(parent)
+    return has(proc.variables_at_start(parent), variables) or _is_started_by_python(parent)
 
 
 def mark(variables: Mapping[str, str]) -> None:
@@ -128,7 +128,8 @@ def _digest(variables: Mapping[str, str]) -> str:
     return f"{zlib.crc32(repr(values).encode()):08x}"
 
 
-def _has(environment: Mapping[str, str], variables: Mapping[str, str]) -> bool:
+def has(environment: Mapping[str, str], variables: Mapping[str, str]) -> bool:
+    """Return whether an environment has these variables, with these values."""
     return all(environment.get(name) == value for name, value in variables.items())
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from flyteplugins_tracking._job import children, ray
 from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._job.launchers import detect_process_group
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.loaded import loaded
 
@@ -39,8 +40,7 @@ class Pool:
 
     def has_inherited(self, variables: Mapping[str, str]) -> bool:
         """Return whether these variables describe the pool's daemon: they are as they were at its start."""
-        born = self._variables()
-        return all(born.get(name) == value for name, value in variables.items())
+        return children.has(self._variables(), variables)
 
     def _variables(self) -> Mapping[str, str]:
         if self.daemon == os.getpid():
@@ -172,8 +172,8 @@ def is_left_over(info: DistributedInfo, env: Mapping[str, str]) -> bool:
     """Return whether a worker's variables are those of a world that it was in before, or contradict its group."""
     global _last_world
     variables = {name: env.get(name) for name in _OF_RANK}
-    dist = loaded("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
+    group = detect_process_group()
+    if group is not None:
         _last_world = variables
-        return bool((dist.get_rank(), dist.get_world_size()) != (info.rank, info.world_size))
+        return (group.rank, group.world_size) != (info.rank, info.world_size)
     return info.launcher == "env" and variables == _last_world

@@ -106,7 +106,7 @@ def examine(env: Env) -> Detection:
 
 def _without_pool(env: Env) -> Detection:
     for detector in DETECTORS.values():
-        variables = _ReadVariables(env)
+        variables = RecordingEnv(env)
         info = detector(variables)
         if info is None:
             continue
@@ -124,7 +124,7 @@ def _in_pool(env: Env, pool: Pool) -> Detection:
     """Return the place that the pool's worker has got since its start; what its daemon was given does not count."""
     parent = None
     for name, detector in DETECTORS.items():
-        variables = _ReadVariables(env)
+        variables = RecordingEnv(env)
         info, error = _outcome(detector, variables)
         if name in NODES_ONLY or (info is None and error is None):
             continue
@@ -160,8 +160,8 @@ def _rank_or_child(info: DistributedInfo, variables: Mapping[str, str]) -> Detec
     return Detection(parent=info) if is_child else Detection(info, variables=variables)
 
 
-class _ReadVariables(Mapping[str, str]):
-    """An environment that notes which of its variables were read."""
+class RecordingEnv(Mapping[str, str]):
+    """An environment that records which of its variables were read."""
 
     def __init__(self, env: Env) -> None:
         self._env = env

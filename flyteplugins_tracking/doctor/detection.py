@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from flyteplugins_tracking._job import topology
 from flyteplugins_tracking._job.info import DistributedInfo
@@ -13,27 +13,9 @@ from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 Env = Mapping[str, str]
 
 
-class RecordingEnv(Mapping[str, str]):
-    """An environment that records which of its variables were read."""
-
-    def __init__(self, env: Env) -> None:
-        self._env = env
-        self.read: dict[str, str] = {}
-
-    def __getitem__(self, name: str) -> str:
-        self.read[name] = self._env[name]
-        return self.read[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._env)
-
-    def __len__(self) -> int:
-        return len(self._env)
-
-
 def detect(env: Env) -> Detected:
     """Return this process's place in its job, and the variables that the detectors have read."""
-    recording = RecordingEnv(env)
+    recording = topology.RecordingEnv(env)
     try:
         found = topology.examine(recording)
     except TopologyError as error:
