@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def environment(directory: Path, **more: str) -> dict[str, str]:
         "HOME": str(directory),
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(directory),
         "WANDB_SILENT": "true",
@@ -141,10 +143,22 @@ def kill(process: Process) -> None:
                     child.kill()
 
 
+def show_stacks(process: Process) -> None:
+    """Have a process that hangs, and all that it has started, write where each thread is, and end."""
+    with suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(process.pid)
+        family = [leader, *leader.children(recursive=True)]
+        for one in family:
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGABRT)
+        psutil.wait_procs(family, timeout=5)
+
+
 def finish(process: Process, directory: Path, timeout_s: float = 240) -> Done:
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
+        show_stacks(process)
         kill(process)
         output, _ = process.communicate()
         raise AssertionError(f"still running after {timeout_s} s:\n{output}") from None

@@ -6,6 +6,7 @@ process id and, when it has ended, its status. The server ends with its owner, t
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -40,6 +41,7 @@ _MOST_BYTES = 1 << 20
 
 
 def main(path: str, owner: int) -> None:
+    faulthandler.enable()  # as PYTHONFAULTHANDLER has it in a cold job
     hidden = HiddenModules()
     hidden.load(MODULES)
     forker = Forker(hidden)
