@@ -15,7 +15,7 @@ from pathlib import Path
 from flytekit import task, workflow
 from flytekitplugins.kfpytorch import Elastic
 
-from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+from flyteplugins_tracking import get_distributed_info, get_run, process_group, tracking_init
 
 WORKERS = Elastic(nnodes=1, nproc_per_node=4, start_method="spawn", increase_shared_mem=False)
 HYPERPARAMETERS = {"lr": 0.05, "batch_size": 32, "hidden": 64}
@@ -44,36 +44,36 @@ def digits(epochs: int) -> tuple[float, float]:
 def fit(epochs: int) -> float:
     """Train on this rank's share of the digits, in step with the other ranks; the accuracy on those held out."""
     import torch
-    import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     run, info = get_run(), get_distributed_info()
     rank, world_size = (info.rank, info.world_size) if info else (0, 1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo")
     images, labels, held_out_images, held_out_labels = load_digits(rank, world_size)
     layers = (
         torch.nn.Linear(64, HYPERPARAMETERS["hidden"]),
         torch.nn.ReLU(),
         torch.nn.Linear(HYPERPARAMETERS["hidden"], 10),
     )
-    model = DistributedDataParallel(torch.nn.Sequential(*layers))
-    optimizer = torch.optim.SGD(model.parameters(), lr=HYPERPARAMETERS["lr"], momentum=0.9)
     accuracy = 0.0
-    for epoch in range(epochs):
-        for batch in torch.randperm(len(images)).split(HYPERPARAMETERS["batch_size"]):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])
-            loss.backward()
-            optimizer.step()
-            if run is not None:
-                run.log({"loss": loss.item(), "epoch": epoch, "rank": rank})
-        with torch.no_grad():
-            accuracy = (model(held_out_images).argmax(1) == held_out_labels).float().mean().item()
-        if rank == 0:
-            name = run.id if run else "-"
-            print(f"{name}: epoch {epoch + 1}/{epochs}, loss {loss.item():.4f}, accuracy {accuracy:.3f}", flush=True)
-    dist.destroy_process_group()
+    with process_group("gloo"):
+        model = DistributedDataParallel(torch.nn.Sequential(*layers))
+        optimizer = torch.optim.SGD(model.parameters(), lr=HYPERPARAMETERS["lr"], momentum=0.9)
+        for epoch in range(epochs):
+            for batch in torch.randperm(len(images)).split(HYPERPARAMETERS["batch_size"]):
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(images[batch]), labels[batch])
+                loss.backward()
+                optimizer.step()
+                if run is not None:
+                    run.log({"loss": loss.item(), "epoch": epoch, "rank": rank})
+            with torch.no_grad():
+                accuracy = (model(held_out_images).argmax(1) == held_out_labels).float().mean().item()
+            if rank == 0:
+                name = run.id if run else "-"
+                print(
+                    f"{name}: epoch {epoch + 1}/{epochs}, loss {loss.item():.4f}, accuracy {accuracy:.3f}", flush=True
+                )
     return accuracy
 
 

@@ -142,6 +142,10 @@ def test_groups_come_one_after_the_other_also_where_rank_0_listens_by_itself(ran
     assert [seen[call] for seen in ranks] == [[0, 4, 8, 12], *[[None] * 4] * 3]
 
 
+def test_a_model_that_outlives_its_group_does_not_hang_in_its_destructor(ranks):
+    assert all(seen["models that outlive their group"] for seen in ranks)
+
+
 def test_a_group_is_destroyed_at_the_end_and_after_an_exception(ranks):
     assert [seen["destroyed"] for seen in ranks] == [True] * FOUR
     assert [seen["hook"] for seen in ranks] == [True] * FOUR

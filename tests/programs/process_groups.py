@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from flyteplugins_tracking import gather_metrics, get_run, prefix_metrics, process_group, tracking_init
 
@@ -104,6 +105,7 @@ def groups() -> dict:
     seen["destroyed"] = not dist.is_initialized()
     seen["hook"] = sys.excepthook is HOOK
     seen["again"] = again()
+    seen["models that outlive their group"] = models_that_outlive_their_group()
     seen["destroyed by the user"] = destroyed_by_the_user()
     seen["after an exception"] = after_an_exception()
     seen["openmpi"] = openmpi()
@@ -127,6 +129,17 @@ def again() -> list:
             gathered = gather_metrics({"number": number}, ("sum",))
             sums.append(gathered and gathered["number/sum"])
     return sums
+
+
+def models_that_outlive_their_group() -> bool:
+    """Short trainings in groups of their own. Without the package's part, torch hangs after some five of them."""
+    for _ in range(20):
+        with process_group(timeout_s=120):
+            model = DistributedDataParallel(torch.nn.Linear(64, 64))
+            for _ in range(3):
+                model(torch.ones(8, 64)).sum().backward()
+        del model
+    return True
 
 
 def destroyed_by_the_user() -> bool:
