@@ -53,7 +53,8 @@ with internal_ctx().replace_task_context(context):
 """
 # The costs of what stands between the two, in this process and in the helpers that it has waited for.
 BEFORE = """\
-import os, time
+import gc, os, time
+gc.collect()
 def costs():
     times = os.times()
     resident = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
@@ -17,8 +16,7 @@ from flyteplugins_tracking._runs.context import ExecutionContext, ProcessContext
 from flyteplugins_tracking.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Decorator:
+class Decorator(NamedTuple):
     """A decorator of this package, as its Flyte tasks need it.
 
     Attributes:

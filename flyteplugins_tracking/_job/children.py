@@ -13,8 +13,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.fork import after_fork_in_child
@@ -33,8 +32,7 @@ _MULTIPROCESSING = ("multiprocessing.process", "multiprocess.process")
 _at_import = dict(os.environ)
 
 
-@dataclass(frozen=True)
-class _Fork:
+class _Fork(NamedTuple):
     """The state of the parent when it forked this process.
 
     Attributes:

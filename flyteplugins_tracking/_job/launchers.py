@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from flyteplugins_tracking._job import jax, ray
 from flyteplugins_tracking._job.info import DistributedInfo, check_orders
 from flyteplugins_tracking.errors import TopologyError
 
@@ -33,6 +32,10 @@ RANK_VARIABLES = {
 
 def _ray_train(_: Env) -> DistributedInfo | None:
     """A worker of Ray Train, which is inside whatever has started Ray."""
+    if "ray" not in sys.modules:
+        return None
+    from flyteplugins_tracking._job import ray
+
     return ray.train_world()
 
 
@@ -240,6 +243,10 @@ def _torchrun_in_pod(env: Env, processes: str) -> str:
 
 def _jax(_: Env) -> DistributedInfo | None:
     """A process that `jax.distributed.initialize` has connected to others."""
+    if "jax" not in sys.modules:
+        return None
+    from flyteplugins_tracking._job import jax
+
     return jax.world()
 
 

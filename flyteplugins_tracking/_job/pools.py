@@ -11,17 +11,19 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from flyteplugins_tracking._job import children, ray
+from flyteplugins_tracking._job import children
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.launchers import detect_process_group
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.loaded import loaded
 
+if TYPE_CHECKING:
+    from flyteplugins_tracking._job.ray import Trial
 
-@dataclass(frozen=True)
-class Pool:
+
+class Pool(NamedTuple):
     """The pool whose worker runs this function.
 
     Attributes:
@@ -36,7 +38,7 @@ class Pool:
     reason: str
     daemon: int
     is_child: bool = False
-    trial: ray.Trial | None = None
+    trial: Trial | None = None
 
     def has_inherited(self, variables: Mapping[str, str]) -> bool:
         """Return whether these variables describe the pool's daemon: they are as they were at its start."""
@@ -102,6 +104,10 @@ def _ray() -> Pool | None:
 
     It overwrites the place of its environment with its title: the raylet, its parent, is asked.
     """
+    if "ray" not in sys.modules:
+        return None
+    from flyteplugins_tracking._job import ray
+
     if not ray.is_worker():
         return None
     return Pool("ray", "this process is a worker of Ray", os.getppid(), trial=ray.trial())

@@ -7,8 +7,7 @@ https://docs.ray.io/en/latest/train/api/doc/ray.train.get_context.html
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._util.loaded import loaded
@@ -16,8 +15,7 @@ from flyteplugins_tracking._util.loaded import loaded
 _WORKER_MODE = 1
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """A trial of Ray Tune.
 
     Attributes:
@@ -28,7 +26,7 @@ class Trial:
 
     name: str
     experiment: str
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = {}
 
 
 def is_worker() -> bool:

@@ -10,7 +10,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from flyteplugins_tracking._job.children import is_child_of_rank, is_forked
 from flyteplugins_tracking._job.info import DistributedInfo
@@ -59,8 +60,7 @@ def override_distributed_info(info: DistributedInfo | None) -> Iterator[None]:
         _override.reset(token)
 
 
-@dataclass(frozen=True)
-class Detection:
+class Detection(NamedTuple):
     """The place of this process, and how it was found.
 
     Attributes:
@@ -73,7 +73,7 @@ class Detection:
     info: DistributedInfo | None = None
     pool: Pool | None = None
     parent: DistributedInfo | None = None
-    variables: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = {}
 
     @property
     def is_child(self) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Tracker
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ExecutionContext(ABC):
     """The platform's side of one call. Each platform has a subclass; what it does not override, it does not offer.
 

@@ -11,8 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job import children, histories
@@ -159,8 +158,7 @@ def _exit_code_of_call(error: BaseException, call: TrackedCall, context: Executi
     return exit_code_of(error, context.success_exceptions)
 
 
-@dataclass(frozen=True)
-class _Start:
+class _Start(NamedTuple):
     """Makes the call: it joins a run, opens one, or has none."""
 
     tracker: Tracker

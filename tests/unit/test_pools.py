@@ -97,6 +97,7 @@ def test_a_pool_is_known_by_its_command_line(command, name):
 
 def test_a_ray_driver_is_no_worker(bare_environment, monkeypatch):
     worker = ModuleType("ray._private.worker")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     monkeypatch.setitem(sys.modules, worker.__name__, worker)
     for mode, pool in ((0, None), (1, "ray")):
         worker.global_worker = SimpleNamespace(mode=mode, actors={})  # type: ignore[attr-defined]
@@ -127,6 +128,7 @@ def test_the_only_worker_of_ray_train_keeps_the_fits_name(bare_environment, monk
         train_run_context=SimpleNamespace(run_id="0123456789"),
     )
     module = SimpleNamespace(_train_context=context)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "ray.train.v2._internal.execution.context", module)
     assert detect({}) == DistributedInfo(0, 1, 0, 1, 0, 1, launcher="ray", job_id="fitted-01234567")
     assert get_distributed_info() is None
