@@ -8,14 +8,14 @@ import sys
 def main() -> int:
     """Run the command that the arguments name, and return its exit status."""
     if sys.argv[1:2] == ["ranks"]:
-        from flyteplugins_tracking import ranks
+        from flyteplugins_tracking._commands import ranks
 
         return ranks.main(sys.argv[2:])
     if sys.argv[1:2] == ["view"]:
-        from flyteplugins_tracking import view
+        from flyteplugins_tracking._commands import view
 
         return view.main(sys.argv[2:])
-    from flyteplugins_tracking import doctor
+    from flyteplugins_tracking._commands import doctor
 
     return doctor.main()
 

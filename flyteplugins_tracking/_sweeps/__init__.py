@@ -2,5 +2,5 @@
 
 In the room: how a sweep is created for a function (`sweep`) and how its trials run (`agent`).
 May enter: what W&B sweeps need beyond a run. Must not: what a run needs without a sweep.
-It may import every room but `doctor`, `compat` and `testing`.
+It may import every room but `_commands`, `compat` and `testing`.
 """

@@ -31,7 +31,7 @@ def test_an_ascii_output_and_a_closed_output_are_no_errors(tmp_path):
 def test_without_a_tracker_the_report_shows_how_to_install_one():
     code = (
         f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); "
-        "from flyteplugins_tracking.doctor import main; sys.exit(main(sys.argv[1:]))"
+        "from flyteplugins_tracking._commands.doctor import main; sys.exit(main(sys.argv[1:]))"
     )
     # Isolated and without `site`: nothing but this package and the standard library can be imported.
     bare = [sys.executable, "-I", "-S", "-c", code]
@@ -44,7 +44,7 @@ def test_without_a_tracker_the_report_shows_how_to_install_one():
 
 def test_the_doctor_imports_no_vendor_and_leaves_no_file(tmp_path):
     code = (
-        "import os, sys; from flyteplugins_tracking.doctor import main; status = main(['--offline']); "
+        "import os, sys; from flyteplugins_tracking._commands.doctor import main; status = main(['--offline']); "
         "vendors = {'wandb', 'pluto', 'mlflow', 'trackio', 'torch', 'flytekit', 'flyte', 'urllib.request'}; "
         "print(sorted(vendors & set(sys.modules))); sys.exit(status)"
     )

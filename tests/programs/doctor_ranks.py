@@ -3,7 +3,7 @@
 import os
 import sys
 
-from flyteplugins_tracking.doctor import main
+from flyteplugins_tracking._commands.doctor import main
 
 if os.environ["RANK"] == "1":
     del os.environ["WANDB_API_KEY"]

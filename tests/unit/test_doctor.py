@@ -23,14 +23,15 @@ from support.waiting import wait_until
 from support.wandb_server import WandbServer
 from test_topology import OPENMPI, SLURM, TORCHRUN
 
-from flyteplugins_tracking import DistributedInfo, doctor
+from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking import __main__ as commands
+from flyteplugins_tracking._commands import doctor
+from flyteplugins_tracking._commands.doctor import ranks, services, text
+from flyteplugins_tracking._commands.doctor.plans import named, pattern, plan_rows
+from flyteplugins_tracking._commands.doctor.versions import _fits
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._job.launchers import DETECTORS
 from flyteplugins_tracking._util.url import without_credentials
-from flyteplugins_tracking.doctor import ranks, services, text
-from flyteplugins_tracking.doctor.plans import named, pattern, plan_rows
-from flyteplugins_tracking.doctor.versions import _fits
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic

@@ -31,8 +31,8 @@ ROOMS = [
     {"_flyte"},
     {"decorator"},
     {"_sweeps"},
-    {"__init__", "send", "compat", "doctor", "ranks", "testing", "view"},
-    {"__main__"},
+    {"_commands", "compat", "testing"},
+    {"__init__", "__main__", "send"},
 ]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SERVICES = ("wandb", "pluto", "mlflow", "trackio")

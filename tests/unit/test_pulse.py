@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from support.waiting import wait_until
 
-from flyteplugins_tracking import DistributedInfo, get_run, heartbeat, ranks, tracking_init
+from flyteplugins_tracking import DistributedInfo, get_run, heartbeat, tracking_init
+from flyteplugins_tracking._commands import ranks
 from flyteplugins_tracking._job import pulse
 from flyteplugins_tracking._job.announcement import Announcement, running_jobs
 from flyteplugins_tracking._job.board import Board, DirectoryStore

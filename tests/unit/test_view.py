@@ -14,7 +14,8 @@ import pytest
 import wandb
 from support import offline_wandb
 
-from flyteplugins_tracking import tracking_init, view
+from flyteplugins_tracking import tracking_init
+from flyteplugins_tracking._commands import view
 from flyteplugins_tracking.trackers.journal.files import Journal
 from flyteplugins_tracking.trackers.mlflow.links import ID_TAG
 from flyteplugins_tracking.trackers.mlflow.view import how_to_view

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from flyteplugins_tracking._commands.doctor.plans import named
+from flyteplugins_tracking._commands.doctor.report import Detected, PlanRow, RankDiagnostic, Report, TrackerState
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking.doctor.plans import named
-from flyteplugins_tracking.doctor.report import Detected, PlanRow, RankDiagnostic, Report, TrackerState
 
 # The width of a line in a log.
 _WIDTH = 120

@@ -12,8 +12,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, cast
 
-from flyteplugins_tracking.doctor.report import TrackerState
-from flyteplugins_tracking.doctor.versions import OWN, requirements, version
+from flyteplugins_tracking._commands.doctor.report import TrackerState
+from flyteplugins_tracking._commands.doctor.versions import OWN, requirements, version
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, Level
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
 

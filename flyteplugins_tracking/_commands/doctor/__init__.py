@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 
+from flyteplugins_tracking._commands.doctor import ranks, text
+from flyteplugins_tracking._commands.doctor.checks import check
+from flyteplugins_tracking._commands.doctor.detection import base_id, detect
+from flyteplugins_tracking._commands.doctor.plans import plan_rows
+from flyteplugins_tracking._commands.doctor.report import RankDiagnostic, Report
+from flyteplugins_tracking._commands.doctor.services import diagnose_trackers
+from flyteplugins_tracking._commands.doctor.versions import check_versions, versions
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking.doctor import ranks, text
-from flyteplugins_tracking.doctor.checks import check
-from flyteplugins_tracking.doctor.detection import base_id, detect
-from flyteplugins_tracking.doctor.plans import plan_rows
-from flyteplugins_tracking.doctor.report import RankDiagnostic, Report
-from flyteplugins_tracking.doctor.services import diagnose_trackers
-from flyteplugins_tracking.doctor.versions import check_versions, versions
 from flyteplugins_tracking.errors import ConfigError
 
 # How long rank 0 may take to ask servers and to print. Launchers end all ranks when one ends with an error.

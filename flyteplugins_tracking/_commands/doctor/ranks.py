@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flyteplugins_tracking._commands.doctor.report import RankDiagnostic, Report
+from flyteplugins_tracking._commands.doctor.versions import OWN
 from flyteplugins_tracking._job.board import Board, job_board
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking.doctor.report import RankDiagnostic, Report
-from flyteplugins_tracking.doctor.versions import OWN
 from flyteplugins_tracking.errors import TrackingError
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 

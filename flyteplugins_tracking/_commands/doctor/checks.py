@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 
-from flyteplugins_tracking.doctor.plans import MOST_RANKS
-from flyteplugins_tracking.doctor.report import Detected
+from flyteplugins_tracking._commands.doctor.plans import MOST_RANKS
+from flyteplugins_tracking._commands.doctor.report import Detected
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic, why_unwritable
 
 Env = Mapping[str, str]
