@@ -38,13 +38,10 @@ from flyteplugins_tracking import (
     DistributedInfo,
     RunPlan,
     TrackingError,
-    doctor,
     plan,
-    ranks,
-    send,
     tracking_init,
-    view,
 )
+from flyteplugins_tracking._commands import doctor, ranks, send, view
 from flyteplugins_tracking._job import launchers, topology
 from flyteplugins_tracking._job.identity import from_launcher
 
