@@ -1,6 +1,7 @@
 """Ray Train and Ray Tune, for real: ranks, runs, ids, ends and retries."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,23 @@ def test_the_ranks_are_those_of_ray_train(tmp_path: Path, workers: int, run_mode
     assert done.runs[0].config["distributed"]["launcher"] == "ray"
 
 
+@pytest.mark.parametrize("around", [{}, SLURM], ids=["alone", "slurm"])
+def test_the_ranks_of_two_nodes_have_the_runs_of_their_scope(tmp_path: Path, around: dict[str, str]) -> None:
+    done, reports = train(tmp_path, "train", "4", "auto", "worker", RAY_NODES="2", **around)
+    assert sorted((report["node"], report["local_rank"]) for report in reports) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    base = os.path.commonprefix([run.id for run in done.runs])
+    assert sorted(run.id.removeprefix(base) for run in done.runs) == ["0", "1"]
+    assert base.endswith("-worker-")
+    assert {(len(run.rows), run.exit_code) for run in done.runs} == {(5, 0)}
+
+
+def test_the_ranks_of_two_nodes_share_a_run(tmp_path: Path) -> None:
+    done, _ = train(tmp_path, "train", "4", "shared", RAY_NODES="2")
+    assert len({run.id for run in done.runs}) == 1
+    assert sum(len(run.rows) for run in done.runs) == 4 * 5
+    assert {run.exit_code for run in done.runs} == {0}
+
+
 def test_workers_without_the_variables_of_a_rank_are_ranks(tmp_path: Path) -> None:
     done, _ = train(tmp_path, "data-parallel", "2")
     assert [(len(run.rows), run.exit_code) for run in done.runs] == [(5, 0)]
@@ -58,16 +76,17 @@ def test_two_fits_of_one_name_are_two_runs(tmp_path: Path) -> None:
     assert len({run.id for run in done.runs}) == len(done.runs) == 2
 
 
-def test_a_retry_continues_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("around", [{}, SLURM], ids=["alone", "slurm"])
+def test_a_retry_continues_the_run(tmp_path: Path, around: dict[str, str]) -> None:
     """New workers, which Ray starts after a failure, are the same training: `FailureConfig(max_failures=1)`."""
-    done, reports = train(tmp_path, "retry", "2")
+    done, reports = train(tmp_path, "retry", "2", **around)
     assert {run.id for run in done.runs} == {reports[0]["calls"][0]["run"]}
     assert sorted((len(run.rows), run.exit_code) for run in done.runs) == [(3, 1), (5, 0)]
 
 
-@pytest.mark.parametrize("kind", ["tune", "tune-retry"])
-def test_each_trial_of_tune_has_one_run(tmp_path: Path, kind: str) -> None:
-    done, reports = train(tmp_path, kind, "3")
+@pytest.mark.parametrize(("kind", "around"), [("tune", {}), ("tune-retry", {}), ("tune-retry", SLURM)])
+def test_each_trial_of_tune_has_one_run(tmp_path: Path, kind: str, around: dict[str, str]) -> None:
+    done, reports = train(tmp_path, kind, "3", **around)
     names = {report["calls"][0]["run"]: report["trial"] for report in reports}
     assert {run.id for run in done.runs} == names.keys()
     assert len(done.runs) == (6 if kind == "tune-retry" else 3)

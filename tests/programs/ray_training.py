@@ -1,4 +1,6 @@
-"""Ray Train and Ray Tune: `ray_training.py KIND WORKERS [RUN_MODE]`. Each rank reports its truth.
+"""Ray Train and Ray Tune: `ray_training.py KIND WORKERS [RUN_MODE [RANK_SCOPE]]`. Each rank reports its truth.
+
+RAY_NODES is the number of Ray's nodes on this machine, 1 by default; RAY_ADDRESS is that of a Ray which runs.
 
 Kinds: "train" (one fit), "twice" (two fits of one script, whose name is the same), "loop" (a fit that trains twice),
 "retry" (the first attempt fails in the middle), "data-parallel" (no variables of a rank), "tune" (WORKERS trials at
@@ -14,6 +16,7 @@ from typing import Any
 import ray
 from ray import train as ray_train
 from ray import tune
+from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -22,10 +25,11 @@ from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
 HERE = Path(os.environ["TRAIN_DIR"])
 MODE = sys.argv[3] if len(sys.argv) > 3 else "auto"
+SCOPE = sys.argv[4] if len(sys.argv) > 4 else "global"
 ROWS = 5
 
 
-@tracking_init(project="tests", run_mode=MODE)
+@tracking_init(project="tests", run_mode=MODE, rank_scope=SCOPE)
 def fit(first: int = 0, fails_at: int | None = None) -> dict[str, Any]:
     run, info = get_run(), get_distributed_info()
     for row in range(first, first + ROWS):
@@ -81,10 +85,23 @@ def fit_all(kind: str, workers: int) -> None:
     trainer = DataParallelTrainer if kind == "data-parallel" else TorchTrainer
     for _ in range(2 if kind == "twice" else 1):
         run_config = RunConfig(name=f"fitted-{os.getpid()}", storage_path=storage, failure_config=failures)
-        scaling = ScalingConfig(num_workers=workers)
+        scaling = ScalingConfig(num_workers=workers, placement_strategy="SPREAD")
         trainer(worker, train_loop_config={"kind": kind}, scaling_config=scaling, run_config=run_config).fit()
 
 
+def start(nodes: int) -> None:
+    """Connect to a Ray of so many nodes, each with the CPUs of two workers."""
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(logging_level="error")
+    elif nodes == 1:
+        ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
+    else:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        for _ in range(nodes - 1):
+            cluster.add_node(num_cpus=2)
+        ray.init(address=cluster.address, logging_level="error")
+
+
 if __name__ == "__main__":
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
+    start(int(os.environ.get("RAY_NODES", "1")))
     fit_all(sys.argv[1], int(sys.argv[2]))
