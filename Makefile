@@ -30,9 +30,9 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm"
 
-# Ray, Dask, mpi4py, loky and others, in an environment of their own.
+# Ray, Dask, mpi4py, loky and others, in an environment of their own; Ray also in a real Slurm, where that is installed.
 test-engines: $(ENGINES)/.installed
-	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m engines tests/engines
+	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m "engines or slurm" tests/engines tests/slurm/test_slurm_ray.py
 
 # A real Slurm on this machine's loopback: apt-get install slurmctld slurmd slurm-client munge
 test-slurm: $(INSTALLED)

@@ -10,6 +10,8 @@ once), "tune-retry" (each trial fails once).
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +91,23 @@ def fit_all(kind: str, workers: int) -> None:
         trainer(worker, train_loop_config={"kind": kind}, scaling_config=scaling, run_config=run_config).fit()
 
 
-def start(nodes: int) -> None:
-    """Connect to a Ray of so many nodes, each with the CPUs of two workers."""
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(logging_level="error")
-    elif nodes == 1:
-        ray.init(num_cpus=4, include_dashboard=False, logging_level="error")
-    else:
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-        for _ in range(nodes - 1):
-            cluster.add_node(num_cpus=2)
-        ray.init(address=cluster.address, logging_level="error")
+@contextmanager
+def connected(nodes: int) -> Iterator[None]:
+    """Use a Ray of so many nodes, each with the CPUs of two workers. Ray tells nodes by their addresses."""
+    if "RAY_ADDRESS" in os.environ or nodes == 1:
+        own = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": 4, "include_dashboard": False}
+        ray.init(logging_level="error", **own)
+        yield
+        return
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    for node in range(1, nodes):
+        cluster.add_node(num_cpus=2, node_ip_address=f"127.0.0.{node + 1}")
+    ray.init(address=cluster.address, logging_level="error")
+    yield
+    ray.shutdown()
+    cluster.shutdown()
 
 
 if __name__ == "__main__":
-    start(int(os.environ.get("RAY_NODES", "1")))
-    fit_all(sys.argv[1], int(sys.argv[2]))
+    with connected(int(os.environ.get("RAY_NODES", "1"))):
+        fit_all(sys.argv[1], int(sys.argv[2]))

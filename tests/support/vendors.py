@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
 CLIENTS = {"wandb": "wandb", "pluto": "pluto-ml", "mlflow": "mlflow-skinny", "trackio": "trackio"}
 # What is installed with it: the tests' server is of the same version as the client.
 _WITH = {"mlflow": ("mlflow", "mlflow-tracing")}
+# What its server needs in an older version, though it does not say so: MLflow 3.1 imports a name that 2.1 has removed.
+_OLDER = {"mlflow": ("sqlalchemy<2.1",)}
 
 
 def requirement_of(tracker: str) -> str:
@@ -56,12 +58,13 @@ def environment_of(tracker: str, version: str) -> Path:
 
 def _install(tracker: str, version: str, directory: Path, packages: Path) -> None:
     names = [f"{name}=={version}" for name in (CLIENTS[tracker], *_WITH.get(tracker, ()))]
+    needs = [*names, *_OLDER.get(tracker, ())]
     pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     if tracker == "pluto":  # beside the others, as in the Makefile
         subprocess.run([*pip, "--no-deps", "--target", str(directory / "pluto"), *names], check=True)
     else:
         subprocess.run([*pip, "--ignore-installed", "--no-deps", *names], check=True)
-        subprocess.run([*pip, *names], check=True)  # what they need in other versions
+        subprocess.run([*pip, *needs], check=True)  # what they need in other versions
     assert packages.is_dir()
 
 
