@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import itertools
 import logging
 import os
@@ -87,6 +88,7 @@ def process_group(
     try:
         yield rank_device
     except BaseException as error:
+        _never_destroy(group)
         _abandon(dist, group, error)
         raise
     if _is_default_group(dist, group):
@@ -99,6 +101,14 @@ def _keep_until_the_next(group: Any) -> None:
     if not _left:
         atexit.register(_left.clear)  # while threads that wait for the GIL still get it
     _left[:] = [group]
+
+
+def _never_destroy(group: Any) -> None:
+    """Keep the object to the end of the process: its destructor waits for collectives that other ranks may never join.
+
+    A list would not do, since it is destroyed before the process's threads are.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _torch_distributed() -> Any:

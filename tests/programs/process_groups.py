@@ -197,6 +197,7 @@ def fail() -> None:
     with process_group(timeout_s=600):  # longer than the test waits for the job
         dist.barrier()
         if RANK == BAD_RANK:
+            dist.all_reduce(torch.zeros(1), async_op=True)  # the others never join it: torch's destructor would wait
             raise ValueError("made to fail")
         dist.barrier()
 
