@@ -8,6 +8,8 @@ ENGINES ?= .venv-engines
 BIN := $(VENV)/bin
 # Where it is set, each process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
+# torch asks for the host names of both ends of each connection. Where no name server answers, it waits 5 s each time.
+export RES_OPTIONS ?= timeout:1 attempts:1
 # torch comes first for both; then what the demo needs, or all. After all, the demo needs nothing more.
 TORCH := $(VENV)/.torch
 FOR_DEMO := $(VENV)/.demo

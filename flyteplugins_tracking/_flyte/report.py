@@ -69,7 +69,7 @@ def show_run(show: Callable[[str, str], None], run: EndedRun, *, of_rank_0: bool
     """
     info = run.info
     outcome = Outcome.of(run.id, run.url, 0 if info is None else info.rank, run.exit_code, run.summary)
-    board = job_board(info, os.environ, _topic(run.tracker, info)) if info is not None and run.other_runs else None
+    board = _board(info, _topic(run.tracker, info)) if info is not None and run.other_runs else None
     if not run.is_first:
         send(board, outcome)
         return
@@ -84,7 +84,7 @@ def show_run(show: Callable[[str, str], None], run: EndedRun, *, of_rank_0: bool
 def relay(show: Callable[[str, str], None], tracker: str, info: DistributedInfo, timeout_s: float) -> None:
     """On rank 0, show the page that the first run's primary, another rank, sends within `timeout_s` from now."""
     topic = _pages_topic(tracker, info)
-    board = job_board(info, os.environ, topic)
+    board = _board(info, topic)
     if board is None:
         return
     _relayed[topic] += 1
@@ -95,10 +95,17 @@ def relay(show: Callable[[str, str], None], tracker: str, info: DistributedInfo,
 
 
 def _send_page(tracker: str, info: DistributedInfo, html_page: str) -> None:
-    board = job_board(info, os.environ, _pages_topic(tracker, info))
+    board = _board(info, _pages_topic(tracker, info))
     if board is not None:
         with suppress(RuntimeError):
             board.append(html_page)
+
+
+def _board(info: DistributedInfo, topic: str) -> Board | None:
+    """Return the job's board; None also if its store does not answer: this rank's run is shown alone then."""
+    with suppress(RuntimeError):
+        return job_board(info, os.environ, topic)
+    return None
 
 
 def _topic(tracker: str, info: DistributedInfo | None) -> str:

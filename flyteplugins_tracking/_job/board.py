@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.launchers import RANK_VARIABLES
-from flyteplugins_tracking._job.store import connected_store
+from flyteplugins_tracking._job.store import SHORT_TIMEOUT, connected_store
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.whole_file import write_whole
 
 _NAMESPACE = "flyteplugins_tracking"
 _POLL_S = 0.05
@@ -143,19 +144,27 @@ class Board:
         return self.texts()
 
 
-def job_board(info: DistributedInfo, env: Mapping[str, str], topic: str) -> Board | None:
+def job_board(
+    info: DistributedInfo, env: Mapping[str, str], topic: str, timeout: timedelta = SHORT_TIMEOUT
+) -> Board | None:
     """Return the board in the job's store; None if the job has no store that is known.
 
     It has a connection of its own.
 
     Raises:
-        RuntimeError: The store does not answer.
+        RuntimeError: The store has not answered within `timeout`.
     """
-    store = connected_store(info, env)
+    store = connected_store(info, env, timeout)
     return None if store is None else Board(store, topic)
 
 
-def nearest_board(info: DistributedInfo, env: Mapping[str, str], topic: str, directory: Path | None = None) -> Board:
+def nearest_board(
+    info: DistributedInfo,
+    env: Mapping[str, str],
+    topic: str,
+    directory: Path | None = None,
+    timeout: timedelta = SHORT_TIMEOUT,
+) -> Board:
     """Return the board in the job's store or, if the job has none, that of this machine's ranks.
 
     Args:
@@ -163,9 +172,13 @@ def nearest_board(info: DistributedInfo, env: Mapping[str, str], topic: str, dir
         env: The launcher's variables.
         topic: Separates what has nothing to do with each other.
         directory: What `board_directory` returned earlier, for a process whose parent may have ended since.
+        timeout: How long the store may take to answer.
+
+    Raises:
+        RuntimeError: It does not answer. This machine's board would not do: the other ranks may be on the store's.
     """
     try:
-        board = job_board(info, env, topic)
+        board = job_board(info, env, topic, timeout)
     except ImportError:  # a job without torch, or with a broken one
         board = None
     return board or Board(DirectoryStore(directory or board_directory(info, env)), topic)
@@ -235,10 +248,7 @@ class DirectoryStore:
             return b""
 
     def _write(self, key: str, value: str) -> None:
-        """Replace the file as a whole: its readers take no lock."""
-        unfinished = self.directory / f"{os.getpid()}.tmp"
-        unfinished.write_text(value)
-        unfinished.replace(self._path(key))
+        write_whole(self._path(key), value)  # its readers take no lock
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

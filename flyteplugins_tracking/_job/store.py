@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -16,8 +15,8 @@ from flyteplugins_tracking.errors import IdentityError
 Env = Mapping[str, str]
 
 STORE_TIMEOUT = timedelta(seconds=30)
-# For uses that must not delay the start of the job for longer.
-_SHORT_TIMEOUT = timedelta(seconds=10)
+# For uses that must not delay the job for longer.
+SHORT_TIMEOUT = timedelta(seconds=10)
 
 
 def is_torch_loaded() -> bool:
@@ -33,17 +32,21 @@ def has_job_store(info: DistributedInfo) -> bool:
 
 
 def job_store(info: DistributedInfo, env: Env) -> Any:
-    """Return a `torch.distributed.Store`, or JAX's, that all nodes of the job share; None if none is known."""
+    """Return a `torch.distributed.Store`, or JAX's, that all nodes of the job share; None if none is known.
+
+    Raises:
+        RuntimeError: The store of torchelastic does not answer.
+    """
     return _elastic_store(info, env) or _group_store(info) or jax.job_store(info)
 
 
-def connected_store(info: DistributedInfo, env: Env) -> Any:
+def connected_store(info: DistributedInfo, env: Env, timeout: timedelta = SHORT_TIMEOUT) -> Any:
     """Return the job's store by a connection of its own: a thread that waits on a connection keeps others from it.
 
     Raises:
-        RuntimeError: The store of the process group does not answer.
+        RuntimeError: The store does not answer.
     """
-    store: Any = _elastic_store(info, env)
+    store: Any = _elastic_store(info, env, timeout)
     if store is not None:
         return store
     store = _group_store(info) or jax.job_store(info)
@@ -52,13 +55,18 @@ def connected_store(info: DistributedInfo, env: Env) -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
-def _elastic_store(info: DistributedInfo, env: Env) -> Any:
-    """Return a new connection to torchelastic's store; None for another launcher, and if it does not answer."""
+def _elastic_store(info: DistributedInfo, env: Env, timeout: timedelta = SHORT_TIMEOUT) -> Any:
+    """Return a new connection to torchelastic's store; None for another launcher, and if it has no such store.
+
+    Raises:
+        RuntimeError: It does not answer.
+    """
     if info.launcher != "torchelastic":
         return None
-    with contextlib.suppress(IdentityError):
-        return rendezvous_store(env, _SHORT_TIMEOUT) or agents_store(env, _SHORT_TIMEOUT)
-    return None
+    try:
+        return rendezvous_store(env, timeout) or agents_store(env, timeout)
+    except IdentityError as error:
+        raise RuntimeError(f"the job's store does not answer: {error.__cause__}") from error
 
 
 def _group_store(info: DistributedInfo) -> Any:
@@ -71,7 +79,13 @@ def _group_store(info: DistributedInfo) -> Any:
 
 def hosts_job_store(info: DistributedInfo, env: Env) -> bool:
     """Return whether the job's store ends with this process: it is the process group's or JAX's, in rank 0."""
-    if info.rank != 0 or _elastic_store(info, env) is not None:
+    if info.rank != 0:
+        return False
+    try:
+        store = _elastic_store(info, env)
+    except RuntimeError:  # it is the agents', and does not answer
+        return False
+    if store is not None:
         return False
     return _group_store(info) is not None or jax.job_store(info) is not None
 

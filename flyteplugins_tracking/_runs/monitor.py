@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.board import Board, job_board, nearest_board
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.store import job_store
+from flyteplugins_tracking._job.store import STORE_TIMEOUT, job_store
 from flyteplugins_tracking._runs import hang, progress, pulse
 from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc
@@ -33,8 +33,8 @@ _TOPIC = "ranks"
 _STOP_S = 5.0
 # The monitor of this process.
 _current: Monitor | None = None
-# The board of the last monitor, and its process, if the next call can use it: connecting anew for each call costs time,
-# and torch's store keeps a client that connects many times within a second waiting for seconds.
+# The board of the last monitor, and its process, if the next call can use it: connecting anew for each call costs time.
+# torch asks for the names of both ends' hosts at each connection, and a busy name server answers after seconds.
 _kept: tuple[int, Board] | None = None
 
 
@@ -70,7 +70,10 @@ class Monitor:
         self.pid = os.getpid()
         self._info = info
         # Here and not in the thread: it may import torch, which two threads must not do at once.
-        self._board = self._first_board = _kept_board() or nearest_board(info, os.environ, _TOPIC)
+        # All ranks connect at about the same time, and must be on one board: those that come last get their time.
+        self._board = self._first_board = _kept_board() or nearest_board(
+            info, os.environ, _TOPIC, timeout=STORE_TIMEOUT
+        )
         # The store of the process group that the board is in. Not held: it ends with its group, and so does its port.
         self._group_store: Callable[[], Any] = _nothing
         self._stopped = threading.Event()

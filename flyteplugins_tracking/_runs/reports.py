@@ -16,7 +16,7 @@ from pathlib import Path
 from flyteplugins_tracking._job.board import Board, job_board, nearest_board
 from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.store import has_job_store
+from flyteplugins_tracking._job.store import STORE_TIMEOUT, has_job_store
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.timeout import run_with_timeout
 
@@ -122,7 +122,7 @@ class Reports:
                 return
         with suppress(RuntimeError, OSError, ImportError):
             with self._lock:
-                self._board = self._board or job_board(self._info, os.environ, "failures")
+                self._board = self._board or job_board(self._info, os.environ, "failures", STORE_TIMEOUT)
             if self._board is None:
                 return
             causes = self._board.of_topic(_topic(False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,14 @@ UNEVEN = (0.001, 0.005, 0.05, 0.02)
 # Without it, a job over gloo may hang after a restart: the groups of both attempts share a store.
 RESTARTS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TIMEOUT_S = 120
+# A process that hosts a store until its input is closed, and prints the port.
+STORE = """
+import sys
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
 
 
 def torchrun(*options: str, ranks: int = RANKS, **settings: Any) -> list[str]:
@@ -130,6 +139,23 @@ def test_a_rank_that_dies_while_the_others_agree_fails_the_job(tmp_path):
     assert 3 not in notes(tmp_path, "stopped")
     (run,) = done.runs
     assert (run.exit_code, run.summary["failure/rank"]) == (137, 3)
+
+
+@pytest.mark.full
+def test_a_job_whose_store_goes_away_ends_as_it_does_without(tmp_path):
+    """The store is in a process of its own. It is killed before a rank gets the signal."""
+    store = subprocess.Popen([sys.executable, "-c", STORE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with store:
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{store.stdout.readline().strip()}"
+        options = ["--nnodes=1:2", "--rdzv-backend=c10d", endpoint, "--rdzv-conf=is_host=0,last_call_timeout=1"]
+        settings = {"asks": [[2, 60, "SIGTERM"]], "tracking": {"stop_grace_s": 5}}
+        job = jobs.start(torchrun(*options, **settings), tmp_path)
+        wait_until(lambda: len(notes(tmp_path, "trains")) == RANKS, job)
+        store.kill()
+        done = jobs.finish(job, tmp_path, TIMEOUT_S)
+    assert done.returncode != 0
+    assert sorted(notes(tmp_path, "unwound")) == list(range(RANKS))
+    assert [run.exit_code for run in done.runs] == [143], done.output
 
 
 @pytest.mark.full

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
+from datetime import timedelta
 
 import pytest
 from support.jobs import free_port
@@ -127,3 +129,16 @@ def test_ranks_without_a_store_share_a_directory_if_one_launcher_has_started_the
     board(1).append("from rank 1")
     assert board(0).texts() == ["from rank 1"]
     assert board(0, SLURM_STEP_ID="7").texts() == []
+
+
+def test_ranks_whose_store_does_not_answer_do_not_meet_elsewhere(tmp_path, monkeypatch):
+    """Those that come late would be on this machine's board, and the others on the store's."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    info = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="torchelastic")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        env = {**os.environ, **address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        with pytest.raises(RuntimeError, match="the job's store does not answer"):
+            nearest_board(info, env, "topic", timeout=timedelta(seconds=0.1))
+    assert list(tmp_path.iterdir()) == []

@@ -44,7 +44,7 @@ class Duty:
 def boards(tmp_path, monkeypatch):
     """The boards that the calls of `call` have used."""
     monkeypatch.setattr(monitor, "_kept", None)
-    monkeypatch.setattr(monitor, "nearest_board", lambda *_: Board(DirectoryStore(tmp_path), "ranks"))
+    monkeypatch.setattr(monitor, "nearest_board", lambda *_, **__: Board(DirectoryStore(tmp_path), "ranks"))
     return []
 
 

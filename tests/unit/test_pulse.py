@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -400,7 +400,8 @@ def test_the_state_is_what_has_happened_since_the_last_pulse():
 def test_the_live_view_replaces_what_it_has_shown_until_the_job_has_ended(machine, monkeypatch, capsys):
     job = Announcement.publish({"directory": str(machine / "board")}, INFO, 15.0)
     assert job is not None
-    monkeypatch.setattr(ranks.shutil, "get_terminal_size", lambda: os.terminal_size((20, 4)))
+    # Not in `shutil` itself, which pytest uses too.
+    monkeypatch.setattr(ranks, "shutil", SimpleNamespace(get_terminal_size=lambda: os.terminal_size((20, 4))))
     shown = 0
 
     def text() -> str:

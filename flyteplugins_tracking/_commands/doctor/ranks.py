@@ -22,8 +22,8 @@ from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 
 # How long rank 0 waits for the others' reports; and how long they wait until it has printed. They must not end before:
 # torchrun ends all ranks when one ends with an error.
-_REPORT_S = 10.0
-_PRINTING_S = 30.0
+_REPORT_S = 30.0
+_PRINTING_S = 60.0
 _POLL_S = 0.05
 
 
@@ -45,8 +45,8 @@ def board_of(info: DistributedInfo) -> tuple[Board | None, list[RankDiagnostic]]
     board = None
     try:
         board = job_board(info, os.environ, f"doctor/{info.restart_count}")
-    except ModuleNotFoundError:
-        pass  # a job without torch
+    except (ModuleNotFoundError, RuntimeError):
+        pass  # a job without torch, or a store that does not answer
     except (ImportError, OSError) as error:  # torch lacks a shared library
         text = f"torch cannot be imported: {error}"
         return None, [RankDiagnostic(Diagnostic("error", text, "pip install --force-reinstall torch"))]
@@ -61,7 +61,7 @@ def send(board: Board, info: DistributedInfo, report: Report) -> int | None:
     """Send this rank's report to rank 0, and wait until that has printed it.
 
     Returns:
-        The exit status of the job; None if rank 0 has not printed within 30 s.
+        The exit status of the job; None if rank 0 has not printed within 60 s.
     """
     message = {
         "info": dict(info),
@@ -80,7 +80,7 @@ def send(board: Board, info: DistributedInfo, report: Report) -> int | None:
 
 
 def gather(board: Board | None, info: DistributedInfo) -> RankReports | None:
-    """Return the reports that the other ranks send within 10 s; None without a board."""
+    """Return the reports that the other ranks send within 30 s; None without a board."""
     if board is None:
         return None
     texts: list[str] = []

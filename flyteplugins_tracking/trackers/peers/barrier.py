@@ -67,7 +67,8 @@ class WriterBarrier:
             barrier.enter_as_primary()
         else:
             barrier.enter()
-            barrier._hosts_board = request.info is not None and hosts_job_store(request.info, os.environ)
+            if board is not None and request.info is not None:
+                barrier._hosts_board = hosts_job_store(request.info, os.environ)
         barrier.is_retry |= request.is_retry
         return barrier
 
