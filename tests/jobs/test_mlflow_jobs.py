@@ -10,6 +10,7 @@ import shlex
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -23,12 +24,14 @@ from support.kills import (
     moments,
     send_in_spite_of_kills,
 )
-from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun
+from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun, stored_runs
 from support.waiting import wait_for_file
 
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking.trackers.journal.files import stored
 from flyteplugins_tracking.trackers.journal.lines import decode
+from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender
+from flyteplugins_tracking.trackers.mlflow.service import Service
 
 SCRIPT = jobs.PROGRAMS / "mlflow_runs.py"
 
@@ -276,6 +279,40 @@ def test_every_row_of_a_killed_process_arrives_once(server, tmp_path, when, kill
     project = f"killed-{when}-{kills}"
     logged = logged_by_killed_training(tmp_path, "mlflow", project, environment(server), kills, longest_s, when)
     assert assert_each_once(server, project, logged) == "FINISHED"
+    assert not journals_left(tmp_path)
+
+
+def test_a_directory_does_not_get_points_twice_that_a_killed_process_has_sent(tmp_path, monkeypatch):
+    """It would keep both of two equal points."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    service = Service(f"file://{tmp_path}")
+    experiment = service.call("create_experiment", "directory")
+    run_id = service.call("create_run", experiment, "user", 0, [], "name").info.run_id
+    for _ in range(2):  # the second time, as the next attempt does
+        values = [0.5, math.nan, 2.0]
+        sender = Sender(Service(f"file://{tmp_path}"), run_id, "name", lambda _: None)
+        for step, value in enumerate(values):
+            sender.put(Item("row", {"a": value, "b": 1.0}, step, 1_700_000_000_000))
+        assert not sender.flush(time.monotonic() + 60)
+    sender.put(Item("row", {"a": 2.0}, 3, 1_700_000_000_000))
+    assert not sender.flush(time.monotonic() + 60)
+    stored_points = [(point.step, point.value) for point in service.call("get_metric_history", run_id, "a")]
+    assert repr(stored_points) == repr([(0, 0.5), (1, math.nan), (2, 2.0), (3, 2.0)])
+    assert len(service.call("get_metric_history", run_id, "b")) == 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", ["sqlite:///", "file://"])
+def test_every_row_of_a_killed_process_is_once_in_the_files_of_this_machine(tmp_path, scheme):
+    path = tmp_path / "mlflow"
+    env = {"MLFLOW_TRACKING_URI": f"{scheme}{path}", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    logged = logged_by_killed_training(tmp_path / "job", "mlflow", "files", env, moments(6))
+    lines = [line for file in path.glob("*/*/metrics/rank0") for line in file.read_text().splitlines()]
+    in_directory = [int(float(line.split()[1])) for line in lines]
+    in_database = [] if in_directory else [row for run in stored_runs(path, "files") for row in run.rows]
+    values = in_directory or [int(value) for key, value, *_ in in_database if key == "rank0"]
+    assert set(logged) <= set(values)
+    assert len(values) == len(set(values))
     assert not journals_left(tmp_path)
 
 

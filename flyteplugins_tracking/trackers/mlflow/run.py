@@ -227,7 +227,7 @@ class MlflowHandle(ClientHandle):
 
     def _begin_file(self) -> None:
         """Keep what is logged from now on in a journal of its own, until the server has it."""
-        self._file, self._sent_before = self._new_file(), self._sender.sent
+        self._file, self._sent_before = self._new_file(), self._sender.taken
 
     def _send_earlier(self) -> None:
         """Send what earlier attempts on this machine had logged and the server may lack. It keeps one of two points."""

@@ -1,6 +1,6 @@
 """Sends one process's rows to an MLflow run: in a thread, in order, and again until the server takes them.
 
-A batch can be sent twice: MLflow keeps one of two points with the same key, step, time and value.
+A batch can be sent twice: of two points with the same key, step, time and value, one is kept.
 """
 
 from __future__ import annotations
@@ -78,6 +78,12 @@ class Sender:
     def has_room(self) -> bool:
         """Whether there is room for another item."""
         return self._size < MOST_WAITING
+
+    @property
+    def taken(self) -> int:
+        """How many items it has taken: those that the server has, and those that wait."""
+        with self._changed:
+            return self.sent + len(self._waiting)
 
     def put(self, item: Item) -> bool:
         """Send `item` in the background. Returns False if there is no room for it."""
@@ -214,7 +220,10 @@ class Sender:
     def _log(self, items: Sequence[Item]) -> None:
         from mlflow.entities import Metric
 
-        points = [Metric(key, value, item.time_ms, item.step) for item in items for key, value in item.data.items()]
+        points: Sequence[Any] = [
+            Metric(key, value, item.time_ms, item.step) for item in items for key, value in item.data.items()
+        ]
+        points = self._service.missing(self._run_id, points)
         for first in range(0, len(points), _MOST_AT_ONCE):  # a single row may have more values
             self._call(metrics=points[first : first + _MOST_AT_ONCE])
 

@@ -74,6 +74,7 @@ class Service:
         # If nothing takes connections, the address is probably wrong: half of the time is enough.
         self._absent_until = None if deadline is None else (time.monotonic() + deadline) / 2
         self._store: Any = None
+        self._present: dict[str, set[Any]] = {}  # the points that a directory has had, by their keys
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of MLflow's store of runs, once.
@@ -82,20 +83,40 @@ class Service:
             UnavailableError: The call may succeed later.
             RejectedError: The call will never succeed.
         """
+        return self._use(lambda store: getattr(store, method)(*args, **kwargs))
+
+    def _use(self, action: Callable[[Any], Any]) -> Any:
         from mlflow.exceptions import MlflowException
 
         try:
-            return getattr(self._opened(), method)(*args, **kwargs)
+            return action(self._opened())
         except MlflowException as error:
             if error.error_code in _FINAL:
                 raise RejectedError(_first_line(error.message), error.error_code) from None
+            self._present.clear()  # a part may have been written
             raise UnavailableError(_first_line(error.message)) from None
         except (UnavailableError, RejectedError, AttributeError, TypeError):
             raise
         except ValueError as error:  # the values cannot be put into a request
             raise RejectedError(f"{type(error).__name__}: {_first_line(str(error))}") from None
         except Exception as error:  # of a database that is locked, or whose tables another process is creating
+            self._present.clear()
             raise UnavailableError(f"{type(error).__name__}: {_first_line(str(error))}") from None
+
+    def missing(self, run_id: str, points: Sequence[Any]) -> Sequence[Any]:
+        """Return the points that the store lacks, if it is a directory: it would keep both of two equal points.
+
+        A process that was killed while it sent them may have written a part. A database keeps one of two equal points.
+
+        Raises:
+            UnavailableError: The call may succeed later.
+            RejectedError: The call will never succeed.
+        """
+        if not self._use(vendor.keeps_equal_points):
+            return points
+        for key in {point.key for point in points}.difference(self._present):
+            self._present[key] = {_value_of(point) for point in self.call("get_metric_history", run_id, key)}
+        return [point for point in points if _value_of(point) not in self._present[point.key]]
 
     def persist(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the store again until it succeeds.
@@ -150,6 +171,11 @@ class Service:
     def vendors_store(self) -> Any:
         """The store that MLflow's own functions use, with its queue for asynchronous logging."""
         return vendor.store_of(self.uri)
+
+
+def _value_of(point: Any) -> tuple[int, int, str]:
+    """Return what makes two points of a metric equal. NaN is equal to NaN here."""
+    return point.step, point.timestamp, repr(float(point.value))
 
 
 def _request(

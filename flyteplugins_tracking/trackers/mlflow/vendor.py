@@ -23,6 +23,7 @@ _STORE = "mlflow.store.tracking.rest_store:RestStore"
 _AUTOLOGGING = "mlflow.utils.autologging_utils"
 _MONITOR = "mlflow.system_metrics.system_metrics_monitor:SystemMetricsMonitor"
 _NESTED = "the experiment of runs that the function nests in this one"
+_DIRECTORY = "mlflow.store.tracking.file_store:FileStore"
 _ASYNC = "rows of MLflow's own asynchronous logging that are not sent when the run ends"
 _SYSTEM = "metrics of the system"
 PARTS = VendorParts(
@@ -34,6 +35,9 @@ PARTS = VendorParts(
         Part("rest_store.get_host_creds", "gives the credentials for a server"),
         Part(f"{_REST}:extract_api_info_for_service", "gives the paths of MLflow's API"),
         Part(f"{_REST}:http_request", "sends a request with the user's settings"),
+        Part(
+            _DIRECTORY, "is the store in a directory", "equal points in a directory: a killed process leaves some twice"
+        ),
         Part("mlflow.protos.service_pb2:MlflowService", "gives the paths of MLflow's API"),
         Part("mlflow.utils.proto_json_utils:parse_dict", "reads an answer"),
         Part("mlflow.tracking.client:MlflowClient.set_terminated", "is where frameworks would end our run"),
@@ -108,6 +112,12 @@ def bounded_store(uri: str, send: Send) -> Any:
             return send(self.get_host_creds(), endpoint, method, body, api.Response())
 
     return Bounded(store.get_host_creds)
+
+
+def keeps_equal_points(store: Any) -> bool:
+    """Whether this is a directory, which has a point twice that was sent twice. A database has it once."""
+    module = sys.modules.get(_DIRECTORY.partition(":")[0])  # imported if there is such a store
+    return module is not None and PARTS.has(_DIRECTORY) and isinstance(store, module.FileStore)
 
 
 @functools.lru_cache(maxsize=1)
