@@ -99,6 +99,7 @@ def test_rows_and_records_have_every_part(run, no_warning):
     update.nested_key.append("best")
     update.value_json = "1"
     vendor.publish(run, "summary", summary)
+    vendor.publish(run, "metric", vendor.step_metric_record("my_step"))
     vendor.flush(run, 5)
     assert run.summary["best"] == 1
     file = next(Path(run.dir).parent.glob("*.wandb"))
@@ -115,6 +116,8 @@ def test_rows_and_records_have_every_part(run, no_warning):
         "loss": 0.125,
     }
     assert [record.run_id for kind, record in records if kind == "run"] == ["contract"]
+    metrics = [(record.glob_name, record.step_metric) for kind, record in records if kind == "metric"]
+    assert ("*", "my_step") in metrics
 
 
 def test_wandb_core_has_every_part(run, no_warning):

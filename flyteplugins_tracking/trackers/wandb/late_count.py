@@ -1,6 +1,6 @@
 """Wait until W&B counts the rows that it has acknowledged.
 
-A run that is opened again goes on at the count that W&B gives, and W&B counts 2 to 4 s late. Rows that are written at
+A run that is opened again continues at the count that W&B gives, and W&B counts 2 to 4 s late. Rows that are written at
 too low a count take the place of others: https://github.com/wandb/wandb/pull/12421
 """
 

@@ -1,21 +1,26 @@
 """Attempts that were logged offline, since W&B could not be used: the next one that is online sends their rows.
 
 Offline, the steps of a run begin at 0. So the rows are moved behind those that the run has. The distance is written to
-the attempt's directory before the first of its rows is sent: who goes on after a kill moves them by the same distance.
+the attempt's directory before the first of its rows is sent: the next attempt after a kill moves them equally far.
+Moved rows keep their own step in a column, as after a rollback, if the function logs with `step=`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.whole_file import write_whole
+from flyteplugins_tracking.trackers.base import RunRequest
+from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal.files import Journal, stored
 from flyteplugins_tracking.trackers.wandb import datastore, tail, vendor
 
 _PREFIX = "offline-"
+# In the header of a journal: the column for steps of rows that are moved. The header has their restart count too.
+_STEP_METRIC = "step_metric"
 _DISTANCE = "flyteplugins-tracking-moved-by.json"
 
 
@@ -32,6 +37,8 @@ class OfflineAttempt(tail.Attempt):
 
     def move(self, distance: int) -> None:
         """Move its rows to later steps."""
+        if distance and self._has_user_steps():
+            self._keep_steps()
         self.rows = {step + distance: row for step, row in self.rows.items()}
         self.last_step += distance
         for step, row in self.rows.items():
@@ -40,6 +47,21 @@ class OfflineAttempt(tail.Attempt):
         for kind, record in self.others:
             if kind == "summary" and any(item.key == "_step" for item in record.update):
                 _set_step(record.update, self.last_step)
+
+    def _has_user_steps(self) -> bool:
+        """Whether the function has logged with `step=`: then the journal's rows have steps."""
+        entries = (entry for journal in self.journals for entry in journal.pending())
+        return any(vendor.parse_row(entry.data).HasField("step") for entry in entries)
+
+    def _keep_steps(self) -> None:
+        """Give each row its own step in a column, and have charts use it."""
+        header = self.journals[0].header
+        for step, row in self.rows.items():
+            present = {tail.key_of(item) for item in row.item}
+            for key, value in {header[_STEP_METRIC]: step, RESTART_COUNT: header[RESTART_COUNT]}.items():
+                if key not in present:
+                    tail.add_value(row.item, key, value)
+        self.others.insert(0, ("metric", vendor.step_metric_record(header[_STEP_METRIC])))
 
     def acknowledged(self) -> None:
         super().acknowledged()
@@ -58,10 +80,18 @@ def is_moved(directory: Path) -> bool:
     return (directory / _DISTANCE).exists()
 
 
-def begin(run: Any, durable: bool) -> None:
+def begin(run: Any, request: RunRequest) -> None:
     """Keep a journal of a run that was opened offline because W&B could not be used."""
-    header = {"place": tail.Place.of(run), "step": 0, "is_shared": False, "is_complete": False}
-    journal = Journal(tail.run_directory(run), tail.owner_name(secrets.token_hex(3)), header, tail.SEGMENTS, durable)
+    header = {
+        "place": tail.Place.of(run),
+        "step": 0,
+        "is_shared": False,
+        "is_complete": False,
+        _STEP_METRIC: request.config.step_metric,
+        RESTART_COUNT: restart_count_of(request),
+    }
+    name, durable = tail.owner_name(secrets.token_hex(3)), request.config.durable
+    journal = Journal(tail.run_directory(run), name, header, tail.SEGMENTS, durable)
     vars(run)[tail.JOURNAL] = OfflineJournal(journal, [])
     vendor.on_rows(run, journal.add)
 
@@ -75,7 +105,7 @@ def attempts(place: tail.Place, own: Path, next_step: int) -> list[tail.Attempt]
             continue
         if not is_moved(directory):
             distance = max(0, next_step - min(attempt.rows))
-            _write(directory / _DISTANCE, distance)
+            write_whole(directory / _DISTANCE, json.dumps(distance))
             attempt.move(distance)
         next_step = max(next_step, attempt.last_step + 1)
         found.append(attempt)
@@ -99,16 +129,7 @@ def _is_same(found: tail.Place, wanted: tail.Place) -> bool:
 
 
 def _set_step(items: Any, step: int) -> None:
-    kept = [item for item in items if (item.key or item.nested_key[0]) != "_step"]
+    kept = [item for item in items if tail.key_of(item) != "_step"]
     del items[:]
     items.extend(kept)
-    item = items.add()
-    item.nested_key.append("_step")
-    item.value_json = json.dumps(step)
-
-
-def _write(path: Path, value: int) -> None:
-    """Write the file at once: a kill leaves all of it or nothing."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(value))
-    os.replace(new, path)
+    tail.add_value(items, "_step", step)

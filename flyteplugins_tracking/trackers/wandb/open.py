@@ -47,7 +47,7 @@ _PROMPT_S = 2.0
 _INIT_GRACE_S = 0.5
 # How long W&B may take to say how many rows a run has.
 _COUNT_S = 2.0
-# How long opening a run again after a signal may take, before it goes on offline.
+# How long opening a run again after a signal may take, before it continues offline.
 _REOPENING_S = 5.0
 
 
@@ -94,7 +94,7 @@ def _open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) ->
         raise unavailable
     run = _init_offline(request)
     if request.config.run_mode != "shared" and not NodeRole.of(request).has_peers:
-        offline.begin(run, request.config.durable)
+        offline.begin(run, request)
     remove_failed_run(unavailable.__cause__)
     logger.warning(
         "%s This run is logged offline. To send it when W&B is available, run: %s",
@@ -236,7 +236,7 @@ def _init_offline(request: RunRequest) -> Any:
     if not vendor.restart_service() and request.plan.run_id is not None:
         run_id = f"{request.plan.run_id}-{os.urandom(3).hex()}"
         logger.warning(
-            "W&B: run %s goes on offline with the id %s, because other runs are open in this process",
+            "W&B: run %s continues offline with the id %s, because other runs are open in this process",
             request.plan.run_id,
             run_id,
         )

@@ -121,9 +121,7 @@ class Attempt:
         record.step.num = self.last_step
         own = {"_step": self.last_step, "_timestamp": line["time"]}
         for key, value in {**line["row"], **own}.items():
-            item = record.item.add()
-            item.nested_key.append(key)
-            item.value_json = json.dumps(value)
+            add_value(record.item, key, value)
         self.rows[self.last_step] = record
         self.others = [("summary", _summary(record))]
 
@@ -463,10 +461,21 @@ def _record(row: _Row, own: Mapping[str, Any]) -> Any:
     for item in row.items.values():
         record.item.add().CopyFrom(item)
     for key, value in own.items():
-        item = record.item.add()
-        item.nested_key.append(key)
-        item.value_json = json.dumps(value)
+        add_value(record.item, key, value)
     return record
+
+
+def add_value(items: Any, key: str, value: Any) -> None:
+    """Add a value to the items of a record."""
+    item = items.add()
+    item.nested_key.append(key)
+    item.value_json = json.dumps(value)
+
+
+def key_of(item: Any) -> str:
+    """Return the key of an item; of a nested one, the first part."""
+    key: str = item.key or item.nested_key[0]
+    return key
 
 
 def _summary(row: Any) -> Any:
@@ -489,7 +498,7 @@ def _own_values(row: Any) -> dict[str, Any]:
     """Return the values of W&B's own keys in a row of the file."""
     values = {}
     for item in row.item:
-        key = item.key or item.nested_key[0]
+        key = key_of(item)
         if key in ("_step", "_timestamp", "_runtime"):
             values[key] = _value(item)
     return values

@@ -601,6 +601,14 @@ def new_record(kind: str) -> Any:
     return getattr(_records(), kind)()
 
 
+def step_metric_record(column: str) -> Any:
+    """Return the record of `define_metric("*", step_metric=column)`."""
+    record = _records().MetricRecord()
+    record.options.defined = record.options.step_sync = True
+    record.glob_name, record.step_metric = "*", column
+    return record
+
+
 def _records() -> Any:
     return importlib.import_module("wandb.proto.wandb_internal_pb2")
 
