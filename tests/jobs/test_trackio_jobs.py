@@ -266,6 +266,18 @@ def test_a_job_that_goes_back_has_its_run_rewound_if_it_is_in_a_database(tmp_pat
     ]
 
 
+def test_a_job_that_goes_back_after_a_kill_rewinds_the_rows_that_were_sent_again_too(tmp_path):
+    python(tmp_path, "goes_back_after_a_kill")
+    done = python(tmp_path, "goes_back_after_a_kill")
+    assert "rows again that earlier attempts had logged" in done.output
+    assert [(step, row["attempt"]) for step, row in rows(tmp_path)] == [
+        *((step, 0) for step in range(5)),
+        *((step, 1) for step in range(5, 13)),
+    ]
+    (kept,) = tmp_path.rglob("rewound.jsonl")
+    assert [json.loads(line)["step"] for line in kept.read_text().splitlines()] == [*range(5, 10)]
+
+
 def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):
     process = start(tmp_path, "fails_while_the_files_are_locked")
     wait_for_file(tmp_path / "opened", process)

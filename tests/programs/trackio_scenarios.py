@@ -7,6 +7,7 @@ Two of them need more:
 
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -53,6 +54,18 @@ def goes_back() -> None:
     train(0, range(10))
     train(1, range(6, 9))
     train(2, range(6, 9))
+
+
+@tracking_init(**TRACKING, rollback="rewind")
+def goes_back_after_a_kill() -> None:
+    """Logs the steps 0 to 9, and is killed before the last ones are written. In a second process, the steps 5 to 12."""
+    is_first = not os.path.exists("killed")
+    for step in range(10) if is_first else range(5, 13):
+        get_run().log({"attempt": int(not is_first)}, step=step)
+        time.sleep(0.05 if step < 5 else 0)  # rows are written every 0.2 s
+    if is_first:
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @tracking_init(**TRACKING, finish_timeout_s=2)
@@ -135,6 +148,7 @@ def tries_tokens() -> None:
 SCENARIOS: tuple[Callable[[], None], ...] = (
     logs_until_killed,
     goes_back,
+    goes_back_after_a_kill,
     fails_while_the_files_are_locked,
     joins_a_run,
     names_unsent_files,

@@ -38,6 +38,7 @@ class TrackioHandle(ClientHandle):
     """An open Trackio run."""
 
     _first_step: int | None = None  # of this attempt, if the steps from there on can be logged again
+    _last_earlier_row: int | None = None  # what the store has of earlier attempts ends with it
 
     def __init__(self, request: RunRequest, tracker: Any, run: Any, store: Any, resumed: Any) -> None:
         super().__init__(request, tracker.title)
@@ -55,8 +56,8 @@ class TrackioHandle(ClientHandle):
         self._earlier = EarlierAttempts.of(request, tracker, self.id)
         self._write_earlier()
         can_rewind = request.config.rollback == "rewind" and request.config.run_mode != "shared" and resumed is not None
-        self._first_step = self._next_step if can_rewind else None
-        self._started_at = tracker.started_at
+        if can_rewind:
+            self._first_step, self._last_earlier_row = self._next_step, self._written_row()
         if request.plan.primary:
             self._send_status("running", None, request.deadline)
         self._restore = vendor.make_current(run)
@@ -107,14 +108,22 @@ class TrackioHandle(ClientHandle):
     def resume(self) -> None:
         self.run.resume()
 
+    def _written_row(self) -> int | None:
+        """Write the rows of earlier attempts, before this one has any, and return the last one; None if that fails."""
+        last_row: int | None = None
+        if self._store.rewinds:
+            with contextlib.suppress(Exception):
+                self.run.flush()
+                last_row = self._store.last_row(self.id)
+        return last_row
+
     def _rewind(self, step: int) -> None:
         """Drop the rows that earlier attempts have logged from a step on, if they are in a database."""
         last_step, self._first_step = self._next_step - 1, None
         kept = Path(self._file.directory) / "rewound.jsonl"
-        text = "Trackio: the job goes on at step %d, and run %s has steps up to %d: "
+        text = "Trackio: the job continues at step %d, and run %s has steps up to %d: "
         try:
-            self.run.flush()
-            self._store.rewind(self.id, step, self._started_at, kept)
+            self._store.rewind(self.id, step, self._last_earlier_row, kept)
         except Exception as error:
             logger.warning(text + "all rows are kept, since it cannot be rewound: %s", step, self.id, last_step, error)
             return

@@ -40,11 +40,13 @@ class Store(Protocol):
         place: Its name in messages.
         shows_config: Whether the config of a run can be read before the run's first row.
         knows_times: Whether `find` can leave out rows by their time.
+        rewinds: Whether rows can be removed.
     """
 
     place: str
     shows_config: bool
     knows_times: bool = True
+    rewinds: bool = False
 
     def find(self, run_id: str, before: float) -> Stored | None:
         """Return the run with the last step that was written before that time, in seconds since the epoch."""
@@ -52,8 +54,12 @@ class Store(Protocol):
     def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
         """Replace the run's config, if `shows_config`."""
 
-    def rewind(self, run_id: str, step: int, before: float, kept: Path) -> None:  # noqa: ARG002 only a database can
-        """Move the run's rows from a step on that were written before a time to a file of JSON lines.
+    def last_row(self, run_id: str) -> int | None:  # noqa: ARG002 only a database has it
+        """Return the run's last row, as a number that later rows exceed; None if it has none."""
+        return None
+
+    def rewind(self, run_id: str, step: int, last_row: int | None, kept: Path) -> None:  # noqa: ARG002
+        """Move the run's rows from a step on, up to what `last_row` has returned, to a file of JSON lines.
 
         Raises:
             OSError: This place cannot do that.
@@ -65,6 +71,7 @@ class Database(Store):
     """A project's SQLite file, which Trackio has created."""
 
     shows_config = True
+    rewinds = True
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -99,8 +106,18 @@ class Database(Store):
                     raise
                 time.sleep(_RETRY_S)
 
-    def rewind(self, run_id: str, step: int, before: float, kept: Path) -> None:
-        chosen, values = "FROM metrics WHERE run_id = ? AND step >= ? AND timestamp < ?", (run_id, step, _text(before))
+    def last_row(self, run_id: str) -> int | None:
+        # Not by time: rows of an earlier attempt that were sent again have the time at which they were written.
+        with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as connection:
+            row: tuple[int | None] = connection.execute(
+                "SELECT MAX(id) FROM metrics WHERE run_id = ?", (run_id,)
+            ).fetchone()
+            return row[0]
+
+    def rewind(self, run_id: str, step: int, last_row: int | None, kept: Path) -> None:
+        if last_row is None:
+            raise OSError(f"{self.place} could not be used when the run was opened")
+        chosen, values = "FROM metrics WHERE run_id = ? AND step >= ? AND id <= ?", (run_id, step, last_row)
         with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
             rows = connection.execute(f"SELECT step, timestamp, metrics {chosen} ORDER BY id", values).fetchall()
