@@ -21,6 +21,7 @@ from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
+from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
 from flyteplugins_tracking.testing import RecordingTracker
 
 PROGRAM = jobs.PROGRAMS / "loop_signals.py"
@@ -252,6 +253,21 @@ def test_no_handler_is_installed_if_the_main_thread_cannot_run_it(kind):
         signal.signal(signal.SIGTERM, own)
     assert set(seen) == {before}
     assert [run.exit_codes for run in recorder.runs] == [(0,)]
+
+
+def test_a_run_that_could_not_be_opened_puts_no_signal_off():
+    watcher = AsyncioSigtermWatcher(lambda _: None)
+
+    def fail_to_open() -> bool:
+        is_watched = watcher.start(None, timeout_s=1.0)
+        watcher.stop()
+        return is_watched
+
+    async def main() -> bool:
+        return await asyncio.get_running_loop().run_in_executor(None, fail_to_open)
+
+    assert asyncio.run(main())
+    assert watcher._opening == set()
 
 
 def test_other_signals_reach_the_loop_meanwhile():

@@ -174,7 +174,7 @@ class AsyncioSigtermWatcher:
     @contextmanager
     def closing(self) -> Iterator[None]:
         """Put the signal off while the run is closed."""
-        self.run_opened()  # also one that could not be opened
+        self.run_opened()
         self._closing.add(threading.get_ident())
         try:
             yield
@@ -190,6 +190,7 @@ class AsyncioSigtermWatcher:
 
     def stop(self) -> None:
         """Watch for one function less, when a signal that was put off has taken effect."""
+        self.run_opened()  # also one that could not be opened
         self.wait_for_user_handler()
         with self._lock:
             self._depth -= 1
