@@ -5,8 +5,8 @@ Four places outside of it change an id. The first three keep two runs from getti
 - `_runs/open.py`, `_identity`: the second call in one process has the base id `{base}-2`, and so on.
 - `_runs/open.py`, `_lock_run`: if another process or thread of the machine has the run open, this one is
   `{id}-{random}`.
-- `trackers/wandb/open.py`, `_init_offline`: if a run goes on offline while wandb-core still holds its id, because other
-  runs are open in the process, it is `{id}-{random}`.
+- `trackers/wandb/open.py`, `_init_offline`: if a run continues offline while wandb-core still holds its id, because
+  other runs are open in the process, it is `{id}-{random}`.
 - `trackers/pluto/__init__.py`, `_with_usable_id`: an id that Pluto would take for one of its server's is `run-{id}`.
 """
 

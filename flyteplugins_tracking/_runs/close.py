@@ -254,7 +254,7 @@ def _persist(run: OpenRun) -> None:
 
 
 def finish_on_signal(exit_code: int) -> None:
-    """Finish all runs that are open in this process, also those of other threads, while the functions may go on."""
+    """Finish all runs that are open in this process, also those of other threads, while the functions may continue."""
     runs = calls.open_runs()
     threads = [threading.Thread(target=_finish_on_signal, args=(run, exit_code), daemon=True) for run in runs]
     for thread in threads:

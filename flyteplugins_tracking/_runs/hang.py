@@ -92,7 +92,7 @@ class RollCallDuty:
 
     def begin(self, board: Board) -> None:
         """Say where the other ranks find this one."""
-        # Not by the attempt: torchelastic's agents count restarts each for itself. Episodes have numbers that go on.
+        # Not by the attempt: torchelastic's agents count restarts each for itself. The numbers of episodes continue.
         board = board.of_topic(_TOPIC)
         file = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         place = [socket.gethostname(), os.getpid(), self._thread_id, file]

@@ -128,7 +128,7 @@ class Monitor:
                 if self._board is self._first_board:
                     self._has_board = False  # the store goes when the job ends
                     break
-                self._board = self._first_board  # the process group has ended, and the function goes on
+                self._board = self._first_board  # the process group has ended, and the function continues
         for duty in self._duties:
             with suppress(RuntimeError, OSError):
                 duty.end(self._board, self._has_failed)

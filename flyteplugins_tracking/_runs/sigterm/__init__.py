@@ -31,7 +31,7 @@ If it does not, the main thread is in a C call:
 
 Somebody has a handler, which may do anything:
 
-    main thread   user's code goes on                | user's handler | user's code: logging opens the run again
+    main thread   user's code continues              | user's handler | user's code: logging opens the run again
     SIGTERM ------> our handler waits ---------------+
     our thread      finish_on_signal and SIGTERM again ...............| finish_on_signal again
 
@@ -41,7 +41,7 @@ Somebody has a handler, which may do anything:
 
 Three verbs end a run. `finish` is the vendor's: the handle ends the run at the service. `close` is ours: the decorated
 function has ended, so the run is finished if nobody else uses it, and its lock is released. `finish_on_signal` is a
-`finish` that comes while the function may go on.
+`finish` that comes while the function may still run.
 
 May enter: the handling of signals. Must not: a vendor, a rank, the name of a module of ours. The watchers
 finish runs through a function that they are given; a tracker sees its `request.watch` and nothing else of this room.

@@ -58,7 +58,7 @@ class EarlierAttempts:
     def relog(self, handle: ClientHandle, lines: Sequence[Mapping[str, Any]]) -> None:
         """Log lines of a run that was logged to files. Its service was away then: it has none of them.
 
-        A call that fails is lost, with a warning: the run goes on.
+        A call that fails is lost, with a warning. The run stays open.
         """
         for line in lines:
             self.count += "row" in line

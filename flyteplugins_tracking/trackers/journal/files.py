@@ -187,7 +187,7 @@ class Journal:
         self._file, self._room = -1, 0
 
     def _give_up(self, error: OSError) -> None:
-        """Stop keeping records. The training goes on, and loses at a kill what the client has not sent."""
+        """Stop keeping records. The training continues, and loses at a kill what the client has not sent."""
         if not self._is_closed:
             _warn_once(
                 str(self.directory),

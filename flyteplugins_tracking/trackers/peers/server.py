@@ -70,7 +70,7 @@ class NodeServer:
                 sockets.send(follower, {"reject": reason})
 
     def suspend(self) -> None:
-        """Return when the followers have stopped using the value, or after a second. `publish` lets them go on."""
+        """Return when the followers have stopped using the value, or after a second. `publish` lets them continue."""
         with self._changed:
             self._value = None
             for follower in self._ranks:

@@ -47,7 +47,7 @@ class PlutoSanitizer(MetricSanitizer):
 class StepCounter:
     """Gives a step to rows that are logged without one.
 
-    Pluto's charts have one value for a key and a step, the latest. So the steps go on where an earlier attempt has
+    Pluto's charts have one value for a key and a step, the latest. So the steps continue where an earlier attempt has
     stopped. Where ranks share a run without a prefix, each takes steps that no other rank takes.
     """
 

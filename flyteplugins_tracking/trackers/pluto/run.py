@@ -112,7 +112,7 @@ class PlutoHandle(ClientHandle):
         )
 
     def resume(self) -> None:
-        # The primary has mostly sent the end, and a rank that attaches makes the service say that the run goes on.
+        # The primary has mostly sent the end, and a rank that attaches makes the service say that the run is running.
         self.ends_run = self.request.plan.primary or self.request.info is not None
         config = replace(self.request.config, name=None)
         key = vendor.key_of(self.run.settings)

@@ -68,14 +68,14 @@ class Rollback:
         if self._rewind is not None and obstacle is None:
             self._first_step = step
             logger.warning(
-                "W&B: the job goes on at step %s: its run had steps up to %d, and was rewound", step, next_step - 1
+                "W&B: the job continues at step %s: its run had steps up to %d, and was rewound", step, next_step - 1
             )
             return
         self._rewind = None
         self._distance = next_step - step
         define()
         logger.warning(
-            "W&B: the job goes on at step %s, and its run has the steps up to %d already%s. All rows are kept: those "
+            "W&B: the job continues at step %s, and its run has the steps up to %d already%s. All rows are kept: those "
             "of this attempt are at the run's next steps, with their own steps in %r and %s=%d",
             step,
             next_step - 1,

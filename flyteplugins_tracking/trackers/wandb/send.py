@@ -51,7 +51,7 @@ def _sync(directories: Sequence[Path]) -> list[str]:
 
 def _send(directory: Path) -> str:
     if tail.is_rewound(directory):
-        return f"nothing of {directory} is sent: its run was rewound since then, and goes on in a later directory"
+        return f"nothing of {directory} is sent: its run was rewound since then, and continues in a later directory"
     described = _description(directory)
     place = _place(directory, described)
     attempts = [*tail.pending(place, directory), _read(directory, place)]
@@ -60,7 +60,7 @@ def _send(directory: Path) -> str:
     stored = vendor.stored_run("/".join(filter(None, place[1:])), place.server)
     last_step, exit_code = max(attempt.last_step for attempt in attempts), attempts[-1].exit_code
     marker = directory / _SENDING
-    is_left_open = exit_code is not None or marker.exists()  # by us, and not by a job that goes on with it
+    is_left_open = exit_code is not None or marker.exists()  # by us, and not by a job that continues it
     is_ended = stored is not None and (stored.state != "running" or not is_left_open)
     if stored is not None and is_ended and stored.last_step >= last_step:
         for attempt in attempts:

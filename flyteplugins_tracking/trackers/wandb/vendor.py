@@ -118,7 +118,7 @@ def without_error_reports() -> Iterator[None]:
 def restart_service(limit_s: float = _LAST_RECORDS_S) -> bool:
     """Stop wandb-core, unless a run is open in it. The next run starts another. Unsent rows are in the local files.
 
-    Without it, a run that goes on offline gets another id.
+    Without it, a run that continues offline gets another id.
 
     Args:
         limit_s: Seconds that it may take to write the files of runs that have ended.
@@ -127,7 +127,7 @@ def restart_service(limit_s: float = _LAST_RECORDS_S) -> bool:
         Whether this process has no wandb-core any more.
     """
     current = session()
-    with _optional("wandb-core cannot be restarted, and a run that goes on offline gets another id"):
+    with _optional("wandb-core cannot be restarted, and a run that continues offline gets another id"):
         connection = current._connection
         if connection is not None:
             if connection._proc is None:

@@ -32,7 +32,7 @@ waits for its followers                                         |
 run.finish(0)
 ```
 
-If the leader is killed, its followers are disconnected. Their functions go on, and their rows are lost, with one
+If the leader is killed, its followers are disconnected. Their functions continue, and their rows are lost, with one
 warning. A run with leaders on several nodes is in W&B's own shared mode on all of them: another kind of writer beside
 these would lose rows (https://github.com/wandb/wandb/issues/12269). The primary waits for the other leaders through
 `trackers.peers.barrier`.
