@@ -32,7 +32,8 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm"
 
-# Ray, Dask, mpi4py, loky and others, in an environment of their own; Ray also in a real Slurm, where that is installed.
+# Ray, Dask, mpi4py, loky and others, in an environment of their own. Spark if there is Java, Ray in a real Slurm if there is one:
+# apt-get install default-jre-headless slurmctld slurmd slurm-client munge
 test-engines: $(ENGINES)/.installed
 	OMP_NUM_THREADS=1 $(ENGINES)/bin/python -m pytest -m "engines or slurm" tests/engines tests/slurm/test_slurm_ray.py
 
@@ -109,6 +110,7 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(ENGINES)
 	@$(ENGINES)/bin/pip install -qq --no-compile "$$(grep '^torch==' constraints.txt)" numpy -c constraints.txt
 	@$(ENGINES)/bin/pip install -qq --no-compile -e '.[engines]' -c constraints.txt
+	@! command -v java >/dev/null || $(ENGINES)/bin/pip install -qq --no-compile pyspark -c constraints.txt
 	@$(ENGINES)/bin/python -m compileall -qq -j 0 $(ENGINES)/lib || true
 	@touch $@
 

@@ -1,8 +1,11 @@
 """Jobs of engines, and the variables of what is around a pool: of a task of an srun step, and of a rank of mpirun."""
 
+import shutil
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 from support import jobs
 
 SLURM = {
@@ -23,6 +26,15 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
     "PMIX_NAMESPACE": "1673068545",
 }
+
+
+def need(package: str) -> None:
+    """Skip the test if a package is missing, or Java for Spark."""
+    if find_spec(package) is None:
+        install = "apt-get install default-jre-headless, and " if package == "pyspark" else ""
+        pytest.skip(f"needs {package}: {install}make test-engines")
+    if package == "pyspark" and shutil.which("java") is None:
+        pytest.skip("needs Java, for instance apt-get install default-jre-headless")
 
 
 def run_cold(

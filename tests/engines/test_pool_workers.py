@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_jobs import OPENMPI, SLURM, run_cold
+from engine_jobs import OPENMPI, SLURM, need, run_cold
 from support import jobs
 
 TRIALS = jobs.PROGRAMS / "pool_trials.py"
@@ -23,12 +23,6 @@ PACKAGES = {
     "spark": "pyspark",
 }
 AROUND = {"slurm": SLURM, "openmpi": OPENMPI}
-
-
-def require(pool: str) -> None:
-    pytest.importorskip(PACKAGES[pool], reason=f"needs {PACKAGES[pool]}: make test-engines")
-    if pool == "spark" and shutil.which("java") is None:
-        pytest.skip("needs Java, for instance apt-get install default-jre-headless")
 
 
 def trials(
@@ -56,14 +50,14 @@ def of_own_runs(done: jobs.Done, count: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("pool", ["dask", "ray-tasks"])
 def test_each_of_20_trials_has_its_run(tmp_path: Path, pool: str, around: str) -> None:
-    require(pool)
+    need(PACKAGES[pool])
     found = trials(tmp_path, pool, 20, AROUND[around])
     assert len({trial["pid"] for trial in found}) < 20  # the workers are long-lived
 
 
 @pytest.mark.parametrize("pool", ["dask-threads", "ray-actors", "loky", "joblib", "futures", "spark"])
 def test_each_trial_has_its_run(tmp_path: Path, pool: str) -> None:
-    require(pool)
+    need(PACKAGES[pool])
     trials(tmp_path, pool, 4, {**SLURM, "PYSPARK_PYTHON": sys.executable})
 
 

@@ -1,15 +1,15 @@
-"""Accelerate's launchers, Fabric, DeepSpeed's and `mp.spawn`: the ranks are theirs, and rank 0 alone has the run."""
+"""The launchers of Accelerate, Fabric, DeepSpeed and Spark, and `mp.spawn`: rank 0 of the engine alone has the run."""
 
 from __future__ import annotations
 
 import base64
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_jobs import need
 from support import jobs
 from support.wandb_server import WandbServer
 
@@ -20,14 +20,10 @@ RANKS = str(jobs.PROGRAMS / "started_ranks.py")
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
 
 
-def need(package: str) -> None:
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-
-
 def trained(directory: Path, server: WandbServer, *commands: list[str]) -> tuple[list[jobs.Done], list[dict[str, Any]]]:
     """Run the commands at once. Returns them as they have ended, and what each rank has seen, by the engine's rank."""
-    started = [jobs.start(command, directory, server.environment, cold=True) for command in commands]
+    env = {**server.environment, "PYSPARK_PYTHON": sys.executable}
+    started = [jobs.start(command, directory, env, cold=True) for command in commands]
     done = [jobs.finish(process, directory, timeout_s=200) for process in started]
     return done, [json.loads(path.read_text()) for path in sorted(directory.glob("seen-*.json"))]
 
@@ -43,6 +39,8 @@ def python(how: str) -> list[str]:
         ("debug_accelerator", "accelerate", "process_group"),
         ("notebook", "accelerate", "torchelastic"),
         ("fabric", "lightning", "lightning"),
+        ("spark", "pyspark", "torchelastic"),
+        ("spark_driver", "pyspark", "torchelastic"),
         ("spawn", "torch", "env"),
         ("spawn_rank", "torch", "env_rank"),
     ],

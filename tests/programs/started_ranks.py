@@ -116,6 +116,24 @@ def deepspeed_peer_fails() -> None:
     training()
 
 
+def spark() -> None:
+    """Spark's TorchDistributor, whose tasks each start a torchrun of one process."""
+    _distribute(local_mode=False)
+
+
+def spark_driver() -> None:
+    """Spark's TorchDistributor, whose driver starts one torchrun with all processes."""
+    _distribute(local_mode=True)
+
+
+def _distribute(local_mode: bool) -> None:
+    from pyspark.ml.torch.distributor import TorchDistributor
+    from pyspark.sql import SparkSession
+
+    with SparkSession.builder.master(f"local[{RANKS}]").getOrCreate():
+        TorchDistributor(num_processes=RANKS, local_mode=local_mode, use_gpu=False).run(_by_variables)
+
+
 def spawn() -> None:
     """`mp.spawn`: each process sets its variables itself."""
     mp.spawn(_with_late_variables, nprocs=RANKS)
