@@ -22,6 +22,10 @@ import flyteplugins_tracking
 from flyteplugins_tracking._job import launchers
 from support.warm import client
 
+# A shell that runs the tests in the background ignores SIGINT, and the trainings would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 _COLD: Mapping[str, tuple[bool, bool]] = {"": (False, False), "default": (True, False), "1": (True, True)}
 # How much slower than an idle one a machine may be: what may last at most so long lasts at most so many times as long.
 TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "10"))

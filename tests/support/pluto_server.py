@@ -101,23 +101,17 @@ class RecordedRun:
     @property
     def rows(self) -> list[Json]:
         """The logged values as charts show them: a key has one value for a step."""
-        charted = self.charted
+        lines = list(self.lines)  # a request may bring more meanwhile
+        charted = _charted(lines)
         return [
             {key: value for key, value in line["data"].items() if charted[key][line["step"]].time_ms == line["time"]}
-            for line in self.lines
+            for line in lines
         ]
 
     @property
     def charted(self) -> dict[str, dict[int, Point]]:
         """The values of each key by their steps."""
-        charts: dict[str, dict[int, Point]] = {}
-        for line in self.lines:
-            for key, value in line["data"].items():
-                chart = charts.setdefault(key, {})
-                before = chart.get(line["step"])
-                if before is None or before.time_ms <= line["time"]:
-                    chart[line["step"]] = Point(line["step"], line["time"], value)
-        return charts
+        return _charted(list(self.lines))
 
     def take(self, line: Json) -> None:
         text = json.dumps(line, sort_keys=True)
@@ -131,6 +125,17 @@ class RecordedRun:
         self.statuses.append(status)
         if self.status == "RUNNING" or _SEVERITY[status] >= _SEVERITY[self.status]:
             self.status = status
+
+
+def _charted(lines: list[Json]) -> dict[str, dict[int, Point]]:
+    charts: dict[str, dict[int, Point]] = {}
+    for line in lines:
+        for key, value in line["data"].items():
+            chart = charts.setdefault(key, {})
+            before = chart.get(line["step"])
+            if before is None or before.time_ms <= line["time"]:
+                chart[line["step"]] = Point(line["step"], line["time"], value)
+    return charts
 
 
 class PlutoServer(LoopbackServer):
@@ -255,7 +260,8 @@ def _is_metrics(line: Json) -> bool:
 
 
 def _add_names(run: RecordedRun, posted: Json) -> None:
-    run.names.setdefault(posted["logType"], set()).update(posted["logName"])
+    of_type = run.names.get(posted["logType"], set()) | set(posted["logName"])
+    run.names = {**run.names, posted["logType"]: of_type}  # a test may read the old ones meanwhile
 
 
 def _change_config(run: RecordedRun, posted: Json) -> None:
