@@ -15,7 +15,7 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from flyteplugins_tracking._job.board import rank_variable
 from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.exit_codes import TERMINATED
 
 # include/uapi/linux/pidfd.h
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
@@ -35,7 +35,7 @@ _LOOK_AGAIN_MS, _LONGEST_PAUSE_MS = 50, 60_000
 # within a millisecond of seeing the end, which may be at once. They may notice it in the wrong order, by this much.
 _NOTICE_S = 0.05
 # As much, for a rank that has exited by itself: with torch imported, one that exits in its handler of a SIGTERM needs
-# 7.5 ms at least, nearly all of them to free its memory.
+# 7.5 ms at least, nearly all of them to free its memory. Such a handler may raise KeyboardInterrupt too.
 _EXIT_NOTICE_S = 0.005
 # How long after a rank's end its agent ends the others, or their collectives are cut.
 _UNKNOWN_S = 10.0
@@ -73,16 +73,12 @@ class Ended:
             terminated_at: When SIGTERM came to this process; None if it has not. The agent sends it after it has seen
                 that a rank has ended, and a scheduler sends it to all: a rank may exit because of it.
         """
-        if (
-            self.status == 0
-            or self.signal in (signal.SIGTERM, signal.SIGINT)
-            or self.exit_code in (TERMINATED, INTERRUPTED)
-        ):
+        if self.status == 0 or self.signal == signal.SIGTERM or self.exit_code == TERMINATED:
             return False
         if self.status is None:  # it may have returned, long ago
             now_s = time.monotonic() if terminated_at is None else terminated_at
             return now_s - _UNKNOWN_S < self.at < now_s
-        margin_s = _NOTICE_S if self.signal else _EXIT_NOTICE_S
+        margin_s = _NOTICE_S if self.signal not in (0, signal.SIGINT) else _EXIT_NOTICE_S
         return terminated_at is None or self.at < terminated_at + margin_s
 
     @property
@@ -95,8 +91,11 @@ class Ended:
 
     def failure(self, is_out_of_memory: bool) -> Failure:
         """Return the failure of a rank that has left no word."""
+        word = "ended without a word"
         if self.status is None:
             kind, how = "unknown", "its status is unknown"
+        elif self.signal == signal.SIGINT:  # Ctrl-C goes to all ranks: this one was interrupted alone, or first
+            kind, word, how = "SIGINT", "was interrupted", "signal 2"
         elif self.signal:
             kind = signal.Signals(self.signal).name
             memory = "out of memory" if is_out_of_memory else "often out of memory"
@@ -106,7 +105,7 @@ class Ended:
         return Failure(
             rank=self.rank,
             type=kind,
-            message=f"ended without a word ({how})",
+            message=f"{word} ({how})",
             exit_code=self.exit_code,
             is_secondary=self.signal == signal.SIGABRT,  # NCCL's watchdog aborts the ranks that have lost another one
             pid=self.pid,
@@ -125,7 +124,7 @@ class SiblingWatcher:
         self._wake, self._stop = os.pipe()
         self._poll, self._descriptors = select.poll(), dict[int, tuple[int, int]]()
         self._poll.register(self._wake, select.POLLIN)
-        self._known = set[int]()
+        self._known, self._seen = set[int](), set[int]()  # ranks, and processes
         self._look()  # what ends from here on is seen, however late the thread starts
         threading.Thread(target=self._watch, name="flyteplugins_tracking.siblings", daemon=True).start()
 
@@ -137,15 +136,20 @@ class SiblingWatcher:
 
     def failures(self, terminated_at: float | None) -> list[Failure]:
         """Return the siblings that may be why the job ends, in the order of their ends. See `Ended.is_cause`."""
-        failed = [ended for ended in list(self._ended.values()) if ended.is_cause(terminated_at)]
+        _, named = _named(self._info)  # by now, a rank may be there whose place a helper of the launcher's has had
+        ranks = [ended for ended in list(self._ended.values()) if named.get(ended.rank, ended.pid) == ended.pid]
+        failed = [ended for ended in ranks if ended.is_cause(terminated_at)]
         is_out_of_memory = proc.oom_kills() > self._oom_kills
         return [ended.failure(is_out_of_memory) for ended in failed]
 
     def _look(self) -> None:
         """Watch the siblings that are new."""
         for rank, pid in _siblings(self._info).items():
-            if rank not in self._known:
-                self._known.add(rank)
+            if rank not in self._known and pid not in self._seen:
+                self._seen.add(pid)
+                # One that has ended may be a helper of the launcher's: then the rank is still looked for.
+                if proc.zombie_status(pid) is None:
+                    self._known.add(rank)
                 with contextlib.suppress(OSError):
                     descriptor = os.pidfd_open(pid)
                     self._descriptors[descriptor] = (rank, pid)
@@ -178,21 +182,36 @@ def can_watch(info: DistributedInfo) -> bool:
 
 def _siblings(info: DistributedInfo) -> Mapping[int, int]:
     """Return the process of each other rank that this machine's launcher process has started, by rank."""
+    children, by_variable = _named(info)
+    by_order = _by_order(info, children, by_variable)
+    is_named = info.rank in by_variable
+    found = by_order if not is_named or by_variable.items() <= by_order.items() else by_variable
+    return {rank: pid for rank, pid in found.items() if rank != info.rank}
+
+
+def _named(info: DistributedInfo) -> tuple[Sequence[int], Mapping[int, int]]:
+    """Return the processes that the launcher has started here, and those whose variables tell a rank, by that."""
     variable = rank_variable(info)
     # A shell around each rank ends with its rank's status.
     children = proc.children(proc.nearest_without(variable))
     ranks_by_pid = {pid: proc.variables_at_start(pid).get(variable, "") for pid in children}
-    by_variable = {int(rank): pid for pid, rank in ranks_by_pid.items() if rank.isdecimal()}
-    if info.rank in by_variable:
-        return {rank: pid for rank, pid in by_variable.items() if rank != info.rank}
-    # Processes of multiprocessing get their variables after their start. They are started in the order of the ranks.
-    # One that has ended, and that its parent has not reaped, has no command line any more.
-    programs: list[list[str]] = [proc.command_line(os.getpid())[:1], [""], []]
-    ranks = [pid for pid in children if proc.command_line(pid)[:1] in programs and not _is_tracker(pid)]
+    return children, {int(rank): pid for pid, rank in ranks_by_pid.items() if rank.isdecimal()}
+
+
+def _by_order(info: DistributedInfo, children: Sequence[int], by_variable: Mapping[int, int]) -> Mapping[int, int]:
+    """Return the ranks of this machine if they can be told by their order, this one too: they are started in theirs.
+
+    Processes of multiprocessing get their variables after their start. One that has ended, and that its parent has not
+    reaped, has neither variables nor a command line.
+    """
+    own_program = proc.command_line(os.getpid())[:1]
+    programs: list[list[str]] = [[""], []] if info.rank in by_variable else [own_program, [""], []]
+    named = set(by_variable.values())
+    ranks = [pid for pid in children if pid in named or proc.command_line(pid)[:1] in programs]
+    ranks = [pid for pid in ranks if not _is_tracker(pid)]
     if len(ranks) != info.local_world_size or info.local_rank is None or ranks[info.local_rank] != os.getpid():
         return {}
-    first = info.rank - info.local_rank
-    return {first + index: pid for index, pid in enumerate(ranks) if pid != os.getpid()}
+    return {info.rank - info.local_rank + index: pid for index, pid in enumerate(ranks)}
 
 
 def _is_tracker(pid: int) -> bool:

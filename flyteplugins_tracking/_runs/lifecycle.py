@@ -245,12 +245,22 @@ class _Start(NamedTuple):
             return call
         from flyteplugins_tracking._runs import open as opening
 
-        parent_id = None if parent_run is None else parent_run["id"]
-        plan = opening.plan_run(config, self.tracker, self.context, found, call_index, parent_id)
-        opener = opening.Opener(
-            self.tracker, plan, config, info, self.context, self._has_report, relay_report, pool=found.pool
-        )
-        return opener.open(self.parent, self.override)
+        with opening.watching(self.tracker, config, self.context, info) as (watcher, failures):
+            parent_id = None if parent_run is None else parent_run["id"]
+            plan = opening.plan_run(config, self.tracker, self.context, found, call_index, parent_id)
+            opener = opening.Opener(
+                self.tracker,
+                plan,
+                config,
+                info,
+                self.context,
+                watcher,
+                failures,
+                self._has_report,
+                relay_report,
+                pool=found.pool,
+            )
+            return opener.open(self.parent, self.override)
 
     def _relay_report(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
         """Return what shows the primary's report on rank 0; None if this rank is another one, or the primary itself."""

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavai
 from flyteplugins_tracking.trackers.base import RunRequest
 
 if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
+    from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
     from flyteplugins_tracking.trackers.base import Handle, SigtermWatch, Tracker
 
 logger = logging.getLogger(__name__)
@@ -57,6 +60,8 @@ class Opener:
         config: The user's arguments.
         info: This rank; None outside a distributed job.
         context: The platform's side of the call.
+        watcher: What watches for SIGTERM; None if nothing does.
+        failures: What reads why the job ends.
         has_report: Whether the task has a report.
         relay_report: See `TrackedCall`.
         pool: The pool whose worker this process is; None for none.
@@ -67,6 +72,8 @@ class Opener:
     config: TrackingConfig
     info: DistributedInfo | None
     context: ExecutionContext
+    watcher: SigtermWatcher | AsyncioSigtermWatcher | None
+    failures: FailureReader
     has_report: bool
     relay_report: Callable[[], object] | None = None
     pool: Pool | None = None
@@ -78,30 +85,23 @@ class Opener:
             TrackerNotInstalledError: The vendor's package is missing.
             TrackerUnavailableError: The service, or a key for it, is missing.
         """
-        watcher = closing.started_watcher(self.tracker, self.config, self.context)
-        try:
-            with _opening:
-                run = self._joined_run()
-                is_opener = run is None
-                run = run or self._opened_run(watcher)
-                call = TrackedCall(
-                    self.tracker.name,
-                    parent,
-                    override,
-                    run,
-                    is_opener,
-                    watcher,
-                    self.info,
-                    relay_report=self.relay_report,
-                    config=self.config,
-                    is_simulated=self.context.is_simulated,
-                )
-                calls.begin(call)
-                return call
-        except BaseException:
-            if watcher is not None:
-                watcher.stop()
-            raise
+        with _opening:
+            run = self._joined_run()
+            is_opener = run is None
+            call = TrackedCall(
+                self.tracker.name,
+                parent,
+                override,
+                run or self._opened_run(),
+                is_opener,
+                self.watcher,
+                self.info,
+                relay_report=self.relay_report,
+                config=self.config,
+                is_simulated=self.context.is_simulated,
+            )
+            calls.begin(call)
+            return call
 
     def _joined_run(self) -> OpenRun | None:
         """Join the run of the calling task if this process has it open."""
@@ -113,13 +113,13 @@ class Opener:
             calls.await_closing(tracker, run_id, self.config.init_timeout_s)
         return run
 
-    def _opened_run(self, watcher: SigtermWatch | None) -> OpenRun:
+    def _opened_run(self) -> OpenRun:
         self._warn_of_unused_prefix()
         self._warn_of_unused_rewind()
         deadline = time.monotonic() + self.config.init_timeout_s
         run_plan, lock = _lock_run(self.tracker, self.plan, self.config, self.context)
         try:
-            watch = watcher or closing.WATCHER
+            watch: SigtermWatch = self.watcher or closing.WATCHER
             watch = ProgressWatch(watch) if self.config.is_monitored else watch
             request = self._request(run_plan, watch, deadline)
             require(self.tracker)
@@ -137,11 +137,7 @@ class Opener:
             info=self.info,
             context=self.context,
             lock=lock,
-            failures=FailureReader(
-                self.info,
-                is_alone=self.context.is_simulated or self.info is None or self.info.world_size == 1,
-                is_own_run=self.config.run_mode == "new",
-            ),
+            failures=self.failures,
             shows_report=self.has_report and self.context.can_render_report,
             published_dir=self._published_dir(handle) if self.config.download_logs else None,
         )
@@ -260,6 +256,25 @@ def _lock_run(
         "%s: run %s is open in another process or thread: this one is %s", tracker.name, run_plan.run_id, new_id
     )
     return replace(run_plan, run_id=new_id), RunLock()
+
+
+@contextmanager
+def watching(
+    tracker: Tracker, config: TrackingConfig, context: ExecutionContext, info: DistributedInfo | None
+) -> Iterator[tuple[SigtermWatcher | AsyncioSigtermWatcher | None, FailureReader]]:
+    """Watch for SIGTERM, and watch the other ranks, from now on; no longer if the body raises.
+
+    Opening a run may take seconds: a rank that dies meanwhile is seen too.
+    """
+    with ExitStack() as stop:
+        watcher = closing.started_watcher(tracker, config, context)
+        if watcher is not None:
+            stop.callback(watcher.stop)
+        is_alone = context.is_simulated or info is None or info.world_size == 1
+        failures = FailureReader(info, is_alone=is_alone, is_own_run=config.run_mode == "new")
+        stop.callback(failures.stop)
+        yield watcher, failures
+        stop.pop_all()
 
 
 def plan_run(

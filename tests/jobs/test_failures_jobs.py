@@ -109,3 +109,38 @@ def test_an_exception_that_the_caller_handles_is_not_the_end_of_the_rank(tmp_pat
     first, second = sorted(done.runs, key=lambda run: run.id)
     assert failure(first) == (1, 0, "KeyError")
     assert failure(second) == (9, 1, "SystemExit")
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("kill", (137, 1, "SIGKILL")),
+        pytest.param("exit 7", (7, 1, "exit"), marks=pytest.mark.full),
+        pytest.param("interrupt", (130, 1, "SIGINT"), marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_dies_while_the_primary_opens_its_run_is_named(tmp_path, how, expected):
+    torchrun = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+    done = jobs.run([*torchrun, *failing({"1": how}, while_opening=True)], tmp_path)
+    assert done.returncode != 0
+    (run,) = done.runs
+    assert failure(run) == expected, done.output
+
+
+def test_an_interrupted_rank_is_the_cause_and_its_cut_off_peers_are_not(tmp_path):
+    torchrun = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+    done = jobs.run([*torchrun, *failing({"1": "interrupt"}, collectives=True)], tmp_path)
+    assert done.returncode != 0
+    (run,) = done.runs
+    assert failure(run) == (130, 1, "SIGINT"), done.output
+    assert "was interrupted (signal 2)" in run.summary["failure/message"]
+
+
+def test_a_rank_that_has_ended_before_it_was_looked_for_is_seen_until_its_parent_reaps_it(tmp_path):
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "ended_sibling.py", "ended")
+    assert done.output == "[(1, 7)]\n"
+
+
+def test_a_helper_that_has_ended_is_not_taken_for_a_rank_that_starts_later(tmp_path):
+    done = jobs.python(tmp_path, jobs.PROGRAMS / "ended_sibling.py", "late")
+    assert done.output == "[(1, 137)]\n"

@@ -1,7 +1,8 @@
 """A training whose ranks end as the argument, a JSON object, says: the others go on until they are ended, or 60 s.
 
-Keys: `how`: {rank: "raise", "exit 7", "kill", or "kill after SIGTERM of rank 0"}; `fail_attempts`: `how` holds for the
-attempts below it; `collectives`: whether each step has one; `tracking`: the decorator's arguments.
+Keys: `how`: {rank: "raise", "exit 7", "interrupt" or "kill"}; `fail_attempts`: `how` holds for the attempts below it;
+`collectives`: whether each step has one; `while_opening`: whether a rank ends while rank 0 opens its run; `tracking`:
+the decorator's arguments.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
@@ -27,7 +29,8 @@ def train() -> None:
     how = SETTINGS["how"].get(str(info.rank)) if SETTINGS.get("fail_attempts", 1) > ATTEMPT else None
     if get_run() is not None:
         get_run().log({"attempt": ATTEMPT})
-    wait_for_all(info.rank, info.world_size)
+    if not SETTINGS.get("while_opening"):
+        wait_for_all(info.rank, info.world_size)
     if how is not None:
         end(how)
     if SETTINGS.get("fail_attempts", 1) <= ATTEMPT:
@@ -45,6 +48,29 @@ def wait_for_all(rank: int, world_size: int) -> None:
     step()
 
 
+def open_slowly() -> None:
+    """Have rank 0 open its run for half a second longer, and another rank wait for that.
+
+    At the end of the opening: a signal waits 5 s for an opening, and a busy machine may need them for all of it.
+    """
+    opening = Path(DIRECTORY, "opening")
+    if os.environ["RANK"] != "0":
+        while not opening.exists():
+            time.sleep(0.02)
+        return
+    import wandb
+
+    init = wandb.init
+
+    def slow_init(*args: Any, **kwargs: Any) -> Any:
+        run = init(*args, **kwargs)
+        opening.touch()
+        time.sleep(0.5)
+        return run
+
+    wandb.init = slow_init
+
+
 def step() -> None:
     if SETTINGS.get("collectives"):
         import torch
@@ -59,6 +85,8 @@ def end(how: str) -> None:
         raise ValueError("made to fail")
     if how == "exit 7":
         os._exit(7)
+    if how == "interrupt":
+        raise KeyboardInterrupt
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -67,6 +95,8 @@ if __name__ == "__main__":
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
+    if SETTINGS.get("while_opening"):
+        open_slowly()
     try:
         tracking_init(**{"project": "tests", **SETTINGS.get("tracking", {})})(train)()
     finally:

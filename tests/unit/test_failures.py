@@ -247,6 +247,8 @@ def test_ordinary_text_is_not_masked(monkeypatch):
         (9, True, "SIGKILL", 137),
         (137 << 8, True, "SIGKILL", 137),  # a shell around the rank
         (11, True, "SIGSEGV", 139),
+        (2, True, "SIGINT", 130),
+        (130 << 8, True, "SIGINT", 130),
         (15, False, "SIGTERM", 143),
         (143 << 8, False, "SIGTERM", 143),
     ],
@@ -260,7 +262,7 @@ def test_the_exit_of_another_rank_of_this_machine(status, is_cause, kind, exit_c
     assert (failure.type, failure.exit_code) == (kind, exit_code)
 
 
-@pytest.mark.parametrize(("status", "is_cause"), [(9, True), (6, True), (7 << 8, False), (15, False)])
+@pytest.mark.parametrize(("status", "is_cause"), [(9, True), (6, True), (7 << 8, False), (15, False), (2, False)])
 def test_a_signals_end_that_is_seen_a_moment_after_sigterm_is_the_cause(status, is_cause):
     assert Ended(rank=2, pid=1, status=status, at=10.0).is_cause(terminated_at=9.99) == is_cause
 
@@ -285,6 +287,10 @@ def test_a_rank_that_was_killed_for_its_memory_is_told_so():
     ended = Ended(rank=2, pid=1, status=9)
     assert "(signal 9, often out of memory)" in str(ended.failure(is_out_of_memory=False))
     assert "(signal 9, out of memory)" in str(ended.failure(is_out_of_memory=True))
+
+
+def test_a_rank_that_was_interrupted_is_told_so():
+    assert "was interrupted (signal 2)" in str(Ended(rank=2, pid=1, status=2).failure(is_out_of_memory=False))
 
 
 def test_error_files_are_those_of_torchelastic(tmp_path):
