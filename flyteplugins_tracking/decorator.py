@@ -99,8 +99,8 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             board. None for no pulse.
         stop_grace_s: Seconds after SIGTERM in which a loop that calls `should_stop()` is not interrupted. Launchers
             kill 30 s after it. No effect on a function that does not call `should_stop()`.
-        stop_before_s: Seconds before the launcher's time limit at which `should_stop()` returns True. The limit is
-            known under Slurm, by SLURM_JOB_END_TIME. None for never.
+        stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm
+            job (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
         allow_config: In a shared run, let all ranks change its config, and not only the primary.
         step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter. In another

@@ -105,7 +105,10 @@ def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], name: str, link: Cal
             f"{task.name!r} is async and has Elastic workers, which run plain functions only: write `def`, "
             "not `async def`"
         )
-    description = Task(None, bool(getattr(task, "enable_deck", False)))
+    timeout = task.metadata.timeout  # a timedelta, or None
+    description = Task(
+        None, bool(getattr(task, "enable_deck", False)), timeout_s=timeout.total_seconds() if timeout else None
+    )
     task._task_function = _adapted(wrap(task.task_function, description), link(task))
     return task
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config import propagation
@@ -108,9 +109,20 @@ def adapt_task(
             f"{task.name!r} is async and has workers of its own, which run plain functions only: write `def`, "
             "not `async def`"
         )
-    task.func = wrap(task.func, Task(has_workers=workers is not None, has_report=task.report))
+    description = Task(has_workers=workers is not None, has_report=task.report, timeout_s=_timeout_s(task))
+    task.func = wrap(task.func, description)
     task.links = (*task.links, *links(workers, task))
     return task
+
+
+def _timeout_s(task: Any) -> float | None:
+    """Return how long an attempt of the task may run, in seconds; None for no limit.
+
+    https://github.com/flyteorg/flyte-sdk/blob/main/src/flyte/_timeout.py
+    """
+    timeout = getattr(task.timeout, "max_runtime", task.timeout)  # the rest of it is about queues and all attempts
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout or 0)
+    return seconds or None
 
 
 def function_of(task: Any) -> tuple[Callable[..., Any], NodeRequest | None]:

@@ -34,10 +34,12 @@ class Task(NamedTuple):
     Attributes:
         has_workers: Whether it asks for workers of its own; None if that is unknown and makes no difference.
         has_report: Whether it has a report (Flyte 2) or a deck (Flyte 1).
+        timeout_s: How long an attempt may run, in seconds; None for no limit.
     """
 
     has_workers: bool | None
     has_report: bool
+    timeout_s: float | None = None
 
 
 class Override(NamedTuple):
@@ -118,6 +120,7 @@ class TrackedCall:
         is_simulated: Whether the process stands for a rank of a test.
         stopping: What `should_stop` has started; None until the function calls it.
         stop_reason: In a simulation, why the function is asked to stop; None if it is not.
+        timeout_s: How long the platform lets the task run, in seconds; None if that is unknown.
     """
 
     tracker: str
@@ -134,6 +137,7 @@ class TrackedCall:
     is_simulated: bool = False
     stopping: Stopping | None = None
     stop_reason: str | None = None
+    timeout_s: float | None = None
 
 
 # The call of this thread or task; and all calls of this process, for threads that a decorated function starts: they do

@@ -188,6 +188,11 @@ class _Start(NamedTuple):
     def _has_report(self) -> bool:
         return self.context.has_report if self.task is None else self.task.has_report
 
+    @property
+    def _timeout_s(self) -> float | None:
+        """The time that the platform gives the task. In a local execution, nothing ends it."""
+        return None if self.task is None or not self.context.on_cluster else self.task.timeout_s
+
     def call(self) -> TrackedCall:
         """Return the call, which is registered as running.
 
@@ -207,7 +212,7 @@ class _Start(NamedTuple):
             from flyteplugins_tracking._runs import open as opening
 
             call = opening.call_of_joined_run(
-                self.tracker, enclosing.run, self.config, self.context, self.parent, self.override
+                self.tracker, enclosing.run, self.config, self.context, self.parent, self.override, self._timeout_s
             )
         calls.begin(call)
         return call
@@ -227,6 +232,7 @@ class _Start(NamedTuple):
             relay_report=relay_report,
             config=self.config,
             is_simulated=self.context.is_simulated,
+            timeout_s=self._timeout_s,
         )
 
     def _opened(self) -> TrackedCall:
@@ -259,6 +265,7 @@ class _Start(NamedTuple):
                 self._has_report,
                 relay_report,
                 pool=found.pool,
+                timeout_s=self._timeout_s,
             )
             return opener.open(self.parent, self.override)
 

@@ -65,6 +65,7 @@ class Opener:
         has_report: Whether the task has a report.
         relay_report: See `TrackedCall`.
         pool: The pool whose worker this process is; None for none.
+        timeout_s: See `TrackedCall`.
     """
 
     tracker: Tracker
@@ -77,6 +78,7 @@ class Opener:
     has_report: bool
     relay_report: Callable[[], object] | None = None
     pool: Pool | None = None
+    timeout_s: float | None = None
 
     def open(self, parent: TrackedCall | None, override: Override | None) -> TrackedCall:
         """Open the run, or join it if this process has it open, and return the call, registered as running.
@@ -99,6 +101,7 @@ class Opener:
                 relay_report=self.relay_report,
                 config=self.config,
                 is_simulated=self.context.is_simulated,
+                timeout_s=self.timeout_s,
             )
             calls.begin(call)
             return call
@@ -198,6 +201,7 @@ def call_of_joined_run(
     context: ExecutionContext,
     parent: TrackedCall | None,
     override: Override | None,
+    timeout_s: float | None,
 ) -> TrackedCall:
     """Return a call for a run that has just been joined. If its watcher cannot start, the run is left again."""
     call = functools.partial(
@@ -209,6 +213,7 @@ def call_of_joined_run(
         info=run.info,
         config=config,
         is_simulated=context.is_simulated,
+        timeout_s=timeout_s,
     )
     try:
         return call(watcher=closing.started_watcher(tracker, run.config, context))

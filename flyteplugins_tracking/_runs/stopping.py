@@ -232,7 +232,7 @@ class Stopping:
         before_s, info = self._call.config.stop_before_s, self._call.info
         if before_s is None or (info is not None and info.rank != 0):
             return
-        ends_at = time_limit.ends_at(os.environ)
+        ends_at = time_limit.ends_at(os.environ, self._call.timeout_s)
         if ends_at is None:
             logger.warning("stop_before_s=%g is ignored: the launcher names no time limit", before_s)
             return

@@ -54,9 +54,9 @@ def state(pid: int) -> str:
     return fields[0] if fields else ""
 
 
-def started_at() -> float:
-    """Return when this process was started, in seconds since the epoch; 0 if that is unknown."""
-    ticks = start_time(os.getpid())
+def started_at(pid: int | None = None) -> float:
+    """Return when a process, or this one, was started, in seconds since the epoch; 0 if that is unknown."""
+    ticks = start_time(os.getpid() if pid is None else pid)
     if not ticks:
         return 0.0
     # Not /proc/uptime: in a container with lxcfs it is the container's, and the ticks are not.

@@ -85,6 +85,14 @@ def test_a_task_has_its_run_which_knows_the_action(pod, server, task):
     assert run.config["attempt_number"] == 0
 
 
+@pytest.mark.full
+def test_a_task_is_asked_to_stop_before_its_timeout(pod, server):
+    done = pod("limited")
+    assert done.outputs == ["r1-limited"], done.output
+    run = server.run("r1-limited")
+    assert (run.exit_codes, run.summary["stop/reason"]) == ([0], "time limit")
+
+
 def test_a_task_that_raises_or_exits_has_a_failed_run(pod, server):
     done = pod("fails")
     assert (done.error.code, done.error.message) == ("ValueError", "made to fail")

@@ -102,6 +102,13 @@ def test_pyflyte_run(tmp_path):
     assert [run.exit_code for run in done.runs] == [0]
 
 
+@pytest.mark.full
+def test_a_pod_is_asked_to_stop_before_the_timeout_of_its_task(tmp_path):
+    done = flyte1_pods.run("limited", tmp_path)
+    (run,) = done.runs
+    assert (run.exit_code, run.summary["stop/reason"]) == (0, "time limit"), done.output
+
+
 def test_a_pod_runs_a_task_and_its_retry_goes_on_with_the_run(tmp_path):
     first, second = (flyte1_pods.run("below", tmp_path, attempt) for attempt in (0, 1))
     assert (tmp_path / "out" / "outputs.pb").exists(), first.output + second.output

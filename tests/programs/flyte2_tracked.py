@@ -8,12 +8,13 @@ import json
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import flyte
 
-from flyteplugins_tracking import get_distributed_info, get_run, tracking_config, tracking_init
+from flyteplugins_tracking import get_distributed_info, get_run, should_stop, tracking_config, tracking_init
 
 DIRECTORY = Path(os.environ.get("TRAIN_DIR", "."))
 env = flyte.TaskEnvironment(name="plain")
@@ -36,6 +37,15 @@ def training(tag: str) -> str:
 @env.task
 def plain(n: int) -> str:
     return training("plain")
+
+
+@tracking_init(project="tests", entity="team", stop_before_s=3599)
+@env.task(timeout=flyte.Timeout(max_runtime=timedelta(hours=1), max_queued_time=60))
+def limited(n: int) -> str:
+    """Stops a second after the pod's start."""
+    while not should_stop():
+        time.sleep(0.05)
+    return training("limited")
 
 
 @tracked

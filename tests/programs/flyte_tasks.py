@@ -6,7 +6,9 @@ Those with workers are in `flyte_workers.py`: torch, which they need, takes a po
 import asyncio
 import json
 import os
+import time
 from collections import OrderedDict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from flytekit.core.base_task import IgnoreOutputs
 from flytekit.core.utils import ClassDecorator
 from flytekitplugins.kfpytorch import PyTorch, Worker
 
-from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+from flyteplugins_tracking import get_distributed_info, get_run, should_stop, tracking_init
 
 DIRECTORY = Path(os.environ.get("TRAIN_DIR", "."))
 
@@ -38,6 +40,15 @@ class InnerLinks(ClassDecorator):
 
     def get_extra_config(self) -> dict[str, str]:
         return {self.LINK_TYPE_KEY: "inner", "port": "1234"}
+
+
+@tracking_init(project="tests", entity="team", stop_before_s=3599)
+@task(timeout=timedelta(hours=1))
+def limited(n: int) -> str:
+    """Stops a second after the pod's start."""
+    while not should_stop():
+        time.sleep(0.05)
+    return training("limited")
 
 
 @task
