@@ -5,10 +5,11 @@ The state lives here, in a module that wrappers import, never in a wrapper: Elas
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,11 +22,14 @@ from flyteplugins_tracking._runs.context import ExecutionContext
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.failures import FailureReader
+    from flyteplugins_tracking._runs.goodput import Attempts
     from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
     from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
     from flyteplugins_tracking._runs.stopping import Stopping
     from flyteplugins_tracking._util.lock import RunLock
     from flyteplugins_tracking.trackers.base import Handle, Tracker
+
+logger = logging.getLogger(__name__)
 
 
 class Task(NamedTuple):
@@ -71,6 +75,7 @@ class OpenRun:
         context: The execution context that the run was opened in.
         lock: Keeps other processes from opening the run.
         failures: Reads why the job ends.
+        attempts: The attempts of the run; None if no other attempt can have it, or if another rank notes them.
         shows_report: Whether the run is to be shown in the task's report.
         published_dir: The local directory that becomes an output of the task when the run has ended; None for none.
         joined: The number of calls that use the run besides the opener.
@@ -88,12 +93,20 @@ class OpenRun:
     context: ExecutionContext
     lock: RunLock
     failures: FailureReader
+    attempts: Attempts | None
     shows_report: bool
     published_dir: str | None
     joined: int = 0
     opener_exit_code: int | None = None
     closed: threading.Event = field(default_factory=threading.Event)
     has_ended_with_process: bool = False
+
+    def record(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        """Keep an event with the run: see `Handle.record_event`. Raises nothing."""
+        try:
+            self.handle.record_event(name, values, text)
+        except Exception:
+            logger.warning("%s: the run does not show this: %s", self.tracker, text, exc_info=True)
 
     @property
     def is_in_use(self) -> bool:

@@ -15,7 +15,7 @@ from flyteplugins_tracking._job import jax
 from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.launchers import detect_process_group
-from flyteplugins_tracking._runs import calls
+from flyteplugins_tracking._runs import calls, goodput
 from flyteplugins_tracking._runs.calls import OpenRun, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.ended import EndedRun
@@ -136,6 +136,9 @@ def _finish(run: OpenRun, exit_code: int, failure: Failure | None) -> None:
     _warn_of_late_group(run)
     _await_writers(run, exit_code)
     exit_code = _final_status(run, _or_terminated(exit_code), failure)
+    _record_goodput(run, exit_code)
+    if run.attempts is not None:
+        run.attempts.close()  # what it keeps with a run that has ended would open it again
     summary = _summary(run, exit_code)
     try:
         run.handle.finish(exit_code)
@@ -176,10 +179,21 @@ def _record_failure(run: OpenRun, verdict: Verdict) -> None:
     is_own = verdict.cause.rank == rank  # Python prints its traceback
     if not is_own and not _is_one_of_many(run):
         logger.error("%s: the run has failed: %s", run.tracker, verdict.text)
+    run.record("failure", verdict.summary, verdict.text)
+
+
+def _record_goodput(run: OpenRun, exit_code: int) -> None:
+    if run.attempts is None:
+        return
     try:
-        run.handle.record_event("failure", verdict.summary, verdict.text)
+        values = run.attempts.end(exit_code)
     except Exception:
-        logger.warning("%s: the run does not show why it has failed: %s", run.tracker, verdict, exc_info=True)
+        logger.warning("%s: the run does not show its goodput", run.tracker, exc_info=True)
+        return
+    if values:
+        text = goodput.text_of(values)
+        logger.info("%s: %s", run.tracker, text)
+        run.record("goodput", values, text)
 
 
 def _print_how_to_view(run: OpenRun) -> None:
@@ -265,7 +279,9 @@ def finish_on_signal(exit_code: int) -> None:
 
 def _finish_on_signal(run: OpenRun, exit_code: int, failure: Failure | None = None) -> None:
     try:
-        run.handle.finish_on_signal(_final_status(run, exit_code, failure))
+        status = _final_status(run, exit_code, failure)
+        _record_goodput(run, status)
+        run.handle.finish_on_signal(status)
     except Exception:
         logger.warning("%s: the run could not be finished with status %d", run.tracker, exit_code, exc_info=True)
     if exit_code == TERMINATED and run.context.can_persist:  # the function may never return: it sits in a collective

@@ -112,7 +112,7 @@ def _tracked(
     finally:
         try:
             if call.stopping is not None:
-                call.stopping.function_ended(exit_code)
+                call.stopping.function_ended()
             _close(call, exit_code, failure)
             if exit_code == 0 and call.relay_report is not None:
                 _relay_report(call, call.relay_report)

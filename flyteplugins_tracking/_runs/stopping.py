@@ -13,14 +13,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
 from flyteplugins_tracking._job import time_limit
 from flyteplugins_tracking._job.agreement import PROPOSAL_S, Agreement, CallCounter, OwnStop, Stop, StopRequest
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._runs import calls, goodput
+from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs import monitor as monitoring
 from flyteplugins_tracking._runs.calls import TrackedCall
@@ -51,8 +50,8 @@ def should_stop(step: int | None = None) -> bool:
     Outside a decorated function it returns False.
 
     Args:
-        step: The step that was made, counted on over restarts, as a checkpoint does. With it, the run of a job that was
-            restarted has `goodput/*` in its summary: how much of its time has made steps that were kept.
+        step: The step that was made, as a checkpoint counts it. It tells `goodput/*` in the summary of a run that was
+            restarted, how much of its time has made steps that were kept, also if the run's rows have no step.
     """
     # As `CallCounter.next`, without one more call.
     counter = _counter
@@ -96,34 +95,18 @@ class Stopping:
         self._timeout_s = min(PROPOSAL_S, self._grace_s)
         self._timer: threading.Timer | None = None
         self._has_usr1 = False
-        self._goodput: goodput.GoodputDuty | None = None
         self._ranks: Agreement | OwnStop = OwnStop()
         info = call.info
-        if info is not None and info.world_size > 1 and (monitor := self._started_monitor(info)) is not None:
+        if info is not None and info.world_size > 1:
+            self._monitor, self._owns_monitor = monitoring.current_or_started(info)
+        if info is not None and self._monitor is not None:
             self._ranks = Agreement(info, f"stop/{_functions}", self._on_commit)
-            monitor.add(self._ranks)
+            self._monitor.add(self._ranks)
         self.counter: CallCounter = self._ranks.counter
+        if call.run is not None and call.run.attempts is not None:
+            call.run.attempts.follow(self.counter)
         self._watch_signals()
         self._watch_time_limit()
-
-    def _started_monitor(self, info: DistributedInfo) -> monitoring.Monitor | None:
-        if self._monitor is None:
-            self._monitor, self._owns_monitor = monitoring.current_or_started(info)
-        return self._monitor
-
-    def watch_goodput(self, step: int | None) -> None:
-        """Note the steps of this attempt, if the function tells them, for the run that this rank has."""
-        run = self._call.run
-        if step is None or run is None or not run.plan.first:
-            return
-        monitor = self._started_monitor(self._call.info or monitoring.alone())
-        if monitor is not None:
-            try:
-                self._goodput = goodput.GoodputDuty.of(run, self.counter, step)
-            except OSError:
-                logger.warning("%s: the run will not tell its goodput", run.tracker, exc_info=True)
-            else:
-                monitor.add(self._goodput)
 
     def request(
         self, reason: str, timeout_s: float | None = None, otherwise: Callable[[str], object] = lambda _: None
@@ -153,8 +136,8 @@ class Stopping:
 
     # Called by the function's lifecycle
 
-    def function_ended(self, exit_code: int) -> None:
-        """Keep with the run what there is to tell of its stop and of its attempts. Called before the run is closed."""
+    def function_ended(self) -> None:
+        """Keep with the run what there is to tell of its stop. Called before the run is closed."""
         if self._call.pid != os.getpid():
             return
         if self._timer is not None:
@@ -162,8 +145,7 @@ class Stopping:
         self._end_duties()
         if self._ranks.committed is not None and self._ranks.stopped_at is not None:
             self._record_stop(self._ranks.committed, self._ranks.stopped_at)
-        if self._goodput is not None:
-            self._record_goodput(self._goodput, has_ended=exit_code == 0 and self._ranks.committed is None)
+            self._expect_another_attempt()
         if self._call.watcher is not None and self._call.watcher is not closing.WATCHER:
             self._call.watcher.postpone(None)  # the function's thread waits for the signal's effect
 
@@ -172,10 +154,8 @@ class Stopping:
             return
         if self._owns_monitor:
             self._monitor.stop(has_failed=False)
-            return
-        for duty in (self._ranks, self._goodput):
-            if isinstance(duty, (Agreement, goodput.GoodputDuty)):
-                self._monitor.remove(duty)
+        elif isinstance(self._ranks, Agreement):
+            self._monitor.remove(self._ranks)
 
     def closed(self) -> None:
         """Forget the function. Called when its run has been closed."""
@@ -188,27 +168,20 @@ class Stopping:
         if self._has_usr1 and signal.getsignal(signal.SIGUSR1) == self._on_usr1:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
+    def _expect_another_attempt(self) -> None:
+        call: TrackedCall | None = self._call
+        while call is not None:  # with stacked decorators, each has a run
+            if call.run is not None and call.run.attempts is not None:
+                call.run.attempts.continues = True
+            call = call.parent
+
     def _record_stop(self, stop: Stop, step: int) -> None:
-        text = f"stopped at step {step}: {stop.reason} on rank {stop.rank}"
-        self._record("stop", {"stop/reason": stop.reason, "stop/step": step}, text)
-
-    def _record_goodput(self, attempts: goodput.GoodputDuty, has_ended: bool) -> None:
-        with suppress(OSError):
-            values = attempts.values()
-            if values:
-                self._record("goodput", values, goodput.text_of(values))
-            if has_ended:
-                attempts.forget()
-
-    def _record(self, name: str, values: Mapping[str, object], text: str) -> None:
         run = self._call.run
         if run is None or not run.plan.primary:
             return
+        text = f"stopped at step {step}: {stop.reason} on rank {stop.rank}"
         logger.info("%s: %s", run.tracker, text)
-        try:
-            run.handle.record_event(name, values, text)
-        except Exception:
-            logger.warning("%s: the run does not show this: %s", run.tracker, text, exc_info=True)
+        run.record("stop", {"stop/reason": stop.reason, "stop/step": step}, text)
 
     # What asks for the stop
 
@@ -272,10 +245,11 @@ def _first_call(_: int) -> bool:
         return False
     if call.is_simulated:
         return call.stop_reason is not None
-    step = _counter.step
-    stopping = _started(call)
-    stopping.watch_goodput(step)
-    return stopping.counter.next(step)
+    step = _counter.step  # of the counter that is replaced now
+    should = _started(call).counter.next(step)
+    if call.run is not None and call.run.attempts is not None:
+        call.run.attempts.look()
+    return should
 
 
 def _first_counter() -> CallCounter:

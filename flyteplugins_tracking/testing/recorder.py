@@ -422,6 +422,7 @@ class _Handle(Handle):
         self.id = state.id
         self.run: Any = Run(request, state, self._log)
         self._state = state
+        self._steps = request.steps
         self._is_primary = request.plan.primary
         self._attempt = request.info.restart_count if request.info is not None else 0
         self._prefix = prefix_of(request)
@@ -456,6 +457,7 @@ class _Handle(Handle):
         """
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
             raise TypeError(f"log() needs a mapping of text to values, got {data!r:.100}")
+        self._steps.row_logged(data, step)
         data = _snapshot(data)
         if self._finished:
             logger.warning("run %s has ended with its function: this call of log() is lost", self.id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from flyteplugins_tracking._config.config import TrackingConfig
@@ -56,6 +56,26 @@ class Unwatched:
         """Do nothing."""
 
 
+class StepWatch(Protocol):
+    """Takes the steps of the rows: they tell the goodput of a run with several attempts."""
+
+    def row_logged(self, *args: Any, **kwargs: Any) -> None:
+        """Take the arguments of a `log` of the function: `data` and `step`. Fast: a tracker calls this for each."""
+
+    def column_defined(self, column: str) -> None:
+        """Take the column in which the function's rows have their step."""
+
+
+class Uncounted:
+    """The `steps` of a run whose attempts this rank does not note. It takes nothing."""
+
+    def row_logged(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def column_defined(self, column: str) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True)
 class RunRequest:
     """The values that a tracker needs to open one rank's run.
@@ -76,6 +96,7 @@ class RunRequest:
         ask_to_stop: Asks the function to leave its loop, on all ranks: called, from any thread, when somebody stops the
             run at the service. It takes what the tracker does by itself then, and calls that if the function does not
             use `should_stop()`, or if the ranks do not agree.
+        steps: Takes the steps of the rows. `StepWatch` says when a tracker calls its methods.
     """
 
     plan: RunPlan
@@ -89,6 +110,7 @@ class RunRequest:
     watch: SigtermWatch
     deadline: float
     ask_to_stop: Callable[[Callable[[], object]], object] = lambda otherwise: otherwise()
+    steps: StepWatch = field(default_factory=Uncounted)
 
     @property
     def is_retry(self) -> bool:
@@ -139,6 +161,14 @@ class Handle(Protocol):
         return None if self.run is self else getattr(self.run, "url", None)
 
     @property
+    def namespace(self) -> str | None:
+        """Where the run's id is unique, besides `project=`: the address of the service, a project of the environment.
+
+        None for a run that nobody can continue.
+        """
+        return ""
+
+    @property
     def files(self) -> str | None:
         """The local directory with the run's files; None if this process has not written them."""
         return None
@@ -163,10 +193,11 @@ class Handle(Protocol):
         """Keep with the run what has happened to its job. Called on the primary, also from other threads.
 
         Args:
-            name: "failure": why the job has failed, before the run is ended. "hang": where its ranks are.
+            name: "failure": why the job has failed, before the run is ended. "hang": where its ranks are. "stop": who
+                has asked for its stop. "goodput": what its restarts have cost.
             values: What the summary gains: `failure/rank`, `failure/host`, `failure/type`, `failure/message`; or
-                `hang/verdict`.
-            text: The traceback, or the stacks of all ranks.
+                `hang/verdict`; `stop/reason`, `stop/step`; `goodput/*`.
+            text: The traceback, the stacks of all ranks, or a sentence.
         """
         return
 
@@ -177,6 +208,18 @@ class Handle(Protocol):
         its summary. By default, nothing is logged.
         """
         return
+
+    def keep_note(self, text: str) -> None:  # noqa: ARG002
+        """Keep a text of this library's with the run, for the next attempt, wherever that runs.
+
+        Called on the primary, from another thread. It takes the place of the one before. By default nothing is kept,
+        and an attempt on another machine finds none.
+        """
+        return
+
+    def kept_note(self) -> str | None:
+        """Return the text that the run had when it was opened; None for none."""
+        return None
 
     def how_to_view(self) -> str:
         """The page of the run that has ended, or the command that shows it; empty if the client prints it itself."""

@@ -115,6 +115,7 @@ class ClientHandle(Handle):
             self._warn(NOT_OPEN)
             return
         self.request.watch.reinstall()
+        self.request.steps.row_logged(data, step)
         row = self._values.clean(data)
         if self._next_row.waiting:
             row = {**self._next_row.take(), **row}

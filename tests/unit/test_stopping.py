@@ -12,7 +12,6 @@ import time
 import pytest
 
 from flyteplugins_tracking import get_distributed_info, request_stop, should_stop, tracking_init
-from flyteplugins_tracking._job.goodput import Attempt, metrics
 from flyteplugins_tracking._runs import stopping
 from flyteplugins_tracking.testing import RecordingTracker, simulate
 
@@ -185,44 +184,3 @@ def test_a_service_asks_the_loop_if_there_is_one(recorder):
 def test_importing_the_package_does_not_load_it():
     program = "import sys, flyteplugins_tracking; print([name for name in sys.modules if name.endswith('stopping')])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
-
-
-def test_a_run_that_goes_on_tells_its_goodput(recorder, monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
-    @tracking_init(tracker=recorder, id="again")
-    def train(first: int, last: int, fails: bool) -> None:
-        for step in range(first, last + 1):
-            time.sleep(0.02)
-            should_stop(step)
-        if fails:
-            raise ValueError("made to fail")
-
-    with pytest.raises(ValueError, match="made to fail"):
-        train(0, 9, fails=True)
-    with pytest.raises(ValueError, match="made to fail"):
-        train(5, 9, fails=True)  # from the last checkpoint on
-    train(10, 14, fails=False)
-    *_, run = recorder.runs
-    assert run.summary["goodput/attempts"] == 3
-    assert 0 < run.summary["goodput/share"] < 1
-    assert run.summary["goodput/repeated_s/0"] > 0
-    assert [run.summary[f"goodput/repeated_s/{number}"] for number in (1, 2)] == [0, 0]
-    assert run.summary["goodput/restart_s"] > 0
-    assert not list(tmp_path.rglob("goodput-*"))
-    train(0, 3, fails=False)  # the run has ended: this is no restart
-    assert recorder.runs[-1].summary.get("goodput/attempts") in (None, 3)
-
-
-def test_goodput_is_the_time_of_the_steps_that_no_later_attempt_makes_again():
-    attempts = [Attempt(0.0, 0, 10.0, 10), Attempt(20.0, 6, 30.0, 16), Attempt(35.0, 17, 45.0, 27)]
-    values = metrics(attempts)
-    assert values["goodput/share"] == pytest.approx((5 + 10 + 10) / 45)
-    assert (values["goodput/restart_s"], values["goodput/repeated_s"]) == (15.0, 5.0)
-    assert [values[f"goodput/kept_s/{number}"] for number in range(3)] == [5.0, 10.0, 10.0]
-    assert metrics(attempts[:1]) == {}
-
-
-def test_a_rollback_behind_an_earlier_attempt_keeps_nothing_of_that():
-    values = metrics([Attempt(0.0, 10, 10.0, 20), Attempt(11.0, 0, 21.0, 10), Attempt(22.0, 11, 32.0, 21)])
-    assert [values[f"goodput/kept_s/{number}"] for number in range(3)] == [0.0, 10.0, 10.0]

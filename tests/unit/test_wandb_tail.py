@@ -11,7 +11,7 @@ import pytest
 from support.offline_wandb import open_run
 from wandb_files import StoredRun, read_run
 
-from flyteplugins_tracking.trackers.base import Unwatched
+from flyteplugins_tracking.trackers.base import Uncounted, Unwatched
 from flyteplugins_tracking.trackers.journal import files
 from flyteplugins_tracking.trackers.journal.files import Journal
 from flyteplugins_tracking.trackers.wandb import tail, vendor
@@ -48,7 +48,11 @@ def earlier(run, monkeypatch) -> Path:
 def handle_of(run) -> WandbHandle:
     config = SimpleNamespace(step_metric="global_step", rollback="keep", finish_timeout_s=20)
     request = SimpleNamespace(
-        config=config, watch=Unwatched(), plan=SimpleNamespace(primary=True), run_metadata={"restart_count": 1}
+        config=config,
+        watch=Unwatched(),
+        plan=SimpleNamespace(primary=True),
+        run_metadata={"restart_count": 1},
+        steps=Uncounted(),
     )
     return WandbHandle(run, None, request, lambda *_: None)
 

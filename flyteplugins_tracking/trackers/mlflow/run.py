@@ -32,6 +32,8 @@ _STATUS_S, _STATUS_SHARE = 3.0, 0.25
 _LARGEST_STEP = 2**63 - 1
 # The longest text that servers of all versions take as a tag: mlflow.utils.validation.MAX_TAG_VAL_LENGTH.
 _MAX_TAG = 5000
+# The tag of `keep_note`.
+_NOTE_TAG = "flyteplugins_tracking.note"
 # The options that concern the rank itself. The process that sends kept rows later does not need them.
 _LOCAL_OPTIONS = ("autolog", "framework", "log_models", "log_datasets", "autolog_kwargs", "log_system_metrics")
 
@@ -95,6 +97,10 @@ class MlflowHandle(ClientHandle):
         return url
 
     @property
+    def namespace(self) -> str | None:
+        return f"{without_credentials(self.uri)} {self.opened.run.info.experiment_id}"
+
+    @property
     def place(self) -> dict[str, str]:
         """The arguments with which another process finds the run."""
         arguments = {"experiment_id": self.opened.run.info.experiment_id}
@@ -112,6 +118,15 @@ class MlflowHandle(ClientHandle):
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         tags = {key: str(value)[-_MAX_TAG:] for key, value in {**values, f"{name}/text": text}.items()}
         self._put(Item("tags", tags, 0, now_ms()))
+
+    def keep_note(self, text: str) -> None:
+        with self._lock:
+            if not self._ended and not self._finished:
+                self._put(Item("tags", {_NOTE_TAG: text}, 0, now_ms()))
+
+    def kept_note(self) -> str | None:
+        note: str | None = self.opened.run.data.tags.get(_NOTE_TAG)
+        return note
 
     def how_to_view(self) -> str:
         return self.url or view.how_to_view(self.uri, self.id)

@@ -32,6 +32,8 @@ _CHANGING = ("config", "name", "notes", "step", "summary", "tags")
 _NOT_OPEN = object()
 # The run's attribute that holds its handle.
 HANDLE = "_flyteplugins_tracking_handle"
+# The key of `keep_note` in the summary: W&B's pages do not show keys that begin with "_".
+_NOTE = "_flyteplugins_tracking"
 # The status of a run that is ended to be rewound: until then, its last attempt has failed.
 _FAILED = 1
 # How long a signal waits for a call of the run to return: an exception out of it would leave the run half written.
@@ -79,6 +81,7 @@ class WandbHandle(Handle):
         self._next_row = NextRow()
         self._openings = 1  # how often the run has been opened
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
+        self._note: str | None = None  # the same
         self._teardown_errors = vendor.TeardownErrors(run)
         self._rest_sent = threading.Event()  # set once the run has what earlier attempts have left
         self._rollback = self._rollback_of(request) if vendor.starting_step(run) else None
@@ -94,6 +97,13 @@ class WandbHandle(Handle):
             lambda: vendor.next_step(self.run),
             self._rewind if can_rewind else None,
         )
+
+    @property
+    def namespace(self) -> str | None:
+        if getattr(self.run, "disabled", False):
+            return None
+        # Not the entity: an offline run of the same job may not know it.
+        return f"{without_credentials(str(self.run.settings.base_url))} {self.run.project}"
 
     @property
     def files(self) -> str | None:
@@ -118,6 +128,23 @@ class WandbHandle(Handle):
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
             self.run.save(path, base_path=self.files, policy="now")
+
+    def keep_note(self, text: str) -> None:
+        # A run that `wandb.agent` has ended is not opened again for a note, beside the trial: its next row does that.
+        self._note, thread = text, threading.get_ident()
+        self._callers.add(thread)  # whose errors come here
+        try:
+            if not self._ended.is_set():
+                self.run.summary.update({_NOTE: text})
+        except vendor.service_gone():
+            return
+        finally:
+            self._callers.discard(thread)
+
+    def kept_note(self) -> str | None:
+        # A run that is resumed has its summary from the server.
+        note: str | None = self.run.summary.get(_NOTE) if self.run.resumed else None
+        return note
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         # Not `log(values, commit=False)`: it would open a run again that a signal has ended.
@@ -164,10 +191,19 @@ class WandbHandle(Handle):
     def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods. If the run was ended early, open it again first."""
         self._request.watch.reinstall()
-        if (self._next_row.waiting or self._rollback is not None) and method.__name__ == "log":
-            method, args, kwargs = self._completed(method, args, kwargs)
+        if method.__name__ == "log":
+            self._request.steps.row_logged(*args, **kwargs)
+            if self._next_row.waiting or self._rollback is not None:
+                method, args, kwargs = self._completed(method, args, kwargs)
+        elif method.__name__ == "define_metric":
+            self._note_step_column(*args, **kwargs)
         result = self._call_open(method, args, kwargs)
         return self._call_late(method, args, kwargs) if result is _NOT_OPEN else result
+
+    def _note_step_column(self, name: Any = None, step_metric: Any = None, *_: Any, **__: Any) -> None:
+        column = getattr(step_metric, "name", step_metric)  # it may be an earlier `define_metric`'s
+        if name == "*" and isinstance(column, str):
+            self._request.steps.column_defined(column)
 
     def _completed(self, log: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `log` and its arguments with the values that wait for this row, and with the place of the row."""
@@ -429,6 +465,8 @@ class WandbHandle(Handle):
         self._be_global()
         for define in self._definitions:
             define()
+        if self._note is not None:
+            self.run.summary.update({_NOTE: self._note})
         self._openings += 1
         if not self.run.offline:  # the new wandb-core sends what the old one had not
             self._abandoned = []
