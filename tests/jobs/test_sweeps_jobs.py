@@ -76,6 +76,19 @@ def test_a_teardown_is_noticed_by_a_thread_that_has_the_id_of_the_clients_own(tm
     assert sorted(row["x"] for run in done.runs for row in run.rows) == [0, 1]
 
 
+def test_a_thread_that_logs_during_a_teardown_opens_the_run_again_after_it_and_a_note_does_not(tmp_path):
+    with WandbServer() as server:
+        server.fault = Fault.slow(0.5)  # the teardown takes seconds
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_teardown_thread.py", env=server.environment)
+        assert done.returncode == 0, done.output
+        assert "wandb-core has died" not in done.output
+        assert seen(done) == [{"is_open_after_note": False, "is_torn_down": True}]
+        run = server.run("outer")
+        assert values(run, "x") == [0, 1]
+        assert (run.rows_after_completion, run.rows_overwritten, run.exit_codes) == (0, 0, [0, 0])
+        assert "_flyteplugins_tracking" in run.summary
+
+
 def test_nothing_of_a_sweep_is_left_behind(plain):
     done, _ = plain
     left = next(told for told in seen(done) if "left" in told)

@@ -125,6 +125,7 @@ def test_wandb_core_has_every_part(run, no_warning):
     assert address
     assert not vendor.has_service_died(0.1)
     assert not vendor.restart_service()  # a run is open in it
+    assert not vendor.was_torn_down(run, ConnectionError(), 0)
     vendor.drop_unusable_service()
     assert vendor.service_address() == address
     with vendor.identity_resolved_once(time.monotonic()), vendor.outside_sweep():
@@ -199,7 +200,7 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     assert len(vendor.service_gone()) == 4
     with pytest.raises(vendor._torn_down_error()), vendor.TeardownErrors(torn_down()):
         raise ValueError
-    assert vendor.was_torn_down(vendor._torn_down_error()("x"))
+    assert vendor.was_torn_down(RUN, vendor._torn_down_error()("x"), 0)
 
 
 def torn_down():
@@ -237,6 +238,7 @@ WITHOUT = {
     "set_summary_reader": (lambda: vendor.set_summary_reader(RUN, dict), None),
     "flush": (lambda: vendor.flush(RUN, 1), None),
     "detach": (lambda: vendor.detach(RUN, RUN), None),
+    "was_torn_down": (lambda: vendor.was_torn_down(RUN, ConnectionError(), 0), False),
     "outside_sweep": (lambda: vendor.outside_sweep().__enter__(), TrackerNotInstalledError),
     "service_address": (lambda: vendor.service_address(), TrackerNotInstalledError),
     "settings_of": (lambda: vendor.settings_of(RUN, ()), TrackerNotInstalledError),

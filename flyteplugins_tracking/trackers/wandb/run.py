@@ -301,12 +301,13 @@ class WandbHandle(Handle):
             error: The error of a method of the run.
             opening: The value of `_openings` when that method was called. Does nothing if the run was opened since.
         """
+        # Before the lock is taken: it may wait.
+        was_torn_down = vendor.was_torn_down(self.run, error, self._request.config.finish_timeout_s / 2)
         with self._lock:
             if self._ended.is_set() or opening != self._openings:
                 return
-            was_torn_down = vendor.was_torn_down(error)
             if not was_torn_down:
-                text = "wandb-core has died (%s). Run %s goes on with a new one, which sends what %s has"
+                text = "wandb-core has died (%s). A new one continues run %s, and sends the rest from %s"
                 logger.warning(text, type(error).__name__, self.id, directory(self.run))
             if self._offline or not was_torn_down:
                 self._abandoned.append(directory(self.run))

@@ -285,10 +285,22 @@ def _loaded(module: str, name: str) -> Any:
     return getattr(loaded, name, None)
 
 
-def was_torn_down(error: BaseException) -> bool:
-    """Whether `wandb.teardown` was the cause of this error."""
+def was_torn_down(run: Any, error: BaseException, timeout_s: float) -> bool:
+    """Whether `wandb.teardown` was the cause of a run's error, and has sent all rows. Waits while another thread does.
+
+    The connection is closed before wandb-core has sent all. Without it, a run that is opened again just then may get
+    rows of both at one time.
+    """
     kind = _torn_down_error()
-    return kind is not None and isinstance(error, kind)
+    if kind is not None and isinstance(error, kind):
+        return True
+    with _optional("rows that a thread logs during wandb.teardown may be in another order"):
+        connection = run._wl._connection
+        if connection is None or connection._proc is None or not connection._torn_down:
+            return False
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return bool(connection._proc._process.wait(timeout_s) == 0)
+    return False
 
 
 class TeardownErrors:

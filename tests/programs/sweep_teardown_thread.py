@@ -1,0 +1,31 @@
+"""Notes, then logs into a run, while another thread tears W&B's client down. Writes what it saw to the file `seen`."""
+
+import json
+import threading
+import time
+
+import wandb
+
+from flyteplugins_tracking import get_run, tracking_init
+from flyteplugins_tracking.trackers.wandb.run import HANDLE
+
+
+@tracking_init(id="outer")
+def train() -> None:
+    run = get_run()
+    run.log({"x": 0})
+    session = run._wl
+    thread = threading.Thread(target=wandb.teardown)
+    thread.start()
+    while not session._connection._client._writer.is_closing():
+        time.sleep(0.001)
+    vars(run)[HANDLE].keep_note("kept for the next attempt")
+    is_open_after_note = run._wl is not session
+    run.log({"x": 1})
+    told = {"is_open_after_note": is_open_after_note, "is_torn_down": not thread.is_alive() or session._asyncer._joined}
+    with open("seen", "w") as file:
+        file.write(json.dumps(told) + "\n")
+    thread.join()
+
+
+train()
