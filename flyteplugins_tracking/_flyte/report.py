@@ -147,7 +147,8 @@ def page(tracker: str, info: DistributedInfo | None, attempt: int, outcomes: Seq
         _table(("rank", "run", "state", "last values"), rows),
     ]
     if missing:
-        parts.append(f"<p>{missing} more runs had not ended {_WAIT_S:g} s after this one.</p>")
+        runs = "run" if missing == 1 else "runs"
+        parts.append(f"<p>{missing} more {runs} had not ended {_WAIT_S:g} s after this one.</p>")
     return f'<div class="tracking">{_STYLE}{"".join(parts)}</div>'
 
 
