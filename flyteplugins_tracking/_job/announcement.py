@@ -14,6 +14,7 @@ from typing import Any
 from flyteplugins_tracking._job.board import make_private, user_directory
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.whole_file import write_whole
 
 _FOLDER = "jobs"
 
@@ -48,10 +49,7 @@ class Announcement:
         announcement = cls(address, info.world_size, pulse_s, info.launcher)
         path = announcement._path
         make_private(path.parent)
-        unfinished = path.with_suffix(".tmp")
-        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump(asdict(announcement), file)
-        unfinished.replace(path)
+        write_whole(path, json.dumps(asdict(announcement)), mode=0o600)
         return announcement
 
     def withdraw(self) -> None:
