@@ -190,7 +190,7 @@ def _nothing() -> None:
 
 def started_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None:
     """Start the monitor of a call that has begun. None if a function around it, or in another thread, has one."""
-    info = call.info or alone()
+    info = call.info or _alone()
     duties: list[Callable[[threading.Event], Duty]] = []
     if config.hang_timeout_s is not None:
         duties.append(functools.partial(hang.duty_of, call, info, config.hang_timeout_s))
@@ -225,7 +225,7 @@ def _started(
     return _current
 
 
-def alone() -> DistributedInfo:
+def _alone() -> DistributedInfo:
     """Return the place of a process without a launcher: it answers its own roll, and has a pulse and a board."""
     identity = f"{os.getpid()} {proc.start_time(os.getpid())}"  # others of the same shell have boards of their own
     return DistributedInfo(0, 1, 0, 1, 0, 1, launcher="no launcher", job_id=identity)
