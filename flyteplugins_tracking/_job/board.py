@@ -139,7 +139,10 @@ class Board:
     def wait_for_texts(self, number: int, timeout_s: float) -> list[str]:
         """Wait until the ranks have appended so many texts, or for `timeout_s`, and return the texts."""
         deadline = time.monotonic() + timeout_s
-        while self.count("texts") < number and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            # A rank counts its text before it stores it.
+            if self.count("texts") >= number and len(texts := self.texts()) >= number:
+                return texts
             time.sleep(_POLL_S)
         return self.texts()
 

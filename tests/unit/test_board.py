@@ -31,6 +31,15 @@ def test_texts_are_in_the_order_of_their_ranks_appends(store):
     assert Board(store, "other topic").texts() == []
 
 
+def test_a_text_that_is_counted_and_not_yet_stored_is_waited_for(store):
+    board = Board(store, "topic")
+    number = board.count("texts", 1)
+    storing = threading.Timer(0.2, board.put, (f"text/{number}", "late"))
+    storing.start()
+    assert board.wait_for_texts(1, 20) == ["late"]
+    storing.join()
+
+
 def test_a_key_has_the_last_text_and_none_at_first(store):
     board = Board(store, "topic")
     assert board.get("state") is None
