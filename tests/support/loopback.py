@@ -202,6 +202,19 @@ class Listener(ThreadingHTTPServer):
             self.recorder.errors.append(error)
 
 
+def body_of(handler: BaseHTTPRequestHandler) -> bytes:
+    """The whole body of a request.
+
+    Raises:
+        ConnectionAbortedError: Its client died before it had sent all: the connection ends, as at any server.
+    """
+    length = int(handler.headers.get("Content-Length", 0))
+    body = handler.rfile.read(length)
+    if len(body) < length:
+        raise ConnectionAbortedError(f"{len(body)} of {length} bytes came")
+    return body
+
+
 def survives(handler: Any, fault: Fault | None) -> bool:
     """Have a request suffer the fault. Tells whether it is to be served after it."""
     if fault is None:

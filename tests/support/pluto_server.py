@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal, TypeVar
 
-from support.loopback import LoopbackServer, survives
+from support.loopback import LoopbackServer, body_of, survives
 
 KEY = "plt_s_" + "fa4e" * 10
 T = TypeVar("T")
@@ -301,7 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         recorder: PlutoServer = self.server.recorder  # type: ignore[attr-defined]
-        body = self._body()
+        body = body_of(self)
         endpoint = "ingest" if self.path.startswith("/ingest/") else _ENDPOINTS.get(self.path, "other")
         if not survives(self, recorder.meet_fault(endpoint)):
             return
@@ -312,9 +312,6 @@ class _Handler(BaseHTTPRequestHandler):
                 recorder.errors.append(error)
                 code, answer = 400, {"error": repr(error)}
             self.answer(code, answer)
-
-    def _body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def answer(self, code: int, answer: Json, headers: Mapping[str, str] | None = None) -> None:
         body = json.dumps(answer).encode()

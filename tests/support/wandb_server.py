@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Literal, TypeVar
 from urllib.parse import unquote
 
-from support.loopback import Listener, LoopbackServer, survives
+from support.loopback import Listener, LoopbackServer, body_of, survives
 from support.wandb_store import Json, Operations, RecordedRun, RecordedSweep, RefusedError, RunKey, Store
 
 KEY = "fa4e" * 10
@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().finish()
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = body_of(self)
         filestream = _FILESTREAM.match(self.path)
         endpoint: Endpoint = "filestream" if filestream else "graphql" if self.path == "/graphql" else "other"
         if not survives(self, self.server.recorder.meet_fault(endpoint)):
@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.server.recorder.graphql(posted)
 
     def do_PUT(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = body_of(self)
         if not survives(self, self.server.recorder.meet_fault("other")):
             return
         upload = _UPLOAD.match(unquote(self.path))

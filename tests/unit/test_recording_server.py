@@ -11,6 +11,7 @@ import urllib.request
 
 import pytest
 from support.loopback import Fault
+from support.pluto_server import PlutoServer
 from support.wandb_server import WandbServer
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
@@ -71,6 +72,17 @@ def test_a_request_whose_client_gave_up_is_not_served(server):
         client.sendall(b"POST /graphql HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         server.wait_for(lambda: fault.hits)
     assert [run.id for run in server.runs] == ["r"]
+
+
+@pytest.mark.parametrize("kind", [WandbServer, PlutoServer])
+@pytest.mark.parametrize("sent", [b"", b'{"runId": '])
+def test_a_request_whose_client_died_while_it_sent_is_not_served(kind, sent):
+    with kind() as server:  # which raises here what its handlers raise
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(b"POST /graphql HTTP/1.1\r\nContent-Length: 100\r\n\r\n" + sent)
+            client.shutdown(socket.SHUT_WR)
+            assert client.recv(1) == b""
+        assert not server.runs
 
 
 def test_rows_after_completion_are_counted_until_the_run_is_opened_again(server):
