@@ -84,8 +84,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The first test that uses a shared fixture says how the fixture's job starts."""
-    jobs.set_cold(full=item.get_closest_marker("full") is not None)
+    """Before the fixtures of its first test, whose jobs are this file's first ones."""
+    jobs.in_file(item.path)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

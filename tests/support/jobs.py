@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,7 +27,6 @@ from support.warm import client
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_COLD: Mapping[str, tuple[bool, bool]] = {"": (False, False), "default": (True, False), "1": (True, True)}
 # How much slower than an idle one a machine may be: what may last at most so long lasts at most so many times as long.
 TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "10"))
 Process: TypeAlias = "subprocess.Popen[str] | client.WarmProcess"
@@ -42,14 +42,26 @@ _LAUNCHERS = re.compile(
 )
 
 
-# Whether the jobs of the test that runs are cold.
-is_cold = False
+# The file of the test that runs, and the launchers and programs that its jobs have started.
+_file = Path()
+_started_programs: set[tuple[str, ...]] = set()
 
 
-def set_cold(full: bool) -> None:
-    """Note which test comes next: one of the default tier's, or a `full` one."""
-    global is_cold
-    is_cold = _COLD[os.environ.get("TESTS_COLD", "")][full]
+def in_file(path: Path) -> None:
+    """Note whose test comes next."""
+    global _file
+    if path != _file:
+        _file = path
+        _started_programs.clear()
+
+
+def _is_cold(words: Sequence[str]) -> bool:
+    """Whether a job is to have a new interpreter, by the variable TESTS_COLD: see CONTRIBUTING.md."""
+    which = os.environ.get("TESTS_COLD", "")
+    program = tuple(word for before, word in pairwise(["", *words]) if before == "-m" or word.endswith(".py"))
+    is_first = program not in _started_programs
+    _started_programs.add(program)
+    return {"": False, "first": is_first, "1": True}[which]
 
 
 def variables_of_launchers() -> set[str]:
@@ -114,15 +126,17 @@ def start(
 ) -> Process:
     """Start `command`, forked from a warm process if it is Python's; in a new interpreter if `cold`, or with Pluto.
 
-    By default TESTS_COLD says of the test that runs whether it is: "1" for all tests, "default" for the default tier.
+    By default the variable TESTS_COLD says whether it is cold: "1" for each job, "first" for the first one of a test
+    file that starts this launcher with this program.
 
     Forked with Pluto's client, one row of 2,000 was sent twice in the place of another one, in 3 of 4 jobs.
     """
     directory.mkdir(parents=True, exist_ok=True)
     words, variables = [str(part) for part in command], environment(directory, **(env or {}))
     with_pluto = str(Path(sys.prefix) / "pluto") in variables.get("PYTHONPATH", "")
-    warm = None if (is_cold if cold is None else cold) or with_pluto else client.start(words, directory, variables)
-    process = warm or subprocess.Popen(
+    is_cold = with_pluto or (_is_cold(words) if cold is None else cold)
+    process = None if is_cold else client.start(words, directory, variables)
+    process = process or subprocess.Popen(
         words,
         cwd=directory,
         env=variables,
