@@ -22,13 +22,14 @@ from pathlib import Path
 from flyteplugins_tracking._job.board import rank_variable
 from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.exit_codes import TERMINATED
 
 # include/uapi/linux/pidfd.h
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _STOP = b"."
+_STOP_S = 0.5
 # A sibling may be started after this rank: they are looked for again until all are there.
 _LOOK_AGAIN_MS, _LONGEST_PAUSE_MS = 50, 60_000
 # Two threads of this process notice that a rank has ended, and that the launcher has sent SIGTERM for that: torchrun
@@ -126,13 +127,15 @@ class SiblingWatcher:
         self._poll.register(self._wake, select.POLLIN)
         self._known, self._seen = set[int](), set[int]()  # ranks, and processes
         self._look()  # what ends from here on is seen, however late the thread starts
-        threading.Thread(target=self._watch, name="flyteplugins_tracking.siblings", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="flyteplugins_tracking.siblings", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """End the thread."""
         with contextlib.suppress(OSError):  # the thread has ended
             os.write(self._stop, _STOP)
         os.close(self._stop)
+        threads.join(self._thread, _STOP_S)
 
     def failures(self, terminated_at: float | None) -> list[Failure]:
         """Return the siblings that may be why the job ends, in the order of their ends. See `Ended.is_cause`."""

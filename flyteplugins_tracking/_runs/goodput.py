@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flyteplugins_tracking._job.agreement import CallCounter
 from flyteplugins_tracking._job.board import make_private, user_directory
 from flyteplugins_tracking._job.goodput import Attempt, Note, merged, metrics
+from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking._util.whole_file import write_whole
 
@@ -246,7 +247,7 @@ class Attempts:
     def close(self) -> None:
         """End the thread."""
         self._ended.set()
-        self._thread.join(_PATIENCE_S)
+        threads.join(self._thread, _PATIENCE_S)
 
     def _attempts(self) -> list[Attempt]:
         attempt = self._steps.attempt

@@ -23,7 +23,7 @@ from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, job_store
 from flyteplugins_tracking._runs import hang, progress, pulse
 from flyteplugins_tracking._runs.calls import TrackedCall
-from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.loaded import loaded
 
 logger = logging.getLogger(__name__)
@@ -96,8 +96,7 @@ class Monitor:
         self._has_failed = has_failed
         self._stopped.set()
         self._woken.set()
-        self._thread.join(_STOP_S)
-        if not self._thread.is_alive():
+        if threads.join(self._thread, _STOP_S):
             for duty in self._duties:
                 duty.close()
             if self._info.launcher == "torchelastic" and self._has_board:  # its store stays as long as this process

@@ -17,7 +17,7 @@ from flyteplugins_tracking._job.board import Board, job_board, nearest_board
 from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, has_job_store
-from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.timeout import run_with_timeout
 
 # How many old reports are read at first. The board may have those of earlier attempts.
@@ -29,6 +29,8 @@ _SEND_S = 10.0
 # How long a report waits for a rank of another node to read it.
 _ACKNOWLEDGED_S = 1.0
 _POLL_S = 0.1
+# How long the end of a run waits for the thread that reads the board, which a store may hold up.
+_STOP_S = 0.5
 _READ = "read"
 
 
@@ -80,12 +82,16 @@ class Reports:
         self._starts: dict[bool, int] = {}
         self._found: dict[bool, dict[int, Failure]] = {False: {}, True: {}}
         self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
         if _has_other_nodes(info):
-            threading.Thread(target=self._watch, name="failure reports", daemon=True).start()
+            self._thread = threading.Thread(target=self._watch, name="failure reports", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop watching. A store that does not answer now is not waited for."""
         self._stopped.set()
+        if self._thread is not None:
+            threads.join(self._thread, _STOP_S)
 
     def read(self) -> list[Failure]:
         """Return all reports, as far as the store answers in time."""

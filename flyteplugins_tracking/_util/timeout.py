@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any
 
+from flyteplugins_tracking._util import threads
+
 
 def run_with_timeout(timeout_s: float | None, function: Callable[..., object], *args: Any, name: str = "") -> bool:
     """Call `function` in a daemon thread, and wait for it.
@@ -24,5 +26,4 @@ def run_with_timeout(timeout_s: float | None, function: Callable[..., object], *
     """
     thread = threading.Thread(target=copy_context().run, args=(function, *args), name=name or None, daemon=True)
     thread.start()
-    thread.join(timeout_s)
-    return not thread.is_alive()
+    return threads.join(thread, timeout_s)

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from flyteplugins_tracking._runs.sigterm.wakeup import WakeupFd
-from flyteplugins_tracking._util import critical
+from flyteplugins_tracking._util import critical, threads
 from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.timeout import run_with_timeout
 
@@ -309,9 +309,9 @@ class SigtermWatcher:
             self._left.set()
             handler = self._restore(wakeup)
         wakeup.add(_STOP)
-        self._thread.join()
+        threads.join(self._thread)
         if self._terminator is not None:
-            self._terminator.join()
+            threads.join(self._terminator)
         if handler is not None and self._is_due:
             wakeup.forward(bytes([SIGNAL]))
         self._close(wakeup)

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 
+from flyteplugins_tracking._util import threads
 from flyteplugins_tracking.trackers.peers import sockets
 from flyteplugins_tracking.trackers.peers.sockets import Json, LineReader
 
@@ -99,7 +100,7 @@ class NodeServer:
         self._stop_listening()
         sockets.close(self._waker)
         if threading.current_thread() is not self._thread:
-            self._thread.join(sockets.SEND_TIMEOUT_S)
+            threads.join(self._thread, sockets.SEND_TIMEOUT_S)
         with self._changed:
             for connection in [*self._readers, self._listener, self._wakeup]:
                 sockets.close(connection)
