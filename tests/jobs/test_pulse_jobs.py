@@ -93,8 +93,10 @@ def test_the_command_shows_a_running_job_and_the_run_counts_a_rank_that_is_silen
         # Only this rank has the time to be silent for so long.
         wait_until(lambda: int(shown(tmp_path)["1"]["last pulse"].split()[0]) > 4 * PULSE_S, job)
         states = {rank: line["state"] for rank, line in shown(tmp_path).items()}
+        for _ in range(2):  # the run counts after the primary's pulse, and its next row has the count
+            wait_for_pulse(tmp_path, "0", job)
     wait_for_pulse(tmp_path, "1", job)
-    for _ in range(2):  # the run counts after the primary's pulse, and its next row has the count
+    for _ in range(2):
         wait_for_pulse(tmp_path, "0", job)
     (tmp_path / "stop").touch()
     done = jobs.finish(job, tmp_path)
