@@ -306,8 +306,8 @@ def test_each_training_of_a_process_is_a_run_of_its_own(tmp_path):
 def test_the_leader_waits_for_its_followers_and_warns_about_late_ones(tmp_path):
     with job(tmp_path) as started:
         tracking = {**GIVEN, "finish_timeout_s": 2}
-        settings = ends({"0": "return", "1": "until go", "2": "return"}, step_s=0.05, tracking=tracking)
-        started.start(torchrun(ranks=3), **settings)
+        how = {"1": "until go", "*": "until all are ready"}
+        started.start(torchrun(ranks=3), **ends(how, step_s=0.05, tracking=tracking))
         started.server.wait_for(lambda: started.server.runs[0].completed, 240)
         (left,) = started.wait_for("ready 1 0")
         started.log_more(rows=20, but_not=set(started.notes()) - {left})

@@ -75,6 +75,13 @@ def until_go() -> None:
     log()
 
 
+def until_all_are_ready() -> None:
+    """Log until each rank has logged its first rows."""
+    while sum("\nready " in path.read_text() for path in DIRECTORY.glob("notes-*")) < int(os.environ["WORLD_SIZE"]):
+        log()
+        time.sleep(SETTINGS.get("step_s", 0.05))
+
+
 def fast() -> None:
     """Ask for 10,000 rows a second, for 10 s."""
     for _ in range(100):
@@ -211,6 +218,7 @@ ENDS: dict[str, Callable[[], object]] = {
     "collective": in_collective,
     "together": together,
     "until go": until_go,
+    "until all are ready": until_all_are_ready,
     "fast": fast,
 }
 HANDLERS: dict[str, Callable[[], object]] = {
