@@ -176,10 +176,13 @@ def finish(process: Process, directory: Path, timeout_s: float = 240) -> Done:
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        show_stacks(process)
-        kill(process)
-        output, _ = process.communicate()
-        raise AssertionError(f"still running after {timeout_s} s:\n{output}") from None
+        # It may wait for another job of this test, as an agent does for the other agents.
+        hanging = [process, *(other for other in started if other is not process and other.poll() is None)]
+        for one in hanging:
+            show_stacks(one)
+            kill(one)
+        outputs = "\n\n".join(one.communicate()[0] for one in hanging)
+        raise AssertionError(f"still running after {timeout_s} s:\n{outputs}") from None
     return Done(process.returncode, output, directory)
 
 
