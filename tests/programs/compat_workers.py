@@ -2,7 +2,7 @@
 
 import flyte
 from compat_tasks import seen
-from flyteplugins.pytorch import Elastic
+from flyte2_elastic import Elastic
 
 from flyteplugins_tracking.compat.wandb import get_distributed_info, get_wandb_run, wandb_init
 

@@ -1,8 +1,8 @@
 """A Flyte 2 task of two nodes, without a tracker, and its parent."""
 
 import flyte
+from flyte2_elastic import Elastic
 from flyte2_tasks import env, seen
-from flyteplugins.pytorch import Elastic
 
 two_nodes = flyte.TaskEnvironment(
     name="two-nodes",

@@ -3,8 +3,8 @@
 import time
 
 import flyte
+from flyte2_elastic import Elastic
 from flyte2_sigterm import ready, tracked
-from flyteplugins.pytorch import Elastic
 
 from flyteplugins_tracking import get_run
 

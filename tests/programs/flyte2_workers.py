@@ -5,8 +5,8 @@ import os
 import time
 
 import flyte
+from flyte2_elastic import Elastic
 from flyte2_tracked import DIRECTORY, env, new, plain, shared, tracked, training, untracked
-from flyteplugins.pytorch import Elastic
 
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking._flyte import report

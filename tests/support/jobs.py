@@ -163,6 +163,8 @@ def kill(process: Process) -> None:
 
 def show_stacks(process: Process) -> None:
     """Have a process that hangs, and all that it has started, write where each thread is, and end."""
+    if process.poll() is not None:
+        return
     with suppress(psutil.NoSuchProcess):
         leader = psutil.Process(process.pid)
         family = [leader, *leader.children(recursive=True)]
@@ -177,11 +179,11 @@ def finish(process: Process, directory: Path, timeout_s: float = 240) -> Done:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         # It may wait for another job of this test, as an agent does for the other agents.
-        hanging = [process, *(other for other in started if other is not process and other.poll() is None)]
-        for one in hanging:
+        unread = [one for one in started if one is process or (one.stdout and not one.stdout.closed)]
+        for one in unread:
             show_stacks(one)
             kill(one)
-        outputs = "\n\n".join(one.communicate()[0] for one in hanging)
+        outputs = "\n\n".join(f"{one.args}\n{one.communicate()[0]}" for one in unread)
         raise AssertionError(f"still running after {timeout_s} s:\n{outputs}") from None
     return Done(process.returncode, output, directory)
 
