@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._config.config import merged
+from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking.errors import ConfigError
 
 # Set by `tracking_config` and `tracking_sweep_config`.
@@ -127,14 +128,11 @@ def write(value: Mapping[str, Any], name: str) -> str:
         ) from None
 
 
+@after_fork_in_child
 def _new_lock() -> None:
     """Replace the lock in a forked child: a thread of the parent may have held it."""
     global _lock
     _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
 
 
 @contextmanager

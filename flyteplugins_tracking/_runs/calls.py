@@ -19,6 +19,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.plan import RunPlan
 from flyteplugins_tracking._runs.context import ExecutionContext
+from flyteplugins_tracking._util.fork import after_fork_in_child
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.failures import FailureReader
@@ -346,6 +347,7 @@ def _nearest(call: TrackedCall | None, tracker: str) -> TrackedCall | None:
     return call
 
 
+@after_fork_in_child
 def _reset_after_fork() -> None:
     """Forget the calls in a forked child: the runs are the parent's, and a lost thread may hold the lock."""
     global _lock
@@ -356,7 +358,3 @@ def _reset_after_fork() -> None:
     _closing.clear()
     _call_counts.clear()
     current.set(None)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_after_fork)

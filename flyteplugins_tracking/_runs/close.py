@@ -23,6 +23,7 @@ from flyteplugins_tracking._runs.failures import Verdict
 from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.fork import at_fork
 from flyteplugins_tracking._util.timeout import run_with_timeout
 
 if TYPE_CHECKING:
@@ -291,10 +292,9 @@ def _finish_on_signal(run: OpenRun, exit_code: int, failure: Failure | None = No
 WATCHER = SigtermWatcher(finish_on_signal)
 _ASYNCIO_WATCHER = AsyncioSigtermWatcher(finish_on_signal)
 
-if hasattr(os, "register_at_fork"):
-    for watcher in (WATCHER, _ASYNCIO_WATCHER):
-        os.register_at_fork(
-            before=watcher.before_fork,
-            after_in_parent=watcher.after_fork_in_parent,
-            after_in_child=watcher.after_fork_in_child,
-        )
+for watcher in (WATCHER, _ASYNCIO_WATCHER):
+    at_fork(
+        before=watcher.before_fork,
+        after_in_parent=watcher.after_fork_in_parent,
+        after_in_child=watcher.after_fork_in_child,
+    )

@@ -35,6 +35,7 @@ from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.failures import FailureReader
 from flyteplugins_tracking._runs.goodput import Attempts, Steps, file_of
 from flyteplugins_tracking._runs.progress import ProgressWatch
+from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError
@@ -395,11 +396,8 @@ def _read_secret(secret: Any, context: ExecutionContext) -> str | None:
     return value
 
 
+@after_fork_in_child
 def _reset_after_fork() -> None:
     """Replace the lock in a forked child: a thread that does not exist there may hold it."""
     global _opening
     _opening = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_after_fork)

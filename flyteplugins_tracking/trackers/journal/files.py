@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
@@ -307,9 +308,7 @@ def _remove(path: str) -> None:
         logger.debug("cannot remove %s", path, exc_info=True)
 
 
+@after_fork_in_child
 def _forget_all() -> None:
     for journal in list(_journals):
         journal.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
