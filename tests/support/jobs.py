@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -42,26 +43,29 @@ _LAUNCHERS = re.compile(
 )
 
 
-# The file of the test that runs, and the launchers and programs that its jobs have started.
+# The file of the test that runs.
 _file = Path()
-_started_programs: set[tuple[str, ...]] = set()
 
 
 def in_file(path: Path) -> None:
     """Note whose test comes next."""
     global _file
-    if path != _file:
-        _file = path
-        _started_programs.clear()
+    _file = path
 
 
 def _is_cold(words: Sequence[str]) -> bool:
     """Whether a job is to have a new interpreter, by the variable TESTS_COLD: see CONTRIBUTING.md."""
     which = os.environ.get("TESTS_COLD", "")
-    program = tuple(word for before, word in pairwise(["", *words]) if before == "-m" or word.endswith(".py"))
-    is_first = program not in _started_programs
-    _started_programs.add(program)
-    return {"": False, "first": is_first, "1": True}[which]
+    if which != "first":
+        return {"": False, "1": True}[which]
+    program = [word for before, word in pairwise(["", *words]) if before == "-m" or word.endswith(".py")]
+    # A file's tests may be in several workers, which share this directory.
+    digest = hashlib.sha256(json.dumps([str(_file), *program]).encode()).hexdigest()
+    try:
+        Path(os.environ["TESTS_WARM_DIR"], f"cold-{digest}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def variables_of_launchers() -> set[str]:
