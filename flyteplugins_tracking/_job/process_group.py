@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.topology import get_distributed_info
 from flyteplugins_tracking._util.checks import check_seconds
+from flyteplugins_tracking._util.threads import wait_until_asleep
 from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError, TopologyError
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # How many seconds it may take to destroy the group after an error: NCCL may wait for the other ranks then.
 _ABANDON_S = 10.0
+# The name of the threads that run gloo's collectives, and how many seconds they may go on when the process ends.
+_GLOO_THREAD, _GLOO_S = "pt_gloo_runloop", 1.0
 # By master address, master port, rank and world size: the store there, and the numbers of the groups that use it.
 _stores: dict[tuple[str, str, int, int], tuple[Any, Iterator[int]]] = {}
 # The group that was left last. A DistributedDataParallel model often outlives its group, and its destructor holds the
@@ -99,8 +102,20 @@ def process_group(
 
 def _keep_until_the_next(group: Any) -> None:
     if not _left:
-        atexit.register(_left.clear)  # while threads that wait for the GIL still get it
+        atexit.register(_let_go)
     _left[:] = [group]
+
+
+def _let_go() -> None:
+    """Release the group, and wait for gloo's threads, before Python ends.
+
+    A thread may still have a collective's tensors after the collective has ended. It needs the GIL to release them, and
+    torch aborts the process (SIGABRT) if Python has begun to end: https://github.com/pytorch/pytorch/pull/179291
+    Releasing the group ends the threads, unless something else has it: `torch.distributed.nn.functional`, which
+    DistributedDataParallel imports, keeps the group in which it is imported for ever.
+    """
+    _left.clear()
+    wait_until_asleep(_GLOO_THREAD, _GLOO_S)
 
 
 def _never_destroy(group: Any) -> None:

@@ -1,13 +1,15 @@
-"""Waiting for the end of a thread, so that the process may fork after it."""
+"""Waiting for threads: for the end of one of Python's, and until those of a library have nothing to do."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from contextlib import suppress
 
 _EXIT_S = 1.0
 _POLL_S = 0.0005
+_ASLEEP_IN_A_ROW = 3
 
 
 def join(thread: threading.Thread, timeout_s: float | None = None) -> bool:
@@ -31,3 +33,42 @@ def join(thread: threading.Thread, timeout_s: float | None = None) -> bool:
     while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return True
+
+
+def wait_until_asleep(name: str, timeout_s: float) -> bool:
+    """Wait until all threads of this process with a name sleep: each time of three, one after the other.
+
+    This function lets go of the GIL in between, so that a thread that waits for it gets it and goes on.
+
+    Args:
+        name: The name that the operating system shows, of at most 15 characters.
+        timeout_s: Seconds to wait at most.
+
+    Returns:
+        Whether they sleep. True where the operating system does not show threads.
+    """
+    deadline = time.monotonic() + timeout_s
+    asleep = 0
+    while asleep < _ASLEEP_IN_A_ROW:
+        states = _states(name)
+        if not states:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        asleep = asleep + 1 if states == {"S"} else 0
+        time.sleep(_POLL_S)
+    return True
+
+
+def _states(name: str) -> set[str]:
+    """The states of the threads with this name, as in proc(5): "S" sleeps, "R" runs or could."""
+    found = set()
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:  # it may have ended
+                before, _, after = file.read().rpartition(")")
+                if before.partition("(")[2] == name:
+                    found.add(after.split()[0])
+    except OSError:
+        return set()
+    return found

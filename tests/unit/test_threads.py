@@ -1,7 +1,9 @@
-"""A thread that was joined is gone for the operating system too."""
+"""A thread that was joined is gone for the operating system too, and one that works is waited for."""
 
+import hashlib
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,10 @@ from flyteplugins_tracking._util.timeout import run_with_timeout
 THREADS = 300
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux alone tells of a process's threads")
+SHOWN = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux alone tells of a process's threads")
+
+
+@SHOWN
 def test_a_fork_after_join_meets_no_thread_that_still_exits():
     ids: list[int] = []
 
@@ -36,3 +41,26 @@ def test_a_thread_that_does_not_end_is_waited_for_as_long_as_asked():
     assert not run_with_timeout(0.01, ended.wait)
     ended.set()
     assert threads.join(thread)
+
+
+@SHOWN
+def test_a_thread_of_a_library_is_waited_for_until_it_has_let_go_of_what_it_has():
+    """It works without the GIL, as torch's threads do, and needs the GIL at the end."""
+    has_begun, has_let_go, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("works")
+        has_begun.set()
+        hashlib.pbkdf2_hmac("sha256", b"password", b"salt", 500_000)
+        has_let_go.set()
+        ended.wait()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    has_begun.wait()
+    assert not threads.wait_until_asleep("works", 0)
+    assert threads.wait_until_asleep("works", 60)
+    assert has_let_go.is_set()
+    ended.set()
+    assert threads.join(thread)
+    assert threads.wait_until_asleep("works", 0)  # there is none
