@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,6 +148,20 @@ def test_groups_come_one_after_the_other_also_where_rank_0_listens_by_itself(ran
 
 def test_a_model_that_outlives_its_group_does_not_hang_in_its_destructor(ranks):
     assert all(seen["models that outlive their group"] for seen in ranks)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler: apt-get install gcc")
+def test_a_thread_of_gloo_that_is_late_does_not_abort_the_process_at_its_end(tmp_path):
+    """Without the package's part, torch ends the process with SIGABRT."""
+    late = tmp_path / "late.so"
+    build = ["cc", "-shared", "-fPIC", "-o", str(late), str(jobs.PROGRAMS / "late_gloo.c"), "-ldl"]
+    subprocess.run(build, check=True, timeout=60)
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    env = {"LD_PRELOAD": str(late), "TORCH_LIBRARY": str(library)}
+    job = jobs.start([sys.executable, jobs.PROGRAMS / "late_gloo.py"], tmp_path, env, cold=True)
+    done = jobs.finish(job, tmp_path)
+    assert done.returncode == 0, done.output
+    assert "late\n" in done.output
 
 
 def test_a_group_is_destroyed_at_the_end_and_after_an_exception(ranks):
