@@ -2,7 +2,7 @@
 
 In the room: values about processes (`proc`), a lock between the processes of a machine (`lock`), checks of arguments
 (`checks`), functions that a signal must not leave halfway (`critical`), exit codes of signals (`exit_codes`), calls
-with a timeout (`timeout`), the end of a thread (`threads`), warnings that are logged once (`warn_once`), functions that
+with a timeout (`timeout`), waiting for threads (`threads`), warnings that are logged once (`warn_once`), functions that
 run at a fork (`fork`), addresses that may hold credentials (`url`), tables of text (`columns`), files that are written
 as a whole (`whole_file`), modules that are imported already (`loaded`), and an error for pickles of an older version
 (`moved`).

@@ -39,6 +39,12 @@ def children(pid: int) -> list[int]:
     return sorted(pids, key=lambda child: (int(start_time(child) or 0), child))
 
 
+def threads(name: str) -> list[int]:
+    """Return the threads of this process with this name, of at most 15 characters, also those that are not Python's."""
+    tasks = glob("/proc/self/task/*")
+    return [int(os.path.basename(task)) for task in tasks if _read(f"{task}/comm").rstrip("\n") == name]
+
+
 def zombie_status(pid: int) -> int | None:
     """Return the status of a process that has ended and that its parent has not reaped; None for any other one.
 
@@ -49,7 +55,7 @@ def zombie_status(pid: int) -> int | None:
 
 
 def state(pid: int) -> str:
-    """Return the state of `pid`: "R", "S", "D", "T" (stopped by a signal), "Z", ...; empty if it is not there."""
+    """Return the state of `pid`, a process or a thread: "R", "S", "T" (stopped by a signal), ...; empty without it."""
     fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[0] if fields else ""
 

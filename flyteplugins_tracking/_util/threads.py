@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import suppress
+
+from flyteplugins_tracking._util import proc
 
 _EXIT_S = 1.0
 _POLL_S = 0.0005
@@ -50,7 +51,7 @@ def wait_until_asleep(name: str, timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     asleep = 0
     while asleep < _ASLEEP_IN_A_ROW:
-        states = _states(name)
+        states = {proc.state(thread) for thread in proc.threads(name)}
         if not states:
             return True
         if time.monotonic() > deadline:
@@ -58,17 +59,3 @@ def wait_until_asleep(name: str, timeout_s: float) -> bool:
         asleep = asleep + 1 if states == {"S"} else 0
         time.sleep(_POLL_S)
     return True
-
-
-def _states(name: str) -> set[str]:
-    """The states of the threads with this name, as in proc(5): "S" sleeps, "R" runs or could."""
-    found = set()
-    try:
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(OSError), open(f"/proc/self/task/{thread}/stat") as file:  # it may have ended
-                before, _, after = file.read().rpartition(")")
-                if before.partition("(")[2] == name:
-                    found.add(after.split()[0])
-    except OSError:
-        return set()
-    return found
