@@ -26,7 +26,7 @@ MOST_PLAN_S, MOST_SIMULATION_S, MOST_EXPONENT = 1.0, 10.0, 1.15
 def plan_all() -> None:
     """Print the seconds that all plans of a job take, by kind and number of ranks."""
     from flyteplugins_tracking import plan
-    from flyteplugins_tracking._job.info import iter_ranks
+    from flyteplugins_tracking._rank.info import iter_ranks
 
     found = {}
     for ranks in PLANNED:

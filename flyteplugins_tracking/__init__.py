@@ -7,9 +7,9 @@ use.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.plan import RankScope, RunMode, RunPlan, plan
-from flyteplugins_tracking._job.topology import get_distributed_info, override_distributed_info
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.plan import RankScope, RunMode, RunPlan, plan
+from flyteplugins_tracking._rank.topology import get_distributed_info, override_distributed_info
 from flyteplugins_tracking._runs.calls import get_run
 from flyteplugins_tracking._util.moved import refuse_imports_of
 from flyteplugins_tracking.decorator import tracking_init

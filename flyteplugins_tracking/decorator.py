@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking._config.config import IfUnavailable, Rollback, TrackingConfig
 from flyteplugins_tracking._flyte import context as flyte_context
-from flyteplugins_tracking._job.plan import PrimaryRank, RankScope, RunMode
+from flyteplugins_tracking._rank.plan import PrimaryRank, RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.lifecycle import RunScope, publish_files
 from flyteplugins_tracking.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from flyteplugins_tracking import DistributedInfo, RankScope, RunMode, RunPlan, plan
-from flyteplugins_tracking._job.info import iter_ranks
+from flyteplugins_tracking._rank.info import iter_ranks
 
 WORKERS, RANKS_EACH = 2, 4
 ID = "llm-7b"

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args
 
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.plan import (
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.plan import (
     RANK_SCOPES,
     RUN_MODES,
     PrimaryRank,

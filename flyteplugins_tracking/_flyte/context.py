@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.plan import NodeRequest
+from flyteplugins_tracking._rank.plan import NodeRequest
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext, ProcessContext
 from flyteplugins_tracking.errors import ConfigError

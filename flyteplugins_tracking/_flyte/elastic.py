@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flyteplugins_tracking._job.plan import NodeRequest
+from flyteplugins_tracking._rank.plan import NodeRequest
 
 
 def workers_of(elastic: Any) -> NodeRequest:

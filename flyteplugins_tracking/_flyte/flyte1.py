@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte.elastic import workers_of
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.plan import NodeRequest, Page, pages
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.plan import NodeRequest, Page, pages
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError

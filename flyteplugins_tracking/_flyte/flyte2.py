@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig, merged
 from flyteplugins_tracking._flyte.elastic import workers_of
-from flyteplugins_tracking._job.plan import NodeRequest, pages
+from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flyteplugins_tracking._job.board import Board, job_board
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._runs.ended import EndedRun
 
 TITLE = "Tracking"

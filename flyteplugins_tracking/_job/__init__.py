@@ -1,8 +1,8 @@
-"""Who this process is in its job, and what follows from that.
+"""What the ranks of a job tell each other.
 
-In the room: which launcher started the process and as which rank (`topology`), which ranks open a run (`plan`), the id
-that all ranks agree on (`identity`), what they tell each other (`board`, `failures`, `pulse`, `agreement`), the steps
-of a run's attempts (`goodput`), and metrics over all ranks (`metrics`, `process_group`).
-May enter: what depends on the launcher alone. Must not: arguments of the decorator, trackers, Flyte.
-It may import `errors` and `_util` only.
+In the room: the stores that they share (`store`, `board`), the id that they agree on (`identity`), their failures
+(`failures`), where they hang (`hang`), how fast they are (`pulse`), the step at which they stop (`agreement`), and
+metrics over all ranks (`metrics`, `process_group`).
+May enter: what depends on the job alone. Must not: arguments of the decorator, trackers, Flyte.
+It may import `errors`, `_util` and `_rank`.
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._job.board import make_private, user_directory
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.whole_file import write_whole
 

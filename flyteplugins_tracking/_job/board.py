@@ -17,9 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.launchers import RANK_VARIABLES
 from flyteplugins_tracking._job.store import SHORT_TIMEOUT, connected_store
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.launchers import RANK_VARIABLES
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.whole_file import write_whole
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flyteplugins_tracking._job.failures import Failure, clean_message, clean_traceback, sounds_secondary
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 

@@ -19,12 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from flyteplugins_tracking._job import jax
-from flyteplugins_tracking._job.children import has_inherited_group
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.launchers import RANK_VARIABLES
-from flyteplugins_tracking._job.ray import Trial
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
+from flyteplugins_tracking._rank import jax
+from flyteplugins_tracking._rank.children import has_inherited_group
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.launchers import RANK_VARIABLES
+from flyteplugins_tracking._rank.ray import Trial
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking.errors import IdentityError
 

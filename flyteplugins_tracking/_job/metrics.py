@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from flyteplugins_tracking._job.topology import get_distributed_info
+from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._util.checks import check_choice
 from flyteplugins_tracking.errors import ConfigError
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.topology import get_distributed_info
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._util.checks import check_seconds
 from flyteplugins_tracking._util.threads import wait_until_asleep
 from flyteplugins_tracking._util.timeout import run_with_timeout

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from flyteplugins_tracking._job.board import rank_variable
 from flyteplugins_tracking._job.failures import Failure
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.exit_codes import TERMINATED
 

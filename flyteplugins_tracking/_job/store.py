@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from flyteplugins_tracking._job import jax
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank import jax
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.loaded import loaded
 from flyteplugins_tracking.errors import IdentityError

@@ -9,8 +9,8 @@ import os
 import time
 from collections.abc import Mapping
 
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.launchers import detect_process_group
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.lock import RunLock

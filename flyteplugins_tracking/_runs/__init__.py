@@ -6,6 +6,6 @@ In the room: the calls that are running (`calls`), one call from start to end (`
 and the stop.
 May enter: code that is the same for every tracker and every platform. Must not: names of a tracker or of Flyte. They
 come in as objects: a `Tracker` and the execution context of the call.
-It may import `errors`, `_util`, `_job`, `_config` and `trackers`. A rank without a run loads `calls` and `lifecycle`
-only.
+It may import `errors`, `_util`, `_rank`, `_job`, `_config` and `trackers`. A rank without a run loads `calls` and
+`lifecycle` only.
 """

@@ -11,10 +11,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job import jax
 from flyteplugins_tracking._job.failures import Failure
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.launchers import detect_process_group
+from flyteplugins_tracking._rank import jax
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._runs import calls, goodput
 from flyteplugins_tracking._runs.calls import OpenRun, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext

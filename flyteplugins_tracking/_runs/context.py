@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config import propagation
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.calls import TrackedCall

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from flyteplugins_tracking._job import error_files, siblings
 from flyteplugins_tracking._job.board import board_directory
 from flyteplugins_tracking._job.failures import Failure, first_cause
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._runs import reports
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from typing import Any
 
 from flyteplugins_tracking._job import stacks
 from flyteplugins_tracking._job.board import Board
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._runs import progress
 from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc

@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job import children, histories
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.plan import opens_run
-from flyteplugins_tracking._job.topology import Detection, detect, examine
+from flyteplugins_tracking._rank import children, histories
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.plan import opens_run
+from flyteplugins_tracking._rank.topology import Detection, detect, examine
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import Task, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext

@@ -23,11 +23,11 @@ from flyteplugins_tracking._job.identity import (
     of_parent,
     of_trial,
 )
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.plan import RunPlan, needs_shared_id, plan
-from flyteplugins_tracking._job.pools import Pool
-from flyteplugins_tracking._job.topology import Detection
 from flyteplugins_tracking._job.twins import refuse_twin
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.plan import RunPlan, needs_shared_id, plan
+from flyteplugins_tracking._rank.pools import Pool
+from flyteplugins_tracking._rank.topology import Detection
 from flyteplugins_tracking._runs import at_exit, calls
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall

@@ -18,9 +18,9 @@ from typing import Any
 from flyteplugins_tracking._job import pulse as pulses
 from flyteplugins_tracking._job.announcement import Announcement
 from flyteplugins_tracking._job.board import Board
-from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, State
 from flyteplugins_tracking._job.waits import is_waiting
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._runs import progress
 from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc

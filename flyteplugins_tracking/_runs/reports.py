@@ -15,8 +15,8 @@ from pathlib import Path
 
 from flyteplugins_tracking._job.board import Board, job_board, nearest_board
 from flyteplugins_tracking._job.failures import Failure
-from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, has_job_store
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.timeout import run_with_timeout
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from flyteplugins_tracking._job import time_limit
 from flyteplugins_tracking._job.agreement import PROPOSAL_S, Agreement, CallCounter, OwnStop, Stop, StopRequest
+from flyteplugins_tracking._rank import time_limit
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs import monitor as monitoring

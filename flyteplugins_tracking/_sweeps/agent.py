@@ -11,7 +11,7 @@ from typing import Any
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._flyte import context as flyte_context
-from flyteplugins_tracking._job.topology import get_distributed_info
+from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._runs.calls import detached
 from flyteplugins_tracking._runs.lifecycle import exit_code_of
 from flyteplugins_tracking._runs.open import may_prompt

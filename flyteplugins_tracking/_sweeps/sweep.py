@@ -16,8 +16,8 @@ from flyteplugins_tracking._config.config import TrackingConfig, merged, plain_c
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
 from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig
-from flyteplugins_tracking._job.plan import NodeRequest
-from flyteplugins_tracking._job.topology import get_distributed_info
+from flyteplugins_tracking._rank.plan import NodeRequest
+from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.open import may_prompt, require
 from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_text, check_texts

@@ -8,7 +8,7 @@ from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
-from flyteplugins_tracking._job.plan import RankScope, RunMode
+from flyteplugins_tracking._rank.plan import RankScope, RunMode
 from flyteplugins_tracking._sweeps.sweep import SweepLink
 from flyteplugins_tracking.trackers.registry import check_config
 

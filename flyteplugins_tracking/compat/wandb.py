@@ -18,8 +18,8 @@ from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig, tracking_config
-from flyteplugins_tracking._job import topology
-from flyteplugins_tracking._job.plan import RankScope, RunMode
+from flyteplugins_tracking._rank import topology
+from flyteplugins_tracking._rank.plan import RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
 from flyteplugins_tracking._util.checks import check_flag

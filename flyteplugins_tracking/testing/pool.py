@@ -11,7 +11,7 @@ from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
-from flyteplugins_tracking._job.topology import override_distributed_info
+from flyteplugins_tracking._rank.topology import override_distributed_info
 from flyteplugins_tracking._runs.calls import Override, override, override_here
 from flyteplugins_tracking._runs.lifecycle import exit_code_of
 from flyteplugins_tracking._util.checks import check_seconds

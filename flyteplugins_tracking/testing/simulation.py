@@ -21,10 +21,10 @@ from typing import Any
 
 from flyteplugins_tracking._config.propagation import set_variables
 from flyteplugins_tracking._flyte import flyte1, flyte2
-from flyteplugins_tracking._job.info import DistributedInfo, iter_ranks
-from flyteplugins_tracking._job.launchers import RANK_VARIABLES
-from flyteplugins_tracking._job.plan import NodeRequest
-from flyteplugins_tracking._job.topology import override_distributed_info
+from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
+from flyteplugins_tracking._rank.launchers import RANK_VARIABLES
+from flyteplugins_tracking._rank.plan import NodeRequest
+from flyteplugins_tracking._rank.topology import override_distributed_info
 from flyteplugins_tracking._runs.calls import Override, TrackedCall, override, override_here
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.lifecycle import exit_code_of

@@ -6,7 +6,7 @@ find each other (`peers`), the doctor's questions to a service (`diagnostics`), 
 folder for each service.
 May enter: code that speaks to a service. Must not: Flyte, and code that concerns no service. A folder of one
 service does not import another's, and a vendor's package is imported inside functions only.
-It may import `errors`, `_util`, `_job` and `_config`.
+It may import `errors`, `_util`, `_rank`, `_job` and `_config`.
 """
 
 from importlib import import_module
@@ -31,7 +31,7 @@ __all__ = [
 # They are loaded on first use: a rank without a run needs neither `client` nor `journal`.
 if TYPE_CHECKING:
     from flyteplugins_tracking._config.config import TrackingConfig
-    from flyteplugins_tracking._job.plan import Page
+    from flyteplugins_tracking._rank.plan import Page
     from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
     from flyteplugins_tracking.trackers.client import ClientHandle, run_config
     from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 else:  # without the `else`, a type checker would accept every misspelt name
     _MODULES = {
         "_config.config": ("TrackingConfig",),
-        "_job.plan": ("Page",),
+        "_rank.plan": ("Page",),
         "trackers.base": ("Feature", "Handle", "RunRequest", "Tracker"),
         "trackers.client": ("ClientHandle", "run_config"),
         "trackers.diagnostics": ("Diagnosis", "Diagnostic"),

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.nodes import leader_of
-from flyteplugins_tracking._job.plan import Page, RunPlan, primary_rank_of
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.nodes import leader_of
+from flyteplugins_tracking._rank.plan import Page, RunPlan, primary_rank_of
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 from flyteplugins_tracking.trackers.viewing import FoundRun, Viewer
 

@@ -13,7 +13,7 @@ import pytest
 from support import jobs
 from wandb_files import StoredRun
 
-from flyteplugins_tracking._job.plan import RANK_SCOPES
+from flyteplugins_tracking._rank.plan import RANK_SCOPES
 
 FOUR = 4
 

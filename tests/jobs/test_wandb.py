@@ -25,7 +25,7 @@ from wandb_files import read_runs
 
 import flyteplugins_tracking
 from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig
-from flyteplugins_tracking._job.plan import NodeRequest, pages
+from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
 from flyteplugins_tracking.trackers.wandb.leftovers import has_rows, remove_failed_run
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from flyteplugins_tracking import get_distributed_info, tracking_init
-from flyteplugins_tracking._job.topology import examine
+from flyteplugins_tracking._rank.topology import examine
 
 
 @tracking_init(project="tests")

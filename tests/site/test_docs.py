@@ -42,8 +42,8 @@ from flyteplugins_tracking import (
     tracking_init,
 )
 from flyteplugins_tracking._commands import doctor, ranks, send, view
-from flyteplugins_tracking._job import launchers, topology
 from flyteplugins_tracking._job.identity import from_launcher
+from flyteplugins_tracking._rank import launchers, topology
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))

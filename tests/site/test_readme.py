@@ -13,7 +13,7 @@ from support import jobs
 from support.terminal import Terminal
 from wandb_files import StoredRun
 
-from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES
+from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking.trackers.base import Feature
 from flyteplugins_tracking.trackers.registry import find_tracker
 

@@ -21,7 +21,7 @@ import psutil
 from wandb_files import StoredRun, read_runs
 
 import flyteplugins_tracking
-from flyteplugins_tracking._job import launchers
+from flyteplugins_tracking._rank import launchers
 from support.warm import client
 
 # A shell that runs the tests in the background ignores SIGINT, and the trainings would inherit that.
@@ -69,7 +69,7 @@ def _is_cold(words: Sequence[str]) -> bool:
 
 
 def variables_of_launchers() -> set[str]:
-    """Every variable that a detector of `_job/launchers.py` names."""
+    """Every variable that a detector of `_rank/launchers.py` names."""
     return set(re.findall(r'"([A-Z][A-Z0-9]*_[A-Z0-9_]+|RANK)"', Path(launchers.__file__).read_text()))
 
 

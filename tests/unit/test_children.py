@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support import jobs
 
-from flyteplugins_tracking._job import children
+from flyteplugins_tracking._rank import children
 
 RANK_1 = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
 SET_RANK_1 = "RANK=1,WORLD_SIZE=4,LOCAL_RANK=1"

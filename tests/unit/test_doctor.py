@@ -30,7 +30,7 @@ from flyteplugins_tracking._commands.doctor import ranks, services, text
 from flyteplugins_tracking._commands.doctor.plans import named, pattern, plan_rows
 from flyteplugins_tracking._commands.doctor.versions import _fits
 from flyteplugins_tracking._job.board import Board
-from flyteplugins_tracking._job.launchers import DETECTORS
+from flyteplugins_tracking._rank.launchers import DETECTORS
 from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Tracker

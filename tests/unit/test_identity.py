@@ -7,7 +7,7 @@ import pytest
 from flyteplugins_tracking import DistributedInfo, IdentityError
 from flyteplugins_tracking._job import store as stores
 from flyteplugins_tracking._job.identity import RUN_ID_SOURCES, Identity, from_launcher, from_variables, readable
-from flyteplugins_tracking._job.launchers import DETECTORS
+from flyteplugins_tracking._rank.launchers import DETECTORS
 
 # Launchers that give a job no name of its own. The error for Lightning's own launcher is another.
 NAMELESS = ("env", "mpich", "mvapich", "horovod", "jsm", "kubeflow", "lepton", "env_rank", "process_group", "jax")

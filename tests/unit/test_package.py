@@ -24,6 +24,7 @@ from flyteplugins_tracking import ConfigError
 ROOMS = [
     {"errors"},
     {"_util"},
+    {"_rank"},
     {"_job"},
     {"_config"},
     {"trackers"},

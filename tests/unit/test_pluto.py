@@ -56,7 +56,7 @@ def test_an_id_that_the_library_has_made_gets_a_word_before_it(bare_environment)
 
 
 def _request(run_id: str) -> Any:
-    from flyteplugins_tracking._job.plan import RunPlan
+    from flyteplugins_tracking._rank.plan import RunPlan
     from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 
     return RunRequest(

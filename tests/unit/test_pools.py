@@ -13,9 +13,9 @@ import pytest
 from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import DistributedInfo, get_distributed_info
-from flyteplugins_tracking._job import children, histories, pools, topology
-from flyteplugins_tracking._job.pools import _ON_STACK, _name_in, innermost_pool
-from flyteplugins_tracking._job.topology import Detection, detect, examine
+from flyteplugins_tracking._rank import children, histories, pools, topology
+from flyteplugins_tracking._rank.pools import _ON_STACK, _name_in, innermost_pool
+from flyteplugins_tracking._rank.topology import Detection, detect, examine
 from flyteplugins_tracking._runs import calls
 
 

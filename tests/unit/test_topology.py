@@ -16,8 +16,8 @@ from flyteplugins_tracking import (
     override_distributed_info,
     plan,
 )
-from flyteplugins_tracking._job.launchers import DETECTORS
-from flyteplugins_tracking._job.topology import detect
+from flyteplugins_tracking._rank.launchers import DETECTORS
+from flyteplugins_tracking._rank.topology import detect
 from flyteplugins_tracking._util import proc
 
 TORCHRUN = {

@@ -11,7 +11,7 @@ import pytest
 
 from flyteplugins_tracking import ConfigError, tracking_init
 from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig
-from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking.trackers.trackio import INIT_ARGUMENTS, TRACKER
 from flyteplugins_tracking.trackers.trackio.open import TrackioHandle
 

@@ -11,7 +11,7 @@ import pytest
 # Reads lines: the decorated function is called at each, and its outcome printed.
 PROGRAM = """
 import sys
-from flyteplugins_tracking._job.topology import detect
+from flyteplugins_tracking._rank.topology import detect
 from flyteplugins_tracking._job.twins import refuse_twin
 import os
 print("ready", flush=True)
@@ -76,7 +76,7 @@ def test_the_second_process_of_a_parent_with_the_same_rank_is_refused_until_the_
 
 def test_children_of_a_rank_that_have_inherited_its_variables_are_not_refused(start, monkeypatch):
     from flyteplugins_tracking._job import twins
-    from flyteplugins_tracking._job.info import DistributedInfo
+    from flyteplugins_tracking._rank.info import DistributedInfo
     from flyteplugins_tracking._util import proc
 
     rank = start(**SAME)

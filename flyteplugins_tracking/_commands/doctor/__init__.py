@@ -22,7 +22,7 @@ from flyteplugins_tracking._commands.doctor.report import RankDiagnostic, Report
 from flyteplugins_tracking._commands.doctor.services import diagnose_trackers
 from flyteplugins_tracking._commands.doctor.versions import check_versions, versions
 from flyteplugins_tracking._job.board import Board
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking.errors import ConfigError
 
 # How long rank 0 may take to ask servers and to print. Launchers end all ranks when one ends with an error.

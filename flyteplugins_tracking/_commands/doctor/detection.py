@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from flyteplugins_tracking._commands.doctor.report import Detected, RunIds
-from flyteplugins_tracking._job import topology
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank import topology
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from flyteplugins_tracking._commands.doctor.report import PlanRow
-from flyteplugins_tracking._job.info import DistributedInfo, iter_ranks
-from flyteplugins_tracking._job.plan import RANK_SCOPES, RUN_MODES, RankScope, RunMode, plan
+from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
+from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES, RankScope, RunMode, plan
 from flyteplugins_tracking.errors import TopologyError
 
 _BASE = "{base}"

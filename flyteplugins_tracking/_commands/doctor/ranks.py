@@ -16,7 +16,7 @@ from typing import Any
 from flyteplugins_tracking._commands.doctor.report import RankDiagnostic, Report
 from flyteplugins_tracking._commands.doctor.versions import OWN
 from flyteplugins_tracking._job.board import Board, job_board
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking.errors import TrackingError
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 

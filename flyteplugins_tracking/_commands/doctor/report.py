@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.pools import Pool
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.pools import Pool
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from flyteplugins_tracking._commands.doctor.plans import named
 from flyteplugins_tracking._commands.doctor.report import Detected, PlanRow, RankDiagnostic, Report, TrackerState
-from flyteplugins_tracking._job.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo
 
 # The width of a line in a log.
 _WIDTH = 120

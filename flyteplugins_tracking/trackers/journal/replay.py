@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.plan import RunPlan
+from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle

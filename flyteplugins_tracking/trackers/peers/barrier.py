@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from flyteplugins_tracking._job.board import Board, job_board
-from flyteplugins_tracking._job.info import DistributedInfo
 from flyteplugins_tracking._job.store import hosts_job_store
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch
 
 logger = logging.getLogger(__name__)

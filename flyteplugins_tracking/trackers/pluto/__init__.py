@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_text
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker

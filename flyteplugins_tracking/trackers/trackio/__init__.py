@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.plan import Page
+from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_choice
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, link_types

@@ -13,10 +13,10 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import NamedTuple
 
-from flyteplugins_tracking._job.children import is_child_of_rank, is_forked
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.launchers import DETECTORS, Detector, refuse_leftovers, refuse_ranks_that_disagree
-from flyteplugins_tracking._job.pools import NODES_ONLY, Pool, innermost_pool, is_inherited, is_left_over
+from flyteplugins_tracking._rank.children import is_child_of_rank, is_forked
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.launchers import DETECTORS, Detector, refuse_leftovers, refuse_ranks_that_disagree
+from flyteplugins_tracking._rank.pools import NODES_ONLY, Pool, innermost_pool, is_inherited, is_left_over
 from flyteplugins_tracking.errors import TopologyError
 
 Env = Mapping[str, str]

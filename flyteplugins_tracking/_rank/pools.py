@@ -13,14 +13,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from flyteplugins_tracking._job import children
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.launchers import detect_process_group
+from flyteplugins_tracking._rank import children
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.loaded import loaded
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._job.ray import Trial
+    from flyteplugins_tracking._rank.ray import Trial
 
 
 class Pool(NamedTuple):
@@ -106,7 +106,7 @@ def _ray() -> Pool | None:
     """
     if "ray" not in sys.modules:
         return None
-    from flyteplugins_tracking._job import ray
+    from flyteplugins_tracking._rank import ray
 
     if not ray.is_worker():
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flyteplugins_tracking._job.info import DistributedInfo
-from flyteplugins_tracking._job.plan import RankScope
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.plan import RankScope
 
 Env = Mapping[str, str]
 

@@ -10,8 +10,8 @@ import weakref
 from collections import Counter
 from typing import Any
 
-from flyteplugins_tracking._job.children import default_group
-from flyteplugins_tracking._job.topology import Detection
+from flyteplugins_tracking._rank.children import default_group
+from flyteplugins_tracking._rank.topology import Detection
 
 # The launchers whose ranks may be workers of a pool that is not known here. The ranks of all others end with their job.
 _MAY_LIVE_ON = ("env", "process_group")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from flyteplugins_tracking._job.info import DistributedInfo, check_orders
+from flyteplugins_tracking._rank.info import DistributedInfo, check_orders
 from flyteplugins_tracking.errors import TopologyError
 
 Env = Mapping[str, str]
@@ -34,7 +34,7 @@ def _ray_train(_: Env) -> DistributedInfo | None:
     """A worker of Ray Train, which is inside whatever has started Ray."""
     if "ray" not in sys.modules:
         return None
-    from flyteplugins_tracking._job import ray
+    from flyteplugins_tracking._rank import ray
 
     return ray.train_world()
 
@@ -245,7 +245,7 @@ def _jax(_: Env) -> DistributedInfo | None:
     """A process that `jax.distributed.initialize` has connected to others."""
     if "jax" not in sys.modules:
         return None
-    from flyteplugins_tracking._job import jax
+    from flyteplugins_tracking._rank import jax
 
     return jax.world()
 
