@@ -62,7 +62,7 @@ bench: $(INSTALLED)
 drawings: $(INSTALLED)
 	$(BIN)/python docs/modes/draw.py
 
-# The pictures of docs/pictures, from real jobs: all of them, or PICTURES="leet doctor". apt-get install chromium
+# The pictures of docs/pictures, from real jobs: all of them, or PICTURES="doctor flyte". apt-get install chromium
 pictures: $(INSTALLED)
 	@$(INSTALL) pyte playwright pillow -c constraints.txt
 	PYTHONPATH=tests:examples $(BIN)/python docs/pictures/make.py $(PICTURES)

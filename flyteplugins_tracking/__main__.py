@@ -1,4 +1,4 @@
-"""`python -m flyteplugins_tracking`: the doctor; `view`: the runs of a directory; `ranks`: the jobs of this machine."""
+"""`python -m flyteplugins_tracking`: the doctor; `ranks`: the jobs of this machine."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ def main() -> int:
         from flyteplugins_tracking._commands import ranks
 
         return ranks.main(sys.argv[2:])
-    if sys.argv[1:2] == ["view"]:
-        from flyteplugins_tracking._commands import view
-
-        return view.main(sys.argv[2:])
     from flyteplugins_tracking._commands import doctor
 
     return doctor.main()

@@ -1,4 +1,4 @@
-"""Makes the pictures of the docs from real jobs: `make pictures`, or `python docs/pictures/make.py leet doctor`.
+"""Makes the pictures of the docs from real jobs: `make pictures`, or `python docs/pictures/make.py doctor flyte`.
 
 It needs Chromium. Each picture is a function of this file, which writes `NAME.svg`, or PNG files for the light and the
 dark page, and for a phone.
@@ -6,15 +6,9 @@ dark page, and for a phone.
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,31 +51,6 @@ def main(names: list[str]) -> None:
         print(sizes, flush=True)
 
 
-def leet(directory: Path) -> None:
-    """W&B's viewer on a shared run of two nodes, each with two ranks."""
-    rendezvous = f"127.0.0.1:{jobs.free_port()}"
-    command = [
-        *jobs.torchrun("--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"),
-        str(FOLDER / "job.py"),
-        "wandb",
-    ]
-    places = [directory / f"node-{node}" for node in range(2)]
-    for place in places:
-        place.mkdir()  # W&B would write elsewhere without it
-    nodes = [jobs.start(command, directory, {"WANDB_DIR": str(place)}, cold=True) for place in places]
-    for node in nodes:
-        done = jobs.finish(node, directory)
-        assert done.returncode == 0, done.output
-    view, env = [sys.executable, "-m", "flyteplugins_tracking", "view", "--run", "llm-7b"], jobs.environment(directory)
-    for suffix, size in SIZES.items():
-        keys = "" if suffix else "s "  # the second node's rows too, where its name is shown
-
-        def record(theme: terminal.Theme, size: tuple[int, int] = size, keys: str = keys) -> Any:
-            return terminal.record(view, directory, env, size, theme, lambda text: "accuracy" in text, keys)
-
-        _draw(f"leet{suffix}", "wandb leet on a shared run of two nodes", record)
-
-
 def doctor(directory: Path) -> None:
     """The doctor, as rank 0 of a job of Slurm whose environment has no key. A phone shows the diagnostics."""
     line = "srun python -m flyteplugins_tracking"
@@ -93,16 +62,6 @@ def doctor(directory: Path) -> None:
             return terminal.record(command, directory, env, (columns, 80), theme, lambda text: "->" in text)
 
         _draw(f"doctor{suffix}", f"The output of {line}", record, "Diagnostics" if suffix else "$")
-
-
-def trackio(directory: Path) -> None:
-    """Trackio's dashboard on two runs."""
-    env = {"TRACKIO_DIR": str(directory / "trackio")}
-    done = jobs.finish(jobs.start([sys.executable, FOLDER / "job.py", "trackio"], directory, env, cold=True), directory)
-    assert done.returncode == 0, done.output
-    command = [sys.executable, "-m", "flyteplugins_tracking", "view", "trackio"]
-    with _served([*command, "--tracker", "trackio"], directory, r"http://[\w.:]+/\S*") as address:
-        _photograph("trackio", address, lambda page: page.get_by_text("accuracy").first.wait_for())
 
 
 def flyte(directory: Path) -> None:
@@ -134,26 +93,7 @@ def _photograph(
             browser.picture(address, FOLDER / f"{name}{suffix}{ending}.png", size, scheme, prepare)
 
 
-@contextmanager
-def _served(command: list[str], directory: Path, address: str) -> Iterator[str]:
-    """The first address that a server prints, while it runs."""
-    log = directory / "server.log"
-    env = jobs.environment(directory, BROWSER="true", WANDB_MODE="offline")
-    with log.open("w") as output:
-        server = subprocess.Popen(command, cwd=directory, env=env, stdout=output, stderr=output, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 60
-        while (found := re.search(address, log.read_text())) is None:
-            if time.monotonic() > deadline:
-                raise SystemExit(f"the server has not printed its address, but:\n{log.read_text()}")
-            time.sleep(0.2)
-        yield found[0]
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-PICTURES: dict[str, Callable[[Path], None]] = {"leet": leet, "doctor": doctor, "trackio": trackio, "flyte": flyte}
+PICTURES: dict[str, Callable[[Path], None]] = {"doctor": doctor, "flyte": flyte}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -2,8 +2,7 @@
 
 In the room: the interface of a tracker (`base`), the search for one by its name (`registry`), a base for clients that
 send rows (`client`, `rows`), what is kept on this disk and sent later (`journal`), how the ranks that write to one run
-find each other (`peers`), the doctor's questions to a service (`diagnostics`), what `view` asks for (`viewing`), and a
-folder for each service.
+find each other (`peers`), the doctor's questions to a service (`diagnostics`), and a folder for each service.
 May enter: code that speaks to a service. Must not: Flyte, and code that concerns no service. A folder of one
 service does not import another's, and a vendor's package is imported inside functions only.
 It may import `errors`, `_util`, `_rank`, `_job` and `_config`.
@@ -17,13 +16,11 @@ __all__ = [
     "Diagnosis",
     "Diagnostic",
     "Feature",
-    "FoundRun",
     "Handle",
     "Page",
     "RunRequest",
     "Tracker",
     "TrackingConfig",
-    "Viewer",
     "open_or_keep",
     "run_config",
 ]
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.client import ClientHandle, run_config
     from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
     from flyteplugins_tracking.trackers.journal.local import open_or_keep
-    from flyteplugins_tracking.trackers.viewing import FoundRun, Viewer
 else:  # without the `else`, a type checker would accept every misspelt name
     _MODULES = {
         "_config.config": ("TrackingConfig",),
@@ -45,7 +41,6 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "trackers.client": ("ClientHandle", "run_config"),
         "trackers.diagnostics": ("Diagnosis", "Diagnostic"),
         "trackers.journal.local": ("open_or_keep",),
-        "trackers.viewing": ("FoundRun", "Viewer"),
     }
 
     def __getattr__(name: str) -> object:

@@ -7,7 +7,7 @@ found by its name: see `registry`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -16,7 +16,6 @@ from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.nodes import leader_of
 from flyteplugins_tracking._rank.plan import Page, RunPlan, primary_rank_of
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
-from flyteplugins_tracking.trackers.viewing import FoundRun, Viewer
 
 Feature = Literal[
     "shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "allow_config", "download_logs"
@@ -222,7 +221,7 @@ class Handle(Protocol):
         return None
 
     def how_to_view(self) -> str:
-        """The page of the run that has ended, or the command that shows it; empty if the client prints it itself."""
+        """Return the page of the run that has ended, or the command that shows it; empty if the client prints it."""
         return self.url or ""
 
     def finish(self, exit_code: int) -> None:
@@ -316,23 +315,6 @@ class Tracker(Protocol):
     def diagnose(self) -> Diagnosis:
         """Return how the service is set up in this environment, for the doctor. Must not change anything."""
         return Diagnosis()
-
-    def find_runs(self, directory: str | None) -> Iterable[FoundRun]:  # noqa: ARG002
-        """Return the runs in local files, for `python -m flyteplugins_tracking view`. Must not change anything.
-
-        Args:
-            directory: Where to look, with the directories in it. None for the places where the service writes in
-                this environment.
-        """
-        return ()
-
-    def viewer(self, runs: Sequence[FoundRun]) -> Viewer | None:  # noqa: ARG002
-        """Return the command that shows these runs, of those that `find_runs` has returned without a note.
-
-        Returns:
-            None if the viewer cannot show them together.
-        """
-        return None
 
     def open(self, request: RunRequest) -> Handle:
         """Open this rank's run. If a run with its id exists, continue it.

@@ -41,7 +41,7 @@ from flyteplugins_tracking import (
     plan,
     tracking_init,
 )
-from flyteplugins_tracking._commands import doctor, ranks, send, view
+from flyteplugins_tracking._commands import doctor, ranks, send
 from flyteplugins_tracking._job.identity import from_launcher
 from flyteplugins_tracking._rank import launchers, topology
 
@@ -386,7 +386,6 @@ def test_the_page_of_the_command_line_has_every_option(capsys, monkeypatch):
         (send.main, ["--help"]),
         (doctor.main, []),
         (ranks.main, ["--help"]),
-        (view.main, ["--help"]),
     ):
         monkeypatch.setattr(sys, "argv", ["flyteplugins-tracking", "--help"])
         with suppress(SystemExit):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import traceback
+from pathlib import Path
 
 import pytest
+import wandb
 from support.jobs import PACKAGE
 
 from flyteplugins_tracking import DistributedInfo, TopologyError, override_distributed_info, tracking_init
-from flyteplugins_tracking.trackers import Handle, RunRequest, Tracker
+from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers import ClientHandle, Handle, RunRequest, Tracker, open_or_keep
 
 
 class ViewedRun(Handle):
@@ -68,6 +72,47 @@ def test_the_first_primary_prints_how_to_look_at_the_run(capsys, run_mode, ranks
         if "view viewed" in capsys.readouterr().err:
             printed.append(number)
     assert printed == ranks_that_print
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_the_last_line_of_an_offline_run_shows_and_sends_it(bare_environment, tmp_path, capfd, is_silent):
+    # Whatever W&B has read of the environment of an earlier test.
+    settings = wandb.Settings(mode="offline", silent=is_silent)
+    place = tmp_path / "my logs"
+    place.mkdir()
+
+    @tracking_init(tracker="wandb", project="llm", id="local", dir=str(place), settings=settings)
+    def train() -> None:
+        pass
+
+    train()
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("wandb: to look at run local: ")]
+    assert len(lines) == (not is_silent)
+    for line in lines:
+        view, send = line.removeprefix("wandb: to look at run local: ").split("; to send it: ")
+        assert shlex.split(view) == ["wandb", "leet", str(place / "wandb")]
+        (directory,) = (place / "wandb").glob("offline-run-*-local")
+        assert shlex.split(send)[-1] == str(directory)
+
+
+def test_the_last_line_of_a_run_in_files_says_how_to_send_it(monkeypatch, tmp_path, capsys):
+    class UnavailableTracker(Tracker):
+        name, title = "away", "Away"
+
+        def open(self, request: RunRequest) -> Handle:
+            return open_or_keep(request, self, self.open_at_service)
+
+        def open_at_service(self) -> ClientHandle:
+            raise TrackerUnavailableError("Away does not answer.")
+
+    @tracking_init(tracker=UnavailableTracker(), project="p", id="local", if_unavailable="degrade")
+    def train() -> None:
+        pass
+
+    monkeypatch.chdir(tmp_path)
+    train()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("away: to look at run local: ")]
+    assert f"{Path('tracking-offline', 'away-local')}, or with --tracker trackio" in line
 
 
 @pytest.mark.parametrize(("run_mode", "warnings"), [("auto", 1), ("new", 1), ("shared", 0)])

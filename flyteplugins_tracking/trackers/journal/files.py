@@ -206,12 +206,10 @@ class StoredJournal:
     Attributes:
         header: What the writer said of it.
         paths: Its segments, in their order.
-        written_at: When the last one was changed, in seconds since the epoch.
     """
 
     header: Mapping[str, Any]
     paths: Sequence[Path]
-    written_at: float
 
     def pending(self) -> list[Entry]:
         """Return the records that are not acknowledged, in their order. A torn end is left out."""
@@ -284,7 +282,7 @@ def remove_torn(directory: Path) -> None:
 def _stored(paths: Sequence[Path]) -> StoredJournal | None:
     try:
         kind, _, data = next(_frames(paths[0]), (_RECORD, 0.0, b""))
-        return StoredJournal(json.loads(data), paths, paths[-1].stat().st_mtime) if kind == _HEADER else None
+        return StoredJournal(json.loads(data), paths) if kind == _HEADER else None
     except (OSError, ValueError):
         return None  # removed meanwhile
 

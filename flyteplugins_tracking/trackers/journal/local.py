@@ -11,8 +11,9 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send, lines
-from flyteplugins_tracking.trackers.journal.files import Journal, stored
-from flyteplugins_tracking.trackers.viewing import FoundRun, places
+from flyteplugins_tracking.trackers.journal.files import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -116,24 +116,6 @@ def directory_of(tracker: str, run_id: str) -> str:
     return os.path.abspath(os.path.join(FOLDER, f"{tracker}-{run_id}"))
 
 
-def kept_runs(directory: str | None) -> Iterator[tuple[str, FoundRun]]:
-    """Yield the tracker's name and the run of each directory with journals, for `python -m flyteplugins_tracking view`.
-
-    Args:
-        directory: Where to look, with the directories in it; None for nowhere.
-    """
-    for place in places(directory):
-        for path in sorted((place / FOLDER).glob("*")):
-            journals = stored(path)
-            if journals:
-                tracker, run_id = journals[0].header["tracker"], journals[0].header["id"]
-                note = (
-                    f"The service of {tracker} has not received all of it. Send it: {how_to_send(str(path))}. To look "
-                    f"at it without that service, send it to a local one: {how_to_send(str(path))} --tracker trackio"
-                )
-                yield tracker, FoundRun(run_id, str(path), journals[0].written_at, note=note)
-
-
 def remove_if_empty(directory: str) -> None:
     """Remove a run's directory and its parent, if nothing is in them."""
     with contextlib.suppress(OSError):
@@ -208,6 +190,10 @@ class LocalHandle(ClientHandle):
 
     def how_to_send(self, directory: str) -> str:
         return how_to_send(directory)
+
+    def how_to_view(self) -> str:
+        command = how_to_send(shlex.quote(self.directory))
+        return f"{command}, or with --tracker trackio to look at it without {self._title}"
 
 
 def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
@@ -16,7 +16,6 @@ from flyteplugins_tracking._util.url import has_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
-from flyteplugins_tracking.trackers.viewing import FoundRun, Viewer
 
 _TEXTS = ("tracking_uri", "experiment_name", "framework", "link_host")
 _FLAGS = ("autolog", "log_models", "log_datasets", "log_system_metrics")
@@ -88,16 +87,6 @@ class MlflowTracker(Tracker):
         from flyteplugins_tracking.trackers.mlflow.diagnose import diagnose
 
         return diagnose()
-
-    def find_runs(self, directory: str | None) -> Iterable[FoundRun]:
-        from flyteplugins_tracking.trackers.mlflow.view import find_runs
-
-        return find_runs(directory)
-
-    def viewer(self, runs: Sequence[FoundRun]) -> Viewer | None:
-        from flyteplugins_tracking.trackers.mlflow.view import viewer
-
-        return viewer(runs)
 
     def open(self, request: RunRequest) -> Handle:
         # Imported here, so that a rank without a run does not load it.

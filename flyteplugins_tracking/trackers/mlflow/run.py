@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
 from flyteplugins_tracking.trackers.journal.lines import encode
 from flyteplugins_tracking.trackers.journal.local import RunFile
-from flyteplugins_tracking.trackers.mlflow import fluent, view
+from flyteplugins_tracking.trackers.mlflow import fluent
 from flyteplugins_tracking.trackers.mlflow.links import run_page
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params, next_step
 from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender, flush_vendors, now_ms
@@ -129,7 +130,7 @@ class MlflowHandle(ClientHandle):
         return note
 
     def how_to_view(self) -> str:
-        return self.url or view.how_to_view(self.uri, self.id)
+        return self.url or f"mlflow ui --backend-store-uri {shlex.quote(without_credentials(self.uri))}"
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         self._write_at(row, step, now_ms())

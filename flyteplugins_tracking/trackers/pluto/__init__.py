@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +14,6 @@ from flyteplugins_tracking._util.checks import check_text
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
-from flyteplugins_tracking.trackers.viewing import FoundRun
 
 # The parameters of pluto.init that the decorator does not take by name, and that do not choose a run. A test compares.
 INIT_ARGUMENTS = frozenset({"dir", "settings", "fork_run_id", "fork_step", "inherit_config", "inherit_tags"})
@@ -80,11 +79,6 @@ class PlutoTracker(Tracker):
         from flyteplugins_tracking.trackers.pluto.diagnose import diagnose
 
         return diagnose()
-
-    def find_runs(self, directory: str | None) -> Iterable[FoundRun]:
-        from flyteplugins_tracking.trackers.pluto.view import find_runs
-
-        return find_runs(directory)
 
     def open(self, request: RunRequest) -> Handle:
         # Imported here, so that a rank without a run does not load it.

@@ -23,7 +23,6 @@ from flyteplugins_tracking.trackers.client import LOCAL_FILES, missing_key_error
 from flyteplugins_tracking.trackers.pluto import rows, vendor
 from flyteplugins_tracking.trackers.pluto.process import UploaderProcess
 from flyteplugins_tracking.trackers.pluto.queues import Queue, remove_directory
-from flyteplugins_tracking.trackers.pluto.view import keep_page
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,6 @@ def open_op(request: RunRequest, tracker: Tracker) -> tuple[Any, Sending | None]
         queue = Queue(request, tracker, settings)
         try:
             vendor.check_run(op)
-            keep_page(settings.dir, op.settings.url_view)
             vendor.on_cancel(op, request.ask_to_stop)
             return op, _complete(op, request, queue)
         except BaseException:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +27,6 @@ from flyteplugins_tracking.trackers.trackio.options import (
     page_address,
     without_token,
 )
-from flyteplugins_tracking.trackers.viewing import FoundRun, Viewer
 
 # The parameters of trackio.init that the decorator does not take by name. A test compares.
 INIT_ARGUMENTS = frozenset(
@@ -120,16 +119,6 @@ class TrackioTracker(Tracker):
         from flyteplugins_tracking.trackers.trackio.diagnose import diagnose
 
         return diagnose()
-
-    def find_runs(self, directory: str | None) -> Iterable[FoundRun]:
-        from flyteplugins_tracking.trackers.trackio.view import find_runs
-
-        return find_runs(directory)
-
-    def viewer(self, runs: Sequence[FoundRun]) -> Viewer | None:
-        from flyteplugins_tracking.trackers.trackio.view import viewer
-
-        return viewer(runs)
 
     def open(self, request: RunRequest) -> Handle:
         from flyteplugins_tracking.trackers.journal.local import open_or_keep

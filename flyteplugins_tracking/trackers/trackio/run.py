@@ -21,8 +21,6 @@ from flyteplugins_tracking.trackers.journal.lines import encode, encode_any
 from flyteplugins_tracking.trackers.journal.local import RunFile
 from flyteplugins_tracking.trackers.trackio import vendor
 from flyteplugins_tracking.trackers.trackio.options import EXIT_CODE, STATUS, page_address
-from flyteplugins_tracking.trackers.trackio.view import place_of_store
-from flyteplugins_tracking.trackers.viewing import view_command
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +149,9 @@ class TrackioHandle(ClientHandle):
         self.run.config.update({**values, f"{name}/text": text})  # which is sent with the status
 
     def how_to_view(self) -> str:
-        if self._store.shows_config:
-            return view_command("trackio", self.id, place_of_store())
-        directory = os.environ.get("TRACKIO_DIR")
-        place = f"TRACKIO_DIR={shlex.quote(directory)} " if directory else ""
-        return self.url or f"{place}trackio show --project {shlex.quote(self.run.project)}"  # it imports JSON lines
+        is_chosen = any(name in os.environ for name in ("TRACKIO_DIR", "HF_HOME", "XDG_CACHE_HOME"))
+        place = f"TRACKIO_DIR={shlex.quote(str(vendor.directory()))} " if is_chosen else ""
+        return self.url or f"{place}trackio show --project {shlex.quote(self.run.project)}"
 
     def warn_of_delay(self, error: Exception) -> None:
         """Warn, once, that rows could not be written and are kept in memory."""

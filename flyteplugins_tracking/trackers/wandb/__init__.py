@@ -1,13 +1,12 @@
 """Weights & Biases. `wandb` is imported when a run is opened, and only then.
 
 In the room: the rules for its ids and addresses (`options`), opening a run (`open`), an open run (`run`), a run that
-several ranks share (`shared`), the doctor's half (`diagnose`), finding and showing local runs (`view`) and the private
-parts of `wandb` (`vendor`).
+several ranks share (`shared`), the doctor's half (`diagnose`) and the private parts of `wandb` (`vendor`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
@@ -16,7 +15,6 @@ from flyteplugins_tracking._util.checks import check_choice
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, link_types
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
-from flyteplugins_tracking.trackers.viewing import FoundRun, Viewer
 from flyteplugins_tracking.trackers.wandb.options import HOST, app, check_host, check_id, forced_run_id, quoted
 
 # The parameters of wandb.init that the decorator does not have itself. A test compares them with wandb: to import
@@ -116,16 +114,6 @@ class WandbTracker(Tracker):
         from flyteplugins_tracking.trackers.wandb.diagnose import diagnose
 
         return diagnose()
-
-    def find_runs(self, directory: str | None) -> Iterable[FoundRun]:
-        from flyteplugins_tracking.trackers.wandb.view import find_runs
-
-        return find_runs(directory)
-
-    def viewer(self, runs: Sequence[FoundRun]) -> Viewer | None:
-        from flyteplugins_tracking.trackers.wandb.view import viewer
-
-        return viewer(runs)
 
     def open(self, request: RunRequest) -> Handle:
         from flyteplugins_tracking.trackers.wandb.open import open_run

@@ -8,6 +8,7 @@ import inspect
 import json
 import logging
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,6 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
-from flyteplugins_tracking.trackers.viewing import view_command
 from flyteplugins_tracking.trackers.wandb import tail, vendor
 from flyteplugins_tracking.trackers.wandb.options import HOST, without_credentials
 from flyteplugins_tracking.trackers.wandb.rollback import Rollback
@@ -152,10 +152,11 @@ class WandbHandle(Handle):
 
     def how_to_view(self) -> str:
         # W&B itself prints the page of a run that it has sent.
-        is_local = self.run.offline and not self.run.settings.silent and self.files is not None
-        # The run's directory is in the one that W&B names `wandb`.
-        parent = os.path.dirname(os.path.dirname(directory(self.run))) if is_local else ""
-        return view_command("wandb", self.id, parent) if is_local else ""
+        if not self.run.offline or self.run.settings.silent or self.files is None:
+            return ""
+        path = directory(self.run)
+        # The viewer of the directory above shows the run's other nodes and ranks too, the newest run first.
+        return f"wandb leet {shlex.quote(os.path.dirname(path))}; to send it: {how_to_send(shlex.quote(path))}"
 
     def finish(self, exit_code: int) -> None:
         self._rest_sent.wait(self._request.config.finish_timeout_s)

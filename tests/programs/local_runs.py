@@ -3,8 +3,8 @@
 from flyteplugins_tracking import get_run, tracking_init
 
 
-@tracking_init(tracker="mlflow", project="p", id="viewed")
-@tracking_init(tracker="trackio", project="p", id="viewed")
+@tracking_init(tracker="mlflow", project="p", id="local")
+@tracking_init(tracker="trackio", project="p", id="local")
 def train() -> None:
     for tracker in ("mlflow", "trackio"):
         get_run(tracker).log({"loss": 0.5})

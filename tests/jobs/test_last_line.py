@@ -1,67 +1,70 @@
-"""`python -m flyteplugins_tracking view` starts the trackers' real viewers, on what real jobs have written."""
+"""The last line of a local run is the command of the tracker's own viewer, which shows the run."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shlex
 import sys
 import urllib.request
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from support import jobs
 from support.terminal import Terminal
 from support.waiting import wait_until
 
-# Short: the viewer's list has room for 13 characters of it, with the node.
+# Short: the viewer's list has room for 13 characters of it.
 RUN_ID = f"v-{os.getpid()}"
-VIEW = f"{shlex.quote(sys.executable)} -m flyteplugins_tracking view"
+PROGRAMS = Path(sys.executable).parent
 
 
-def lines_how_to_view(output: str) -> list[str]:
-    """The arguments of `view` in the last lines of runs."""
-    return re.findall(r": to look at run .*: python -m flyteplugins_tracking view (.*)", output)
+def commands_in(output: str) -> list[str]:
+    """The commands in the last lines of runs."""
+    return re.findall(r": to look at run .*?: (.*)", output)
 
 
 def test_wandbs_viewer_shows_the_rows_of_all_nodes(tmp_path):
-    """Two nodes with a directory each, in the one that the job is started in: the primary's last line leads to both."""
+    """Two nodes with one file system: the primary's last line leads to both nodes' rows, and to how to send its own."""
     tracking = {"project": "p", "id": RUN_ID, "run_mode": "shared"}
     command = [
         *jobs.torchrun("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"),
         f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}",
         *jobs.train(tracking=tracking, rows=7),
     ]
-    places = [tmp_path / "a", tmp_path / "b"]
-    for place in places:
-        place.mkdir()  # W&B would write elsewhere without it
-    nodes = [jobs.start(command, tmp_path, {"WANDB_SILENT": "false", "WANDB_DIR": str(place)}) for place in places]
+    nodes = [jobs.start(command, tmp_path, {"WANDB_SILENT": "false"}) for _ in range(2)]
     done = [jobs.finish(node, tmp_path) for node in nodes]
     assert [node.returncode for node in done] == [0, 0], done
-    (arguments,) = lines_how_to_view("\n".join(node.output for node in done))
-    assert arguments == f"--tracker wandb --run {RUN_ID}"
-    with Terminal(f"{VIEW} {arguments}", tmp_path) as viewer:
-        names = [f"{RUN_ID}-{place.name}" for place in places]
-        viewer.wait_for(re.escape("[2 items]"), *names, f"ID: {RUN_ID}", "row", "attempt")
+    (line,) = commands_in("\n".join(node.output for node in done))
+    view, _, send = line.partition("; to send it: ")
+    assert view == f"wandb leet {tmp_path / 'wandb'}"
+    (directory,) = re.findall(r"python -m flyteplugins_tracking\S* .*?(/\S+)", send)
+    assert Path(directory).parent == tmp_path / "wandb"
+    assert Path(directory).name.endswith(RUN_ID)
+    with Terminal(f"{PROGRAMS}/{view}", tmp_path) as viewer:
+        viewer.wait_for(re.escape("[2 items]"), f"ID: {RUN_ID}", "row", "attempt")
 
 
 @pytest.mark.full
 def test_the_viewers_of_trackio_and_mlflow_serve_the_run(tmp_path):
-    """Stacked decorators: each prints its line, and what it says opens that tracker's run of the id that both have."""
+    """Stacked decorators: each prints its line, and what it says opens that tracker's run."""
     for package in ("trackio", "mlflow", "sqlalchemy"):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[dev]'")
     env = {"TRACKIO_DIR": str(tmp_path / "kept"), "MLFLOW_TRACKING_URI": "sqlite:///mlflow.db"}
-    done = jobs.run([sys.executable, jobs.PROGRAMS / "viewed_runs.py"], tmp_path, env)
+    done = jobs.run([sys.executable, jobs.PROGRAMS / "local_runs.py"], tmp_path, env)
     assert done.returncode == 0, done.output
-    mlflow, trackio = sorted(lines_how_to_view(done.output))
-    assert (mlflow, trackio) == ("--tracker mlflow --run viewed", "--tracker trackio --run viewed")
-    port = jobs.free_port()
-    with Terminal(f"env GRADIO_SERVER_PORT={port} BROWSER=true {VIEW} {trackio}", tmp_path) as viewer:
+    trackio, mlflow = sorted(commands_in(done.output))
+    assert (trackio, mlflow) == (
+        f"TRACKIO_DIR={tmp_path / 'kept'} trackio show --project p",
+        "mlflow ui --backend-store-uri sqlite:///mlflow.db",
+    )
+    port, path = jobs.free_port(), f"PATH={PROGRAMS}:$PATH"
+    with Terminal(f"env {path} GRADIO_SERVER_PORT={port} BROWSER=true {trackio}", tmp_path) as viewer:
         viewer.wait_for(rf"http://[\w.]+:{port}", timeout_s=60 * jobs.TIME_SCALE)
         assert "api_version" in get(f"http://127.0.0.1:{port}/version")
     port = jobs.free_port()
-    with Terminal(f"env MLFLOW_PORT={port} {VIEW} {mlflow}", tmp_path) as viewer:
+    with Terminal(f"env {path} MLFLOW_PORT={port} {mlflow}", tmp_path) as viewer:
         viewer.wait_for(rf"http://[\w.]+:{port}", timeout_s=60 * jobs.TIME_SCALE)
         viewer.wait_for("startup complete", timeout_s=60 * jobs.TIME_SCALE)
         address = f"http://127.0.0.1:{port}/api/2.0/mlflow/experiments/get-by-name?experiment_name=p"
