@@ -427,5 +427,5 @@ def test_the_errors_of_the_page_are_those_that_are_raised(message):
 def test_the_reference_shows_what_values_are_made_of():
     griffe = pytest.importorskip("griffe", reason='griffe is not installed: pip install "flyteplugins-tracking[docs]"')
     package = griffe.load("flyteplugins_tracking", search_paths=[ROOT])
-    shown = [parameter.name for parameter in package["_job.plan.RunPlan"].parameters]
+    shown = [parameter.name for parameter in package["_rank.plan.RunPlan"].parameters]
     assert shown == ["self", *RunPlan.__match_args__]
