@@ -18,7 +18,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +39,7 @@ from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking._rank.topology import detect
 from flyteplugins_tracking._runs.calls import _overrides, _running
 from flyteplugins_tracking._util.lock import RunLock
-from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recording, simulate, simulate_pool
+from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recording, simulate
 from flyteplugins_tracking.testing.simulation import _VARIABLES
 
 pytest_plugins = "pytester"
@@ -561,48 +560,13 @@ def imported():
 def test_users_tests_pass_and_fail_under_pytest(pytester, monkeypatch):
     page = (ROOT / "docs" / "testing.md").read_text()
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.+?)```", page, re.DOTALL)
-    assert len(blocks) == page.count("```python") == 7
+    assert len(blocks) == page.count("```python") == 6
     for name, code in [*blocks, ("test_tasks.py", (PROGRAMS / "flyte_simulated.py").read_text())]:
         pytester.path.joinpath(name).write_text(code)
         monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)  # one of this suite's may have that name
     result = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", *LOADED)
-    result.assert_outcomes(passed=11 + 2, failed=2)
+    result.assert_outcomes(passed=10 + 2, failed=2)
     result.stdout.fnmatch_lines(["*assert 3 == 4*", "*ConfigError: run_mode='shared'*"])
     result.stdout.fnmatch_lines(
         ["FAILED test_tasks.py::test_that_fails -*", "FAILED test_tasks.py::test_that_fails_for_a_rank*"]
     )
-
-
-def test_each_task_of_a_pool_has_its_run_and_is_no_rank(monkeypatch):
-    """As below Slurm, whose variables describe the pool's daemon."""
-    monkeypatch.setenv("SLURM_PROCID", "1")
-
-    @tracking_init(project="tests")
-    def trial(lr: float) -> tuple[Any, Any]:
-        get_run().log({"lr": lr})
-        return get_distributed_info(), get_run().id
-
-    pool = simulate_pool(trial, [(0.1,), (0.2,), (0.3,), (0.4,)], num_workers=2)
-    assert [info for info, _ in pool.returned] == [None] * 4
-    assert [task.worker for task in pool.tasks] == [0, 1, 0, 1]
-    assert {run.id for run in pool.runs} == {run_id for _, run_id in pool.returned}
-    assert sorted(row.values["lr"] for run in pool.runs for row in run.rows) == [0.1, 0.2, 0.3, 0.4]
-
-
-def test_a_task_of_a_pool_that_fails_ends_its_own_run_only():
-    @tracking_init(project="tests")
-    def trial(fails: bool) -> None:
-        if fails:
-            raise RuntimeError("no")
-
-    pool = simulate_pool(trial, [(True,), (False,)])
-    assert [task.exit_code for task in pool.tasks] == [1, 0]
-    assert sorted(run.exit_code for run in pool.runs) == [0, 1]
-    with pytest.raises(RuntimeError, match="no"):
-        _ = pool.returned
-
-
-@pytest.mark.parametrize("tasks", ["ab", 3, [1, 2], ["ab"]])
-def test_the_tasks_of_a_pool_are_sequences_of_arguments(tasks):
-    with pytest.raises(ConfigError, match="tasks must be a sequence with the arguments of each task"):
-        simulate_pool(print, tasks)
