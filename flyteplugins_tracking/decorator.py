@@ -107,7 +107,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             run, the column for steps that a job logs again when it has gone back to its checkpoint.
         rollback: What happens to the rows of steps that a job logs again when it has gone back to its checkpoint.
             "keep": the run has both, told apart by `restart_count`. "rewind": the service drops the earlier ones. W&B
-            and Trackio do that for a run with one writer; others keep them, with one warning.
+            does that for a run with one writer; others keep them, with one warning.
         durable: Have rows that are not sent yet survive the machine's end too, on a disk that does, but for the last
             second's. They survive the process's end in any case.
         download_logs: Make the run's files an output of the Flyte task, if the task has no workers of its own.

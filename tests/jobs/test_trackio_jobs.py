@@ -248,34 +248,14 @@ def test_rows_that_were_logged_to_files_are_sent_by_the_next_attempt(tmp_path):
     assert not journals_left(tmp_path)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("storage", ["sqlite", "jsonl"])
-def test_a_job_that_goes_back_has_its_run_rewound_if_it_is_in_a_database(tmp_path, storage):
-    done = python(tmp_path, "goes_back", TRACKIO_STORAGE_MODE=storage)
-    if storage == "jsonl":
-        assert done.output.count("all rows are kept, since it cannot be rewound: rows cannot be removed from") == 2
-        return
+def test_a_job_that_goes_back_keeps_all_rows_with_one_warning_for_each_attempt(tmp_path):
+    done = python(tmp_path, "goes_back")
     found = [(step, row["attempt"]) for step, row in rows(tmp_path)]
-    assert found == [*((step, 0) for step in range(6)), *((step, 2) for step in range(6, 9))]
-    assert done.output.count("it was rewound. The earlier rows are in") == 2
-    (kept,) = tmp_path.rglob("rewound.jsonl")
-    dropped = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert [(row["step"], row["metrics"]["attempt"]) for row in dropped] == [
-        *((step, 0) for step in range(6, 10)),
-        *((step, 1) for step in range(6, 9)),
-    ]
-
-
-def test_a_job_that_goes_back_after_a_kill_rewinds_the_rows_that_were_sent_again_too(tmp_path):
-    python(tmp_path, "goes_back_after_a_kill")
-    done = python(tmp_path, "goes_back_after_a_kill")
-    assert "rows again that earlier attempts had logged" in done.output
-    assert [(step, row["attempt"]) for step, row in rows(tmp_path)] == [
-        *((step, 0) for step in range(5)),
-        *((step, 1) for step in range(5, 13)),
-    ]
-    (kept,) = tmp_path.rglob("rewound.jsonl")
-    assert [json.loads(line)["step"] for line in kept.read_text().splitlines()] == [*range(5, 10)]
+    assert sorted(found, key=lambda row: row[1]) == [*((n, 0) for n in range(10)), *((n, 1) for n in range(6, 9))]
+    warning = (
+        "rollback='rewind' is ignored: the service cannot do that. Rows that are logged again after a restart are kept"
+    )
+    assert done.output.count(warning) == 2
 
 
 def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):

@@ -7,7 +7,6 @@ Two of them need more:
 
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -44,7 +43,7 @@ def logs_until_killed() -> None:
 
 
 def goes_back() -> None:
-    """Logs the steps 0 to 9, and in a second attempt 6 to 8, twice."""
+    """Logs the steps 0 to 9, and in a second attempt 6 to 8."""
 
     @tracking_init(**TRACKING, rollback="rewind")
     def train(attempt: int, steps: range) -> None:
@@ -53,19 +52,6 @@ def goes_back() -> None:
 
     train(0, range(10))
     train(1, range(6, 9))
-    train(2, range(6, 9))
-
-
-@tracking_init(**TRACKING, rollback="rewind")
-def goes_back_after_a_kill() -> None:
-    """Logs the steps 0 to 9, and is killed before the last ones are written. In a second process, the steps 5 to 12."""
-    is_first = not os.path.exists("killed")
-    for step in range(10) if is_first else range(5, 13):
-        get_run().log({"attempt": int(not is_first)}, step=step)
-        time.sleep(0.05 if step < 5 else 0)  # rows are written every 0.2 s
-    if is_first:
-        Path("killed").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @tracking_init(**TRACKING, finish_timeout_s=2)
@@ -148,7 +134,6 @@ def tries_tokens() -> None:
 SCENARIOS: tuple[Callable[[], None], ...] = (
     logs_until_killed,
     goes_back,
-    goes_back_after_a_kill,
     fails_while_the_files_are_locked,
     joins_a_run,
     names_unsent_files,

@@ -71,7 +71,6 @@ class TrackioTracker(Tracker):
     package = "trackio"
     distribution = '"flyteplugins-tracking[trackio]"'
     arguments = INIT_ARGUMENTS - {_UNUSED}
-    rewinds = True
     unsupported: Mapping[Feature, str] = MappingProxyType(
         {
             "sweeps": "it has none",

@@ -8,7 +8,6 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -35,9 +34,6 @@ _REQUEUE = "requeue"
 class TrackioHandle(ClientHandle):
     """An open Trackio run."""
 
-    _first_step: int | None = None  # of this attempt, if the steps from there on can be logged again
-    _last_earlier_row: int | None = None  # what the store has of earlier attempts ends with it
-
     def __init__(self, request: RunRequest, tracker: Any, run: Any, store: Any, resumed: Any) -> None:
         super().__init__(request, tracker.title)
         self._tracker = tracker
@@ -53,9 +49,6 @@ class TrackioHandle(ClientHandle):
         self._file = RunFile(request, tracker, self.id)
         self._earlier = EarlierAttempts.of(request, tracker, self.id)
         self._write_earlier()
-        can_rewind = request.config.rollback == "rewind" and request.config.run_mode != "shared" and resumed is not None
-        if can_rewind:
-            self._first_step, self._last_earlier_row = self._next_step, self._written_row()
         if request.plan.primary:
             self._send_status("running", None, request.deadline)
         self._restore = vendor.make_current(run)
@@ -72,8 +65,6 @@ class TrackioHandle(ClientHandle):
         step = self._next_step if step is None else int(step)
         if abs(step) > _MOST_STEPS:  # the database would refuse the other rows of the batch too
             raise ValueError(f"step={step} must be between -2**62 and 2**62, since Trackio's steps have 64 bits")
-        if self._first_step is not None and step < self._first_step:
-            self._rewind(step)
         self._next_step = max(self._next_step, step + 1)
         entry = self.run.queue(row, step)
         if entry is not None:
@@ -105,28 +96,6 @@ class TrackioHandle(ClientHandle):
 
     def resume(self) -> None:
         self.run.resume()
-
-    def _written_row(self) -> int | None:
-        """Write the rows of earlier attempts, before this one has any, and return the last one; None if that fails."""
-        last_row: int | None = None
-        if self._store.rewinds:
-            with contextlib.suppress(Exception):
-                self.run.flush()
-                last_row = self._store.last_row(self.id)
-        return last_row
-
-    def _rewind(self, step: int) -> None:
-        """Drop the rows that earlier attempts have logged from a step on, if they are in a database."""
-        last_step, self._first_step = self._next_step - 1, None
-        kept = Path(self._file.directory) / "rewound.jsonl"
-        text = "Trackio: the job continues at step %d, and run %s has steps up to %d: "
-        try:
-            self._store.rewind(self.id, step, self._last_earlier_row, kept)
-        except Exception as error:
-            logger.warning(text + "all rows are kept, since it cannot be rewound: %s", step, self.id, last_step, error)
-            return
-        self._first_step = self._next_step = step
-        logger.warning(text + "it was rewound. The earlier rows are in %s", step, self.id, last_step, kept)
 
     def finish(self, exit_code: int) -> None:
         try:

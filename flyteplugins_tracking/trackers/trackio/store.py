@@ -40,13 +40,11 @@ class Store(Protocol):
         place: Its name in messages.
         shows_config: Whether the config of a run can be read before the run's first row.
         knows_times: Whether `find` can leave out rows by their time.
-        rewinds: Whether rows can be removed.
     """
 
     place: str
     shows_config: bool
     knows_times: bool = True
-    rewinds: bool = False
 
     def find(self, run_id: str, before: float) -> Stored | None:
         """Return the run with the last step that was written before that time, in seconds since the epoch."""
@@ -54,24 +52,11 @@ class Store(Protocol):
     def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
         """Replace the run's config, if `shows_config`."""
 
-    def last_row(self, run_id: str) -> int | None:  # noqa: ARG002 only a database has it
-        """Return the run's last row, as a number that later rows exceed; None if it has none."""
-        return None
-
-    def rewind(self, run_id: str, step: int, last_row: int | None, kept: Path) -> None:  # noqa: ARG002
-        """Move the run's rows from a step on, up to what `last_row` has returned, to a file of JSON lines.
-
-        Raises:
-            OSError: This place cannot do that.
-        """
-        raise OSError(f"rows cannot be removed from {self.place}")
-
 
 class Database(Store):
     """A project's SQLite file, which Trackio has created."""
 
     shows_config = True
-    rewinds = True
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -105,28 +90,6 @@ class Database(Store):
                 if time.monotonic() + _RETRY_S > deadline:
                     raise
                 time.sleep(_RETRY_S)
-
-    def last_row(self, run_id: str) -> int | None:
-        # Not by time: rows of an earlier attempt that were sent again have the time at which they were written.
-        with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as connection:
-            row: tuple[int | None] = connection.execute(
-                "SELECT MAX(id) FROM metrics WHERE run_id = ?", (run_id,)
-            ).fetchone()
-            return row[0]
-
-    def rewind(self, run_id: str, step: int, last_row: int | None, kept: Path) -> None:
-        if last_row is None:
-            raise OSError(f"{self.place} could not be used when the run was opened")
-        chosen, values = "FROM metrics WHERE run_id = ? AND step >= ? AND id <= ?", (run_id, step, last_row)
-        with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as connection, connection:
-            connection.execute("BEGIN IMMEDIATE")
-            rows = connection.execute(f"SELECT step, timestamp, metrics {chosen} ORDER BY id", values).fetchall()
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with kept.open("a") as file:
-                for row_step, timestamp, metrics in rows:
-                    line = {"step": row_step, "timestamp": timestamp, "metrics": json.loads(metrics)}
-                    file.write(f"{json.dumps(line)}\n")
-            connection.execute(f"DELETE {chosen}", values)
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection | None]:
