@@ -110,12 +110,16 @@ class Job:
     """1,024 ranks, each with a connection of its own, whose pulses are put by a thread; the primary reads them."""
 
     def __init__(self, port: int) -> None:
-        from flyteplugins_tracking._job.board import Board, board_at
+        from torch.distributed import TCPStore
 
-        address = {"host": "127.0.0.1", "port": port}
+        from flyteplugins_tracking._job.board import Board
+
+        def board() -> Board:
+            return Board(TCPStore("127.0.0.1", port, is_master=False), "pulse")
+
         with ThreadPoolExecutor(32) as pool:  # each takes a tenth of a second
-            self.boards: list[Board] = list(pool.map(lambda _: board_at(address, "pulse", 30), range(RANKS)))
-        self.primary = board_at(address, "pulse", 30)
+            self.boards: list[Board] = list(pool.map(lambda _: board(), range(RANKS)))
+        self.primary = board()
         self.is_slow = False
 
     def put(self, rank: int, steps: int) -> None:

@@ -77,13 +77,17 @@ class Job:
     """The threads of 1,024 ranks in one process, each with a connection of its own: two threads look for all."""
 
     def __init__(self, port: int) -> None:
+        from torch.distributed import TCPStore
+
         from flyteplugins_tracking import DistributedInfo
         from flyteplugins_tracking._job.agreement import Agreement
-        from flyteplugins_tracking._job.board import board_at
+        from flyteplugins_tracking._job.board import Board
 
-        address = {"host": "127.0.0.1", "port": port}
+        def board() -> Board:
+            return Board(TCPStore("127.0.0.1", port, is_master=False), "monitor")
+
         with ThreadPoolExecutor(32) as pool:  # each takes a tenth of a second
-            self.boards = list(pool.map(lambda _: board_at(address, "monitor", 30), range(RANKS)))
+            self.boards = list(pool.map(lambda _: board(), range(RANKS)))
         place = {"local_rank": 0, "local_world_size": 8, "launcher": "torchelastic"}
         self.ranks = [Agreement(DistributedInfo(rank, RANKS, **place), "stop/1") for rank in range(RANKS)]
         for rank, board in zip(self.ranks, self.boards, strict=True):

@@ -1,4 +1,4 @@
-"""`python -m flyteplugins_tracking`: the doctor; `ranks`: the jobs of this machine."""
+"""`python -m flyteplugins_tracking`: the doctor."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Run the command that the arguments name, and return its exit status."""
-    if sys.argv[1:2] == ["ranks"]:
-        from flyteplugins_tracking._commands import ranks
-
-        return ranks.main(sys.argv[2:])
+    """Run the doctor, and return its exit status."""
     from flyteplugins_tracking._commands import doctor
 
     return doctor.main()

@@ -95,8 +95,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             job's board, and the primary adds to its next row, without a collective: `ranks/step_time/median` and
             `/max`, the seconds per step; `ranks/own_time/median` and `/max`, these without the time in collectives;
             `ranks/slowest`, the rank with the most of it; `ranks/memory/max`, in MiB; and `ranks/silent`, the number of
-            ranks that have put nothing on the board for 2 pulses. `python -m flyteplugins_tracking ranks` shows the
-            board. None for no pulse.
+            ranks that have put nothing on the board for 2 pulses. None for no pulse.
         stop_grace_s: Seconds after SIGTERM in which a loop that calls `should_stop()` is not interrupted. Launchers
             kill 30 s after it. No effect on a function that does not call `should_stop()`.
         stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm

@@ -1,7 +1,6 @@
 """The commands of `python -m flyteplugins_tracking`.
 
-In the room: the doctor (`doctor`), the ranks of running jobs (`ranks`), and `send`, which sends what local files have
-and their services have not.
+In the room: the doctor (`doctor`), and `send`, which sends what local files have and their services have not.
 May enter: what is shown or done on a command line. Must not: what a decorated function needs.
 It may import every room but `compat` and `testing`.
 """

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from flyteplugins_tracking._job.store import SHORT_TIMEOUT, connected_store
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -67,14 +67,6 @@ class Board:
     def is_of_machine(self) -> bool:
         """Whether only ranks of this machine read it."""
         return isinstance(self._store, DirectoryStore)
-
-    @property
-    def address(self) -> Mapping[str, Any] | None:
-        """Where another process of this machine finds the store: see `board_at`. None if it cannot."""
-        if isinstance(self._store, DirectoryStore):
-            return {"directory": str(self._store.directory)}
-        host, port = getattr(self._store, "host", None), getattr(self._store, "port", None)
-        return None if host is None or port is None else {"host": host, "port": port}
 
     def remove(self) -> None:
         """Remove the board of all topics, if it is a directory. Elsewhere it ends with its store."""
@@ -185,25 +177,6 @@ def nearest_board(
     except ImportError:  # a job without torch, or with a broken one
         board = None
     return board or Board(DirectoryStore(directory or board_directory(info, env)), topic)
-
-
-def board_at(address: Mapping[str, Any], topic: str, timeout_s: float) -> Board:
-    """Return the board at an address of `Board.address`, for a process outside of the job.
-
-    Raises:
-        RuntimeError: The store has gone, or torch is missing.
-    """
-    if "directory" in address:
-        return Board(DirectoryStore(Path(address["directory"])), topic)
-    try:
-        from torch.distributed import TCPStore
-    except ImportError as error:
-        raise RuntimeError(f"torch cannot be imported, and the job's board is in a store of torch's: {error}") from None
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        return Board(TCPStore(address["host"], address["port"], is_master=False, timeout=timeout), topic)
-    except ValueError as error:
-        raise RuntimeError(f"the job's store does not answer: {error}") from None
 
 
 class DirectoryStore:

@@ -12,11 +12,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from flyteplugins_tracking._job import pulse as pulses
-from flyteplugins_tracking._job.announcement import Announcement
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, State
 from flyteplugins_tracking._job.waits import is_waiting
@@ -58,7 +56,6 @@ class PulseDuty:
         self._started_at = proc.started_at()
         progress.reset_steps()
         self._stop_counting = progress.count_optimizer_steps()
-        self._announcement: Announcement | None = None
         self._random = random.Random()  # noqa: S311 not for keys
         self._wait_s = self._look_s
         self._warn_once = WarnOnce(logger)
@@ -69,12 +66,8 @@ class PulseDuty:
         return self._wait_s
 
     def begin(self, board: Board) -> None:
-        """Say that this rank is there, and where the board is, for `python -m flyteplugins_tracking ranks`."""
+        """Say that this rank is there."""
         pulses.put(board.of_topic(pulses.TOPIC), self._info.rank, self._pulse("running"))
-        if self._info.local_rank in (0, None):
-            self._withdraw()
-            with suppress(OSError):  # the command does not find the job then; nothing else needs the file
-                self._announcement = Announcement.publish(board.address, self._info, self._pulse_s)
 
     def look(self, board: Board) -> None:
         """See where the function is; and put a pulse if it is time."""
@@ -94,7 +87,6 @@ class PulseDuty:
 
     def end(self, board: Board, has_failed: bool) -> None:
         """Say that this rank's function has ended: then it is not silent."""
-        self._withdraw()
         state: State = "failed" if has_failed else "returned"
         pulses.put(board.of_topic(pulses.TOPIC), self._info.rank, self._pulse(state))
 
@@ -102,12 +94,6 @@ class PulseDuty:
         """Remove the hook."""
         if self._stop_counting is not None:
             self._stop_counting()
-        self._withdraw()
-
-    def _withdraw(self) -> None:
-        if self._announcement is not None:
-            self._announcement.withdraw()
-            self._announcement = None
 
     def _pulse(self, state: State) -> Pulse:
         now = time.monotonic()

@@ -1,8 +1,9 @@
 """Ranks that reduce in each step; one of them may be slow, as the argument says. Rank 0 has the run.
 
 "sleeps": rank 2, in its data loading. "computes": rank 3, in Python that holds the GIL. "shared": rank 1 sleeps, and
-all ranks log. "until told": none; they do not meet, and train until there is a file `stop`. "alone": one process, whose
-steps are heartbeats, and which logs a row when half of them are done.
+all ranks log. "until told": none; they do not meet, and train until there is a file `stop`. Each has written
+`pid-RANK`, and rank 0 keeps the run's count of silent ranks in `silent`. "alone": one process, whose steps are
+heartbeats, and which logs a row when half of them are done.
 
 Arguments: which of these, `pulse_s`, the number of steps.
 """
@@ -42,6 +43,8 @@ def train() -> None:
     dist.init_process_group("gloo")
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if HOW == "until told":
+        Path(f"pid-{dist.get_rank()}").write_text(str(os.getpid()))
     for step in range(STEPS):
         next_batch()
         model(torch.ones(2)).sum().backward()
@@ -52,6 +55,8 @@ def train() -> None:
             get_run().log({"step": step}, **({"step": step} if SHARED else {}))
         if HOW == "until told" and Path("stop").exists():
             break
+        if HOW == "until told" and get_run() is not None and step % 20 == 0:
+            Path("silent").write_text(str(get_run().summary.get("ranks/silent")))
     dist.barrier()
 
 

@@ -41,7 +41,7 @@ from flyteplugins_tracking import (
     plan,
     tracking_init,
 )
-from flyteplugins_tracking._commands import doctor, ranks, send
+from flyteplugins_tracking._commands import doctor, send
 from flyteplugins_tracking._job.identity import from_launcher
 from flyteplugins_tracking._rank import launchers, topology
 
@@ -385,7 +385,6 @@ def test_the_page_of_the_command_line_has_every_option(capsys, monkeypatch):
     for main, arguments in (
         (send.main, ["--help"]),
         (doctor.main, []),
-        (ranks.main, ["--help"]),
     ):
         monkeypatch.setattr(sys, "argv", ["flyteplugins-tracking", "--help"])
         with suppress(SystemExit):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 from datetime import timedelta
 
 import pytest
-from support.jobs import free_port
 
 from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._job.board import Board, DirectoryStore, board_at, job_board, nearest_board, user_directory
+from flyteplugins_tracking._job.board import Board, DirectoryStore, job_board, nearest_board, user_directory
 
 
 @pytest.fixture(params=["HashStore", "directory"])
@@ -72,22 +70,6 @@ def test_topics_share_a_connection_and_no_keys(store):
     board.of_topic("other").put("a", "of the other")
     assert board.get("a") is None
     assert Board(store, "other").get("a") == "of the other"
-
-
-def test_another_process_finds_the_store_by_its_address(tmp_path):
-    dist = pytest.importorskip("torch.distributed")
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for store in (server, DirectoryStore(tmp_path / "board")):
-        board = Board(store, "topic")
-        board.put("a", "text")
-        assert board_at(json.loads(json.dumps(board.address)), "topic", 30).get("a") == "text"
-    assert Board(dist.HashStore(), "topic").address is None
-
-
-def test_a_store_that_has_gone_is_a_runtime_error():
-    pytest.importorskip("torch.distributed")
-    with pytest.raises(RuntimeError):
-        board_at({"host": "127.0.0.1", "port": free_port()}, "topic", 0.5)
 
 
 def test_ranks_that_count_at_the_same_time_are_all_counted(store):

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import shutil
-import stat
 import subprocess
 import sys
 import threading
 import time
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
 from support.waiting import wait_until
 
 from flyteplugins_tracking import DistributedInfo, get_run, heartbeat, tracking_init
-from flyteplugins_tracking._commands import ranks
 from flyteplugins_tracking._job import pulse
-from flyteplugins_tracking._job.announcement import Announcement, running_jobs
 from flyteplugins_tracking._job.board import Board, DirectoryStore
 from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, metrics
 from flyteplugins_tracking._job.waits import is_waiting
@@ -283,7 +277,7 @@ def test_the_pulse_joins_the_functions_own_rows(monkeypatch, tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_two_processes_of_one_shell_have_boards_of_their_own(machine, capsys):
+def test_two_processes_of_one_shell_have_boards_of_their_own(machine):
     program = f"""
 import sys, tempfile; tempfile.tempdir = {str(machine)!r}
 from flyteplugins_tracking import tracking_init
@@ -297,14 +291,10 @@ train()
     command = [sys.executable, "-c", program]
     jobs = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [job.stdout.readline() for job in jobs] == ["ready\n"] * 2
-    wait_until(lambda: len(running_jobs()) == 2)
-    assert ranks.main([]) == 0
-    shown = capsys.readouterr().out
+    wait_until(lambda: len([path for path in machine.glob("*/*") if path.is_dir()]) == 2)
     for job in jobs:
         job.communicate("")
-    assert shown.count("no launcher, world size 1, pid ") == 2
-    assert {line.split()[2] for line in shown.splitlines() if line.startswith("0 ")} == {str(job.pid) for job in jobs}
-    assert running_jobs() == []
+    assert list(machine.glob("*/*")) == []
 
 
 def test_without_pulse_s_there_is_no_thread_and_no_hook():
@@ -315,108 +305,7 @@ def test_without_pulse_s_there_is_no_thread_and_no_hook():
     assert not [name for name in train() if "monitor" in name]
 
 
-# What the command shows
-
-
 INFO = DistributedInfo(0, 3, 0, 2, 0, 2, launcher="mpich")
-
-
-def test_an_announcement_is_the_users_alone_and_holds_an_address_only(machine):
-    job = Announcement.publish({"host": "node-a", "port": 29500}, INFO, 15.0)
-    assert job is not None
-    assert running_jobs() == [job]
-    (file,) = machine.rglob("*.json")
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    assert set(json.loads(file.read_text())) == set(Announcement.__dataclass_fields__)
-    job.withdraw()
-    assert running_jobs() == []
-    assert Announcement.publish(None, INFO, 15.0) is None
-
-
-def test_the_file_of_a_process_that_has_ended_is_stale_and_removed(machine):
-    program = f"""
-import tempfile; tempfile.tempdir = {str(machine)!r}
-from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._job.announcement import Announcement
-Announcement.publish({{"directory": "/x"}}, DistributedInfo(0, 1), 15.0)
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-    assert len(list(machine.rglob("*.json"))) == 1
-    assert running_jobs() == []
-    assert list(machine.rglob("*.json")) == []
-
-
-def test_two_ranks_that_announce_one_board_are_one_job(machine):
-    Announcement.publish({"directory": "/x"}, INFO, 15.0)
-    (file,) = machine.rglob("*.json")
-    shutil.copy(file, file.with_name("of-another-rank.json"))
-    assert len(running_jobs()) == 1
-
-
-def test_the_command_shows_a_line_for_each_rank(machine, capsys):
-    store = DirectoryStore(machine / "board")
-    board = Board(store, pulse.TOPIC)
-    now = time.time()
-    pulse.put(board, 0, Pulse(7, 2.0, 0.25, 300 * MIB, put_at=now))
-    pulse.put(board, 1, Pulse(7, None, None, host="node-b", pid=5, put_at=now - 100))
-    assert Announcement.publish(board.address, INFO, 15.0) is not None
-    assert ranks.main(["--once"]) == 0
-    head, titles, *lines = capsys.readouterr().out.splitlines()
-    assert head.startswith(f"mpich, world size 3, pid {os.getpid()}, since ")
-    assert titles.split("  ")[0] == "rank"
-    assert "CUDA" not in titles
-    assert [line.split()[0] for line in lines] == ["0", "1", "2"]
-    assert all(text in lines[0] for text in ("running", "2.000 s", "0.500 s", "0 s ago", "300 MiB"))
-    assert "silent" in lines[1]
-    assert "absent" in lines[2]
-
-
-def test_without_a_job_the_command_says_so(machine, capsys):
-    assert ranks.main([]) == 1
-    assert "No job of this user with pulse_s runs on this machine" in capsys.readouterr().err
-
-
-def test_a_board_that_cannot_be_read_is_one_line(machine, capsys, monkeypatch):
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("connection refused")
-
-    monkeypatch.setattr(ranks, "board_at", fail)
-    Announcement.publish({"host": "127.0.0.1", "port": 1}, INFO, 15.0)
-    assert ranks.main(["--once"]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "  its board cannot be read: connection refused"
-
-
-def test_the_state_is_what_has_happened_since_the_last_pulse():
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    assert ranks.state_of(Pulse(), 15.0, age_s=29.0) == "running"
-    assert ranks.state_of(Pulse(), 15.0, age_s=31.0) == "silent"
-    assert ranks.state_of(Pulse(pid=ended.pid), 15.0, age_s=1.0) == "ended"
-    assert ranks.state_of(Pulse(pid=ended.pid, host="node-b"), 15.0, age_s=1.0) == "running"
-    assert ranks.state_of(Pulse(state="failed"), 15.0, age_s=100.0) == "failed"
-
-
-def test_the_live_view_replaces_what_it_has_shown_until_the_job_has_ended(machine, monkeypatch, capsys):
-    job = Announcement.publish({"directory": str(machine / "board")}, INFO, 15.0)
-    assert job is not None
-    # Not in `shutil` itself, which pytest uses too.
-    monkeypatch.setattr(ranks, "shutil", SimpleNamespace(get_terminal_size=lambda: os.terminal_size((20, 4))))
-    shown = 0
-
-    def text() -> str:
-        nonlocal shown
-        shown += 1
-        if shown == 2:
-            job.withdraw()
-        return "\n".join(f"line {number} {'x' * 40}" for number in range(9))
-
-    monkeypatch.setattr(ranks, "_REFRESH_S", 0)
-    ranks._show_live(text)
-    first, second = capsys.readouterr().out.split("\x1b[J")[1:]
-    assert first.splitlines()[:2] == ["line 0 xxxxxxxxxxxxx", "line 1 xxxxxxxxxxxxx"]
-    assert "... and 7 more" in first
-    assert second.count("\n") == 3
 
 
 def test_looks_come_at_random_so_that_they_do_not_keep_the_rhythm_of_the_steps(monkeypatch, machine):

@@ -103,8 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="flyteplugins-tracking",
         description="Print the detected job, the runs it would have, and what looks wrong. It changes nothing: run it "
         "instead of the training script, as in `torchrun ... -m flyteplugins_tracking`.",
-        epilog="The exit status is 1 if there is an error, and 2 for wrong arguments. Another command: `ranks` "
-        "shows the ranks of the jobs that run on this machine with pulse_s. See `ranks --help`.",
+        epilog="The exit status is 1 if there is an error, and 2 for wrong arguments.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--tracker", metavar="NAME", help="examine only this tracker; a problem with it is an error")
