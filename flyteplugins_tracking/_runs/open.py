@@ -23,7 +23,6 @@ from flyteplugins_tracking._job.identity import (
     of_parent,
     of_trial,
 )
-from flyteplugins_tracking._job.twins import refuse_twin
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RunPlan, needs_shared_id, plan
 from flyteplugins_tracking._rank.pools import Pool
@@ -313,10 +312,7 @@ def plan_run(
 
     Raises:
         IdentityError: They cannot agree.
-        TopologyError: Another process of the same parent has the same rank.
     """
-    if found.info is not None and not context.is_simulated:
-        refuse_twin(found.info, os.environ)
     identity = Identity(None)
     if parent_id is None:
         identity = _identity(config, tracker, context, found, call_index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -117,14 +118,25 @@ def test_the_doctor_as_a_module_of_deepspeeds_launcher(tmp_path):
     assert "usage:" not in done.output
 
 
-def test_of_two_processes_with_the_same_rank_one_is_refused(tmp_path):
+def test_of_two_processes_with_the_same_rank_the_second_gets_a_run_of_its_own_and_a_warning(tmp_path):
     with WandbServer() as server:
         (done,), seen = trained(tmp_path, server, python("spawn_same"))
         assert done.returncode == 0, done.output
-        (run,) = server.runs
-        assert sorted([one["id"] for one in seen], key=bool) == [None, run.id]
-        (refusal,) = (one["error"] for one in seen if one["error"])
-        assert "both would be rank 0" in refusal
+        first, second = sorted([one["id"] for one in seen], key=len)
+        assert first == "same"
+        assert re.fullmatch("same-[0-9a-f]{6}", second)
+        assert {run.id: [row["pid"] for row in run.rows] for run in server.runs} == {
+            one["id"]: [one["pid"]] for one in seen
+        }
+        assert f"run same is open in another process or thread: this one is {second}" in done.output
+
+
+def test_of_two_processes_with_the_same_rank_and_no_id_each_has_a_run(tmp_path):
+    with WandbServer() as server:
+        (done,), seen = trained(tmp_path, server, python("spawn_same_without_id"))
+        assert done.returncode == 0, done.output
+        assert len(server.runs) == 2
+        assert {run.id for run in server.runs} == {one["id"] for one in seen}
 
 
 def test_a_group_that_the_function_makes_itself_is_warned_of(tmp_path):

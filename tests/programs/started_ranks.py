@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, tracking_init
+from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
 RANKS = 2
 
@@ -156,22 +156,26 @@ def _with_rank_alone(index: int) -> None:
 
 def spawn_same() -> None:
     """A notebook has set the variables of one process for all that it starts."""
+    _spawn_same("same")
+
+
+def spawn_same_without_id() -> None:
+    _spawn_same(None)
+
+
+def _spawn_same(run_id: str | None) -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(RANKS))
-    mp.spawn(_refused_or_open, args=(mp.get_context("spawn").Barrier(RANKS),), nprocs=RANKS)
+    mp.spawn(_as_rank_0, args=(mp.get_context("spawn").Barrier(RANKS), run_id), nprocs=RANKS)
 
 
-def _refused_or_open(index: int, together: Any) -> None:
-    @tracking_init(project="ranks")
+def _as_rank_0(index: int, together: Any, run_id: str | None) -> None:
+    @tracking_init(project="ranks", id=run_id)
     def train_until_all_have_called() -> str:
         together.wait()
+        get_run().log({"pid": os.getpid()})
         return str(get_run().id)
 
-    try:
-        run_id, error = train_until_all_have_called(), None
-    except TrackingError as refusal:
-        run_id, error = None, str(refusal)
-        together.wait()
-    see(index, RANKS, id=run_id, error=error)
+    see(index, RANKS, id=train_until_all_have_called(), pid=os.getpid())
 
 
 def spawn_group_inside() -> None:
