@@ -11,7 +11,6 @@ from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RankScope, RunMode, RunPlan, plan
 from flyteplugins_tracking._rank.topology import get_distributed_info, override_distributed_info
 from flyteplugins_tracking._runs.calls import get_run
-from flyteplugins_tracking._util.moved import refuse_imports_of
 from flyteplugins_tracking.decorator import tracking_init
 from flyteplugins_tracking.errors import (
     ConfigError,
@@ -79,16 +78,6 @@ else:  # without the `else`, a type checker would accept every misspelt name
                 globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
                 return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-# The modules of 0.1 that a pickled task may name.
-refuse_imports_of(
-    f"{__name__}.{module}"
-    for module in (
-        *("agents", "config", "context", "entries", "ending", "identity", "integrations", "lifecycle", "metrics"),
-        *("opening", "policy", "propagation", "sweeps", "topology", "values", "modes", "callables", "_process_group"),
-    )
-)
 
 
 def __dir__() -> list[str]:

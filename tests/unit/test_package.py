@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import pickle
 import pkgutil
 import sys
 import typing
@@ -18,7 +17,6 @@ import pytest
 from support.jobs import PACKAGE
 
 import flyteplugins_tracking
-from flyteplugins_tracking import ConfigError
 
 # What a room may import: itself, and what stands before it. Those in one line do not import each other.
 ROOMS = [
@@ -117,13 +115,6 @@ def test_public_functions_and_classes_have_type_hints_that_resolve(name):
 def test_the_type_hints_of_a_run_request_resolve():
     hints = typing.get_type_hints(flyteplugins_tracking.trackers.base.Tracker.open)
     assert typing.get_type_hints(hints["request"])["plan"] is flyteplugins_tracking.RunPlan
-
-
-@pytest.mark.parametrize("name", ["config.TrackingConfig", "entries.Task", "topology.DistributedInfo"])
-def test_a_pickle_of_an_older_version_is_refused_with_a_fix(name):
-    module, _, attribute = name.partition(".")
-    with pytest.raises(ConfigError, match=rf"{module} does not exist in this version .* register it again"):
-        pickle.loads(f"cflyteplugins_tracking.{module}\n{attribute}\n.".encode())
 
 
 def imports_of(path: Path) -> set[str]:
