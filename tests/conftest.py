@@ -15,6 +15,7 @@ from support import jobs
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from flyteplugins_tracking._util import private_dir
 from flyteplugins_tracking.testing import RecordedRuns
 
 # A busy machine is no finding.
@@ -48,6 +49,18 @@ def recorder(bare_environment: pytest.MonkeyPatch, recorded_runs: RecordedRuns) 
     return recorded_runs
 
 
+@pytest.fixture
+def shared_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A temporary directory that all users can write to, as /tmp."""
+    tmp_path_factory.getbasetemp()  # which would be in there, else
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        os.chmod(path, 0o1777)
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        monkeypatch.setattr(private_dir, "_warn_once", private_dir.WarnOnce(private_dir.logger))
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        yield Path(path)
+
+
 class _Scheduler(LoadScopeScheduling):
     """A file's tests stay in one worker, in their order; those of the longest files go where one is free.
 
@@ -75,6 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ or not config.option.numprocesses:
         # Each worker has its own: an open run has its project and id on the machine, as a lock in this directory.
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="t-")  # short, for the sockets in it
+        os.environ.pop("XDG_RUNTIME_DIR", None)
         config.add_cleanup(functools.partial(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True))
     if "PYTEST_XDIST_WORKER" not in os.environ:
         directory = tempfile.mkdtemp(prefix="warm-")

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,10 +19,12 @@ from flyteplugins_tracking._job.store import SHORT_TIMEOUT, connected_store
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import RANK_VARIABLES
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.whole_file import write_whole
+from flyteplugins_tracking._util.private_dir import private_directory, read_own, replace_whole
 
 _NAMESPACE = "flyteplugins_tracking"
 _POLL_S = 0.05
+# The longest text of a directory: those of failures have some kilobytes.
+_LONGEST = 1 << 20
 
 
 class Store(Protocol):
@@ -219,12 +219,12 @@ class DirectoryStore:
 
     def _read(self, key: str) -> bytes:
         try:
-            return self._path(key).read_bytes()
+            return read_own(self._path(key), _LONGEST)
         except FileNotFoundError:
             return b""
 
     def _write(self, key: str, value: str) -> None:
-        write_whole(self._path(key), value)  # its readers take no lock
+        replace_whole(self._path(key), value)  # its readers take no lock
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -245,23 +245,14 @@ def board_directory(info: DistributedInfo, env: Mapping[str, str]) -> Path:
     step = env.get("SLURM_STEP_ID", "")
     names = (proc.machine(), launcher, proc.start_time(launcher), info.job_id, step, env.get("MASTER_PORT"))
     digest = hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]
-    return user_directory() / digest
+    return private_directory("boards") / digest
 
 
 def user_directory() -> Path:
     """Return the directory of this user's boards on this machine."""
-    return Path(tempfile.gettempdir(), f"{_NAMESPACE}-{os.getuid()}")
+    return private_directory()
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only this user can read.
-
-    Raises:
-        PermissionError: The directory of this user's boards is somebody else's: anybody can make it first in /tmp.
-    """
-    top = user_directory()
-    if directory.is_relative_to(top):
-        top.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.lstat(top).st_uid != os.getuid():
-            raise PermissionError(f"{top} belongs to another user: remove it, or set TMPDIR to another directory")
+    """Make a directory that only this user can read."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import stat
@@ -17,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support import jobs
+from support.users import as_nobody, needs_root
 
 from flyteplugins_tracking.trackers.peers.client import NodeClient
 from flyteplugins_tracking.trackers.peers.server import NodeServer
@@ -33,7 +33,7 @@ def directory(monkeypatch, tmp_path_factory):
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
         monkeypatch.setenv("TMPDIR", path)
         monkeypatch.setattr(tempfile, "tempdir", None)
-        yield Path(path) / f"flyteplugins-tracking-{os.geteuid()}"
+        yield Path(path) / f"flyteplugins_tracking-{os.geteuid()}" / "sockets"
 
 
 def start_follower(name: str, rank: int = 1) -> subprocess.Popen[str]:
@@ -188,13 +188,27 @@ def test_the_directory_is_this_users_alone(name, directory):
     server = NodeServer(name, on_request=lambda _: None)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     server.close()
-    directory.chmod(0o755)
-    with pytest.raises(NodeError, match=re.escape(f"{directory} must be a directory that belongs to this user")):
-        NodeServer(name, on_request=lambda _: None)
-    directory.rmdir()
-    directory.symlink_to("/")
-    with pytest.raises(NodeError, match="Remove it, or set TMPDIR"):
-        NodeClient.connect(name, 1, time.monotonic() + 1, 1)
+
+
+@pytest.mark.parametrize("plant", [lambda path: path.chmod(0o755), lambda path: (path.rmdir(), path.symlink_to("/"))])
+def test_a_directory_that_is_not_this_users_alone_is_left_and_they_meet_in_another(name, directory, plant):
+    NodeServer(name, on_request=lambda _: None).close()
+    plant(directory)
+    server = NodeServer(name, on_request=lambda _: None)
+    server.publish({"n": 1})
+    assert NodeClient.connect(name, 1, time.monotonic() + PATIENCE_S, 10).value == {"n": 1}
+    server.close()
+    assert (directory.parent.with_name(f"{directory.parent.name}-1") / "sockets").is_dir()
+
+
+@needs_root
+def test_a_leader_and_a_follower_meet_although_another_user_has_made_the_directory(name, directory):
+    directory.parent.parent.chmod(0o1777)
+    as_nobody(lambda: os.mkdir(directory.parent))
+    server = NodeServer(name, on_request=lambda _: None)
+    server.publish({"n": 1})
+    assert NodeClient.connect(name, 1, time.monotonic() + PATIENCE_S, 10).value == {"n": 1}
+    server.close()
 
 
 def test_a_tmpdir_that_is_too_long_for_a_socket(name, monkeypatch, tmp_path):
@@ -207,13 +221,13 @@ def test_a_tmpdir_that_is_too_long_for_a_socket(name, monkeypatch, tmp_path):
     server.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@needs_root
 def test_another_user_is_not_served(name, directory):
     """Even where the directory were open."""
     server = NodeServer(name, on_request=lambda _: None)
     server.publish({"secret": 1})
     (path,) = directory.iterdir()
-    for opened in (directory.parent, directory, path):
+    for opened in (directory.parent.parent, directory.parent, directory, path):
         opened.chmod(0o777)
     done = in_a_process("another_user", str(path))
     assert done.stdout.strip() == "b''", done.stderr

@@ -8,7 +8,6 @@ import json
 import os
 import secrets
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -249,15 +248,6 @@ def test_a_problem_is_reported_with_the_value_and_a_fix(ask, case, monkeypatch):
     assert message in diagnostics(out, level)
     assert status == int(bool(diagnostics(out, "error")))
     assert err == ""
-
-
-def test_a_directory_of_sockets_that_others_can_enter_is_reported(ask):
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a longer path would be none for a socket
-        folder = Path(short, f"flyteplugins-tracking-{os.geteuid()}")
-        folder.mkdir()
-        folder.chmod(0o777)
-        _, out, _ = ask("--json", "--offline", TMPDIR=short)
-    assert f"{folder} must be a directory that belongs to this user" in diagnostics(out, "warning")
 
 
 def test_a_missing_directory_for_temporary_files_or_for_work_is_reported(ask, monkeypatch, tmp_path):

@@ -100,15 +100,16 @@ def _directories(_: Detected, __: Env) -> Iterator[Diagnostic]:
 
 def _sockets(_: Detected, __: Env) -> Iterator[Diagnostic]:
     """Check the directory of the sockets by which the ranks of a node share a run: see `trackers.peers`."""
-    from flyteplugins_tracking.trackers.peers.sockets import socket_directory, why_unusable
+    from flyteplugins_tracking.trackers.peers.sockets import socket_directory
 
     try:
-        folder = socket_directory()
-        reason = why_unusable(folder) if os.path.lexists(folder) else why_unwritable(os.path.dirname(folder))
+        socket_directory()
     except OSError as error:
-        folder, reason = "a directory for temporary files", error.strerror
-    if reason is not None:
-        yield Diagnostic("warning", f"run_mode='shared' needs {folder}: {reason}", "export TMPDIR=/a/directory")
+        yield Diagnostic(
+            "warning",
+            f"run_mode='shared' needs a directory for temporary files: {error.strerror}",
+            "export TMPDIR=/a/directory",
+        )
 
 
 _CHECKS: tuple[Callable[[Detected, Env], Iterator[Diagnostic]], ...] = (

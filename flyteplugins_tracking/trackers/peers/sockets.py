@@ -8,16 +8,16 @@ import json
 import os
 import select
 import socket
-import stat
 import struct
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.fork import after_fork_in_child
+from flyteplugins_tracking._util.private_dir import private_directory
 
 Json = Mapping[str, Any]
 
@@ -128,33 +128,22 @@ def socket_path(name: str) -> str:
     """The path of the socket with this name. Creates its directory.
 
     Raises:
-        NodeError: The directory cannot be used.
+        NodeError: There can be no directory for it.
     """
-    directory = socket_directory()
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(directory, 0o700)
-    problem = why_unusable(directory)
-    if problem is not None:
-        raise NodeError(f"{problem}. Remove it, or set TMPDIR to another directory")
+    try:
+        directory = socket_directory()
+    except OSError as error:
+        raise NodeError(f"{error.strerror}. Set TMPDIR to a directory that this user can write to") from error
     return os.path.join(directory, hashlib.sha256(name.encode()).hexdigest()[:32])
 
 
-def socket_directory() -> str:
-    """The directory for this user's sockets. It may not exist yet."""
-    name = f"flyteplugins-tracking-{os.geteuid()}"
-    path = os.path.join(tempfile.gettempdir(), name)
-    return path if len(path) + 48 <= _MAX_PATH else os.path.join("/tmp", name)  # noqa: S108 its owner is checked
+def socket_directory() -> Path:
+    """The directory for this user's sockets.
 
-
-def why_unusable(directory: str) -> str | None:
-    """Why an existing directory may not be used for sockets; None if it may."""
-    status = os.lstat(directory)
-    if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077:
-        return None
-    return (
-        f"{directory} must be a directory that belongs to this user and that no other user can enter (owner "
-        f"{status.st_uid}, mode {stat.S_IMODE(status.st_mode):o})"
-    )
+    Raises:
+        OSError: There can be none.
+    """
+    return private_directory("sockets", longest=_MAX_PATH - 48)
 
 
 def listen(path: str) -> socket.socket:

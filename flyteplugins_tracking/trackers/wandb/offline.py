@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.whole_file import write_whole
+from flyteplugins_tracking._util.private_dir import replace_whole
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal.files import Journal, stored
@@ -105,7 +105,7 @@ def attempts(place: tail.Place, own: Path, next_step: int) -> list[tail.Attempt]
             continue
         if not is_moved(directory):
             distance = max(0, next_step - min(attempt.rows))
-            write_whole(directory / _DISTANCE, json.dumps(distance))
+            replace_whole(directory / _DISTANCE, json.dumps(distance))
             attempt.move(distance)
         next_step = max(next_step, attempt.last_step + 1)
         found.append(attempt)

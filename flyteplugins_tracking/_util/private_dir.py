@@ -1,0 +1,141 @@
+"""Where the files of this user lie that only its own processes read, and whether a file is this user's.
+
+Other users of the machine can make any name in the temporary directory first: a directory, a link to the user's files,
+a FIFO that nobody writes to. So a name counts only if it is a directory of this user that nobody else can enter, and a
+file only if it is a regular one of this user. Otherwise the next name is used. It raises an OSError at most.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from flyteplugins_tracking._util.warn_once import WarnOnce
+
+logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
+_NAME = "flyteplugins_tracking"
+# How many names are tried in a directory in which others may have made them.
+_NAMES = 10
+
+
+def private_directory(*parts: str, longest: int | None = None) -> Path:
+    """Return a directory that only this user can enter. Makes it if it is missing.
+
+    Processes of this user on this machine that have the same environment get the same one, unless other users have
+    made all names.
+
+    Args:
+        *parts: Its path in the user's private directory.
+        longest: The most bytes of its path, for sockets: see unix(7). None for any number.
+
+    Raises:
+        OSError: There is no such directory, and none can be made.
+    """
+    for top in _candidates():
+        path = top.joinpath(*parts)
+        if longest is not None and len(os.fsencode(path)) > longest:
+            continue
+        if all(_is_made(level) for level in (top, *(top.joinpath(*parts[: end + 1]) for end in range(len(parts))))):
+            return path
+    raise OSError(errno.EACCES, f"{tempfile.gettempdir()}, /tmp and the home directory cannot have a private directory")
+
+
+def _candidates() -> Iterator[Path]:
+    """Yield the names of the user's private directory, in the order in which all its processes try them."""
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "-")
+    if runtime.is_absolute() and is_private(runtime):  # after `su`, it is the other user's
+        yield runtime / _NAME
+    user = f"{_NAME}-{os.geteuid()}"
+    for directory in dict.fromkeys((tempfile.gettempdir(), "/tmp")):  # noqa: S108 what is in it is checked
+        for number in range(_NAMES):
+            yield Path(directory, f"{user}-{number}" if number else user)
+    home = Path(os.path.expanduser("~"), ".cache")
+    if home.is_dir():
+        yield home / _NAME
+    yield _of_this_process()
+
+
+@functools.cache
+def _of_this_process() -> Path:
+    """Return a new directory, where all names are taken: the process's other files work, and no other finds them."""
+    return Path(tempfile.mkdtemp(prefix=f"{_NAME}-"))
+
+
+def _is_made(path: Path) -> bool:
+    """Whether the directory is there and private, by now."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        if not is_private(path):
+            _warn_once(path, "%s is not a directory of this user alone: another one is used", path)
+            return False
+    except OSError:
+        return False
+    return is_private(path)
+
+
+def is_private(path: Path) -> bool:
+    """Whether `path` is a directory, and no link to one, that belongs to this user and that no other can enter."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file if it is a regular file of this user, under no second name. Never waits, and follows no link.
+
+    Raises:
+        PermissionError: It is another user's, or anything but a file.
+        OSError: It cannot be opened.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink <= 1:
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(errno.EPERM, "not a regular file of this user alone", str(path))
+
+
+def read_own(path: Path, limit: int) -> bytes:
+    """Return the contents of a file of this user, of at most `limit` bytes.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OSError: It is longer, or is refused by `open_own`.
+    """
+    with open(open_own(path), "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
+    return data
+
+
+def replace_whole(path: Path, text: str, mode: int = 0o600) -> None:
+    """Replace the text of a file, or make the file: a reader, and a kill, finds the old text or the new one.
+
+    Threads and processes may do so at the same time.
+
+    Args:
+        path: The file.
+        text: Its new text.
+        mode: Its permissions, less the process's umask.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    unfinished.unlink(missing_ok=True)  # of a process that was killed, or planted
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(unfinished, flags, mode), "w") as file:
+        file.write(text)
+    unfinished.replace(path)
