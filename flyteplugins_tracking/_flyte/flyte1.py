@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte.elastic import workers_of
-from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import NodeRequest, Page, pages
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext
@@ -177,7 +176,6 @@ class Flyte1Context(ExecutionContext):
             on_cluster=execution is not None,
             can_persist=is_pod,
             can_render_report=True,
-            report_is_of_rank_0=True,
             has_report=bool(getattr(flytekit.current_context(), "enable_deck", False)),
             can_publish_files=runs_a_task,
             success_exceptions=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
@@ -186,12 +184,7 @@ class Flyte1Context(ExecutionContext):
     def render_report(self, run: EndedRun) -> None:
         from flyteplugins_tracking._flyte import report
 
-        report.show_run(_show, run, of_rank_0=True)
-
-    def relay_report(self, tracker: str, info: DistributedInfo, timeout_s: float) -> None:
-        from flyteplugins_tracking._flyte import report
-
-        report.relay(_show, tracker, info, timeout_s)
+        report.show_run(_show, run)
 
     def persist(self, directory: str) -> str:
         """Copy a local directory below the raw output prefix, and return its address."""

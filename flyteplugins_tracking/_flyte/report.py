@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -29,8 +28,6 @@ _STYLE = (
     "<style>.tracking { font-family: sans-serif; line-height: 1.5 } .tracking table { margin-bottom: 1em } "
     ".tracking th, .tracking td { padding: 2px 1.2em 2px 0; text-align: left; vertical-align: top }</style>"
 )
-# The number of pages that this process has shown for another rank, by topic: the page of each call is another one.
-_relayed: Counter[str] = Counter()
 
 
 @dataclass(frozen=True)
@@ -59,13 +56,12 @@ class Outcome:
         return cls(run_id, rank, exit_code, url, dict(list(shown.items())[:_MAX_VALUES]))
 
 
-def show_run(show: Callable[[str, str], None], run: EndedRun, *, of_rank_0: bool = False) -> None:
+def show_run(show: Callable[[str, str], None], run: EndedRun) -> None:
     """On the first run's primary, show the runs of all ranks; on the others, send this rank's run to it.
 
     Args:
         show: Shows HTML in a tab of the task's report or deck, by its title.
         run: This rank's run.
-        of_rank_0: Whether only rank 0 can show HTML. A primary on another rank sends the page to it: see `relay`.
     """
     info = run.info
     outcome = Outcome.of(run.id, run.url, 0 if info is None else info.rank, run.exit_code, run.summary)
@@ -74,31 +70,7 @@ def show_run(show: Callable[[str, str], None], run: EndedRun, *, of_rank_0: bool
         send(board, outcome)
         return
     others = gather(board, run.other_runs) if board is not None else []
-    html_page = page(run.tracker, info, run.attempt, [outcome, *others], run.other_runs - len(others))
-    if of_rank_0 and info is not None and info.rank != 0:
-        _send_page(run.tracker, info, html_page)
-    else:
-        show(TITLE, html_page)
-
-
-def relay(show: Callable[[str, str], None], tracker: str, info: DistributedInfo, timeout_s: float) -> None:
-    """On rank 0, show the page that the first run's primary, another rank, sends within `timeout_s` from now."""
-    topic = _pages_topic(tracker, info)
-    board = _board(info, topic)
-    if board is None:
-        return
-    _relayed[topic] += 1
-    with suppress(RuntimeError):
-        pages = board.wait_for_texts(_relayed[topic], timeout_s + _WAIT_S)
-        if len(pages) >= _relayed[topic]:
-            show(TITLE, pages[_relayed[topic] - 1])
-
-
-def _send_page(tracker: str, info: DistributedInfo, html_page: str) -> None:
-    board = _board(info, _pages_topic(tracker, info))
-    if board is not None:
-        with suppress(RuntimeError):
-            board.append(html_page)
+    show(TITLE, page(run.tracker, info, run.attempt, [outcome, *others], run.other_runs - len(others)))
 
 
 def _board(info: DistributedInfo, topic: str) -> Board | None:
@@ -110,10 +82,6 @@ def _board(info: DistributedInfo, topic: str) -> Board | None:
 
 def _topic(tracker: str, info: DistributedInfo | None) -> str:
     return f"report/{tracker}/{info.restart_count if info else 0}"
-
-
-def _pages_topic(tracker: str, info: DistributedInfo) -> str:
-    return f"report-pages/{tracker}/{info.restart_count}"
 
 
 def send(board: Board | None, outcome: Outcome) -> None:

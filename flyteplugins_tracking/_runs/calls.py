@@ -128,7 +128,6 @@ class TrackedCall:
         watcher: Watches for SIGTERM during the call. Each call has its own start and stop.
         info: This rank; None outside a distributed job.
         restore: Undoes what the tracker has done on a rank without a run.
-        relay_report: On rank 0, shows the report of a primary that is another rank; None if there is nothing to show.
         pid: The process that the call began in; a forked child must not end it.
         config: The arguments of the call.
         is_simulated: Whether the process stands for a rank of a test.
@@ -145,7 +144,6 @@ class TrackedCall:
     watcher: SigtermWatcher | AsyncioSigtermWatcher | None = None
     info: DistributedInfo | None = None
     restore: Callable[[], object] | None = None
-    relay_report: Callable[[], object] | None = None
     pid: int = field(default_factory=os.getpid)
     config: TrackingConfig = field(default_factory=TrackingConfig)
     is_simulated: bool = False

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config import propagation
-from flyteplugins_tracking._rank.info import DistributedInfo
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.calls import TrackedCall
@@ -33,7 +32,6 @@ class ExecutionContext(ABC):
             count them over the life of the process.
         has_report: Whether the task has a report, as far as this is known when it runs.
         can_render_report: Whether `render_report` works here.
-        report_is_of_rank_0: Whether only rank 0's process can show a report: `relay_report` shows another rank's there.
         can_persist: Whether `persist` works here. False if there is no storage, or if this machine's files stay.
         can_publish_files: Whether `publish_files` works here.
         run_metadata: The values that the platform adds to the run's config.
@@ -52,7 +50,6 @@ class ExecutionContext(ABC):
     call_counts: Counter[str] | None = None
     has_report: bool = False
     can_render_report: bool = False
-    report_is_of_rank_0: bool = False
     can_persist: bool = False
     can_publish_files: bool = False
     run_metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -71,9 +68,6 @@ class ExecutionContext(ABC):
     def render_report(self, run: EndedRun) -> None:
         """Show a run that has ended in the task's report or deck."""
         raise NotImplementedError
-
-    def relay_report(self, tracker: str, info: DistributedInfo, timeout_s: float) -> None:  # noqa: B027
-        """On rank 0, show the report that the primary, another rank, has sent. A platform may show only rank 0's."""
 
     def persist(self, directory: str) -> str:
         """Copy a local directory to storage that outlives this machine, and return the address."""

@@ -5,7 +5,6 @@ Every rank loads this module. The parts that only ranks with a run need are in `
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -114,8 +113,6 @@ def _tracked(
             if call.stopping is not None:
                 call.stopping.function_ended()
             _close(call, exit_code, failure)
-            if exit_code == 0 and call.relay_report is not None:
-                _relay_report(call, call.relay_report)
         finally:
             if call.stopping is not None:
                 call.stopping.closed()
@@ -217,19 +214,13 @@ class _Start(NamedTuple):
         calls.begin(call)
         return call
 
-    def _without_run(
-        self,
-        restore: Callable[[], object] | None,
-        info: DistributedInfo | None,
-        relay_report: Callable[[], object] | None = None,
-    ) -> TrackedCall:
+    def _without_run(self, restore: Callable[[], object] | None, info: DistributedInfo | None) -> TrackedCall:
         return TrackedCall(
             self.tracker.name,
             self.parent,
             self.override,
             info=info,
             restore=restore,
-            relay_report=relay_report,
             config=self.config,
             is_simulated=self.context.is_simulated,
             timeout_s=self._timeout_s,
@@ -244,9 +235,8 @@ class _Start(NamedTuple):
         config, parent_run = self._config_and_parent_run(found)
         config = config.in_world(info)
         # A rank without a run needs no id: agreeing on one would cost imports and time.
-        relay_report = self._relay_report(config, info)
         if not opens_run(info, config.run_mode, config.rank_scope, config.primary_rank):
-            call = self._without_run(self.tracker.on_inactive_rank(config, info), info, relay_report)
+            call = self._without_run(self.tracker.on_inactive_rank(config, info), info)
             calls.begin(call)
             return call
         from flyteplugins_tracking._runs import open as opening
@@ -263,19 +253,10 @@ class _Start(NamedTuple):
                 watcher,
                 failures,
                 self._has_report,
-                relay_report,
                 pool=found.pool,
                 timeout_s=self._timeout_s,
             )
             return opener.open(self.parent, self.override)
-
-    def _relay_report(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
-        """Return what shows the primary's report on rank 0; None if this rank is another one, or the primary itself."""
-        if info is None or info.rank != 0 or config.primary_rank == 0 or not self._has_report:
-            return None
-        if not self.context.report_is_of_rank_0:
-            return None
-        return functools.partial(self.context.relay_report, self.tracker.name, info, config.finish_timeout_s)
 
     def _config_and_parent_run(self, found: Detection) -> tuple[TrackingConfig, Mapping[str, Any] | None]:
         """Return the arguments of this call, and the run of the calling task if this task continues it."""
@@ -351,14 +332,6 @@ def _withdraw_report() -> None:
             failures.withdraw(*_reported.pop())
         except Exception:
             logger.warning("an exception that was handled may be taken for the end of this rank", exc_info=True)
-
-
-def _relay_report(call: TrackedCall, relay_report: Callable[[], object]) -> None:
-    try:
-        relay_report()
-    except Exception:
-        # Tracker errors must not change the training's outcome.
-        logger.warning("%s: the task's report does not show the primary's run", call.tracker, exc_info=True)
 
 
 def _close(call: TrackedCall, exit_code: int, failure: Failure | None) -> None:

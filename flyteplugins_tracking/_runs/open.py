@@ -64,7 +64,6 @@ class Opener:
         watcher: What watches for SIGTERM; None if nothing does.
         failures: What reads why the job ends.
         has_report: Whether the task has a report.
-        relay_report: See `TrackedCall`.
         pool: The pool whose worker this process is; None for none.
         timeout_s: See `TrackedCall`.
     """
@@ -77,7 +76,6 @@ class Opener:
     watcher: SigtermWatcher | AsyncioSigtermWatcher | None
     failures: FailureReader
     has_report: bool
-    relay_report: Callable[[], object] | None = None
     pool: Pool | None = None
     timeout_s: float | None = None
 
@@ -99,7 +97,6 @@ class Opener:
                 is_opener,
                 self.watcher,
                 self.info,
-                relay_report=self.relay_report,
                 config=self.config,
                 is_simulated=self.context.is_simulated,
                 timeout_s=self.timeout_s,
