@@ -5,7 +5,6 @@ It is in the job's store if the job has one, so that ranks of all nodes read it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import shutil
 import time
@@ -19,6 +18,7 @@ from flyteplugins_tracking._job.store import SHORT_TIMEOUT, connected_store
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import RANK_VARIABLES
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.lock import locked
 from flyteplugins_tracking._util.private_dir import private_directory, read_own, replace_whole
 
 _NAMESPACE = "flyteplugins_tracking"
@@ -229,8 +229,7 @@ class DirectoryStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         make_private(self.directory)
-        with open(self.directory / "lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(self.directory / "lock", SHORT_TIMEOUT.total_seconds()):
             yield
 
 

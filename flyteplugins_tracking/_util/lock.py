@@ -1,27 +1,42 @@
-"""One writer per run on a machine: a lock that only one live process or thread can hold. It leaves no file behind.
+"""Locks between the processes of this user on this machine, for one writer per run.
 
-The lock is a socket in Linux's abstract namespace. The name is free again when the process ends, also if it is killed.
-https://man7.org/linux/man-pages/man7/unix.7.html
+A lock is a POSIX record lock on a file that no other user can open. The system frees it when the process ends, also if
+it is killed. Not `flock`, which a child that was forked would go on holding. A process loses such a lock when it closes
+any descriptor of the file, so each file is opened once. https://man7.org/linux/man-pages/man2/F_GETLK.2const.html
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import os
-import socket
 import struct
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
-from flyteplugins_tracking._util.proc import parent
+from flyteplugins_tracking._util.fork import after_fork_in_child
+from flyteplugins_tracking._util.private_dir import open_own, private_directory
+from flyteplugins_tracking._util.proc import machine, parent
+
+_POLL_S = 0.1
+_SHORTEST_POLL_S = 0.001
+# struct flock
+_REQUEST = struct.Struct("hhqqi4x")
+# The descriptors of the locks that this process holds, by the path of the file.
+_held: dict[Path, int] = {}
+_changing = threading.RLock()
 
 
 class RunLock:
     """A lock by name among this user's processes on this machine."""
 
-    def __init__(self, bound: socket.socket | None = None) -> None:
-        self._bound = bound
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self._pid = path, os.getpid()
 
     @classmethod
     def acquire(cls, name: str, timeout_s: float = 0) -> RunLock | None:
@@ -33,44 +48,90 @@ class RunLock:
                 ending. This process, its ancestors and its siblings are not waited for.
 
         Returns:
-            None if another process or thread holds the lock. If the holder is unknown, the lock counts as free.
+            None if another process or thread holds the lock. It counts as free where there can be no locks.
         """
         if sys.platform != "linux":
             return cls()
-        digest = hashlib.sha256(name.encode()).hexdigest()
-        address = f"\0flyteplugins-tracking/{os.getuid()}/{digest}"
+        digest = hashlib.sha256(f"{machine()}\0{name}".encode()).hexdigest()
         deadline = time.monotonic() + timeout_s
-        while True:
-            bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                bound.bind(address)
-                bound.listen()
-                return cls(bound)
-            except OSError as error:
-                bound.close()
-                if error.errno != errno.EADDRINUSE:
-                    return cls()
-            if time.monotonic() > deadline or _is_family(_holder(address)):
-                return None
-            time.sleep(0.1)
+        try:
+            path = private_directory("locks") / digest
+            while (holder := _hold(path)) is not None:
+                if time.monotonic() > deadline or _is_family(holder):
+                    return None
+                time.sleep(_POLL_S)
+        except OSError:  # the disk is full, or the file system has no locks
+            return cls()
+        return cls(path)
 
     def release(self) -> None:
-        """Release the lock. In a forked child, close only its copy: the parent keeps the lock."""
-        if self._bound is not None:
-            self._bound.close()
-            self._bound = None
+        """Release the lock. It does nothing in a forked child: the parent keeps the lock."""
+        if self._path is not None and self._pid == os.getpid():
+            _free(self._path)
+        self._path = None
 
 
-def _holder(address: str) -> int:
-    """Return the process that holds the lock; 0 if it has just ended or is unknown."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(address)
-            pid, _, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        except OSError:
-            return 0
-        return int(pid)
+@contextlib.contextmanager
+def locked(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold the lock of a file of this user's, which is made and removed, against other processes and threads.
+
+    Raises:
+        TimeoutError: Another one has held it for `timeout_s`.
+        OSError: The file cannot be locked.
+    """
+    deadline, pause_s = time.monotonic() + timeout_s, _SHORTEST_POLL_S
+    while (holder := _hold(path)) is not None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, f"process {holder} has held the lock for {timeout_s:g} s", str(path))
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_S)
+    try:
+        yield
+    finally:
+        _free(path)
+
+
+def _hold(path: Path) -> int | None:
+    """Lock a file. Returns None, or the process that holds the lock: 0 if it has just ended or is unknown."""
+    with _changing:
+        if path in _held:
+            return os.getpid()
+        while True:
+            descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(path, descriptor):
+                    _held[path] = descriptor
+                    return None
+            except (BlockingIOError, PermissionError):
+                return _holder(descriptor)
+            finally:
+                if path not in _held:
+                    os.close(descriptor)
+
+
+def _free(path: Path) -> None:
+    with _changing:
+        descriptor = _held.pop(path, None)
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(path)  # while it is locked: who has opened it looks whether it is still there
+            os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.stat(path).st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _holder(descriptor: int) -> int:
+    with contextlib.suppress(OSError):
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, _REQUEST.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        kind, *_, pid = _REQUEST.unpack(answer)
+        return 0 if kind == fcntl.F_UNLCK else int(pid)
+    return 0
 
 
 def _is_family(pid: int) -> bool:
@@ -78,4 +139,14 @@ def _is_family(pid: int) -> bool:
     ancestors = [os.getpid()]
     while ancestors[-1] > 1:
         ancestors.append(parent(ancestors[-1]))
-    return pid in ancestors or (pid > 1 and parent(pid) == os.getppid() > 1)
+    return pid > 0 and (pid in ancestors or (pid > 1 and parent(pid) == os.getppid() > 1))
+
+
+@after_fork_in_child
+def _forget() -> None:
+    """Close the parent's files: the locks are the parent's alone."""
+    global _changing
+    _changing = threading.RLock()
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()

@@ -12,6 +12,8 @@ from urllib.parse import quote
 
 _SCHEME = "sqlite:///"
 _PAUSE_S = 0.1
+# How long another process is waited for that makes the tables: it may be stopped.
+_LONGEST_S = 60.0
 
 
 @contextmanager
@@ -20,12 +22,12 @@ def alone_with(uri: str, deadline: float | None) -> Iterator[None]:
 
     Args:
         uri: The tracking URI. For anything but a SQLite file, there is no lock.
-        deadline: When the block runs without the lock, in seconds of `time.monotonic`; None for never.
+        deadline: When the block runs without the lock, in seconds of `time.monotonic`; None for a minute from now.
     """
     from flyteplugins_tracking._util.lock import RunLock
 
-    claim = None
-    while uri.startswith(_SCHEME) and claim is None and (deadline is None or time.monotonic() < deadline):
+    claim, until = None, time.monotonic() + _LONGEST_S if deadline is None else deadline
+    while uri.startswith(_SCHEME) and claim is None and time.monotonic() < until:
         claim = RunLock.acquire(f"mlflow-tables/{os.path.abspath(_path(uri))}")
         if claim is None:
             time.sleep(_PAUSE_S)

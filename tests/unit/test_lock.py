@@ -1,0 +1,187 @@
+"""Locks between processes: who may take one, and when it is free again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from support.users import become_nobody, needs_root
+
+from flyteplugins_tracking._job.board import Board, DirectoryStore
+from flyteplugins_tracking._util import lock
+from flyteplugins_tracking._util.lock import RunLock, locked
+from flyteplugins_tracking.trackers.mlflow import tables
+
+LONG_S = 60.0
+PARENTS_USER = os.geteuid()
+
+
+@pytest.fixture(autouse=True)
+def directory(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"flyteplugins_tracking-{os.geteuid()}" / "locks"
+
+
+@contextlib.contextmanager
+def process(function: Callable[[], object]) -> Iterator[int]:
+    """A forked child that has called `function`, and waits until it is killed."""
+    is_done, done = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            function()
+            os.write(done, b".")
+            time.sleep(LONG_S)
+        os._exit(1)
+    os.close(done)
+    try:
+        assert os.read(is_done, 1) == b"."
+        yield pid
+    finally:
+        os.close(is_done)
+        kill(pid)
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def acquired(name: str = "a", timeout_s: float = 0) -> RunLock:
+    held = RunLock.acquire(name, timeout_s)
+    assert held is not None
+    return held
+
+
+def test_a_lock_has_one_holder_in_a_process_and_leaves_no_file(directory):
+    held = acquired()
+    assert RunLock.acquire("a") is None
+    acquired("b").release()
+    assert len(list(directory.iterdir())) == 1
+    held.release()
+    held.release()
+    acquired().release()
+    assert list(directory.iterdir()) == []
+
+
+def test_another_process_cannot_take_it_and_its_try_does_not_free_it():
+    held = acquired()
+
+    def tries() -> None:
+        assert RunLock.acquire("a") is None
+        held.release()  # the parent's
+        assert RunLock.acquire("a") is None
+
+    with process(tries), process(tries):
+        held.release()
+        acquired().release()
+
+
+def test_the_lock_of_a_process_that_is_killed_is_free_though_what_it_has_started_lives_on():
+    def hold() -> None:
+        acquired()
+        subprocess.Popen(["/bin/sleep", str(LONG_S)], close_fds=False)
+        if os.fork() == 0:
+            time.sleep(LONG_S)
+            os._exit(0)
+
+    with process(hold) as pid:
+        assert RunLock.acquire("a") is None
+        kill(pid)
+        acquired().release()
+
+
+def test_a_holder_of_another_family_is_waited_for():
+    """Not a child, an ancestor or a sibling: as an earlier attempt that is ending."""
+    with process(lambda: None), process(acquired) as pid:
+        threading.Timer(0.3, kill, (pid,)).start()
+        started = time.monotonic()
+        acquired(timeout_s=LONG_S).release()
+        assert 0.1 < time.monotonic() - started < LONG_S
+
+
+def test_this_process_is_not_waited_for():
+    held = acquired()
+    started = time.monotonic()
+    assert RunLock.acquire("a", LONG_S) is None
+    assert time.monotonic() - started < LONG_S / 2
+    held.release()
+
+
+def test_processes_that_come_and_go_never_hold_it_together(tmp_path):
+    """Each removes the file that another one may have just opened."""
+    program = (
+        "import sys, tempfile; from pathlib import Path; from flyteplugins_tracking._util.lock import locked\n"
+        "folder = Path(sys.argv[1])\n"
+        "for _ in range(100):\n"
+        "    with locked(folder / 'lock', 60):\n"
+        "        (folder / 'inside').touch(exist_ok=False); (folder / 'inside').unlink()\n"
+    )
+    ends = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) for _ in range(3)]
+    assert [end.wait(LONG_S) for end in ends] == [0, 0, 0]
+
+
+def test_the_wait_for_a_lock_has_an_end(tmp_path):
+    def hold() -> None:
+        lock._hold(tmp_path / "lock")
+
+    held = locked(tmp_path / "lock", 0.2)
+    with process(hold) as pid, pytest.raises(TimeoutError, match=f"process {pid} has held the lock for 0.2 s"), held:
+        pytest.fail("two hold the lock")
+
+
+def test_a_board_whose_lock_is_held_for_good_is_an_error_and_no_hang(tmp_path, monkeypatch):
+    monkeypatch.setattr("flyteplugins_tracking._job.board.SHORT_TIMEOUT", timedelta(seconds=0.2))
+    board = Board(DirectoryStore(tmp_path), "topic")
+    with process(lambda: lock._hold(tmp_path / "lock")), pytest.raises(TimeoutError):
+        board.put("a", "text")
+
+
+def test_tables_that_another_process_makes_for_ever_are_waited_for_a_while(monkeypatch, tmp_path):
+    monkeypatch.setattr(tables, "_LONGEST_S", 0.3)
+    made = tables.alone_with(f"sqlite:///{tmp_path}/a.db", None)
+    with process(lambda: acquired(f"mlflow-tables/{tmp_path}/a.db")), made:
+        pass
+
+
+@needs_root
+def test_another_user_cannot_hold_our_lock(shared_tmp):
+    """Nor make its file or its directory first, nor take its name for a socket."""
+    digest = hashlib.sha256(b"a").hexdigest()
+
+    def take() -> None:
+        become_nobody()
+        top = shared_tmp / f"flyteplugins_tracking-{PARENTS_USER}"
+        top.mkdir()
+        (top / "locks").mkdir()
+        taken = socket.socket(socket.AF_UNIX)
+        taken.bind(f"\0flyteplugins-tracking/{PARENTS_USER}/{digest}")
+        taken.listen()
+        held.append(taken)
+
+    held: list[socket.socket] = []
+    with process(take):
+        started = time.monotonic()
+        acquired(timeout_s=LONG_S).release()
+    assert time.monotonic() - started < LONG_S / 2
+
+
+def test_without_a_directory_the_lock_counts_as_free(monkeypatch):
+    def nowhere(*_: str) -> Path:
+        raise OSError
+
+    monkeypatch.setattr(lock, "private_directory", nowhere)
+    acquired().release()
