@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from flyteplugins_tracking._runs.sigterm.wakeup import WakeupFd
 from flyteplugins_tracking._util import critical, threads
-from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.exit_codes import TERMINATED
 from flyteplugins_tracking._util.timeout import run_with_timeout
 
 SIGNAL = signal.SIGTERM
@@ -40,8 +40,6 @@ _HANDLER_S = 5.0
 # long after the function was left; or this long after the runs' timeout, if it has not been left.
 _AFTERWARDS_S = 10.0
 _OVERTIME_S = 2.0
-# Ctrl-C is left to Python. A main thread that has not moved for this long is in a C call, until the agent's SIGKILL.
-_INTERRUPT_S = 10.0
 _POLL_S = 0.005
 _REINSTALL_S = 0.1
 # Stops the thread: no signal has the number 0. The thread cannot wait for the pipe to be closed, since a forked child
@@ -407,14 +405,8 @@ class SigtermWatcher:
     # In the thread that reads the wakeup fd
 
     def _watch(self, wakeup: WakeupFd) -> None:
-        interrupted_at: object = None
         while True:
-            signals = wakeup.receive(_INTERRUPT_S if interrupted_at else None)
-            if not signals:
-                if interrupted_at == _main_thread_at():
-                    self._finish_on_signal(INTERRUPTED)
-                interrupted_at = None
-                continue
+            signals = wakeup.receive()
             if _STOP in signals:
                 return
             wakeup.forward(bytes(number for number in signals if number not in (SIGNAL, _SYNC)))
@@ -425,8 +417,6 @@ class SigtermWatcher:
                 # In a thread of its own: other signals are forwarded meanwhile.
                 self._terminator = threading.Thread(target=self._terminate, daemon=True)
                 self._terminator.start()
-            if signal.SIGINT in signals and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                interrupted_at = interrupted_at or _main_thread_at()
 
     def _terminate(self) -> None:
         if self._signalled_at is None:
@@ -500,9 +490,3 @@ class SigtermWatcher:
 def is_watched() -> bool:
     """Whether a `SigtermWatcher` has its handler installed."""
     return isinstance(signal.getsignal(SIGNAL), _ChainedHandler)
-
-
-def _main_thread_at() -> tuple[int, int]:
-    """Return the position of the main thread: its innermost frame and the instruction there."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return id(frame), frame.f_lasti

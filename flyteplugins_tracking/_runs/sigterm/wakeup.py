@@ -35,11 +35,11 @@ class WakeupFd:
         if current != self._writer:
             self._remember(current)
 
-    def receive(self, timeout_s: float | None = None) -> bytes:
-        """Wait for signals. Returns their numbers, and nothing if none has come after `timeout_s` seconds."""
+    def receive(self) -> bytes:
+        """Wait for signals, and return their numbers."""
         poll = select.poll()  # `select` takes no file of a number above 1023
         poll.register(self.reader, select.POLLIN)
-        poll.poll(None if timeout_s is None else timeout_s * 1000)
+        poll.poll()
         return self.received()
 
     def received(self) -> bytes:
