@@ -56,18 +56,16 @@ Verdict = Literal["commit", "reject", "abandon"]
 class CallCounter:
     """Counts the calls of `should_stop()` on one rank."""
 
-    __slots__ = ("at_limit", "count", "limit", "step")
+    __slots__ = ("at_limit", "count", "limit")
 
     def __init__(self, limit: float, at_limit: Callable[[int], bool]) -> None:
         """`at_limit` is asked, with the number of the call, from call `limit` on: whether the function should stop."""
         self.count = 0
-        self.step: int | None = None  # the last one that was passed
         self.limit = limit
         self.at_limit = at_limit
 
-    def next(self, step: int | None = None) -> bool:
+    def next(self) -> bool:
         """Count one more call, and return whether the function should stop."""
-        self.step = step
         # The counting comes before the reading: a thread that sets the limit, and then reads the count, knows that this
         # call will see the limit if the thread has not seen this call.
         self.count = count = self.count + 1

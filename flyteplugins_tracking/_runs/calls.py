@@ -76,7 +76,7 @@ class OpenRun:
         context: The execution context that the run was opened in.
         lock: Keeps other processes from opening the run.
         failures: Reads why the job ends.
-        attempts: The attempts of the run; None if no other attempt can have it, or if another rank notes them.
+        attempts: The attempts of the run; None if no other attempt can have it, or if another rank keeps them.
         shows_report: Whether the run is to be shown in the task's report.
         published_dir: The local directory that becomes an output of the task when the run has ended; None for none.
         joined: The number of calls that use the run besides the opener.

@@ -138,8 +138,6 @@ def _finish(run: OpenRun, exit_code: int, failure: Failure | None) -> None:
     _await_writers(run, exit_code)
     exit_code = _final_status(run, _or_terminated(exit_code), failure)
     _record_goodput(run, exit_code)
-    if run.attempts is not None:
-        run.attempts.close()  # what it keeps with a run that has ended would open it again
     summary = _summary(run, exit_code)
     try:
         run.handle.finish(exit_code)

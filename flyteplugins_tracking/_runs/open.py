@@ -32,7 +32,7 @@ from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.failures import FailureReader
-from flyteplugins_tracking._runs.goodput import Attempts, Steps, file_of
+from flyteplugins_tracking._runs.goodput import Attempts
 from flyteplugins_tracking._runs.progress import ProgressWatch
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.lock import RunLock
@@ -122,13 +122,15 @@ class Opener:
         try:
             watch: SigtermWatch = self.watcher or closing.WATCHER
             watch = ProgressWatch(watch) if self.config.is_monitored else watch
-            # Only one rank notes the attempts of a run, and only if another attempt can find it.
+            # Only one rank keeps the attempts of a run, and only if another attempt can find it.
             can_continue = run_plan.run_id is not None and run_plan.primary and not self.context.is_simulated
-            steps = Steps(self.config.step_metric) if can_continue else None
-            request = self._request(run_plan, watch, deadline, steps or Uncounted())
+            attempts = Attempts(self.config.step_metric) if can_continue else None
+            request = self._request(run_plan, watch, deadline, attempts or Uncounted())
             require(self.tracker)
             handle = self.tracker.open(request)
             at_exit.watch()
+            if attempts is not None:
+                attempts.begin(handle, request.is_retry)
         except BaseException:
             lock.release()
             raise
@@ -142,7 +144,7 @@ class Opener:
             context=self.context,
             lock=lock,
             failures=self.failures,
-            attempts=None if steps is None else self._attempts(request, handle, steps),
+            attempts=attempts,
             shows_report=self.has_report and self.context.can_render_report,
             published_dir=self._published_dir(handle) if self.config.download_logs else None,
         )
@@ -162,18 +164,6 @@ class Opener:
             ask_to_stop=functools.partial(_ask_to_stop, self.tracker.name),
             steps=steps,
         )
-
-    def _attempts(self, request: RunRequest, handle: Handle, steps: Steps) -> Attempts | None:
-        """Return the attempts of the run; None if nobody can continue it."""
-        if handle.namespace is None:
-            return None
-        file = file_of(self.tracker.name, f"{handle.namespace}\0{self.config.project or ''}", handle.id)
-        may_restart = self.info is not None and self.info.world_size > 1
-        try:
-            return Attempts(file, handle, steps, request.is_retry, may_restart)
-        except RuntimeError as error:  # no thread can be had
-            logger.warning("%s: the run will not tell its goodput: %s", self.tracker.name, error)
-            return None
 
     def _warn_of_unused_prefix(self) -> None:
         if self.config.rank_prefix and self.config.run_mode != "shared" and self.plan.first:

@@ -308,6 +308,7 @@ class _State:
     summary: Dictionary = field(default_factory=Dictionary)
     exit_codes: list[int] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
+    saved_state: str | None = None
 
     def frozen(self) -> RecordedRun:
         head = self.primary
@@ -486,6 +487,12 @@ class _Handle(Handle):
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self._state.summary.update(values)
         self._state.texts[name] = text
+
+    def save_state(self, text: str) -> None:
+        self._state.saved_state = text
+
+    def saved_state(self) -> str | None:
+        return self._state.saved_state
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         self._next_row.add(values)

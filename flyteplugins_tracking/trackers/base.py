@@ -66,7 +66,7 @@ class StepWatch(Protocol):
 
 
 class Uncounted:
-    """The `steps` of a run whose attempts this rank does not note. It takes nothing."""
+    """The `steps` of a run whose attempts this rank does not keep. It takes nothing."""
 
     def row_logged(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
@@ -160,14 +160,6 @@ class Handle(Protocol):
         return None if self.run is self else getattr(self.run, "url", None)
 
     @property
-    def namespace(self) -> str | None:
-        """Where the run's id is unique, besides `project=`: the address of the service, a project of the environment.
-
-        None for a run that nobody can continue.
-        """
-        return ""
-
-    @property
     def files(self) -> str | None:
         """The local directory with the run's files; None if this process has not written them."""
         return None
@@ -208,15 +200,15 @@ class Handle(Protocol):
         """
         return
 
-    def keep_note(self, text: str) -> None:  # noqa: ARG002
-        """Keep a text of this library's with the run, for the next attempt, wherever that runs.
+    def save_state(self, text: str) -> None:  # noqa: ARG002
+        """Keep a text of this library's in the run, for the next attempt, wherever that runs.
 
-        Called on the primary, from another thread. It takes the place of the one before. By default nothing is kept,
-        and an attempt on another machine finds none.
+        Called on the primary, from the function's threads: it must not wait for the service. It takes the place of the
+        one before. A run that has ended must not be opened again for it. By default nothing is kept.
         """
         return
 
-    def kept_note(self) -> str | None:
+    def saved_state(self) -> str | None:
         """Return the text that the run had when it was opened; None for none."""
         return None
 

@@ -1,4 +1,4 @@
-"""Notes, then logs into a run, while another thread tears W&B's client down. Writes what it saw to the file `seen`."""
+"""Saves a state and logs, while another thread tears W&B's client down. Writes what it saw to the file `seen`."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ def train() -> None:
     thread.start()
     while not session._connection._client._writer.is_closing():
         time.sleep(0.001)
-    vars(run)[HANDLE].keep_note("kept for the next attempt")
+    vars(run)[HANDLE].save_state("kept for the next attempt")
     is_open_after_note = run._wl is not session
     run.log({"x": 1})
     told = {"is_open_after_note": is_open_after_note, "is_torn_down": not thread.is_alive() or session._asyncer._joined}

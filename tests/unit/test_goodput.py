@@ -3,417 +3,218 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import signal
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
-from support.waiting import wait_until
 
 from flyteplugins_tracking import get_run, request_stop, should_stop, tracking_init
-from flyteplugins_tracking._job.agreement import CallCounter
-from flyteplugins_tracking._job.goodput import Attempt, Note, merged, metrics
 from flyteplugins_tracking._runs import goodput
-from flyteplugins_tracking._runs.goodput import Steps
 from flyteplugins_tracking.testing import RecordingTracker
+from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.registry import find_tracker
 
+# When steps are made: the second, and the step.
+Steps = Sequence[tuple[float, Any]]
+# 4 of the first attempt's steps are made again, in the 4 seconds from step 6 on; then 10 and 5 seconds are lost.
+THREE_ATTEMPTS = (
+    [(at, at) for at in range(11)],
+    [(14 + step, step) for step in range(6, 17)],
+    [(18 + step, step) for step in range(17, 28)],
+)
+
+
+class Clock:
+    """The time, which a test sets."""
+
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now - 500
+
 
 @pytest.fixture
-def directory(monkeypatch, tmp_path) -> Path:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return tmp_path
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(goodput, "time", clock)
+    return clock
 
 
 @pytest.fixture
-def recorder(bare_environment, directory) -> RecordingTracker:
+def recorder(bare_environment, clock) -> RecordingTracker:
     return RecordingTracker()
 
 
-def notes(directory: Path) -> list[Path]:
-    return list(directory.glob("*/goodput/*"))
+class SavingTracker(RecordingTracker):
+    """A tracker that passes what is saved to a function, and that has saved a text before."""
+
+    def __init__(self, save: Callable[[str], object], saved: Callable[[], str | None] = lambda: None) -> None:
+        super().__init__()
+        self._save, self._saved = save, saved
+
+    def open(self, request: RunRequest) -> Handle:
+        handle = super().open(request)
+        vars(handle).update(save_state=self._save, saved_state=self._saved)
+        return handle
 
 
-def passed(step: int) -> None:
+def passed(step: Any) -> None:
     should_stop(step)
 
 
-def passed_later(step: int) -> None:
+def passed_after_a_call_without(step: Any) -> None:
     should_stop()
     should_stop(step)
 
 
-def logged_with_step(step: int) -> None:
+def logged_with_step(step: Any) -> None:
     get_run().log({"loss": 1.0}, step=step)
 
 
-def logged_with_column(step: int) -> None:
-    get_run().log({"loss": 1.0, "step": -1, "trainer/global_step": step})
+def logged_with_column(step: Any) -> None:
+    get_run().log(MappingProxyType({"loss": 1.0, "step": -1, "iteration": step}))
 
 
-def logged_without_step(_: int) -> None:
-    get_run().log({"loss": 1.0})
+def logged_without_step(step: Any) -> None:
+    get_run().log({"loss": 1.0, "step": step, "trainer/global_step": step})
 
 
-def logged_in_epochs(step: int) -> None:
+def logged_in_epochs(step: Any) -> None:
     get_run().log({"loss": 1.0}, step=step)
     get_run().log({"accuracy": 1.0}, step=step // 5)
 
 
-def passed_and_logged_in_epochs(step: int) -> None:
+def passed_and_logged_in_epochs(step: Any) -> None:
     should_stop(step)
     logged_in_epochs(step)
 
 
-def train(first: int, last: int, fails: bool, make_step: Callable[[int], None]) -> None:
-    for step in range(first, last + 1):
-        time.sleep(0.02)
-        make_step(step)
+def make(steps: Steps, recorder: RecordingTracker, clock: Clock, **options: Any) -> Any:
+    """Make an attempt of these steps, and return its run. `how` makes a step; `fails`: whether the attempt does."""
+    how, fails = options.pop("how", logged_with_step), options.pop("fails", False)
+
+    @tracking_init(tracker=recorder, **{"id": "again", "step_metric": "iteration", **options})
+    def train() -> None:
+        for at, step in steps:
+            clock.now = 1000.0 + at
+            how(step)
+        if fails:
+            raise ValueError("made to fail")
+
     if fails:
-        raise ValueError("made to fail")
-
-
-def three_attempts(recorder, make_step):
-    """Make steps 0 to 9, then 5 to 9 from a checkpoint, and then 10 to 14; the first two attempts fail."""
-    tracked = tracking_init(tracker=recorder, id="again")(train)
-    with pytest.raises(ValueError, match="made to fail"):
-        tracked(0, 9, True, make_step)
-    with pytest.raises(ValueError, match="made to fail"):
-        tracked(5, 9, True, make_step)
-    tracked(10, 14, False, make_step)
+        with pytest.raises(ValueError, match="made to fail"):
+            train()
+    else:
+        train()
     return recorder.runs[-1]
 
 
+def make_all(attempts: Sequence[Steps], recorder: RecordingTracker, clock: Clock, **options: Any) -> Any:
+    """Make attempts of which all but the last one fail."""
+    for steps in attempts[:-1]:
+        make(steps, recorder, clock, fails=True, **options)
+    return make(attempts[-1], recorder, clock, **options)
+
+
+def figures(run: Any) -> dict[str, Any]:
+    """The run's goodput, without its prefix."""
+    return {key.removeprefix("goodput/"): value for key, value in run.summary.items() if key.startswith("goodput/")}
+
+
 @pytest.mark.parametrize(
-    "make_step",
-    [passed, logged_with_step, logged_with_column, passed_and_logged_in_epochs],
+    "how",
+    [passed, passed_after_a_call_without, logged_with_step, logged_with_column, passed_and_logged_in_epochs],
     ids=lambda function: function.__name__,
 )
-def test_a_run_that_was_restarted_tells_its_goodput(recorder, directory, make_step):
-    run = three_attempts(recorder, make_step)
-    assert run.summary["goodput/attempts"] == 3
-    assert 0 < run.summary["goodput/share"] < 1
-    # The steps from 5 on: 5 of the 9 whose time is known.
-    again_s, kept_s = run.summary["goodput/attempt_0/repeated_s"], run.summary["goodput/attempt_0/kept_s"]
-    assert again_s / (again_s + kept_s) == pytest.approx(5 / 9)
-    assert [run.summary[f"goodput/attempt_{number}/repeated_s"] for number in (1, 2)] == [0, 0]
-    assert run.summary["goodput/restart_s"] > 0
-    assert "3 attempts" in run.texts["goodput"]
-    assert notes(directory) == []
+def test_a_run_that_was_restarted_tells_its_goodput(recorder, clock, how):
+    run = make_all(THREE_ATTEMPTS, recorder, clock, how=how)
+    assert figures(run) == {
+        "attempts": 3,
+        "share": pytest.approx(26 / 45),
+        "restart_s": 15,
+        "kept_s": pytest.approx(26),
+        "repeated_s": pytest.approx(4),
+        **{"attempt_0/restart_s": 0, "attempt_1/restart_s": 10, "attempt_2/restart_s": 5},
+        **{"attempt_0/kept_s": pytest.approx(6), "attempt_1/kept_s": 10, "attempt_2/kept_s": 10},
+        **{"attempt_0/repeated_s": pytest.approx(4), "attempt_1/repeated_s": 0, "attempt_2/repeated_s": 0},
+    }
+    assert "goodput 58% in 3 attempts" in run.texts["goodput"]
 
 
-def test_a_first_call_without_a_step_is_followed_by_others(recorder):
-    run = three_attempts(recorder, passed_later)
-    assert run.summary["goodput/attempts"] == 3
-    assert "goodput/share" in run.summary
-
-
-@pytest.mark.parametrize("make_step", [logged_without_step, logged_in_epochs], ids=lambda f: f.__name__)
-def test_rows_that_do_not_tell_the_steps_tell_the_time_between_attempts(recorder, make_step):
-    run = three_attempts(recorder, make_step)
-    assert run.summary["goodput/attempts"] == 3
-    assert run.summary["goodput/restart_s"] > 0
-    assert not [key for key in run.summary if "share" in key or "repeated" in key or "kept" in key]
+@pytest.mark.parametrize("how", [logged_without_step, logged_in_epochs], ids=lambda function: function.__name__)
+def test_rows_that_do_not_tell_the_steps_tell_the_time_between_attempts(recorder, clock, how):
+    run = make_all(THREE_ATTEMPTS, recorder, clock, how=how)
+    restarts = {"attempt_0/restart_s": 0, "attempt_1/restart_s": 10, "attempt_2/restart_s": 5}
+    assert figures(run) == {"attempts": 3, "restart_s": 15, **restarts}
     assert "unknown" in run.texts["goodput"]
 
 
-def test_a_run_that_has_ended_begins_anew(recorder, directory):
-    three_attempts(recorder, logged_with_step)
-    restart_s = recorder.runs[-1].summary["goodput/restart_s"]
-    tracking_init(tracker=recorder, id="again")(train)(0, 3, False, logged_with_step)
-    assert recorder.runs[-1].summary["goodput/restart_s"] == restart_s  # as it was
-
-
-def test_an_attempt_that_has_nothing_left_to_do_tells_the_goodput_of_those_before(recorder, directory):
-    tracked = tracking_init(tracker=recorder, id="again")(train)
-    for first in (0, 5):
-        with pytest.raises(ValueError, match="made to fail"):
-            tracked(first, 9, True, logged_with_step)
-    tracked(10, 9, False, logged_with_step)
-    assert recorder.runs[-1].summary["goodput/attempts"] == 2
-    assert notes(directory) == []
-
-
-def test_a_run_with_one_attempt_tells_nothing(recorder, directory):
-    tracking_init(tracker=recorder, id="once")(train)(0, 20, False, logged_with_step)
-    (run,) = recorder.runs
-    assert set(run.summary) == {"loss"}
-    assert notes(directory) == []
-
-
-def test_a_directory_that_cannot_be_written_costs_the_goodput_only(recorder, monkeypatch, directory, caplog):
-    (directory / "a file").touch()
-    monkeypatch.setattr("tempfile.tempdir", str(directory / "a file"))
-    run = three_attempts(recorder, logged_with_step)
-    assert len(run.rows) == 20
-    assert "goodput/attempts" not in run.summary
-    assert "run again: its next attempt will not know all steps of this one" in caplog.text
-
-
-def test_both_of_two_runs_expect_another_attempt_after_a_stop(recorder, directory):
-    other = RecordingTracker(find_tracker("mlflow"))
-
-    @tracking_init(tracker=other, id="outer")
-    @tracking_init(tracker=recorder, id="inner")
-    def stopped(first: int, stops: bool) -> None:
-        for step in range(first, first + 10):
-            time.sleep(0.02)
-            if stops and step == 8:
-                request_stop("a reason")
-            get_run("mlflow").log({"loss": 1.0}, step=step)
-            get_run("recording").log({"loss": 1.0}, step=step)
-            if should_stop():
-                return
-
-    stopped(0, stops=True)
-    assert len(notes(directory)) == 2
-    stopped(9, stops=False)
-    for *_, run in (recorder.runs, other.runs):
-        assert run.summary["goodput/attempts"] == 2
-    assert notes(directory) == []
-
-
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_after_a_good_end_of_one_rank_only_a_restart_of_the_job_is_another_attempt(
-    recorder, directory, bare_environment, restarts
-):
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        bare_environment.setenv(name, value)
-    bare_environment.setenv("TORCHELASTIC_RUN_ID", "a-job")
-    tracked = tracking_init(tracker=recorder, id="again")(train)
-    tracked(0, 9, False, logged_with_step)
-    bare_environment.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-    tracked(10, 19, False, logged_with_step)
-    assert recorder.runs[-1].summary.get("goodput/attempts") == (2 if restarts else None)
-
-
-def test_a_job_that_ended_well_is_none_of_the_next_ones_attempts(recorder, directory, bare_environment):
-    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in {**variables, "TORCHELASTIC_RUN_ID": "a-job", "TORCHELASTIC_RESTART_COUNT": "0"}.items():
-        bare_environment.setenv(name, value)
-    tracked = tracking_init(tracker=recorder, id="again")(train)
-    tracked(0, 9, False, logged_with_step)
-    with pytest.raises(ValueError, match="made to fail"):
-        tracked(0, -1, True, logged_with_step)  # before its first row
-    bare_environment.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    tracked(0, 9, False, logged_with_step)
-    assert "goodput/attempts" not in recorder.runs[-1].summary
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_notes_nothing_and_does_not_keep_the_parent_from_it(recorder, directory):
-    @tracking_init(tracker=recorder, id="forks")
-    def forking() -> None:
-        run = get_run()
-        children = []
-        for step in range(40):
-            run.log({"loss": 1.0}, step=step)
-            time.sleep(0.02)
-            if step % 5 == 0:
-                child = os.fork()
-                if child == 0:
-                    run.log({"loss": 1.0}, step=1000)
-                    time.sleep(5)
-                    os._exit(0)
-                children.append(child)
-        wait_until(lambda: last_step(directory) >= 30)
-        assert last_step(directory) < 1000
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-
-    forking()
-
-
-def last_step(directory: Path) -> float:
-    for path in notes(directory):
-        if path.suffix == ".json":
-            return merged([path.read_text()], is_retry=False).attempts[-1].last_step or -1
-    return -1
-
-
-def test_a_slow_disk_does_not_stop_the_training(recorder, directory, monkeypatch):
-    begins, may_end = threading.Event(), threading.Event()
-
-    def slow(_: Any, __: str) -> None:
-        begins.set()
-        may_end.wait(60)
-
-    monkeypatch.setattr(goodput.Attempts, "_write", slow)
-    monkeypatch.setattr(goodput, "_PATIENCE_S", 0.1)
-
-    @tracking_init(tracker=recorder, id="slow")
-    def running() -> None:
-        logged_with_step(0)
-        assert begins.wait(60)
-        for step in range(1, 100):
-            logged_with_step(step)
-
-    running()
-    assert not may_end.is_set()
-    may_end.set()
-    assert len(recorder.runs[0].rows) == 100
-
-
-def test_a_run_with_a_random_id_has_no_attempts(recorder, directory):
-    @tracking_init(tracker=recorder)
-    def running() -> None:
-        logged_with_step(0)
-        assert "flyteplugins_tracking.goodput" not in [thread.name for thread in threading.enumerate()]
-
-    running()
-
-
-def test_a_process_that_can_start_no_thread_has_its_run(recorder, directory, monkeypatch, caplog):
-    def refused(thread: threading.Thread) -> None:
-        if thread.name == "flyteplugins_tracking.goodput":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    start = threading.Thread.start
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    tracking_init(tracker=recorder, id="threads")(train)(0, 3, False, logged_with_step)
-    (run,) = recorder.runs
-    assert (len(run.rows), run.exit_codes) == (4, (0,))
-    assert "the run will not tell its goodput: can't start new thread" in caplog.text
-
-
-def test_the_thread_ends_with_the_run(recorder, directory):
-    tracking_init(tracker=recorder, id="ends")(train)(0, 3, False, logged_with_step)
-    assert "flyteplugins_tracking.goodput" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_old_notes_are_removed(recorder, directory):
-    tracked = tracking_init(tracker=recorder, id="fails")(train)
-    with pytest.raises(ValueError, match="made to fail"):
-        tracked(0, 3, True, logged_with_step)
-    (note,) = notes(directory)
-    for days, is_left in ((29, True), (31, False)):
-        os.utime(note, (time.time() - days * 24 * 3600,) * 2)
-        tracking_init(tracker=recorder, id="another")(train)(0, 3, False, logged_with_step)
-        assert note.exists() is is_left
-
-
-# What an attempt is
-
-
-@pytest.fixture
-def clock(monkeypatch) -> Iterator[list[float]]:
-    """The time, which a test sets."""
-    now = [1000.0]
-    monkeypatch.setattr(goodput, "time", type("Clock", (), {"time": lambda: now[0], "monotonic": lambda: now[0]}))
-    return now
-
-
-def attempt_of(rows: list[tuple[float, Any]], clock: list[float]) -> Attempt | None:
-    """The attempt of rows at these seconds, with these steps."""
-    clock[0] = 1000.0
-    steps = Steps("global_step")
-    for at, step in rows:
-        clock[0] = 1000.0 + at
-        steps.row_logged({"loss": 1.0}, step)
-    return steps.attempt
-
-
-def test_an_attempt_lasts_from_its_first_to_its_last_step(clock):
-    rows = [(0, None), (500, 0), (501, 1), (502, 2), (510, 2), (7200, None)]
-    assert attempt_of(rows, clock) == Attempt(1000.0, 1500.0, 1502.0, 0, 2, 1.0)
-
-
-def test_an_attempt_without_steps_lasts_from_its_first_to_its_last_row(clock):
-    assert attempt_of([(1, None), (9, None)], clock) == Attempt(1000.0, 1001.0, 1009.0, None, None, None)
-    assert attempt_of([(1, 7), (5, 8), (9, 3)], clock) == Attempt(1000.0, 1001.0, 1009.0, 0, 0, 0)
-    assert Steps("global_step").attempt is None
-
-
-def test_a_row_before_the_training_is_none_of_its_steps(clock):
-    """As an evaluation logs it, before the trainer has loaded its checkpoint."""
-    rows = [(0, 0), *((100.0 + step, step) for step in range(1001, 1011))]
-    assert attempt_of(rows, clock) == Attempt(1000.0, 2101.0, 2110.0, 1001, 1010, 1.0)
-    assert attempt_of([(0, 1), (50, 50), (100, 100), (150, 150)], clock).first_step == 1
-
-
-def test_few_steps_have_no_gap(clock):
-    assert attempt_of([(0, 4)], clock) == Attempt(1000.0, 1000.0, 1000.0, 4, 4, None)
-    assert attempt_of([(0, 4), (1, 1000)], clock) == Attempt(1000.0, 1000.0, 1001.0, 4, 1000, None)
-
-
-def test_a_clock_that_is_set_changes_no_attempt(clock, monkeypatch):
-    steps = Steps("global_step")
-    for step in range(3):
-        steps.row_logged({}, step)
-        clock[0] += 1
-    monkeypatch.setattr(goodput.time, "time", lambda: 0.0)
-    assert steps.attempt == Attempt(1000.0, 1000.0, 1002.0, 0, 2, 1.0)
-
-
-def test_should_stop_takes_the_place_of_the_rows_from_its_first_step_on(clock):
-    steps, calls = Steps("global_step"), CallCounter(math.inf, lambda _: False)
-    steps.follow(calls)
-    calls.next()
-    steps.row_logged({}, 100)
-    clock[0] += 500
-    for step in range(7, 13):
-        calls.next(step)
-        if step % 5 == 2:
-            steps.row_logged({}, 2000)
-        clock[0] += 1
-    assert steps.attempt == Attempt(1000.0, 1500.0, 1505.0, 7, 12, 1.0)
-    clock[0] += 500
-    steps.look()
-    assert steps.attempt.ended_at == 1505.0
+def test_one_attempt_that_does_not_tell_its_steps_makes_the_share_unknown(recorder, clock):
+    make(THREE_ATTEMPTS[0], recorder, clock, fails=True)
+    run = make(THREE_ATTEMPTS[1], recorder, clock, how=logged_without_step)
+    assert set(figures(run)) == {"attempts", "restart_s", "attempt_0/restart_s", "attempt_1/restart_s"}
 
 
 @pytest.mark.parametrize(
-    ("step", "known"),
-    [(3, 3), (3.5, 3.5), (float("nan"), None), (Fraction(10**400), None), ("3", None), (None, None), (object(), None)],
+    ("attempts", "kept_s", "restart_s"),
+    [
+        ([[(0, 0.0), (95, 0.95)], [(100, 0.76), (200, 1.9)]], [76, 100], [0, 5]),
+        ([[(0, 50), (450, 500)], [(600, 550), (1100, 1000)]], [450, 500], [0, 150]),
+        ([[(0, 10), (10, 20)], [(11, 0), (21, 10)], [(22, 11), (32, 21)]], [0, 10, 10], [0, 1, 1]),
+        ([[(0, 10), (10, 20)], [(11, 10), (21, 20)]], [0, 10], [0, 1]),
+        ([[(0, 0), (10, 10)], [(20, 4)], [(30, 4), (40, 14)]], [4, 0, 10], [0, 10, 10]),
+        ([[(0, 0), (10, 10)], [], [(30, 4), (40, 14)]], [4, 10], [0, 20]),
+        ([[(0, None), (50, 0), (60, 10), (60, 10), (90, None)], [(100, 5), (110, 15)]], [5, 10], [0, 40]),
+        ([[(0, 0), (10, 10)], [(5, 11), (15, 21)]], [10, 10], [0, 0]),
+    ],
+    ids=[
+        "epochs that overlap",
+        "sparse rows",
+        "from behind the start",
+        "from the start",
+        "an attempt of one step",
+        "an attempt that fails before its first row",
+        "rows before and behind the steps",
+        "a machine whose clock is behind",
+    ],
 )
-def test_a_step_is_a_number(step, known):
-    steps = Steps("global_step")
-    steps.row_logged({}, step)
-    assert steps.attempt.last_step == known
+def test_goodput_is_the_time_of_the_steps_that_no_later_attempt_makes_again(
+    recorder, clock, attempts, kept_s, restart_s
+):
+    found = figures(make_all(attempts, recorder, clock))
+    numbers = range(len(kept_s))
+    assert [found[f"attempt_{number}/kept_s"] for number in numbers] == pytest.approx(kept_s)
+    assert [found[f"attempt_{number}/restart_s"] for number in numbers] == pytest.approx(restart_s)
+    assert found["share"] == pytest.approx(sum(kept_s) / (found["kept_s"] + found["repeated_s"] + sum(restart_s)))
 
 
-@pytest.mark.parametrize("arguments", [(), (None,), ([1],), ({}, 1, True, "more")])
-def test_wrong_arguments_of_log_are_left_to_the_tracker(arguments):
-    Steps("global_step").row_logged(*arguments, step=2, unknown=1)
+def test_should_stop_takes_the_place_of_the_rows_from_its_first_step_on(recorder, clock):
+    def both(step: int) -> None:
+        if step != 100:
+            should_stop(step)
+        logged_with_step(100 if step < 10 else 2000)
+
+    found = figures(make_all([[(0, 100), (500, 7), (510, 12)], [(520, 8), (530, 18)]], recorder, clock, how=both))
+    assert (found["kept_s"], found["repeated_s"]) == pytest.approx((2 + 10, 8))
 
 
-@pytest.mark.parametrize("kind", [dict, MappingProxyType])
-def test_the_column_of_steps_is_the_users(kind):
-    steps = Steps("iteration")
-    steps.row_logged(kind({"iteration": 7, "train/global_step": 8}))
-    assert steps.attempt.first_step == 7
+def test_a_clock_that_is_set_changes_no_attempt(recorder, clock):
+    steps = [(at, at) for at in range(11)]
+    make(steps, recorder, clock, fails=True)
+    clock.time = lambda: 1020.0  # the monotonic clock is at 510, and not set
 
+    def log_and_set(step: int) -> None:
+        clock.time = lambda: 0.0
+        logged_with_step(step)
 
-def test_the_column_that_was_defined_comes_first():
-    steps = Steps("iteration")
-    steps.column_defined("epoch")
-    steps.column_defined("train_step")
-    steps.row_logged({"iteration": 7, "train_step": 9, "epoch": 1})
-    assert steps.attempt.first_step == 9
-
-
-def test_an_attempt_is_noted_more_and_more_rarely(clock):
-    steps = Steps("global_step")
-    assert steps.next_note_s == 0.1
-    noted = []
-    while clock[0] < 1400:
-        steps.row_logged({}, len(noted))
-        noted.append(clock[0] - 1000)
-        clock[0] += steps.next_note_s
-    gaps = [later - earlier for earlier, later in pairwise(noted)]
-    assert (min(gaps), max(gaps)) == pytest.approx((0.1, 5.0))
-    assert all(gap <= 0.1 * at + 1e-9 for gap, at in zip(gaps, noted, strict=False) if at > 1)
-    assert len(noted) < 150
+    assert figures(make([(at, at) for at in range(10, 21)], recorder, clock, how=log_and_set))["restart_s"] == 10
 
 
 class Deleted:
@@ -425,142 +226,190 @@ class Deleted:
     __hash__ = None
 
 
-def test_what_is_passed_may_be_anything_and_is_a_step_if_it_is_a_number(clock):
-    steps, calls = Steps("global_step"), CallCounter(math.inf, lambda _: False)
-    steps.follow(calls)
-    for step in range(5):
-        calls.next(Deleted())
-        steps.row_logged({}, step)
-        clock[0] += 1
-    assert steps.attempt == Attempt(1000.0, 1000.0, 1004.0, 0, 4, 1.0)
+@pytest.mark.parametrize(
+    ("step", "is_known"),
+    [(3, True), (3.5, True), (float("nan"), False), (Fraction(10**400), False), ("3", False), (Deleted(), False)],
+    ids=["int", "float", "NaN", "too large", "text", "an object"],
+)
+@pytest.mark.parametrize("how", [passed, logged_with_step], ids=lambda function: function.__name__)
+def test_what_is_passed_may_be_anything_and_is_a_step_if_it_is_a_number(recorder, clock, how, step, is_known):
+    def log(step: Any) -> None:
+        logged_without_step(0)
+        how(step)
+
+    run = make_all([[(0, step), (10, step)], [(20, step)]], recorder, clock, how=log)
+    assert ("share" in figures(run)) is is_known
 
 
-def test_a_function_within_may_be_called_for_each_epoch(clock):
-    steps = Steps("global_step")
-    for epoch in range(5):
-        calls = CallCounter(math.inf, lambda _: False)
-        steps.follow(calls)
-        for step in range(10 * epoch, 10 * epoch + 10):
-            calls.next(step)
-            if step % 10 == 0:
-                steps.look()
-            clock[0] += 1
-    steps.look()
-    assert steps.attempt.gap == pytest.approx(1.0, abs=0.1)
-    assert (steps.attempt.first_step, steps.attempt.last_step) == (0, 49)
+@pytest.mark.parametrize("arguments", [(), (None,), ([1],), ({}, 1, True, "more")])
+def test_wrong_arguments_of_log_are_left_to_the_tracker(arguments):
+    goodput.Attempts("global_step").row_logged(*arguments, step=2, unknown=1)
 
 
-# What attempts come to
+def test_the_column_that_was_defined_has_the_steps(clock):
+    attempts = goodput.Attempts("global_step")
+    attempts.begin(SimpleNamespace(saved_state=lambda: "[false,[[990.0,995.0,0,5]]]", save_state=lambda _: None), True)
+    attempts.column_defined("train_step")
+    for at in range(10):
+        clock.now = 1000.0 + at
+        attempts.row_logged({"global_step": 0, "train_step": 3 + at})
+    assert attempts.end(0)["goodput/repeated_s"] == pytest.approx(2)
 
 
-def attempt(began_at: float, seconds: float, first: float | None, last: float | None, gap: float | None = 1) -> Attempt:
-    return Attempt(began_at, began_at, began_at + seconds, first, last, gap)
+# Which attempts a run has
 
 
-def shares(attempts: list[Attempt]) -> list[float]:
-    """The share of its time that each attempt has kept."""
-    values = metrics(attempts)
-    return [values[f"goodput/attempt_{number}/kept_s"] / attempt.seconds for number, attempt in enumerate(attempts)]
+def test_a_run_with_one_attempt_tells_nothing(recorder, clock):
+    assert set(make(THREE_ATTEMPTS[0], recorder, clock).summary) == {"loss"}
 
 
-def test_goodput_is_the_time_of_the_steps_that_no_later_attempt_makes_again():
-    attempts = [attempt(0.0, 10.0, 0, 10), attempt(20.0, 10.0, 6, 16), attempt(35.0, 10.0, 17, 27)]
-    values = metrics(attempts)
-    assert values["goodput/share"] == pytest.approx((5 + 10 + 10) / 45)
-    assert (values["goodput/restart_s"], values["goodput/repeated_s"]) == (15.0, 5.0)
-    assert [values[f"goodput/attempt_{number}/kept_s"] for number in range(3)] == [5.0, 10.0, 10.0]
-    assert metrics(attempts[:1]) == {}
+def test_a_run_that_has_ended_well_begins_again(recorder, clock):
+    found = figures(make_all(THREE_ATTEMPTS, recorder, clock))
+    assert figures(make([(100, 0), (110, 10)], recorder, clock)) == found  # as they were
+    make([(200, 0), (210, 10)], recorder, clock, fails=True)
+    assert figures(make([(220, 10), (230, 20)], recorder, clock))["attempts"] == 2
+
+
+def test_an_attempt_that_has_nothing_left_to_do_tells_the_goodput_of_those_before(recorder, clock):
+    assert figures(make_all([*THREE_ATTEMPTS[:2], []], recorder, clock))["attempts"] == 2
+
+
+def set_rank(environment: pytest.MonkeyPatch, restart_count: int) -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    launcher = {"TORCHELASTIC_RUN_ID": "a-job", "TORCHELASTIC_RESTART_COUNT": str(restart_count)}
+    for name, value in {**rank, **launcher}.items():
+        environment.setenv(name, value)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_after_a_good_end_of_one_rank_only_a_restart_of_the_job_is_another_attempt(
+    recorder, clock, bare_environment, restarts
+):
+    set_rank(bare_environment, 0)
+    make(THREE_ATTEMPTS[0], recorder, clock)
+    set_rank(bare_environment, restarts)
+    run = make(THREE_ATTEMPTS[1], recorder, clock)
+    assert figures(run).get("attempts") == (2 if restarts else None)
+
+
+def test_a_job_that_ended_well_is_none_of_the_next_ones_attempts(recorder, clock, bare_environment):
+    set_rank(bare_environment, 0)
+    make(THREE_ATTEMPTS[0], recorder, clock)
+    make([], recorder, clock, fails=True)  # before its first row
+    set_rank(bare_environment, 1)
+    assert figures(make(THREE_ATTEMPTS[1], recorder, clock)) == {}
+
+
+def test_both_of_two_runs_expect_another_attempt_after_a_stop(recorder, clock):
+    other = RecordingTracker(find_tracker("mlflow"))
+
+    @tracking_init(tracker=other, id="outer")
+    @tracking_init(tracker=recorder, id="inner")
+    def stopped(first: int, stops: bool) -> None:
+        for step in range(first, first + 10):
+            clock.now += 1
+            if stops and step == 8:
+                request_stop("a reason")
+            get_run("mlflow").log({"loss": 1.0}, step=step)
+            get_run("recording").log({"loss": 1.0}, step=step)
+            if should_stop():
+                return
+
+    stopped(0, stops=True)
+    stopped(9, stops=False)
+    assert [figures(run)["attempts"] for tracker in (recorder, other) for run in tracker.runs] == [2, 2]
+
+
+def test_a_run_with_a_random_id_has_no_attempts(bare_environment, clock):
+    saved: list[str] = []
+    make(THREE_ATTEMPTS[0], SavingTracker(saved.append), clock, id=None)
+    assert saved == []
+
+
+# What is saved of them
+
+
+def test_an_attempt_that_is_killed_is_known_by_what_was_saved_last(bare_environment, clock):
+    saved: list[str] = []
+    make([(at, at) for at in range(1000)], SavingTracker(saved.append), clock)
+    killed_with = saved[-2]  # the last one is of the end
+    run = make([(1100, 900), (1200, 1000)], SavingTracker(saved.append, lambda: killed_with), clock)
+    assert figures(run)["attempt_0/kept_s"] == pytest.approx(900)
+    assert figures(run)["restart_s"] == pytest.approx(1100 - 999, abs=15)
+
+
+def test_an_attempt_is_saved_more_and_more_rarely_without_a_thread(bare_environment, clock):
+    saved_at: list[float] = []
+    tracker = SavingTracker(lambda _: saved_at.append(clock.now - 1000))
+    make([(at / 100, at) for at in range(30_000)], tracker, clock)
+    distances = [later - earlier for earlier, later in pairwise(saved_at[:-1])]
+    assert saved_at[0] == 0
+    assert max(distances) == pytest.approx(15, abs=0.02)
+    assert all(distance <= earlier + 0.02 for distance, earlier in zip(distances[1:], saved_at[1:], strict=False))
+    assert len(saved_at) < 35
+
+
+def test_a_signal_that_ends_the_run_saves_it_and_only_a_row_after_that_saves_it_again(clock):
+    saved: list[str] = []
+    attempts = goodput.Attempts("global_step")
+    attempts.begin(SimpleNamespace(saved_state=lambda: "[false,[[990.0,995.0,0,5]]]", save_state=saved.append), False)
+    for step in range(6, 10):  # a function that logs nothing
+        clock.now += 1
+        attempts.step_made(step)
+    assert attempts.end(143)["goodput/attempts"] == 2
+    count = len(saved)
+    assert (attempts.end(0), len(saved)) == ({}, count)  # what is recorded with a run that has ended opens it again
+    attempts.row_logged({"loss": 1.0})
+    assert attempts.end(0)["goodput/attempts"] == 2
+    assert json.loads(saved[-1])[0] is True
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "kept"),
-    [
-        (attempt(0, 950, 0.0, 0.95, 0.05), attempt(960, 1000, 0.9, 1.9, 0.05), 0.85 / 0.95),
-        (attempt(0, 950, 0.05, 0.95, 0.05), attempt(960, 1000, 1.0, 1.9, 0.05), 1.0),
-        (attempt(0, 450, 50, 500, 50), attempt(600, 500, 500, 1000, 50), 400 / 450),
-        (attempt(0, 450, 50, 500, 50), attempt(600, 500, 550, 1000, 50), 1.0),
-        (attempt(0, 10, 10, 20), attempt(11, 10, 0, 10), 0.0),
-        (attempt(0, 10, 10, 20), attempt(11, 10, 10, 20), 0.0),
-    ],
-    ids=["epochs that overlap", "epochs", "a row again", "rows", "behind the start", "from the start"],
+    "text", ["", "{", '[["text"]]', "[1]", "null", "[0,[[1]]]", "[0,0]", "[0,[[{},1,1,1]]]", '["ab","cd"]', 3, {}]
 )
-def test_the_steps_may_be_any_distance_apart(first, second, kept):
-    assert shares([first, second]) == [pytest.approx(kept), 1.0]
+def test_what_somebody_else_has_saved_is_no_attempt(bare_environment, clock, caplog, text):
+    run = make(THREE_ATTEMPTS[0], SavingTracker(lambda _: None, lambda: text), clock)
+    assert figures(run) == {}
+    assert caplog.text == ""
 
 
-def test_a_rollback_behind_an_earlier_attempt_keeps_nothing_of_that():
-    values = metrics([attempt(0.0, 10.0, 10, 20), attempt(11.0, 10.0, 0, 10), attempt(22.0, 10.0, 11, 21)])
-    assert [values[f"goodput/attempt_{number}/kept_s"] for number in range(3)] == [0.0, 10.0, 10.0]
+def test_a_service_that_cannot_save_or_tell_costs_the_goodput_only(bare_environment, clock, caplog):
+    def fail(*_: Any) -> Any:
+        raise OSError("no service")
+
+    run = make(THREE_ATTEMPTS[0], SavingTracker(fail, fail), clock)
+    assert (len(run.rows), run.exit_codes, figures(run)) == (11, (0,), {})
+    assert caplog.text.count("run again: its next attempt will not know all steps of this one") == 1
+    assert "the goodput of run again leaves out earlier attempts" in caplog.text
 
 
-def test_an_attempt_without_a_step_has_only_cost_time():
-    values = metrics([attempt(0, 10, 0, 10), attempt(20, 5, None, None, None), attempt(30, 10, 11, 21)])
-    assert values["goodput/restart_s"] == 10 + 5 + 5
-    assert values["goodput/share"] == pytest.approx(20 / 40)
+def test_many_attempts_fit_into_a_tag_of_mlflows(bare_environment, clock):
+    saved: list[str] = []
+    tracker = SavingTracker(saved.append, lambda: saved[-1] if saved else None)
+    for number in range(60):
+        at, step = number * 1e6 / 3, number * 1e8 / 3
+        run = make([(at, step), (at + 1, step + 1)], tracker, clock, fails=number < 59)
+    assert figures(run)["attempts"] == 50
+    assert max(map(len, saved)) < 5000
 
 
-def test_an_attempt_with_few_steps_has_the_gap_of_the_others():
-    crashed = attempt(20, 1, 5, 6, None)
-    assert shares([attempt(0, 10, 0, 10), crashed]) == [pytest.approx(0.4), 1.0]
-    assert shares([attempt(0, 10, 0, 10), crashed, attempt(30, 10, 7, 17)]) == [pytest.approx(0.4), 1.0, 1.0]
-    one_each = metrics([attempt(0, 6, 0, 6), attempt(10, 0, 4, 4, None), attempt(20, 0, 4, 4, None)])
-    assert (one_each["goodput/kept_s"], one_each["goodput/repeated_s"]) == (3.0, 3.0)
-    assert shares([attempt(0, 5, 0, 5, None), attempt(20, 1, 5, 6, None)]) == [1.0, 1.0]  # nobody knows a gap
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_saves_nothing(bare_environment, clock):
+    read, write = os.pipe()
+    tracker = SavingTracker(lambda text: os.write(write, f"{os.getpid()} {text}\n".encode()))
 
+    def log_in_child(step: int) -> None:
+        run = get_run()
+        run.log({"loss": 1.0}, step=step)
+        clock.now += 100
+        child = os.fork()
+        if child == 0:
+            run.log({"loss": 1.0}, step=1000)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 
-def test_a_row_before_the_training_alone_makes_no_step_again():
-    assert shares([attempt(0, 10, 0, 10), attempt(20, 1, 0, 0, None)])[0] == 1.0
-
-
-def test_an_attempt_whose_steps_went_down_makes_the_share_unknown():
-    known, unknown = attempt(0, 10, 0, 10), attempt(20, 10, 0, 0, 0)
-    values = metrics([known, unknown])
-    assert all(
-        math.isnan(values[f"goodput/{name}"])
-        for name in ("share", "repeated_s", "attempt_0/kept_s", "attempt_1/kept_s")
-    )
-    assert values["goodput/restart_s"] == 10
-    assert "goodput/share" not in metrics([unknown, unknown])
-
-
-@pytest.mark.parametrize("behind_s", [1, 60])
-def test_a_machine_whose_clock_is_behind_makes_no_share_above_one(behind_s):
-    values = metrics([attempt(100, 10, 0, 10), attempt(110 - behind_s, 10, 11, 21)])
-    assert (values["goodput/restart_s"], values["goodput/share"]) == (0.0, 1.0)
-
-
-# What is kept of them
-
-
-def test_two_notes_of_a_run_are_one_list_without_what_is_no_note():
-    first, early, late, last = attempt(0, 5, 0, 1), attempt(10, 5, 0, 1), attempt(10, 8, 0, 2), attempt(20, 5, 0, 3)
-    others = [None, "", "{", '[["text"]]', "[1]", "null", "[0,null,[[1]]]", "[0,0]", "[0,null,[[{},1,1,1,1,1]]]"]
-    texts = [Note(0.0, None, [first, early]).to_text(), Note(0.0, None, [late, last]).to_text(), *others]
-    assert merged(texts, is_retry=False) == Note(0.0, None, [first, late, last])
-
-
-def test_an_attempt_whose_first_step_has_changed_is_one():
-    early, late = Attempt(5.0, 6.0, 6.0, 0, 0, None), Attempt(5.0, 7.0, 9.0, 100, 150, 1.0)
-    texts = [Note(0.0, None, [early]).to_text(), Note(0.0, None, [late]).to_text()]
-    assert merged(texts, is_retry=True).attempts == [late]
-
-
-def test_a_good_end_on_another_machine_is_the_end_here_too():
-    before, at_end, after = attempt(0, 5, 0, 5), attempt(10, 5, 6, 9), attempt(100, 5, 0, 5)
-    here, there = Note(0.0, None, [before]).to_text(), Note(0.0, 16.0, [before, at_end]).to_text()
-    assert merged([here, there], is_retry=False) == Note(16.0, None, [])
-    assert merged([here, there], is_retry=True) == Note(0.0, None, [before, at_end])
-    anew = Note(16.0, None, [after]).to_text()
-    assert merged([here, anew], is_retry=True) == Note(16.0, None, [after])
-
-
-def test_a_note_has_the_smallest_gaps():
-    text = Note(0.0, None, [attempt(1.7e9, 5.0, 0.00012345, 0.00015, 0.00002)]).to_text()
-    assert merged([text], is_retry=True).attempts[0][3:] == (0.00012345, 0.00015, 0.00002)
-
-
-def test_the_note_of_many_attempts_is_a_tag_of_mlflows():
-    attempts = [attempt(1.7e9 + i / 3, 1e6 / 3, i * 1e8 / 3, i * 1e8 / 3 + 1, 1 / 3) for i in range(500)]
-    text = Note(1.7e9 + 1 / 3, 1.7e9 + 1 / 3, attempts).to_text()
-    assert len(text) < 5000
-    assert json.loads(text)[2][-1][3] == pytest.approx(attempts[-1].first_step)
+    make([(0, 0)], tracker, clock, how=log_in_child)
+    os.close(write)
+    with os.fdopen(read) as file:
+        lines = file.read().splitlines()
+    assert [int(line.split()[0]) for line in lines] == [os.getpid()] * 2  # with the first row, and at the end

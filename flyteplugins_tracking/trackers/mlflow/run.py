@@ -33,8 +33,8 @@ _STATUS_S, _STATUS_SHARE = 3.0, 0.25
 _LARGEST_STEP = 2**63 - 1
 # The longest text that servers of all versions take as a tag: mlflow.utils.validation.MAX_TAG_VAL_LENGTH.
 _MAX_TAG = 5000
-# The tag of `keep_note`.
-_NOTE_TAG = "flyteplugins_tracking.note"
+# The tag of `save_state`.
+_STATE_TAG = "flyteplugins_tracking.state"
 # The options that concern the rank itself. The process that sends kept rows later does not need them.
 _LOCAL_OPTIONS = ("autolog", "framework", "log_models", "log_datasets", "autolog_kwargs", "log_system_metrics")
 
@@ -98,10 +98,6 @@ class MlflowHandle(ClientHandle):
         return url
 
     @property
-    def namespace(self) -> str | None:
-        return f"{without_credentials(self.uri)} {self.opened.run.info.experiment_id}"
-
-    @property
     def place(self) -> dict[str, str]:
         """The arguments with which another process finds the run."""
         arguments = {"experiment_id": self.opened.run.info.experiment_id}
@@ -120,14 +116,13 @@ class MlflowHandle(ClientHandle):
         tags = {key: str(value)[-_MAX_TAG:] for key, value in {**values, f"{name}/text": text}.items()}
         self._put(Item("tags", tags, 0, now_ms()))
 
-    def keep_note(self, text: str) -> None:
-        with self._lock:
-            if not self._ended and not self._finished:
-                self._put(Item("tags", {_NOTE_TAG: text}, 0, now_ms()))
+    def save_state(self, text: str) -> None:
+        if not (self._ending or self._ended or self._finished):
+            self._put(Item("tags", {_STATE_TAG: text}, 0, now_ms()))
 
-    def kept_note(self) -> str | None:
-        note: str | None = self.opened.run.data.tags.get(_NOTE_TAG)
-        return note
+    def saved_state(self) -> str | None:
+        state: str | None = self.opened.run.data.tags.get(_STATE_TAG)
+        return state
 
     def how_to_view(self) -> str:
         return self.url or f"mlflow ui --backend-store-uri {shlex.quote(without_credentials(self.uri))}"

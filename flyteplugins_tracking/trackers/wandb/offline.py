@@ -7,6 +7,8 @@ Moved rows keep their own step in a column, as after a rollback, if the function
 
 from __future__ import annotations
 
+import glob
+import itertools
 import json
 import secrets
 from pathlib import Path
@@ -22,6 +24,8 @@ _PREFIX = "offline-"
 # In the header of a journal: the column for steps of rows that are moved. The header has their restart count too.
 _STEP_METRIC = "step_metric"
 _DISTANCE = "flyteplugins-tracking-moved-by.json"
+# How many windows of a file are read for its summary, from its end: some 5 MB.
+_MOST_WINDOWS = 3
 
 
 class OfflineJournal(tail.RunJournal):
@@ -94,6 +98,20 @@ def begin(run: Any, request: RunRequest) -> None:
     journal = Journal(tail.run_directory(run), name, header, tail.SEGMENTS, durable)
     vars(run)[tail.JOURNAL] = OfflineJournal(journal, [])
     vendor.on_rows(run, journal.add)
+
+
+def earlier_summary(run: Any, key: str) -> str | None:
+    """Return a text from the summary of the last attempt on this disk that was logged offline; None for none."""
+    own = tail.run_directory(run)
+    others = own.parent.glob(f"{_PREFIX}run-*-{glob.escape(run.id)}")
+    for file in map(datastore.file_in, sorted((other for other in others if other != own), reverse=True)):
+        for data, _ in itertools.islice(datastore.windows(file), _MOST_WINDOWS) if file is not None else ():
+            summaries = (content for kind, content in map(vendor.parse_record, data) if kind == "summary")
+            texts = [item.value_json for one in summaries for item in one.update if tail.key_of(item) == key]
+            if texts:
+                text: str = json.loads(texts[-1])
+                return text
+    return None
 
 
 def attempts(place: tail.Place, own: Path, next_step: int) -> list[tail.Attempt]:

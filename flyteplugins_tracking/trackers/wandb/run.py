@@ -20,7 +20,7 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
-from flyteplugins_tracking.trackers.wandb import tail, vendor
+from flyteplugins_tracking.trackers.wandb import offline, tail, vendor
 from flyteplugins_tracking.trackers.wandb.options import HOST, without_credentials
 from flyteplugins_tracking.trackers.wandb.rollback import Rollback
 
@@ -32,8 +32,8 @@ _CHANGING = ("config", "name", "notes", "step", "summary", "tags")
 _NOT_OPEN = object()
 # The run's attribute that holds its handle.
 HANDLE = "_flyteplugins_tracking_handle"
-# The key of `keep_note` in the summary: W&B's pages do not show keys that begin with "_".
-_NOTE = "_flyteplugins_tracking"
+# The key of `save_state` in the summary: W&B's pages do not show keys that begin with "_".
+_STATE = "_flyteplugins_tracking"
 # The status of a run that is ended to be rewound: until then, its last attempt has failed.
 _FAILED = 1
 # How long a signal waits for a call of the run to return: an exception out of it would leave the run half written.
@@ -81,7 +81,7 @@ class WandbHandle(Handle):
         self._next_row = NextRow()
         self._openings = 1  # how often the run has been opened
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
-        self._note: str | None = None  # the same
+        self._state: dict[str, str] = {}  # what the summary has of `save_state`, at the latest when the run ends
         self._teardown_errors = vendor.TeardownErrors(run)
         self._rest_sent = threading.Event()  # set once the run has what earlier attempts have left
         self._rollback = self._rollback_of(request) if vendor.starting_step(run) else None
@@ -97,13 +97,6 @@ class WandbHandle(Handle):
             lambda: vendor.next_step(self.run),
             self._rewind if can_rewind else None,
         )
-
-    @property
-    def namespace(self) -> str | None:
-        if getattr(self.run, "disabled", False):
-            return None
-        # Not the entity: an offline run of the same job may not know it.
-        return f"{without_credentials(str(self.run.settings.base_url))} {self.run.project}"
 
     @property
     def files(self) -> str | None:
@@ -129,22 +122,15 @@ class WandbHandle(Handle):
                 file.write(text)
             self.run.save(path, base_path=self.files, policy="now")
 
-    def keep_note(self, text: str) -> None:
-        # A run that `wandb.agent` has ended is not opened again for a note, beside the trial: its next row does that.
-        self._note, thread = text, threading.get_ident()
-        self._callers.add(thread)  # whose errors come here
-        try:
-            if not self._ended.is_set():
-                self.run.summary.update({_NOTE: text})
-        except vendor.service_gone():
-            return
-        finally:
-            self._callers.discard(thread)
+    def save_state(self, text: str) -> None:
+        self._state = {_STATE: text}
+        self._call_open(_update_summary, (self._state,), {})  # or later: no run is opened again for it
 
-    def kept_note(self) -> str | None:
-        # A run that is resumed has its summary from the server.
-        note: str | None = self.run.summary.get(_NOTE) if self.run.resumed else None
-        return note
+    def saved_state(self) -> str | None:
+        if self.run.resumed:  # its summary is from the server
+            state: str | None = self.run.summary.get(_STATE)
+            return state
+        return offline.earlier_summary(self.run, _STATE) if self._offline else None
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         # Not `log(values, commit=False)`: it would open a run again that a signal has ended.
@@ -384,8 +370,10 @@ class WandbHandle(Handle):
         self._ender = threading.get_ident()
         try:
             with self._teardown_errors:
-                if self._next_row.waiting:  # in the summary: a row of its own would take a step
-                    self.run.summary.update(self._next_row.take())
+                # In the summary: a row of its own would take a step.
+                waiting = {**self._next_row.take(), **self._state}
+                if waiting:
+                    self.run.summary.update(waiting)
                 if exit_code == TERMINATED and self._request.plan.primary:
                     self.run.mark_preempting()
                 self.run.finish(exit_code=exit_code)
@@ -467,8 +455,6 @@ class WandbHandle(Handle):
         self._be_global()
         for define in self._definitions:
             define()
-        if self._note is not None:
-            self.run.summary.update({_NOTE: self._note})
         self._openings += 1
         if not self.run.offline:  # the new wandb-core sends what the old one had not
             self._abandoned = []
@@ -476,6 +462,10 @@ class WandbHandle(Handle):
             self._died = self._closing = False
             self._ended.clear()
         self._replay()
+
+
+def _update_summary(run: Any, values: Mapping[str, Any]) -> None:
+    run.summary.update(dict(values))
 
 
 def guard(run: Any) -> None:
