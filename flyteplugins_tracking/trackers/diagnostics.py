@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 Level = Literal["error", "warning", "note"]
 # The part of an answer that is read: its first lines identify the server.
 _MOST_BYTES = 65_536
-_LARGEST_FILE = 1_000_000
 NO_WORKING_DIRECTORY = "the working directory has been removed"
 
 
@@ -47,29 +45,9 @@ class Diagnosis(NamedTuple):
     diagnostics: tuple[Diagnostic, ...] = ()
 
 
-class Answer(NamedTuple):
-    """The answer of an HTTP server."""
-
-    status: int
-    text: str
-
-
-class NotReachedError(Exception):
-    """A server does not answer, or answers with an error. The text says why."""
-
-
-def found_key(where: str, key: str) -> str:
-    """Describe a key without showing a part of it: where it was found, and its length."""
-    return f"{where} ({len(key)} characters)"
-
-
-def is_small_file(path: str) -> bool:
-    """Whether `path` is a regular file of less than 1 MB. Reading a pipe or a device might never end."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_FILE
+def found_key(where: str, key: str | None) -> str | None:
+    """Describe a key without showing a part of it: where it was found, and its length. None if there is no key."""
+    return f"{where} ({len(key)} characters)" if key else None
 
 
 def settings_of(path: str, section: str) -> dict[str, str]:
@@ -78,35 +56,57 @@ def settings_of(path: str, section: str) -> dict[str, str]:
 
     parser = configparser.RawConfigParser()
     try:
-        if is_small_file(path):
+        if os.path.isfile(path):  # reading a pipe or a device might never end
             parser.read(path)
         return dict(parser.items(section))
     except (configparser.Error, OSError, ValueError):
         return {}
 
 
-def ask(url: str, timeout_s: float, data: bytes | None = None) -> Answer:
-    """Send one request without credentials: a POST if there is `data`, else a GET.
+def server(
+    service: str, url: str, is_right: Callable[[int, str], object], data: bytes | None = None
+) -> Callable[[float], None]:
+    """Return a function for `Diagnosis.reach`, which sends one request without credentials.
 
-    Raises:
-        NotReachedError: The server does not answer, or a proxy answers for a server that has failed.
+    Args:
+        service: What the server should be, such as "a W&B".
+        url: The address to ask.
+        is_right: Whether the status and the text of an answer are such a server's.
+        data: The body of a POST; None for a GET.
+
+    Returns:
+        A function that raises a ConnectionError: the server does not answer, or not as it should.
     """
-    from http.client import HTTPException
-    from urllib.error import HTTPError
-    from urllib.request import Request, urlopen
 
-    if not url.lower().startswith(("https://", "http://")):
-        raise NotReachedError("the address must begin with https:// or http://")
-    headers = {"Content-Type": "application/json", "User-Agent": "flyteplugins-tracking"}
-    try:
-        with urlopen(Request(url, data, headers), timeout=timeout_s) as answer:  # noqa: S310 the scheme is checked
-            return Answer(answer.status, answer.read(_MOST_BYTES).decode(errors="replace"))
-    except HTTPError as error:
-        if error.code >= 500:
-            raise NotReachedError(f"it answers HTTP {error.code}") from None
-        return Answer(error.code, error.read(_MOST_BYTES).decode(errors="replace"))
-    except (OSError, ValueError, HTTPException) as error:
-        raise NotReachedError(f"it does not answer: {getattr(error, 'reason', None) or error}") from None
+    def reach(timeout_s: float) -> None:
+        from http.client import HTTPException
+        from urllib.error import HTTPError
+        from urllib.request import Request, urlopen
+
+        if not url.lower().startswith(("https://", "http://")):
+            raise ConnectionError("the address must begin with https:// or http://")
+        headers = {"Content-Type": "application/json", "User-Agent": "flyteplugins-tracking"}
+        try:
+            try:
+                answer = urlopen(Request(url, data, headers), timeout=timeout_s)  # noqa: S310 the scheme is checked
+            except HTTPError as error:
+                answer = error
+            with answer:
+                status, text = answer.status, answer.read(_MOST_BYTES).decode(errors="replace")
+        except (OSError, ValueError, HTTPException) as error:
+            raise ConnectionError(f"it does not answer: {getattr(error, 'reason', None) or error}") from None
+        if status >= 500:  # a proxy answers so for a server that has failed
+            raise ConnectionError(f"it answers HTTP {status}")
+        if not is_right(status, text):
+            raise ConnectionError(f"it answers HTTP {status}, and not as {service} server does")
+
+    return reach
+
+
+def check_directory(directory: str, level: Level, text: str, fix: str) -> tuple[Diagnostic, ...]:
+    """Return the diagnostic `text`, with the reason, if files cannot be written below `directory`."""
+    why = why_unwritable(directory)
+    return () if why is None else (Diagnostic(level, f"{text}: {why}", fix),)
 
 
 def why_unwritable(directory: str) -> str | None:

@@ -1,6 +1,7 @@
 """The doctor: prints the detected job, the runs it would have, and what looks wrong. It changes nothing.
 
-Each rank examines its own process and machine. Rank 0 prints, also the diagnostics that the other ranks report to it.
+Each rank diagnoses its own process and machine. The diagnosis is the JSON document that docs/doctor.md describes: rank
+0 adds the diagnostics that the other ranks send to it (`ranks`), and prints it (`printing`).
 """
 
 from __future__ import annotations
@@ -12,93 +13,21 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
+from typing import Any
 
-from flyteplugins_tracking._commands.doctor import ranks, text
-from flyteplugins_tracking._commands.doctor.checks import check
-from flyteplugins_tracking._commands.doctor.detection import base_id, detect
+from flyteplugins_tracking._commands.doctor import packages, printing, ranks
+from flyteplugins_tracking._commands.doctor.job import base_id, check_directories, check_job
 from flyteplugins_tracking._commands.doctor.plans import plan_rows
-from flyteplugins_tracking._commands.doctor.report import RankDiagnostic, Report
-from flyteplugins_tracking._commands.doctor.services import diagnose_trackers
-from flyteplugins_tracking._commands.doctor.versions import check_versions, versions
-from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking._rank.topology import Detection, RecordingEnv, examine
+from flyteplugins_tracking.errors import ConfigError, TopologyError
 
 # How long rank 0 may take to ask servers and to print. Launchers end all ranks when one ends with an error.
 _PRINTING_S = 6.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report, and return the exit status: 1 if it has an error. Wrong arguments exit with 2."""
-    options = _parser().parse_args(arguments)
-    try:
-        with redirect_stdout(sys.stderr):  # other packages may print: that is not part of the document
-            report = diagnose(options.tracker, offline=options.offline, primary_rank=options.primary_rank)
-    except ConfigError as error:
-        _parser().error(str(error))
-    info = report.detected.info
-    if info is None or info.world_size == 1:
-        return _show(report, options.json)
-    board, diagnostics = ranks.board_of(info)
-    report = replace(report, diagnostics=(*report.diagnostics, *diagnostics))
-    if info.rank != 0:
-        return _report_to_rank_0(report, info, board)
-    reports = ranks.gather(board, info)
-    known_ranks = [info, *(other.info for other in (reports or {}).values())]
-    status = _show(
-        replace(
-            report,
-            diagnostics=ranks.merged(report, info, reports),
-            plans=plan_rows(
-                info,
-                report.ids.base_id,
-                known_ranks if len(known_ranks) == info.world_size else None,
-                options.primary_rank,
-            ),
-            ranks_heard=len(known_ranks),
-        ),
-        options.json,
-    )
-    ranks.send_status(board, status)
-    return status
-
-
-def diagnose(tracker: str | None = None, *, offline: bool = False, primary_rank: int = 0) -> Report:
-    """Return the report of this process.
-
-    Args:
-        tracker: The only tracker to examine. A problem with it is an error. None for all trackers.
-        offline: Do not ask any server.
-        primary_rank: As for `tracking_init`.
-
-    Raises:
-        ConfigError: There is no tracker of that name.
-    """
-    detected = detect(os.environ)
-    # One process of a node asks the servers: thousands of requests at once could take them down.
-    is_first = detected.info is None or detected.info.local_rank in (0, None)
-    trackers, tracker_diagnostics = diagnose_trackers(tracker, asks=is_first and not offline)
-    in_use = [state.name for state in trackers if state.is_chosen and state.version is not None]
-    ids, id_diagnostics = base_id(detected.info, os.environ, in_use or [tracker or "wandb"])
-    installed = versions()
-    diagnostics = (
-        *check(detected, os.environ),
-        *id_diagnostics,
-        *tracker_diagnostics,
-        *check_versions(installed),
-    )
-    return Report(
-        detected=detected,
-        ids=ids,
-        plans=plan_rows(detected.info, ids.base_id, primary_rank=primary_rank) if detected.error is None else (),
-        trackers=trackers,
-        versions=installed,
-        diagnostics=tuple(map(RankDiagnostic, diagnostics)),
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
+    """Print the diagnosis, and return the exit status: 1 if it has an error. Wrong arguments exit with 2."""
     parser = argparse.ArgumentParser(
         prog="flyteplugins-tracking",
         description="Print the detected job, the runs it would have, and what looks wrong. It changes nothing: run it "
@@ -107,38 +36,90 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--tracker", metavar="NAME", help="examine only this tracker; a problem with it is an error")
-    parser.add_argument(
-        "--primary-rank",
-        metavar="RANK",
-        type=int,
-        default=0,
-        help="show the runs for this primary_rank= of tracking_init, for instance -1",
-    )
+    primary_help = "show the runs for this primary_rank= of tracking_init, for instance -1"
+    parser.add_argument("--primary-rank", metavar="RANK", type=int, default=0, help=primary_help)
     parser.add_argument("--offline", action="store_true", help="do not ask any server")
     # DeepSpeed's launcher and torch.distributed.launch add it to the arguments of a module. The variables have it too.
     parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
-    return parser
+    options = parser.parse_args(arguments)
+    try:
+        with redirect_stdout(sys.stderr):  # other packages may print: that is not part of the document
+            info, document = _diagnose(options)
+    except ConfigError as error:
+        parser.error(str(error))
+    board, all_ranks = None, []
+    if info is not None and info.world_size > 1:
+        board, problems = ranks.board_of(info)
+        ranks.add(document, problems)
+        if info.rank != 0:
+            return _leave_to_rank_0(document, info, board)
+        all_ranks = ranks.add_others(document, info, board)
+    if document["detected"]["error"] is None:
+        document["plans"] = plan_rows(info, document["base_id"]["base_id"], options.primary_rank, all_ranks)
+    status = _print(document, options)
+    ranks.send_status(board, status)
+    return status
 
 
-def _show(report: Report, as_json: bool) -> int:
+def _diagnose(options: argparse.Namespace) -> tuple[DistributedInfo | None, dict[str, Any]]:
+    """Return this rank, and the diagnosis of this process.
+
+    Raises:
+        ConfigError: There is no tracker of the name `options.tracker`.
+    """
+    env, found, error = RecordingEnv(os.environ), Detection(), None
+    try:
+        found = examine(env)
+    except TopologyError as contradiction:
+        error = str(contradiction)
+    info, pool, parent = found.info, found.pool, found.parent
+    # One process of a node asks the servers: thousands of requests at once could take them down.
+    is_first = info is None or info.local_rank in (0, None)
+    trackers, tracker_problems = packages.trackers(options.tracker, asks=is_first and not options.offline)
+    in_use = [state["name"] for state in trackers if state["is_chosen"] and state["version"] is not None]
+    run_id, source, id_problems = base_id(info, os.environ, in_use or [options.tracker or "wandb"])
+    versions = packages.versions()
+    document = {
+        "schema": 1,
+        "ok": True,
+        "detected": {
+            "job": None if info is None else dict(info),
+            "variables": env.read,
+            "error": error,
+            "pool": None if pool is None else {"name": pool.name, "reason": pool.reason},
+            "child_of": None if parent is None else parent.rank,
+        },
+        "base_id": {"base_id": run_id, "source": source},
+        "plans": [],
+        "trackers": trackers,
+        "versions": versions,
+        "ranks_heard": 1,
+        "diagnostics": [],
+    }
+    ranks.add(document, check_job(info, error, env.read, os.environ))
+    ranks.add(document, [*check_directories(), *id_problems, *tracker_problems, *packages.check_versions(versions)])
+    return info, document
+
+
+def _print(document: dict[str, Any], options: argparse.Namespace) -> int:
+    """Print the diagnosis, and return the exit status."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not have all characters of a path
     try:
-        print(text.as_json(report) if as_json else text.as_text(report), end="", flush=True)  # noqa: T201 the document
+        text = printing.as_json(document) if options.json else printing.as_text(document)
+        print(text, end="", flush=True)  # noqa: T201 the document
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return report.status
+    return int(not document["ok"])
 
 
-def _report_to_rank_0(report: Report, info: DistributedInfo, board: Board | None) -> int:
-    """Have rank 0 print this rank's report. Without a board, print this rank's errors on stderr."""
-    job_status = None if board is None else ranks.send(board, info, report)
+def _leave_to_rank_0(document: dict[str, Any], info: DistributedInfo, board: Any) -> int:
+    """Have rank 0 print this rank's diagnostics. Without a board, print this rank's errors on stderr."""
+    job_status = None if board is None else ranks.send(board, document)
     if job_status is not None:
         return job_status
-    for entry in report.diagnostics:
-        if entry.diagnostic.level == "error":
-            sys.stderr.write(text.as_line(entry, info))
+    sys.stderr.write(printing.errors_of(document, info.rank))
     sys.stderr.flush()
-    if report.status != 0:
+    if not document["ok"]:
         time.sleep(_PRINTING_S)
-    return report.status
+    return int(not document["ok"])

@@ -2,90 +2,72 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-from collections.abc import Iterator
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
 from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
-from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, NotReachedError
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
 
 # https://mlflow.org/docs/latest/ml/tracking/backend-stores; since 3.0, it is not a directory anymore.
 _DEFAULT = "sqlite:///mlflow.db"
 # https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/store/db_types/__init__.py
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _DATABRICKS = ("databricks", "databricks-uc")
-_CREDENTIALS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+_SERVE = "mlflow server --host 0.0.0.0, then export MLFLOW_TRACKING_URI=http://HOST:5000"
 
 
 def diagnose() -> Diagnosis:
     """Return how this tracker is set up in the environment, and what is wrong."""
     variable = os.environ.get("MLFLOW_TRACKING_URI")
     uri = variable or _DEFAULT
-    is_server = uri.lower().startswith(("https://", "http://"))
     place, credentials = without_credentials(uri), _credentials(uri)
+    is_server = uri.lower().startswith(("https://", "http://"))
+    setting = f"MLFLOW_TRACKING_URI={place}" if variable else f"MLFLOW_TRACKING_URI is not set, and runs go to {place}"
+
+    def is_mlflow(status: int, text: str) -> bool:
+        """https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/server/__init__.py."""
+        if status in (401, 403) and credentials is None:
+            names = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+            raise ConnectionError(f"it wants credentials (HTTP {status}): set {names}")
+        return status in (401, 403) or (status == 200 and bool(re.fullmatch(r"\d+\.\d+\S*", text.strip())))
+
     return Diagnosis(
         place=place,
         credentials=credentials,
         is_chosen=bool(variable or credentials),
-        reach=functools.partial(_reach, place, credentials is not None) if is_server else None,
-        diagnostics=() if is_server else tuple(_of_files(uri, place, is_given=variable is not None)),
+        reach=diagnostics.server("an MLflow", f"{place}/version", is_mlflow) if is_server else None,
+        diagnostics=() if is_server else _of_files(uri, place, f"MLflow: {setting}"),
     )
 
 
 def _credentials(uri: str) -> str | None:
-    for name in _CREDENTIALS:
+    for name in ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"):
         if os.environ.get(name):
             return diagnostics.found_key(name, os.environ[name])
     if without_credentials(uri) != uri.rstrip("/") and "@" in uri:
         return "MLFLOW_TRACKING_URI"
     path = os.path.expanduser("~/.mlflow/credentials")
-    password = diagnostics.settings_of(path, "mlflow").get("mlflow_tracking_password")
-    return diagnostics.found_key(path, password) if password else None
+    return diagnostics.found_key(path, diagnostics.settings_of(path, "mlflow").get("mlflow_tracking_password"))
 
 
-def _of_files(uri: str, place: str, *, is_given: bool) -> Iterator[Diagnostic]:
+def _of_files(uri: str, place: str, setting: str) -> tuple[Diagnostic, ...]:
+    """Return what is wrong with an address that is no server's: a database, a directory or Databricks."""
     scheme = urlsplit(uri).scheme
-    serve = "mlflow server --host 0.0.0.0, then export MLFLOW_TRACKING_URI=http://HOST:5000"
-    setting = f"MLFLOW_TRACKING_URI={place}" if is_given else f"MLFLOW_TRACKING_URI is not set, and runs go to {place}"
-    if scheme.partition("+")[0] in _DATABASES and find_spec("sqlalchemy") is None:
-        yield Diagnostic(
-            "error", f"MLflow: {setting}, which mlflow-skinny alone cannot open", f"pip install mlflow; or {serve}"
-        )
-    elif (scheme or uri) in _DATABRICKS:
-        return
-    elif scheme in ("", "file"):
-        yield Diagnostic(
-            "warning",
-            f"MLflow: {setting}: MLflow does not develop runs in files any further, and new versions refuse them",
-            serve,
-        )
-    elif scheme == "sqlite":
+    database = scheme.partition("+")[0]
+    if database in _DATABASES and find_spec("sqlalchemy") is None:
+        text, fix = "which mlflow-skinny alone cannot open", f"pip install mlflow; or {_SERVE}"
+        return (Diagnostic("error", f"{setting}, {text}", fix),)
+    if scheme == "sqlite":
         folder = os.path.dirname(place.removeprefix("sqlite:///")) or os.curdir
-        why = diagnostics.why_unwritable(folder)
-        if why is not None:
-            yield Diagnostic("error", f"MLflow: {setting}: {why}", serve)
-    elif scheme.partition("+")[0] not in _DATABASES:
-        text = f"MLflow: {setting}: MLflow itself does not support addresses that begin with {scheme}:"
-        yield Diagnostic(
-            "warning", text, "export MLFLOW_TRACKING_URI=http://HOST:PORT, unless a plugin of MLflow's does"
-        )
-
-
-def _reach(address: str, has_credentials: bool, timeout_s: float) -> None:
-    """Ask for the server's version.
-
-    https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/server/__init__.py
-    """
-    answer = diagnostics.ask(f"{address}/version", timeout_s)
-    if answer.status in (401, 403):
-        if not has_credentials:
-            raise NotReachedError(
-                f"it wants credentials (HTTP {answer.status}): set MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-            )
-    elif answer.status != 200 or not re.fullmatch(r"\d+\.\d+\S*", answer.text.strip()):
-        raise NotReachedError(f"it answers HTTP {answer.status}, and not as an MLflow server does")
+        return diagnostics.check_directory(folder, "error", setting, _SERVE)
+    if scheme in ("", "file") and uri not in _DATABRICKS:
+        text = "MLflow does not develop runs in files any further, and new versions refuse them"
+        return (Diagnostic("warning", f"{setting}: {text}", _SERVE),)
+    if database in _DATABASES or (scheme or uri) in _DATABRICKS:
+        return ()
+    text = f"MLflow itself does not support addresses that begin with {scheme}:"
+    fix = "export MLFLOW_TRACKING_URI=http://HOST:PORT, unless a plugin of MLflow's does"
+    return (Diagnostic("warning", f"{setting}: {text}", fix),)
