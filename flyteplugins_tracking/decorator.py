@@ -47,10 +47,8 @@ def tracking_init(
     stop_grace_s: float = 25.0,
     stop_before_s: float | None = None,
     rank_prefix: bool = False,
-    allow_config: bool = False,
     step_metric: str = "global_step",
     rollback: Rollback = "keep",
-    durable: bool = False,
     download_logs: bool = False,
     **options: Any,
 ) -> Callable[[F], F]: ...
@@ -101,14 +99,11 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm
             job (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
-        allow_config: In a shared run, let all ranks change its config, and not only the primary.
         step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter. In another
             run, the column for steps that a job logs again when it has gone back to its checkpoint.
         rollback: What happens to the rows of steps that a job logs again when it has gone back to its checkpoint.
             "keep": the run has both, told apart by `restart_count`. "rewind": the service drops the earlier ones. W&B
             does that for a run with one writer; others keep them, with one warning.
-        durable: Have rows that are not sent yet survive the machine's end too, on a disk that does, but for the last
-            second's. They survive the process's end in any case.
         download_logs: Make the run's files an output of the Flyte task, if the task has no workers of its own.
         **options: The tracker's own arguments: for W&B those of `wandb.init`, and `host=`, the address of a server.
 

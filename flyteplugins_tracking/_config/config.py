@@ -54,10 +54,8 @@ class TrackingConfig:
         stop_grace_s: Seconds after SIGTERM that a loop which calls `should_stop()` has to end.
         stop_before_s: Seconds before the launcher's time limit at which such a loop is asked to stop; None for never.
         rank_prefix: Whether the keys that a rank logs to a shared run get the prefix `rank_{rank}/`.
-        allow_config: Whether all ranks of a shared run may change its config.
         step_metric: The column that `step=` becomes in a shared run, and after a rollback.
         rollback: Whether the service keeps or drops the rows that a job logs again after a restart.
-        durable: Whether what is kept of unsent rows shall outlive the machine.
         download_logs: Whether the run's files become an output of its Flyte task.
         options: The arguments that only this tracker has, passed through.
         given: The names of the fields above that the user set, without `options`; the others have their defaults.
@@ -83,10 +81,8 @@ class TrackingConfig:
     stop_grace_s: float = 25.0
     stop_before_s: float | None = None
     rank_prefix: bool = False
-    allow_config: bool = False
     step_metric: str = "global_step"
     rollback: Rollback = "keep"
-    durable: bool = False
     download_logs: bool = False
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     given: frozenset[str] = field(default=frozenset(), repr=False)
@@ -103,7 +99,7 @@ class TrackingConfig:
         for name in ("hang_timeout_s", "pulse_s", "stop_before_s"):
             if getattr(self, name) is not None:
                 check_seconds(name, getattr(self, name))
-        for name in ("rank_prefix", "allow_config", "durable", "download_logs"):
+        for name in ("rank_prefix", "download_logs"):
             check_flag(name, getattr(self, name))
         for name in ("id", "project", "group", "name", "notes"):
             check_text(name, getattr(self, name))

@@ -287,8 +287,8 @@ class _ReadOnly(Mapping[str, Any]):
 
     def _refuse(self, *_: Any, **__: Any) -> None:
         raise ConfigError(
-            f"only the primary may change the config of a shared run: change it on {self._primary}, pass config= to "
-            "tracking_init, or pass allow_config=True"
+            f"only the primary may change the config of a shared run: change it on {self._primary}, or pass "
+            "config= to tracking_init"
         )
 
     __setitem__ = __setattr__ = update = setdefaults = setdefault = _refuse
@@ -439,7 +439,7 @@ class _Handle(Handle):
             self._describe(config)
             return
         state.config.setdefaults(config)  # the primary of a shared run may open it later, with the same config
-        if is_shared and "allow_config" not in tracker.unsupported and not request.config.allow_config:
+        if is_shared and tracker.name == "wandb":
             self.run.config = _ReadOnly(state.config, request.primary_name)
 
     def _describe(self, config: Mapping[str, Any]) -> None:

@@ -17,9 +17,7 @@ from flyteplugins_tracking._rank.nodes import leader_of
 from flyteplugins_tracking._rank.plan import Page, RunPlan, primary_rank_of
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
-Feature = Literal[
-    "shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "allow_config", "download_logs"
-]
+Feature = Literal["shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "download_logs"]
 """The features that a service may lack: docs/trackers.md describes them."""
 
 

@@ -79,7 +79,7 @@ def propagated_to(config: TrackingConfig, propagated: Mapping[str, Any]) -> Trac
     foreign = _known_to_any(foreign)
     if named.name != tracker.name:  # an argument that two trackers take is for the one that is named
         foreign |= {*named.arguments} - OWN_ARGUMENTS
-    foreign |= {name for name in ("allow_config", "download_logs") if name in tracker.unsupported}
+    foreign |= {"download_logs"} & tracker.unsupported.keys()
     merged = config.with_defaults({name: value for name, value in propagated.items() if name not in foreign})
     check_config(merged)
     return merged
@@ -107,7 +107,6 @@ _FEATURE_ARGUMENTS: dict[Feature, str] = {
     "shared": "run_mode='shared'",
     "offline": "if_unavailable='degrade'",
     "config file": "config= with the path of a file",
-    "allow_config": "allow_config=True",
     "download_logs": "download_logs=True",
 }
 
@@ -117,7 +116,6 @@ def _requested_features(config: TrackingConfig) -> Iterator[Feature]:
         "shared": config.run_mode == "shared",
         "offline": config.if_unavailable == "degrade",
         "config file": isinstance(config.config, str),
-        "allow_config": config.allow_config,
         "download_logs": config.download_logs,
     }
     return (feature for feature, is_requested in requested.items() if is_requested)

@@ -31,7 +31,6 @@ FEATURES = (
     "system metrics",
     "sweeps",
     "config file",
-    "allow_config",
     "download_logs",
 )
 

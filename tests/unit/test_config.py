@@ -55,7 +55,6 @@ class Settings:
         ({"tags": [1]}, "each entry of tags must be a non-empty string, got 1"),
         ({"mode": "shared"}, "pass run_mode='shared'"),
         ({"rank_prefix": "yes"}, "rank_prefix must be True or False, got 'yes'"),
-        ({"allow_config": 1}, "allow_config must be True or False, got 1"),
         ({"rollback": "forget"}, "rollback='forget' is not one of keep, rewind"),
         ({"step_metric": ""}, "step_metric must be a non-empty string, got ''"),
         ({"step_metric": None}, "step_metric must be a non-empty string, got None"),

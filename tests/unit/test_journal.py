@@ -165,7 +165,7 @@ import sys
 import warnings
 from pathlib import Path
 from flyteplugins_tracking.trackers.journal.files import Journal
-journal = Journal(Path({str(tmp_path)!r}), "rank-0", {{}}, durable=True)
+journal = Journal(Path({str(tmp_path)!r}), "rank-0", {{}})
 journal.add(b"x")
 print("added", flush=True)
 sys.stdin.read()

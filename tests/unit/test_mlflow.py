@@ -102,7 +102,6 @@ def test_one_at_a_time_opens_a_store_that_is_a_file(store):
         ({"trackin_uri": "http://host"}, "tracking_uri"),
         ({"id": "it's"}, "must not contain"),
         ({"config": "config.yaml"}, "log_artifact"),
-        ({"allow_config": True}, "first value"),
         ({"download_logs": True}, "artifacts are on the server"),
     ],
 )

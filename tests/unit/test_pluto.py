@@ -36,7 +36,6 @@ def test_ids_that_pluto_would_misread_are_refused_at_decoration(run_id):
         ({"settings": 3}, "mapping"),
         ({"fork_run_id": 3}, "go together"),
         ({"config": "config.yaml"}, "config= as a mapping"),
-        ({"allow_config": True, "run_mode": "shared"}, "Pluto does not support allow_config=True"),
         ({"download_logs": True}, "Pluto does not support download_logs=True"),
         ({"entity": "team"}, "no argument 'entity'"),
     ],

@@ -124,7 +124,6 @@ def test_an_object_that_is_not_a_tracker_is_refused_with_the_missing_members(giv
         ("shared", {"run_mode": "shared"}),
         ("offline", {"if_unavailable": "degrade"}),
         ("config file", {"config": "config.yaml"}),
-        ("allow_config", {"allow_config": True}),
         ("download_logs", {"download_logs": True}),
     ],
 )
@@ -141,7 +140,7 @@ def test_an_unsupported_feature_is_refused_with_the_reason(bare_environment, fea
         return get_run().id
 
     with tracking_config(**arguments):
-        if feature in ("allow_config", "download_logs"):  # they may be meant for another tracker of the same call
+        if feature == "download_logs":  # it may be meant for another tracker of the same call
             assert train() == "i"
         else:
             with pytest.raises(ConfigError, match="its reason"):

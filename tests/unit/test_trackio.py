@@ -48,7 +48,6 @@ def test_the_decorator_takes_every_argument_of_trackio_init():
         ({"config": {"status": 1}}, "'status', which is used for the status of the run"),
         ({"config": "config.yaml"}, "trackio.init reads none"),
         ({"project": "model_system"}, "of another project"),
-        ({"allow_config": True, "run_mode": "shared"}, "writes it last"),
         ({"download_logs": True}, "the whole project"),
     ],
 )

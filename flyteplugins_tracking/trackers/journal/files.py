@@ -32,7 +32,6 @@ _FRAME = struct.Struct("<BId")
 _pack = _FRAME.pack
 _COUNT = struct.Struct("<Q")
 _RECORD, _HEADER, _ACKNOWLEDGED = range(3)
-_SYNC_S = 1.0
 
 _warn_once = WarnOnce(logger)
 # The journals that this process writes. Reading one would release its lock.
@@ -56,9 +55,7 @@ class Journal:
         added: How many records were added.
     """
 
-    def __init__(
-        self, directory: Path, name: str, header: Mapping[str, Any], segments: int | None = None, durable: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, name: str, header: Mapping[str, Any], segments: int | None = None) -> None:
         """Prepare the journal.
 
         Args:
@@ -67,12 +64,11 @@ class Journal:
             header: What its readers need to know: values of JSON.
             segments: How many segments are kept, if the client has older records in files of its own. None to keep all
                 records that are not acknowledged.
-            durable: Whether records shall also outlive the machine, but for those of the last second.
         """
         self.directory = directory
         self.added = 0
         self._base = f"{directory / name}{SUFFIX}"
-        self._header, self._most, self._durable = dict(header), segments, durable
+        self._header, self._most = dict(header), segments
         self._segments: list[tuple[str, int]] = []  # the paths, and how many records were added before each
         self._count = 0  # segments that were begun
         self._acknowledged = 0
@@ -122,12 +118,6 @@ class Journal:
                 _remove(path)
             self._segments.clear()
 
-    def sync(self) -> None:
-        """Have the disk write what was added."""
-        with self._lock:
-            if self._file >= 0:
-                os.fdatasync(self._file)
-
     def forget(self) -> None:
         """Keep nothing from now on, in a forked child: the lock may be held forever, and the files are the parent's."""
         self._lock = threading.RLock()
@@ -171,16 +161,6 @@ class Journal:
         self._write(_HEADER, header.encode())
         if not self._is_closed:
             self._room = max(SEGMENT_BYTES, size)
-        if self._durable and self._count == 1:
-            threading.Thread(target=self._sync_often, daemon=True, name="flyteplugins-tracking-sync").start()
-
-    def _sync_often(self) -> None:
-        while not self._is_closed:
-            time.sleep(_SYNC_S)
-            try:
-                self.sync()
-            except OSError as error:
-                self._give_up(error)
 
     def _close_file(self) -> None:
         if self._file >= 0:

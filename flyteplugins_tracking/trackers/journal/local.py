@@ -80,7 +80,7 @@ class RunFile:
         # Sorted by name, the journals are in the order of the attempts, each attempt's primary rank first.
         who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"
         name = f"{header['attempt']:04}-{int(time.time()):x}-{who}"
-        self.journal = Journal(Path(self.directory), name, header, durable=request.config.durable)
+        self.journal = Journal(Path(self.directory), name, header)
 
     def row(self, row: Mapping[str, Any], step: Any, time_s: float | None = None) -> None:
         """Keep a row."""

@@ -37,7 +37,6 @@ class MlflowTracker(Tracker):
         "media": "its metrics are numbers; files and figures are artifacts: log_figure, log_image, log_artifact",
         "sweeps": "it has none; nested runs of mlflow.start_run(nested=True) are children of the function's run",
         "config file": "its params are values: pass a mapping, or the file by log_artifact",
-        "allow_config": "it keeps the first value of a param, so that no rank can change one",
         "download_logs": "its runs have no local files; artifacts are on the server",
     }
 

@@ -36,7 +36,6 @@ class PlutoTracker(Tracker):
     unsupported = {  # noqa: RUF012 as the protocol has it
         "sweeps": "pluto.sweep and pluto.agent run trials by themselves, in one process",
         "config file": "it reads none. Pass config= as a mapping",
-        "allow_config": "it merges changes of the config by reading and writing it, so that one of two ranks' is lost",
         "download_logs": "its files are for its uploader, and are removed when they have been sent",
     }
 

@@ -75,7 +75,6 @@ class TrackioTracker(Tracker):
         {
             "sweeps": "it has none",
             "config file": "trackio.init reads none",
-            "allow_config": "a run has one config, and who writes it last replaces all of it",
             "download_logs": "the files of its runs are those of the whole project",
         }
     )

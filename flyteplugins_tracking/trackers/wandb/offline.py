@@ -94,8 +94,7 @@ def begin(run: Any, request: RunRequest) -> None:
         _STEP_METRIC: request.config.step_metric,
         RESTART_COUNT: restart_count_of(request),
     }
-    name, durable = tail.owner_name(secrets.token_hex(3)), request.config.durable
-    journal = Journal(tail.run_directory(run), name, header, tail.SEGMENTS, durable)
+    journal = Journal(tail.run_directory(run), tail.owner_name(secrets.token_hex(3)), header, tail.SEGMENTS)
     vars(run)[tail.JOURNAL] = OfflineJournal(journal, [])
     vendor.on_rows(run, journal.add)
 

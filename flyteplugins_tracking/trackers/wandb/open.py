@@ -177,7 +177,7 @@ def _begin_journal(request: RunRequest, run: Any) -> None:
     if NodeRole.of(request).has_peers or "resume_from" in request.config.options:
         return
     deadline = None if is_shared else request.deadline
-    tail.begin(run, deadline, is_shared, request.config.durable, None if is_shared else offline.attempts)
+    tail.begin(run, deadline, is_shared, None if is_shared else offline.attempts)
 
 
 def _reopen(request: RunRequest, run: Any, is_offline: bool) -> Any:

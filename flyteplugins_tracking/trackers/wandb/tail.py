@@ -136,21 +136,18 @@ def owner_name(suffix: str) -> str:
     return f"{_OWNER}-{suffix}"
 
 
-def begin(
-    run: Any, deadline: float | None, is_shared: bool, durable: bool = False, find_more: FindAttempts | None = None
-) -> None:
+def begin(run: Any, deadline: float | None, is_shared: bool, find_more: FindAttempts | None = None) -> None:
     """Prepare a run that was just opened: send what earlier attempts have left, and keep a journal from now on.
 
     Args:
         run: The run.
         deadline: When to return, in seconds of `time.monotonic`: `rest` sends the rest. None to send all.
         is_shared: Whether other processes log into the run too.
-        durable: Whether the journal shall outlive the machine.
         find_more: Finds attempts whose rows follow those of the others.
     """
     if JOURNAL in vars(run):  # another function has it open
         return
-    sending = _safely(_begin(run, is_shared, durable, find_more or (lambda *_: [])), run)
+    sending = _safely(_begin(run, is_shared, find_more or (lambda *_: [])), run)
     for _ in sending:
         if deadline is not None and time.monotonic() > deadline:
             vars(run)[_REST] = sending
@@ -181,7 +178,7 @@ def _safely(sending: Iterator[object], run: Any) -> Iterator[object]:
         )
 
 
-def _begin(run: Any, is_shared: bool, durable: bool, find_more: FindAttempts) -> Iterator[object]:
+def _begin(run: Any, is_shared: bool, find_more: FindAttempts) -> Iterator[object]:
     place, directory = Place.of(run), run_directory(run)
     starting_step = vendor.starting_step(run)
     attempts: list[Attempt] = []
@@ -195,7 +192,7 @@ def _begin(run: Any, is_shared: bool, durable: bool, find_more: FindAttempts) ->
     finally:
         step = vendor.starting_step(run)
         header = {"place": place, "step": step, "is_shared": is_shared, "is_complete": is_complete}
-        journal = Journal(directory, owner_name(secrets.token_hex(3)), header, SEGMENTS, durable)
+        journal = Journal(directory, owner_name(secrets.token_hex(3)), header, SEGMENTS)
         vars(run)[JOURNAL] = RunJournal(journal, attempts)
         vendor.on_rows(run, journal.add)
 

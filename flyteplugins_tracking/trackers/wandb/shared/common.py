@@ -74,7 +74,7 @@ def _read_only(kind: Any, rank: int, primary: str) -> Any:
     def refuse(*_: Any, **__: Any) -> None:
         raise ConfigError(
             f"rank {rank} cannot change the config of its shared run, which is the primary's: change it on {primary}, "
-            "pass config= to tracking_init, or allow_config=True"
+            "or pass config= to tracking_init"
         )
 
     def refuse_users_keys(name: str) -> Any:

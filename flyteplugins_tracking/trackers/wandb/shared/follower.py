@@ -200,8 +200,7 @@ class FollowerHandle(Handle):
         vars(self.run)[HANDLE] = self
         vendor.report_changes(self.run)
         vendor.set_summary_reader(self.run, self._read_summary)
-        if not self._request.config.allow_config:
-            make_config_read_only(self.run, self._request)
+        make_config_read_only(self.run, self._request)
         vendor.set_global_run(self.run)
 
     def _read_summary(self) -> Any:

@@ -175,7 +175,7 @@ class SharedHandle(WandbHandle):
 
     def _restrict_config(self) -> None:
         """Let only the primary change the config."""
-        if self._request.plan.primary or self._request.config.allow_config:
+        if self._request.plan.primary:
             return
         if self._request.info is None:
             vendor.set_config(self.run, self._request.config.config)  # the calling task's
@@ -189,8 +189,7 @@ class SharedHandle(WandbHandle):
             self._has_warned = True
             logger.warning(
                 "W&B: run %s belongs to the task that has called this one: this task's changes of its config are not "
-                "sent. Change it in the calling task; or pass allow_config=True, and this task's config replaces the "
-                "caller's.",
+                "sent. Change it in the calling task.",
                 self.id,
             )
 
