@@ -15,6 +15,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -89,6 +90,35 @@ def is_private(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def is_own_directory(path: Path) -> bool:
+    """Whether `path` is a directory of this user, and no link to one. Others may be able to enter it."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def own_file_in(directory: Path, name: str) -> Path | None:
+    """Return the file of this name in a directory; None if it is not there, lies elsewhere, or is another user's.
+
+    A link counts if this user has made it: W&B's client links to the files that the user saves.
+
+    Args:
+        directory: A directory of this user.
+        name: The file's path in it.
+    """
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts:
+        return None
+    levels = [directory.joinpath(*parts[:end]) for end in range(len(parts))]
+    path = directory / name
+    with suppress(OSError):
+        if all(map(is_own_directory, levels)) and os.lstat(path).st_uid == os.geteuid() and path.is_file():
+            return path
+    return None
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> int:

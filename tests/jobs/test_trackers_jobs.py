@@ -205,13 +205,39 @@ def test_a_row_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_bei
 
     train()
     (path,) = (tmp_path / "tracking-offline" / "jsonl-i").iterdir()
-    end = b'j{"exit_code": 0}'
-    os.truncate(path, path.read_bytes().index(end) - 20)  # in the last row
+    end = b'{"exit_code":0}'
+    os.truncate(path, path.read_bytes().index(end) - 50)  # in the last row
     path.with_name("0001-none-jsonl.journal.0").touch()
     assert send([str(path.parent)]) == 0
     (file,) = Path(registered.environment()["JSONL_DIR"]).glob("torn/*.jsonl")
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["a"] for line in kept if "a" in line] == [1]
+
+
+def test_a_damaged_row_costs_that_row_and_nothing_else(
+    registered, bare_environment, monkeypatch, tmp_path, caplog, capsys
+):
+    """A changed byte, and zeros at the end as after a power loss."""
+    monkeypatch.chdir(tmp_path)
+
+    @tracking_init(tracker=Absent, project="damaged", id="i", if_unavailable="degrade")
+    def train():
+        for number in range(20):
+            get_run().log({"a": number})
+
+    train()
+    (path,) = (tmp_path / "tracking-offline" / "jsonl-i").iterdir()
+    data = bytearray(path.read_bytes())
+    data[data.index(b'{"row":{"a":7}') + 4] ^= 1
+    path.write_bytes(data + bytes(4096))
+    assert send([str(path.parent)]) == 0
+    (file,) = Path(registered.environment()["JSONL_DIR"]).glob("damaged/*.jsonl")
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["a"] for line in kept if "a" in line] == [n for n in range(20) if n != 7]
+    assert f"{path} is damaged in 2 places" in caplog.text
+    assert [one.name for one in path.parent.glob("*.bad")] == [f"{path.name}.bad"]
+    assert send([str(path.parent)]) == 0
+    assert "has nothing that is not sent yet" in capsys.readouterr().out
 
 
 class Waiting:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ from wandb_files import StoredRun, read_run
 from flyteplugins_tracking.trackers.base import Uncounted, Unwatched
 from flyteplugins_tracking.trackers.journal import files
 from flyteplugins_tracking.trackers.journal.files import Journal
-from flyteplugins_tracking.trackers.wandb import tail, vendor
+from flyteplugins_tracking.trackers.wandb import datastore, tail, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 
 wandb = pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
@@ -101,3 +103,71 @@ def test_files_of_an_earlier_attempt_are_linked(run, earlier):
     assert tail._link_files(earlier, own, record)
     assert (own / "files" / "media" / "image.png").read_bytes() == b"png"
     run.finish()
+
+
+def test_no_file_from_elsewhere_is_linked(run, earlier, tmp_path):
+    """Neither by a path that leaves the directory, nor by a link that another user has planted in it."""
+    (tmp_path / "id_rsa").write_text("key")
+    (earlier / "id_rsa").write_text("key")
+    (earlier / "files" / "planted").symlink_to(tmp_path / "id_rsa")
+    (earlier / "files" / "elsewhere").symlink_to(tmp_path, target_is_directory=True)
+    names = ["../id_rsa", str(tmp_path / "id_rsa"), "elsewhere/id_rsa"]
+    if os.getuid() == 0:
+        os.lchown(earlier / "files" / "planted", 65534, -1)
+        names.append("planted")
+    record = sys.modules["wandb.proto.wandb_internal_pb2"].FilesRecord()
+    for name in names:
+        record.files.add().path = name
+    own = tail.run_directory(run)
+    assert not tail._link_files(earlier, own, record)
+    assert not list(own.rglob("id_rsa"))
+    run.finish()
+
+
+@pytest.fixture
+def directories(tmp_path):
+    """The directories of the runs `train`, `train-2`, and of rank 10 of `train`: in that order."""
+    made = []
+    for name, run_id in [("1-train", "train"), ("2-train-2", "train-2"), ("3-train-rank-10", "train")]:
+        made.append(tmp_path / f"run-20260101_00000{name}")
+        made[-1].mkdir()
+        (made[-1] / f"run-{run_id}.wandb").write_bytes(bytes(7))
+    return made
+
+
+def test_runs_whose_ids_begin_alike_are_told_apart(directories):
+    own = SimpleNamespace(id="train", dir=str(directories[2] / "files"))
+    tail.mark_rewound(own)
+    assert [tail.is_rewound(directory) for directory in directories] == [True, False, False]
+    assert tail.directories_of(directories[0].parent, "train-2") == [directories[1]]
+    assert tail.directories_of(directories[0].parent, "trai") == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a directory of another user is made by root only")
+def test_a_directory_of_another_user_is_none_of_a_run(directories):
+    os.chown(directories[0], 65534, -1)
+    assert tail.directories_of(directories[0].parent, "train") == [directories[2]]
+
+
+def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
+    """In the same block if the damaged record's length is whole, and in the next block in any case."""
+    path = tmp_path / "run-x.wandb"
+    payloads = [b"%05d" % number * 100 for number in range(200)]
+    data = bytearray(datastore._HEADER)
+    for payload in payloads:
+        left = datastore._BLOCK - len(data) % datastore._BLOCK
+        if left < datastore._FRAGMENT.size + len(payload):
+            data += bytes(left)  # W&B's client would split it: for a reader this is a damaged place too
+        checksum = zlib.crc32(bytes([datastore._FULL]) + payload)
+        data += datastore._FRAGMENT.pack(checksum, len(payload), datastore._FULL) + payload
+    path.write_bytes(data)
+    assert list(datastore.records(path)) == payloads
+    caplog.clear()
+    data[datastore._HEADER + 30] ^= 1
+    path.write_bytes(data)
+    assert list(datastore.records(path)) == payloads[1:]
+    data[datastore._HEADER + 5] ^= 1  # the length
+    path.write_bytes(data)
+    kept = list(datastore.records(path))
+    assert kept == payloads[-len(kept) :]
+    assert len(kept) > 100

@@ -11,7 +11,7 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.journal.files import StoredJournal, stored
-from flyteplugins_tracking.trackers.journal.lines import decode
+from flyteplugins_tracking.trackers.journal.lines import decode_all
 from flyteplugins_tracking.trackers.journal.local import directory_of, remove_if_empty
 from flyteplugins_tracking.trackers.journal.relog import relog
 
@@ -27,7 +27,7 @@ class EarlierAttempts:
     """
 
     def __init__(self, directory: str, journals: Sequence[StoredJournal]) -> None:
-        self.lines: list[Mapping[str, Any]] = [decode(e.data) for journal in journals for e in journal.pending()]
+        self.lines: list[Mapping[str, Any]] = [line for journal in journals for line in decode_all(journal.pending())]
         self.count = 0
         self._directory = directory
         self._journals = journals
@@ -66,6 +66,8 @@ class EarlierAttempts:
                 relog(handle, [line], self._directory)
             except TrackerUnavailableError as error:
                 logger.warning("%s: of an earlier attempt, in %s", error, self._directory)
+            except Exception:  # what was left behind must not keep the training from its run
+                logger.warning("a line of an earlier attempt is lost, in %s", self._directory, exc_info=True)
 
     def acknowledged(self) -> None:
         """Remove the journals: the service has everything."""

@@ -1,7 +1,8 @@
 """A journal: the records of one writer that its service may not have received, in files that outlive the process.
 
 A record is in the operating system's hands when `add` returns: SIGKILL loses none. The files of one journal are its
-segments, `NAME.journal.0` and so on. Each is a sequence of frames: a kind, a length, a time, and as many bytes.
+segments, `NAME.journal.0` and so on. Each is a sequence of frames: a head with a checksum of its own, which says the
+record's number, time, length and checksum, and the record. So a reader finds the frames behind a damaged one.
 """
 
 from __future__ import annotations
@@ -15,22 +16,32 @@ import struct
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util.fork import after_fork_in_child
+from flyteplugins_tracking._util.private_dir import open_own, read_own
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".journal."
+# A damaged file whose other records the service has.
+_BAD = ".bad"
 # The size at which a segment is full. Segments are the unit in which acknowledged records are removed.
 SEGMENT_BYTES = 4_000_000
-_FRAME = struct.Struct("<BId")
-_pack = _FRAME.pack
-_COUNT = struct.Struct("<Q")
+# The largest segment that is read: it has one record at least, and that may be a large one.
+_LONGEST_SEGMENT = 256_000_000
+# A frame's head: a mark, a kind, a number, a time, the record's length and its checksum; then the checksum of all this.
+_HEAD = struct.Struct("<2sBQdII")
+_CHECKSUM = struct.Struct("<I")
+_HEAD_SIZE = _HEAD.size + _CHECKSUM.size
+_MARK = b"\xabJ"
+# The number of a record is how many were added before it; that of an acknowledgement, how many records the service has.
 _RECORD, _HEADER, _ACKNOWLEDGED = range(3)
 
 _warn_once = WarnOnce(logger)
@@ -80,18 +91,12 @@ class Journal:
 
     def add(self, record: bytes) -> None:
         """Keep a record. Called for each row: a full disk costs the record, with one warning, and raises nothing."""
-        frame = _pack(_RECORD, len(record), time.time()) + record
-        size = len(frame)
+        size = _HEAD_SIZE + len(record)
         with self._lock:
             if self._room < size and not self._begin_segment(size):
                 return
-            self._room -= size
-            self.added += 1
-            try:
-                if os.write(self._file, frame) != size:
-                    raise OSError("no space left on device")
-            except OSError as error:
-                self._give_up(error)
+            number, self.added = self.added, self.added + 1
+            self._write(_RECORD, number, record)
 
     def acknowledged(self, count: int) -> None:
         """Note that the service has the first `count` records. Removes the segments that are not needed anymore."""
@@ -101,7 +106,7 @@ class Journal:
             while len(self._segments) > 1 and self._segments[1][1] <= count:
                 _remove(self._segments.pop(0)[0])
             if self._file >= 0 and is_new:
-                self._write(_ACKNOWLEDGED, _COUNT.pack(count))
+                self._write(_ACKNOWLEDGED, count)
 
     def close(self) -> None:
         """Keep the files for a reader. Records that are added from now on are not kept."""
@@ -124,9 +129,10 @@ class Journal:
         self._segments = []
         self.close()
 
-    def _write(self, kind: int, data: bytes) -> None:
-        """Write a frame. On a full disk a part of it may be written, behind which nothing can be read."""
-        frame = _pack(kind, len(data), time.time()) + data
+    def _write(self, kind: int, number: int, record: bytes = b"") -> None:
+        """Write a frame. On a full disk a part of it may be written, behind which nothing is written anymore."""
+        head = _HEAD.pack(_MARK, kind, number, time.time(), len(record), zlib.crc32(record))
+        frame = head + _CHECKSUM.pack(zlib.crc32(head)) + record
         self._room -= len(frame)
         try:
             if os.write(self._file, frame) != len(frame):
@@ -151,14 +157,16 @@ class Journal:
         self._close_file()
         self.directory.mkdir(parents=True, exist_ok=True)
         path = f"{self._base}{self._count}"
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        # A name that is there already, such as a link of another user's, is none of this journal's.
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         # Not `flock`: a child of a writer that was killed would hold it.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _live.add(self._base)
         self._segments.append((path, self.added))
         self._count += 1
-        header = json.dumps({**self._header, "before": self.added, "acknowledged": self._acknowledged}, default=str)
-        self._write(_HEADER, header.encode())
+        header = json.dumps({**self._header, "before": self.added}, default=str).encode()
+        for _ in range(2):  # without one, nobody knows whose records the others are
+            self._write(_HEADER, self._acknowledged, header)
         if not self._is_closed:
             self._room = max(SEGMENT_BYTES, size)
 
@@ -192,24 +200,30 @@ class StoredJournal:
     paths: Sequence[Path]
 
     def pending(self) -> list[Entry]:
-        """Return the records that are not acknowledged, in their order. A torn end is left out."""
-        entries: list[Entry] = []
-        before = acknowledged = 0
-        for number, path in enumerate(self.paths):
-            for kind, time_s, data in _frames(path):
-                if kind == _RECORD:
-                    entries.append(Entry(time_s, data))
-                elif kind == _ACKNOWLEDGED:
-                    acknowledged = _COUNT.unpack(data)[0]
-                elif number == 0:
-                    header = json.loads(data)
-                    before, acknowledged = header["before"], header["acknowledged"]
-        return entries[max(0, acknowledged - before) :]
+        """Return the records that are not acknowledged, in their order.
+
+        A damaged record is left out, with a warning. Raises nothing.
+        """
+        entries: dict[int, Entry] = {}
+        acknowledged = 0
+        for path in self.paths:
+            damaged = 0
+            for frame in _frames(path):
+                if frame is None:
+                    damaged += 1
+                elif frame.kind == _RECORD:
+                    entries[frame.number] = Entry(frame.time_s, frame.data)
+                else:
+                    acknowledged = max(acknowledged, frame.number)
+            if damaged:
+                text = "%s is damaged in %d places: what was there is lost, all else is used. It is kept as %s%s"
+                _warn_once(str(path), text, path, damaged, path.name, _BAD)
+        return [entry for number, entry in sorted(entries.items()) if number >= acknowledged]
 
     def is_open(self) -> bool:
         """Whether another process is writing it. Unknown, as on some network file systems, counts as no."""
         try:
-            file = os.open(self.paths[-1], os.O_WRONLY)
+            file = open_own(self.paths[-1], os.O_WRONLY)
         except OSError:
             return False
         try:
@@ -231,9 +245,13 @@ class StoredJournal:
         _live.discard(self._base)
 
     def remove(self) -> None:
-        """Remove the files: the service has all records."""
+        """Remove the files: the service has all records. Damaged files are kept under another name."""
         for path in self.paths:
-            _remove(str(path))
+            if None in _frames(path):
+                with suppress(OSError):
+                    path.rename(f"{path}{_BAD}")
+            else:
+                _remove(str(path))
 
     @property
     def _base(self) -> str:
@@ -241,7 +259,10 @@ class StoredJournal:
 
 
 def stored(directory: Path) -> list[StoredJournal]:
-    """Return the journals of a directory that this process does not write, in the order of their names."""
+    """Return the journals of a directory that this process does not write, in the order of their names.
+
+    The files of other users are left out, with a warning.
+    """
     segments: dict[str, list[tuple[int, Path]]] = {}
     for path in directory.glob(f"*{SUFFIX}*"):
         name, _, number = path.name.rpartition(".")
@@ -255,28 +276,63 @@ def stored(directory: Path) -> list[StoredJournal]:
 def remove_torn(directory: Path) -> None:
     """Remove the files of journals whose writers were killed before they had written anything."""
     for path in directory.glob(f"*{SUFFIX}*"):
-        if not path.stat().st_size:
+        if not path.lstat().st_size:
             _remove(str(path))
 
 
 def _stored(paths: Sequence[Path]) -> StoredJournal | None:
+    """Return the journal of these files; None if they have no header, or are gone by now."""
+    for path in paths:
+        header = next((frame for frame in _frames(path) if frame is not None and frame.kind == _HEADER), None)
+        if header is not None:
+            with suppress(OSError, ValueError, RecursionError):
+                return StoredJournal(json.loads(header.data), paths)
+    return None
+
+
+class _Frame(NamedTuple):
+    kind: int
+    number: int
+    time_s: float
+    data: bytes
+    end: int
+
+
+def _frames(path: Path) -> Iterator[_Frame | None]:
+    """Yield the whole frames of a file, and None for each place that has something else. Another user's file has none.
+
+    Raises nothing.
+    """
     try:
-        kind, _, data = next(_frames(paths[0]), (_RECORD, 0.0, b""))
-        return StoredJournal(json.loads(data), paths) if kind == _HEADER else None
-    except (OSError, ValueError):
-        return None  # removed meanwhile
-
-
-def _frames(path: Path) -> Iterator[tuple[int, float, bytes]]:
-    data = path.read_bytes()
+        data = read_own(path, _LONGEST_SEGMENT)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        _warn_once(f"{path} unread", "%s is left out: %s", path, error)
+        return
     position = 0
-    while position + _FRAME.size <= len(data):
-        kind, size, time_s = _FRAME.unpack_from(data, position)
-        position += _FRAME.size
-        if kind > _ACKNOWLEDGED or position + size > len(data) or not time_s:
-            return
-        yield kind, time_s, data[position : position + size]
-        position += size
+    while 0 <= position < len(data):
+        frame = _frame_at(data, position)
+        yield frame
+        if frame is not None:
+            position = frame.end
+        else:  # the next frame may be behind it
+            position = data.find(_MARK, position + 1)
+            while position >= 0 and _frame_at(data, position) is None:
+                position = data.find(_MARK, position + 1)
+
+
+def _frame_at(data: bytes, start: int) -> _Frame | None:
+    """Return the frame at this place; None if there is none, or if it is damaged."""
+    head_end = start + _HEAD.size
+    begin = head_end + _CHECKSUM.size
+    if begin > len(data) or zlib.crc32(data[start:head_end]) != _CHECKSUM.unpack_from(data, head_end)[0]:
+        return None
+    mark, kind, number, time_s, size, checksum = _HEAD.unpack_from(data, start)
+    record = data[begin : begin + size]
+    if mark != _MARK or len(record) != size or zlib.crc32(record) != checksum:
+        return None
+    return _Frame(kind, number, time_s, record, begin + size)
 
 
 def _remove(path: str) -> None:

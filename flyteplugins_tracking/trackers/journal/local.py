@@ -23,6 +23,7 @@ from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send, lines
 from flyteplugins_tracking.trackers.journal.files import Journal
+from flyteplugins_tracking.trackers.journal.relog import REPEATED
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class RunFile:
         remove_if_empty(self.directory)
 
     def _add(self, line: Mapping[str, Any]) -> None:
-        self.journal.add(lines.encode_any(line))
+        self.journal.add(lines.encode(line))
 
 
 def directory_of(tracker: str, run_id: str) -> str:
@@ -137,9 +138,12 @@ class LocalRun(Run):
         return lambda *args, **kwargs: self._keep(name, args, kwargs)
 
     def _keep(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if name not in REPEATED:
+            text = "run %s is logged to files: a call of %s() will not be repeated when it is sent. Repeated are: %s"
+            self._warn_once(name, text, self.id, name, ", ".join(sorted(REPEATED)))
         try:
             self._kept.call(name, args, kwargs)
-        except TypeError:
+        except (TypeError, ValueError):
             text = "run %s is logged to files as JSON: a call of %s() is lost, since JSON cannot hold its arguments"
             self._warn_once(name, text, self.id, name)
 

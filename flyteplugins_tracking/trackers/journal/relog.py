@@ -11,6 +11,14 @@ from flyteplugins_tracking.trackers.client import ClientHandle
 
 logger = logging.getLogger(__name__)
 
+# The calls that are repeated. None of them reads a file: whoever can write to a journal could name any.
+REPEATED = frozenset(
+    {
+        *("alert", "set_tag", "set_tags", "delete_tag", "add_tags", "remove_tags"),
+        *("log_param", "log_params", "update_config", "log_text", "log_dict", "requeue"),
+    }
+)
+
 
 def relog(handle: ClientHandle, lines: Sequence[Mapping[str, Any]], directory: str) -> None:
     """Log lines to an open run: its rows, calls and events. The run's end is left out.
@@ -36,6 +44,10 @@ def relog(handle: ClientHandle, lines: Sequence[Mapping[str, Any]], directory: s
 
 def _call(handle: ClientHandle, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Repeat a kept call. A call that can never succeed must not keep the rest from being sent."""
+    if name not in REPEATED:
+        text = "run %s: the kept call of %s() fails, and is lost: of kept calls only these are repeated: %s"
+        logger.warning(text, handle.id, name, ", ".join(sorted(REPEATED)))
+        return
     try:
         getattr(handle.run, name)(*args, **kwargs)
     except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:

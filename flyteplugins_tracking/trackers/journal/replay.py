@@ -16,7 +16,7 @@ from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.journal.files import StoredJournal, remove_torn, stored
-from flyteplugins_tracking.trackers.journal.lines import decode, exit_code_in
+from flyteplugins_tracking.trackers.journal.lines import decode_all, exit_code_in
 from flyteplugins_tracking.trackers.journal.relog import relog
 from flyteplugins_tracking.trackers.registry import find_tracker
 
@@ -122,7 +122,7 @@ def _claimed(journals: Sequence[StoredJournal]) -> Iterator[None]:
 
 def _lines(journal: StoredJournal) -> list[Any]:
     """Return the header of a journal, and its pending lines."""
-    return [journal.header, *(decode(entry.data) for entry in journal.pending())]
+    return [journal.header, *decode_all(journal.pending())]
 
 
 def _attempts(files: Mapping[int, Sequence[Any]]) -> Iterator[list[int]]:

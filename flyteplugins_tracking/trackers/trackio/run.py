@@ -16,7 +16,7 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import ClientHandle, status_of
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
-from flyteplugins_tracking.trackers.journal.lines import encode, encode_any
+from flyteplugins_tracking.trackers.journal.lines import encode
 from flyteplugins_tracking.trackers.journal.local import RunFile
 from flyteplugins_tracking.trackers.trackio import vendor
 from flyteplugins_tracking.trackers.trackio.options import EXIT_CODE, STATUS, page_address
@@ -170,11 +170,8 @@ class TrackioHandle(ClientHandle):
 
     def _keep_entry(self, entry: dict[str, Any]) -> None:
         line = {"call": _REQUEUE, "args": [entry], "kwargs": {}}
-        try:
+        with contextlib.suppress(TypeError, ValueError):  # such as an image
             self._file.journal.add(encode(line))
-        except ValueError:  # a table or an image
-            with contextlib.suppress(TypeError):
-                self._file.journal.add(encode_any(line))
 
     def _keep(self, count: int, exit_code: int) -> None:
         """Leave the journal, with what is not written, to who sends it later."""

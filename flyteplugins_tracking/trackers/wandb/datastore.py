@@ -6,11 +6,16 @@ https://github.com/google/leveldb/blob/main/doc/log_format.md
 
 from __future__ import annotations
 
+import logging
 import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from flyteplugins_tracking._util.private_dir import open_own
+from flyteplugins_tracking._util.warn_once import WarnOnce
+
+_warn_once = WarnOnce(logging.getLogger(__name__))
 _HEADER, _BLOCK = 7, 32 * 1024
 _FRAGMENT = struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
@@ -34,22 +39,32 @@ def windows(path: Path, first_blocks: int = 8) -> Iterator[tuple[list[bytes], bo
 
 
 def records(path: Path, block: int = 0) -> Iterator[bytes]:
-    """Yield the records that begin at this block of 32 KiB or later. A torn end, as a kill leaves it, ends them."""
-    with path.open("rb") as file:
+    """Yield the records that begin at this block of 32 KiB or later.
+
+    A torn end, as a kill leaves it, is left out. So is a damaged record, with a warning.
+
+    Raises:
+        OSError: The file cannot be read, or is another user's.
+    """
+    with open(open_own(path), "rb") as file:
         file.seek(block * _BLOCK)
         data = file.read()
-    position, parts, is_begun = 0 if block else _HEADER, b"", False
+    position, parts, is_begun, is_damaged = 0 if block else _HEADER, b"", False, False
     while position + _FRAGMENT.size <= len(data):
         left = _BLOCK - position % _BLOCK
         if left < _FRAGMENT.size:  # padding at the end of a block
             position += left
             continue
-        checksum, length, kind = _FRAGMENT.unpack_from(data, position)
-        position += _FRAGMENT.size
-        fragment = data[position : position + length]
-        if len(fragment) < length or checksum != zlib.crc32(bytes([kind]) + fragment):
-            return
-        position += length
+        kind, fragment = _fragment_at(data, position)
+        if not kind:
+            # Its length may be damaged too: then the next block is the next place where a fragment begins.
+            end = position + _FRAGMENT.size + len(fragment)
+            position = end if end % _BLOCK and _fragment_at(data, end)[0] else position + left
+            is_begun, is_damaged = False, True
+            continue
+        if is_damaged:
+            _warn_once(str(path), "%s is damaged: the records at that place are left out", path)
+        position += _FRAGMENT.size + len(fragment)
         if kind in (_FULL, _FIRST):
             parts, is_begun = fragment, True
         elif is_begun:
@@ -57,3 +72,14 @@ def records(path: Path, block: int = 0) -> Iterator[bytes]:
         if kind in (_FULL, _LAST) and is_begun:
             yield parts
             is_begun = False
+
+
+def _fragment_at(data: bytes, start: int) -> tuple[int, bytes]:
+    """Return the kind and the bytes of the fragment at a place; a kind of 0 if it is torn or damaged."""
+    begin = start + _FRAGMENT.size
+    if begin > len(data):
+        return 0, b""
+    checksum, length, kind = _FRAGMENT.unpack_from(data, start)
+    fragment = data[begin : begin + length]
+    is_whole = len(fragment) == length and checksum == zlib.crc32(bytes([kind]) + fragment)
+    return kind if is_whole and _FULL <= kind <= _LAST else 0, fragment

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flyteplugins_tracking.trackers.wandb import tail
+
 # How long after the last acknowledged rows a count may still be wrong.
 _LATE_S = 6.0
 _POLL_S = 0.5
@@ -29,7 +31,8 @@ def await_count(directory: Path, run_id: str, counts: Counts, deadline: float) -
         counts: Asks W&B for the number of rows and the last step; None if it does not say.
         deadline: When to return in any case, in seconds of `time.monotonic`.
     """
-    logs = [path for path in directory.glob(f"run-*-{run_id}*/logs/debug-internal.log") if _age_s(path) < _LATE_S]
+    found = [path / "logs" / "debug-internal.log" for path in tail.directories_of(directory, run_id)]
+    logs = [path for path in found if _age_s(path) < _LATE_S]
     lines = max((acknowledged_lines(log) for log in logs), default=0)
     while lines and not _is_right(counts(), lines):
         if min(map(_age_s, logs)) > _LATE_S or time.monotonic() + _POLL_S > deadline:

@@ -116,7 +116,7 @@ def earlier_summary(run: Any, key: str) -> str | None:
 def attempts(place: tail.Place, own: Path, next_step: int) -> list[tail.Attempt]:
     """Return the attempts of a run that were logged offline, with rows from `next_step` on."""
     found: list[tail.Attempt] = []
-    for directory in sorted(own.parent.glob(f"{_PREFIX}run-*-{place.run_id}*")):
+    for directory in tail.directories_of(own.parent, place.run_id, _PREFIX):
         attempt = read(directory, place)
         if not attempt.journals or not attempt.rows or attempt.is_open():
             continue

@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking.trackers.journal.files import SUFFIX, Journal, StoredJournal, stored
+from flyteplugins_tracking._util.private_dir import is_own_directory, own_file_in
+from flyteplugins_tracking.trackers.journal.files import Journal, StoredJournal, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 
 logger = logging.getLogger(__name__)
@@ -232,7 +233,7 @@ def abandoned(run: Any) -> None:
 def mark_rewound(run: Any) -> None:
     """Note in the directories of earlier attempts that W&B has dropped rows of theirs, which must not be sent again."""
     own = run_directory(run)
-    for directory in own.parent.glob(f"run-*-{run.id}*"):
+    for directory in directories_of(own.parent, run.id):
         if directory != own:
             (directory / _REWOUND).touch()
 
@@ -255,7 +256,7 @@ def pending(place: Place, own: Path, starting_step: int = 0) -> list[Attempt]:
     """
     attempts: list[Attempt] = []
     is_covered = False
-    for directory in sorted(own.parent.glob(f"run-*-{place.run_id}*"), reverse=True):
+    for directory in reversed(directories_of(own.parent, place.run_id)):
         journals = [] if directory == own else journals_of(directory, place)
         if not journals:
             continue
@@ -268,9 +269,24 @@ def pending(place: Place, own: Path, starting_step: int = 0) -> list[Attempt]:
     return attempts[::-1]
 
 
-def is_any_left(directory: Path, run_id: str) -> bool:
+def is_any_left(parent: Path, run_id: str) -> bool:
     """Whether an attempt of this run has left a journal below the directory of all runs."""
-    return any(directory.glob(f"run-*-{glob.escape(run_id)}*/{_OWNER}-*{SUFFIX}*"))
+    return any(stored(directory) for directory in directories_of(parent, run_id))
+
+
+def directories_of(parent: Path, run_id: str, prefix: str = "") -> list[Path]:
+    """Return this user's directories of a run, in the order of their start.
+
+    Another user may have made one, where others can write: its rows and files are not sent.
+    """
+    found = parent.glob(f"{prefix}run-*-{glob.escape(run_id)}*")
+    return sorted(path for path in found if is_own_directory(path) and _run_id_of(path) == run_id)
+
+
+def _run_id_of(directory: Path) -> str:
+    """Return the id of a directory's run. The directory's own name may have a suffix, and its file's has none."""
+    file = datastore.file_in(directory)
+    return file.stem.removeprefix("run-") if file is not None else directory.name.partition("run-")[2].partition("-")[2]
 
 
 def journals_of(directory: Path, place: Place) -> list[StoredJournal]:
@@ -308,8 +324,8 @@ def _link_files(earlier: Path, own: Path, files: Any) -> bool:
     """Give the attempt's files, such as images of rows, to the new run's directory. Returns whether there are any."""
     is_any = False
     for item in files.files:
-        source, target = earlier / "files" / item.path, own / "files" / item.path
-        if item.path in _OF_AN_ATTEMPT or not source.is_file() or target.exists():
+        source, target = own_file_in(earlier / "files", item.path), own / "files" / item.path
+        if item.path in _OF_AN_ATTEMPT or source is None or target.exists():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
