@@ -82,7 +82,6 @@ class WandbHandle(Handle):
         self._openings = 1  # how often the run has been opened
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
         self._state: dict[str, str] = {}  # what the summary has of `save_state`, at the latest when the run ends
-        self._teardown_errors = vendor.TeardownErrors(run)
         self._rest_sent = threading.Event()  # set once the run has what earlier attempts have left
         self._rollback = self._rollback_of(request) if vendor.starting_step(run) else None
         if self._is_ours:
@@ -232,9 +231,8 @@ class WandbHandle(Handle):
             if not self._closing or not is_outermost or self._ender == thread:
                 if method.__name__ == "define_metric":
                     self._definitions.append(lambda: method(self.run, *args, **kwargs))
-                with self._teardown_errors:
-                    return method(self.run, *args, **kwargs)
-        except vendor.service_gone() as error:
+                return method(self.run, *args, **kwargs)
+        except vendor.service_gone(self.run) as error:
             if self._ender == thread or not is_outermost:
                 raise
             self._notice_death(error, opening)
@@ -248,9 +246,8 @@ class WandbHandle(Handle):
         thread, opening = threading.get_ident(), self._openings
         try:
             if not self._ended.is_set() or self._ender == thread:
-                with self._teardown_errors:
-                    return accessor(self.run, *args, **kwargs)
-        except vendor.service_gone() as error:
+                return accessor(self.run, *args, **kwargs)
+        except vendor.service_gone(self.run) as error:
             if self._ender == thread or thread in self._callers:
                 raise
             self._notice_death(error, opening)
@@ -358,7 +355,7 @@ class WandbHandle(Handle):
         """
         try:
             self._finish_run(exit_code, stays_global)
-        except vendor.service_gone() as error:
+        except vendor.service_gone(self.run) as error:
             self._ended.clear()
             self._notice_death(error, self._openings)
             self._reopen()
@@ -369,14 +366,13 @@ class WandbHandle(Handle):
     def _finish_run(self, exit_code: int, stays_global: bool = False) -> None:
         self._ender = threading.get_ident()
         try:
-            with self._teardown_errors:
-                # In the summary: a row of its own would take a step.
-                waiting = {**self._next_row.take(), **self._state}
-                if waiting:
-                    self.run.summary.update(waiting)
-                if exit_code == TERMINATED and self._request.plan.primary:
-                    self.run.mark_preempting()
-                self.run.finish(exit_code=exit_code)
+            # In the summary: a row of its own would take a step.
+            waiting = {**self._next_row.take(), **self._state}
+            if waiting:
+                self.run.summary.update(waiting)
+            if exit_code == TERMINATED and self._request.plan.primary:
+                self.run.mark_preempting()
+            self.run.finish(exit_code=exit_code)
             tail.acknowledged(self.run)
         except TimeoutError:
             self._timed_out = True

@@ -264,13 +264,20 @@ def detach(run: Any, connection: Any) -> None:
 # Errors
 
 
-def service_gone() -> tuple[type[BaseException], ...]:
+def service_gone(run: Any) -> tuple[type[BaseException], ...]:
     """The errors of a run's methods when wandb-core has died or was stopped. Evaluated when one was raised.
 
     Without it, only a `ConnectionError` is recognized.
     """
     closed, abandoned = (_loaded("wandb.sdk.mailbox", f"{name}Error") for name in ("MailboxClosed", "HandleAbandoned"))
-    return tuple(error for error in (ConnectionError, closed, abandoned, _torn_down_error()) if error is not None)
+    # wandb raises a ValueError in a thread that has got the id of the client's own, ended thread.
+    ended = ValueError if _is_client_ended(run) else None
+    return tuple(error for error in (ConnectionError, closed, abandoned, _torn_down_error(), ended) if error is not None)
+
+
+def _is_client_ended(run: Any) -> bool:
+    """Whether `wandb.teardown` has ended the run's client."""
+    return bool(getattr(getattr(getattr(run, "_interface", None), "_asyncer", None), "_joined", False))
 
 
 def _torn_down_error() -> Any:
@@ -292,7 +299,7 @@ def was_torn_down(run: Any, error: BaseException, timeout_s: float) -> bool:
     rows of both at one time.
     """
     kind = _torn_down_error()
-    if kind is not None and isinstance(error, kind):
+    if (kind is not None and isinstance(error, kind)) or _is_client_ended(run):
         return True
     with _optional("rows that a thread logs during wandb.teardown may be in another order"):
         connection = run._wl._connection
@@ -301,27 +308,6 @@ def was_torn_down(run: Any, error: BaseException, timeout_s: float) -> bool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return bool(connection._proc._process.wait(timeout_s) == 0)
     return False
-
-
-class TeardownErrors:
-    """A context in which a `ValueError` of a torn-down client becomes the error that `service_gone` knows.
-
-    wandb raises a `ValueError` in a thread that has got the id of the client's own, ended thread. Without it, that
-    error is raised in the training. This is a class because each row passes here: a generator is slower.
-    """
-
-    def __init__(self, run: Any) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if not isinstance(error, ValueError):
-            return
-        kind, client = _torn_down_error(), getattr(getattr(self._run, "_interface", None), "_asyncer", None)
-        if kind is not None and getattr(client, "_joined", False):
-            raise kind(str(error)) from error
 
 
 # Runs

@@ -148,7 +148,7 @@ class FollowerHandle(Handle):
     def _try_log(self, row: dict[str, Any]) -> bool:
         try:
             self._log(self.run, row)
-        except vendor.service_gone():
+        except vendor.service_gone(self.run):
             self._lose_service()
             return False
         return True
@@ -159,7 +159,7 @@ class FollowerHandle(Handle):
                 break
             try:
                 return method(self.run, *args, **kwargs)
-            except vendor.service_gone():
+            except vendor.service_gone(self.run):
                 with self._changed:
                     self._lose_service()
         self._warn_once()
