@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ import flyteplugins_tracking
 from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
-from flyteplugins_tracking.trackers.wandb.leftovers import has_rows, remove_failed_run
+from flyteplugins_tracking.trackers.wandb.open import has_rows, remove_failed_runs
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 KEY = "canary" + "0" * 34
@@ -270,26 +269,16 @@ def test_a_run_that_is_reopened_offline_keeps_its_rows_and_leaves_no_empty_direc
 def test_the_directory_of_a_failed_run_stays_if_it_has_rows_or_a_link_leads_there(tmp_path):
     (run,) = train(tmp_path).runs
     assert has_rows(run.path.parent)
-    failure = failed_init(run.path.parent)
-    remove_failed_run(failure)
+    failed = [run.path.parent]
+    remove_failed_runs(failed)
     assert run.path.exists()
     run.path.unlink()
-    remove_failed_run(failure)
+    remove_failed_runs(failed)
     assert run.path.parent.is_dir()  # latest-run leads there
     for link in [path for path in (tmp_path / "wandb").iterdir() if path.is_symlink()]:
         link.unlink()
-    remove_failed_run(failure)
+    remove_failed_runs(failed)
     assert not run.path.parent.exists()
-
-
-def failed_init(directory: Path) -> Exception:
-    """What is raised in a frame like that of W&B's, in which the run's directory has been made."""
-    code = "def init(self, settings):\n    raise ConnectionError"
-    names: dict[str, Any] = {"__name__": "wandb.sdk.wandb_init"}
-    exec(code, names)
-    with pytest.raises(ConnectionError) as raised:
-        names["init"](None, SimpleNamespace(sync_dir=str(directory)))
-    return raised.value
 
 
 def test_a_run_that_could_not_be_opened_can_be_when_the_server_is_back(tmp_path):

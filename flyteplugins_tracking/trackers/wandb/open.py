@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,6 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.peers.role import NodeRole
 from flyteplugins_tracking.trackers.wandb import late_count, offline, tail, vendor
-from flyteplugins_tracking.trackers.wandb.leftovers import remove_failed_run
 from flyteplugins_tracking.trackers.wandb.options import HOST, api_of, check_id, forced_run_id
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, directory
 
@@ -47,6 +48,10 @@ _PROMPT_S = 2.0
 _INIT_GRACE_S = 0.5
 # How long W&B may take to say how many rows a run has.
 _COUNT_S = 2.0
+# wandb-core adds these to each row of a run's history.
+_ROW_KEYS = (b"_step", b"_timestamp")
+# The links beside the run directories that W&B points at the latest one.
+_LINKS = ("latest-run", "debug.log", "debug-internal.log")
 # How long opening a run again after a signal may take, before it continues offline.
 _REOPENING_S = 5.0
 
@@ -77,25 +82,26 @@ def open_run(request: RunRequest) -> Handle:
 
 
 def _open_own(request: RunRequest) -> Any:
+    failed: list[Path] = []
     try:
-        run = _init(request)
+        run = _init(request, failed=failed)
     except TrackerUnavailableError as unavailable:
         if request.config.if_unavailable == "raise":
             # wandb-core keeps the run's id, and would refuse it when the user tries again.
             vendor.restart_service()
-        run = _open_degraded(request, unavailable)
+        run = _open_degraded(request, unavailable, failed)
     if isinstance(request.config.config, str) and request.plan.primary:
         run.config.update(dict(request.run_metadata), allow_val_change=True)
     return run
 
 
-def _open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) -> Any:
+def _open_degraded(request: RunRequest, unavailable: TrackerUnavailableError, failed: Sequence[Path] = ()) -> Any:
     if request.config.if_unavailable == "raise":
         raise unavailable
     run = _init_offline(request)
     if request.config.run_mode != "shared" and not NodeRole.of(request).has_peers:
         offline.begin(run, request)
-    remove_failed_run(unavailable.__cause__)
+    remove_failed_runs(failed)
     logger.warning(
         "%s This run is logged offline. To send it when W&B is available, run: %s",
         unavailable.reason,
@@ -110,7 +116,10 @@ def _is_disabled(request: RunRequest) -> bool:
     return bool(mode == "disabled")
 
 
-def _init(request: RunRequest, mode: str | None = None, rewind_to: int | None = None) -> Any:
+def _init(
+    request: RunRequest, mode: str | None = None, rewind_to: int | None = None, failed: list[Path] | None = None
+) -> Any:
+    """Call `wandb.init`. `failed` gets the run directories of an online run that could not be opened."""
     import wandb
 
     try:
@@ -125,9 +134,12 @@ def _init(request: RunRequest, mode: str | None = None, rewind_to: int | None = 
             # If the user's settings have a longer timeout than our argument, the difference is added.
             longer_s = settings.init_timeout - request.config.init_timeout_s
             settings.init_timeout = max(1.0, request.deadline + longer_s - time.monotonic() - _INIT_GRACE_S)
-            _send_promptly_after_kill(arguments)
-            _await_count(request, arguments)
-            run = wandb.init(**arguments)
+            effective = vendor.effective_settings(settings)
+            directory = Path(vendor.directory_of_runs(effective, arguments.get("dir")))
+            _send_promptly_after_kill(arguments, effective, directory)
+            _await_count(request, arguments, effective, directory)
+            with _noting_failed(directory, arguments.get("id"), failed if failed is not None else []):
+                run = wandb.init(**arguments)
             _begin_journal(request, run)
             return run
     except (wandb.errors.CommError, wandb.errors.AuthenticationError, ConnectionError, TimeoutError) as error:
@@ -142,20 +154,60 @@ def _init(request: RunRequest, mode: str | None = None, rewind_to: int | None = 
         ) from error
 
 
-def _send_promptly_after_kill(arguments: Mapping[str, Any]) -> None:
+@contextlib.contextmanager
+def _noting_failed(directory: Path, run_id: str | None, failed: list[Path]) -> Iterator[None]:
+    """Add the run directories that this process has made in `directory` to `failed`, if the body raises."""
+
+    def directories() -> set[Path]:
+        return set(directory.glob("run-*"))
+
+    before = directories()
+    try:
+        yield
+    except BaseException:
+        # Other processes may open runs here too. A log has the id of the process before the place in the code.
+        mark = f":{os.getpid()} ["
+        for path in directories() - before:
+            with contextlib.suppress(OSError):
+                if f"-{run_id or ''}" in path.name and mark in (path / "logs" / "debug.log").read_text():
+                    failed.append(path)
+        raise
+
+
+def remove_failed_runs(directories: Sequence[Path]) -> None:
+    """Remove the run directories of a `wandb.init` that has failed.
+
+    Call it once the run is open in another directory: W&B's links point there then. A directory stays if it has rows,
+    or if a link points into it.
+    """
+    for path in directories:
+        with contextlib.suppress(OSError):  # an empty directory harms less than a training that fails
+            if path.is_dir() and not has_rows(path) and not _is_linked(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def has_rows(directory: Path) -> bool:
+    """Whether a run directory's transaction log has rows."""
+    return any(key in log.read_bytes() for log in directory.glob("*.wandb") for key in _ROW_KEYS)
+
+
+def _is_linked(directory: Path) -> bool:
+    inside = directory.resolve()
+    return any((directory.parent / link).resolve().is_relative_to(inside) for link in _LINKS)
+
+
+def _send_promptly_after_kill(arguments: Mapping[str, Any], settings: Any, directory: Path) -> None:
     """Have rows be sent more often if an attempt on this disk was killed.
 
     Attempts that all live for less than the interval would each hand over the rows of all those before.
     """
-    settings = vendor.effective_settings(arguments["settings"])
-    directory = Path(vendor.directory_of_runs(settings, arguments.get("dir")))
     if arguments.get("id") is not None and tail.is_any_left(directory, arguments["id"]):
         vendor.set_default(arguments["settings"], settings, "x_file_stream_transmit_interval", _PROMPT_S)
 
 
-def _await_count(request: RunRequest, arguments: Mapping[str, Any]) -> None:
+def _await_count(request: RunRequest, arguments: Mapping[str, Any], settings: Any, directory: Path) -> None:
     """Wait until W&B counts the rows of an earlier attempt that has just ended here."""
-    run_id, settings = arguments.get("id"), vendor.effective_settings(arguments["settings"])
+    run_id = arguments.get("id")
     if run_id is None or NodeRole.of(request).has_peers:
         return
     names = [arguments.get("entity") or settings.entity, arguments.get("project") or settings.project, run_id]
@@ -164,8 +216,7 @@ def _await_count(request: RunRequest, arguments: Mapping[str, Any]) -> None:
         stored = vendor.stored_run("/".join(filter(None, names)), settings.base_url, _COUNT_S)
         return None if stored is None else (stored.rows, stored.last_step)
 
-    directory = vendor.directory_of_runs(settings, arguments.get("dir"))
-    late_count.await_count(Path(directory), run_id, counts, request.deadline - _COUNT_S)
+    late_count.await_count(directory, run_id, counts, request.deadline - _COUNT_S)
 
 
 def _begin_journal(request: RunRequest, run: Any) -> None:
@@ -185,14 +236,12 @@ def _reopen(request: RunRequest, run: Any, is_offline: bool) -> Any:
     request = _resuming(request, run)
     vendor.drop_unusable_service()
     with _opening, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
-        failure: BaseException | None = None
+        failed: list[Path] = []
         if not is_offline:
-            try:
-                return _init(request)
-            except TrackerUnavailableError as unavailable:
-                failure = unavailable.__cause__
+            with contextlib.suppress(TrackerUnavailableError):
+                return _init(request, failed=failed)
         reopened = _init_offline(request)
-        remove_failed_run(failure)
+        remove_failed_runs(failed)
         return reopened
 
 

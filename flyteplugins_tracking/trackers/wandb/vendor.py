@@ -272,7 +272,9 @@ def service_gone(run: Any) -> tuple[type[BaseException], ...]:
     closed, abandoned = (_loaded("wandb.sdk.mailbox", f"{name}Error") for name in ("MailboxClosed", "HandleAbandoned"))
     # wandb raises a ValueError in a thread that has got the id of the client's own, ended thread.
     ended = ValueError if _is_client_ended(run) else None
-    return tuple(error for error in (ConnectionError, closed, abandoned, _torn_down_error(), ended) if error is not None)
+    return tuple(
+        error for error in (ConnectionError, closed, abandoned, _torn_down_error(), ended) if error is not None
+    )
 
 
 def _is_client_ended(run: Any) -> bool:
