@@ -28,7 +28,6 @@ from flyteplugins_tracking._job import stacks
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._runs import progress
-from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc
 
 logger = logging.getLogger(__name__)
@@ -173,19 +172,6 @@ class RollCallDuty:
         line += stacks.verdict({rank: str(answer["place"]) for rank, answer in answers.items()})
         dumps = [f"rank {rank}\n{answers[rank]['dump']}" for rank in sorted(answers) if answers[rank]["dump"]]
         return RollCall(line, "\n\n".join([line, *dumps]))
-
-
-def duty_of(call: TrackedCall, info: DistributedInfo, timeout_s: float, stopped: threading.Event) -> RollCallDuty:
-    """Return the duty of a call that has begun: on the first primary, it reports with the run."""
-    run = call.run
-    is_first = run is not None and run.plan.first
-
-    def report(roll_call: RollCall) -> None:
-        if run is not None:
-            logger.error("%s: %s", run.tracker, roll_call.verdict)
-            run.handle.record_event("hang", {"hang/verdict": roll_call.verdict}, roll_call.text)
-
-    return RollCallDuty(info, timeout_s, report if is_first else None, has_run=run is not None, stopped=stopped)
 
 
 def _silent_rank(board: Board, rank: int) -> dict[str, str]:

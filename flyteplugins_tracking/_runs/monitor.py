@@ -25,6 +25,7 @@ from flyteplugins_tracking._runs import hang, progress, pulse
 from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking.trackers.base import SigtermWatch
 
 logger = logging.getLogger(__name__)
 
@@ -192,12 +193,54 @@ def started_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None
     info = call.info or _alone()
     duties: list[Callable[[threading.Event], Duty]] = []
     if config.hang_timeout_s is not None:
-        duties.append(functools.partial(hang.duty_of, call, info, config.hang_timeout_s))
+        duties.append(functools.partial(_roll_call_duty, call, info, config.hang_timeout_s))
     if config.pulse_s is not None:
-        duties.append(functools.partial(pulse.duty_of, call, info, config.pulse_s))
+        duties.append(functools.partial(_pulse_duty, call, info, config.pulse_s))
     if current() is not None:
         return None
     return _started(info, duties, "hang_timeout_s and pulse_s are ignored")
+
+
+def _roll_call_duty(
+    call: TrackedCall, info: DistributedInfo, timeout_s: float, stopped: threading.Event
+) -> hang.RollCallDuty:
+    """Return the duty of a call that has begun. On the first primary it shows the answers with the run."""
+    run = call.run
+
+    def show(roll_call: hang.RollCall) -> None:
+        if run is not None:
+            logger.error("%s: %s", run.tracker, roll_call.verdict)
+            run.handle.record_event("hang", {"hang/verdict": roll_call.verdict}, roll_call.text)
+
+    is_first = run is not None and run.plan.first
+    return hang.RollCallDuty(info, timeout_s, show if is_first else None, has_run=run is not None, stopped=stopped)
+
+
+def _pulse_duty(call: TrackedCall, info: DistributedInfo, pulse_s: float, _: threading.Event) -> pulse.PulseDuty:
+    """Return the duty of a call that has begun. On the first primary it logs with the run."""
+    run = call.run
+    return pulse.PulseDuty(info, pulse_s, run.handle.add_to_next_row if run is not None and run.plan.first else None)
+
+
+class ProgressWatch:
+    """A watch for SIGTERM that counts each row as progress: trackers call `reinstall` before each row."""
+
+    def __init__(self, watch: SigtermWatch) -> None:
+        self._watch = watch
+
+    @property
+    def terminated(self) -> bool:
+        """Whether the job is being terminated."""
+        return self._watch.terminated
+
+    def reinstall(self) -> None:
+        """Count the row, and install our handler again."""
+        progress.note_row()
+        self._watch.reinstall()
+
+    def wait_for_user_handler(self, any_thread: bool = False) -> None:
+        """Wait until the user's handler has run."""
+        self._watch.wait_for_user_handler(any_thread)
 
 
 def current_or_started(info: DistributedInfo) -> tuple[Monitor | None, bool]:

@@ -33,7 +33,6 @@ from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.failures import FailureReader
 from flyteplugins_tracking._runs.goodput import Attempts
-from flyteplugins_tracking._runs.progress import ProgressWatch
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -121,7 +120,10 @@ class Opener:
         run_plan, lock = _lock_run(self.tracker, self.plan, self.config, self.context)
         try:
             watch: SigtermWatch = self.watcher or closing.WATCHER
-            watch = ProgressWatch(watch) if self.config.is_monitored else watch
+            if self.config.is_monitored:
+                from flyteplugins_tracking._runs.monitor import ProgressWatch
+
+                watch = ProgressWatch(watch)
             # Only one rank keeps the attempts of a run, and only if another attempt can find it.
             can_continue = run_plan.run_id is not None and run_plan.primary and not self.context.is_simulated
             attempts = Attempts(self.config.step_metric) if can_continue else None

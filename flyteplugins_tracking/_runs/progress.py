@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from flyteplugins_tracking._util.loaded import loaded
-from flyteplugins_tracking.trackers.base import SigtermWatch
 
 # When this rank has last logged or called `heartbeat`, in seconds of `time.monotonic`; 0 if it has not.
 _last_s = 0.0
@@ -27,6 +26,14 @@ def heartbeat() -> None:
     global _last_s, _heartbeats
     _last_s = time.monotonic()
     _heartbeats += 1
+
+
+def note_row() -> None:
+    """Count a row that this rank is about to log, unless it is of the thread that is ignored."""
+    global _last_s, _rows
+    if threading.get_ident() != _ignored_thread:
+        _last_s = time.monotonic()
+        _rows += 1
 
 
 def last_progress() -> float:
@@ -73,27 +80,3 @@ def ignore_this_thread() -> None:
     """Do not count what this thread logs as progress."""
     global _ignored_thread
     _ignored_thread = threading.get_ident()
-
-
-class ProgressWatch:
-    """A watch for SIGTERM that takes each row for a heartbeat: trackers call `reinstall` for each, first."""
-
-    def __init__(self, watch: SigtermWatch) -> None:
-        self._watch = watch
-
-    @property
-    def terminated(self) -> bool:
-        """Whether the job is being terminated."""
-        return self._watch.terminated
-
-    def reinstall(self) -> None:
-        """Note the row, and install our handler again."""
-        global _last_s, _rows
-        if threading.get_ident() != _ignored_thread:
-            _last_s = time.monotonic()
-            _rows += 1
-        self._watch.reinstall()
-
-    def wait_for_user_handler(self, any_thread: bool = False) -> None:
-        """Wait until the user's handler has run."""
-        self._watch.wait_for_user_handler(any_thread)

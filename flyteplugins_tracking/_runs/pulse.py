@@ -20,7 +20,6 @@ from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, State
 from flyteplugins_tracking._job.waits import is_waiting
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._runs import progress
-from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.loaded import loaded
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -114,12 +113,6 @@ class PulseDuty:
             log({**pulses.metrics(alive), "ranks/silent": len(silent)})
         except Exception:
             self._warn_once("log", "the run does not show the pulse of its ranks", exc_info=True)
-
-
-def duty_of(call: TrackedCall, info: DistributedInfo, pulse_s: float, stopped: threading.Event) -> PulseDuty:  # noqa: ARG001 as the others
-    """Return the duty of a call that has begun: on the first primary, it logs with the run."""
-    run = call.run
-    return PulseDuty(info, pulse_s, run.handle.add_to_next_row if run is not None and run.plan.first else None)
 
 
 class StepClock:
