@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._flyte.tracking_config import tracking_config
     from flyteplugins_tracking._job.metrics import gather_metrics, prefix_metrics
     from flyteplugins_tracking._job.process_group import process_group
-    from flyteplugins_tracking._runs.progress import heartbeat
+    from flyteplugins_tracking._job.progress import heartbeat
     from flyteplugins_tracking._runs.stopping import request_stop, should_stop
     from flyteplugins_tracking._sweeps.agent import get_sweep_parameters, sweep_agent
     from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
@@ -65,7 +65,7 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "_flyte.tracking_config": ("tracking_config",),
         "_job.metrics": ("gather_metrics", "prefix_metrics"),
         "_job.process_group": ("process_group",),
-        "_runs.progress": ("heartbeat",),
+        "_job.progress": ("heartbeat",),
         "_runs.stopping": ("request_stop", "should_stop"),
         "_sweeps.agent": ("get_sweep_parameters", "sweep_agent"),
         "_sweeps.sweep": ("get_sweep_id", "tracking_sweep", "tracking_sweep_config"),

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flyteplugins_tracking._job import progress
 from flyteplugins_tracking._job import pulse as pulses
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, State
 from flyteplugins_tracking._job.waits import is_waiting
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._runs import progress
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.loaded import loaded
 from flyteplugins_tracking._util.warn_once import WarnOnce

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from flyteplugins_tracking import DistributedInfo
+from flyteplugins_tracking._job import progress
 from flyteplugins_tracking._job.board import Board, DirectoryStore
-from flyteplugins_tracking._runs import progress
-from flyteplugins_tracking._runs.hang import RollCall, RollCallDuty
+from flyteplugins_tracking._job.hang import RollCall, RollCallDuty
 
 TIMEOUT_S = 1000.0
 

@@ -13,11 +13,10 @@ import pytest
 from support.waiting import wait_until
 
 from flyteplugins_tracking import DistributedInfo, get_run, heartbeat, tracking_init
-from flyteplugins_tracking._job import pulse
+from flyteplugins_tracking._job import progress, pulse
 from flyteplugins_tracking._job.board import Board, DirectoryStore
 from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, metrics
 from flyteplugins_tracking._job.waits import is_waiting
-from flyteplugins_tracking._runs import progress
 from flyteplugins_tracking._runs.pulse import StepClock, WaitMeter
 from flyteplugins_tracking.testing import RecordingTracker
 from flyteplugins_tracking.trackers.rows import NextRow

@@ -24,10 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._job import stacks
+from flyteplugins_tracking._job import progress, stacks
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._runs import progress
 from flyteplugins_tracking._util import proc
 
 logger = logging.getLogger(__name__)
