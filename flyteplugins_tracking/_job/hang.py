@@ -14,20 +14,23 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import socket
+import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._job import progress, stacks
+from flyteplugins_tracking._job import progress
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.own_code import is_own
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,10 @@ _LOOKS = 5
 # The primary waits for the other ranks' stacks as long as `hang_timeout_s`, and at most this long.
 _LONGEST_ANSWER_S = 10.0
 _POLL_S = 0.1
+# faulthandler's format: https://docs.python.org/3/library/faulthandler.html. The innermost frame comes first.
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_LIBRARIES = tuple({str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 @dataclass(frozen=True)
@@ -143,7 +150,7 @@ class RollCallDuty:
         self._file.seek(0)
         dump = self._file.read().decode(errors="replace")
         self._empty_file()
-        where = stacks.place(stacks.frames_of(dump, self._thread_id))
+        where = place_of(frames_of(dump, self._thread_id))
         board.put(f"stacks/{episode}/{self._info.rank}", json.dumps({"place": f"at {where}", "dump": dump}))
         if self._report is not None:
             try:
@@ -168,7 +175,7 @@ class RollCallDuty:
             if rank not in answers:
                 answers[rank] = _silent_rank(board, rank)
         line = f"no progress for {self._timeout_s:g} s: "
-        line += stacks.verdict({rank: str(answer["place"]) for rank, answer in answers.items()})
+        line += verdict_of({rank: str(answer["place"]) for rank, answer in answers.items()})
         dumps = [f"rank {rank}\n{answers[rank]['dump']}" for rank in sorted(answers) if answers[rank]["dump"]]
         return RollCall(line, "\n\n".join([line, *dumps]))
 
@@ -188,7 +195,62 @@ def _silent_rank(board: Board, rank: int) -> dict[str, str]:
         return {"place": "is stopped by a signal", "dump": ""}
     with suppress(OSError):
         dump = Path(file).read_text(errors="replace")
-        frames = stacks.frames_of(dump, thread_id)
+        frames = frames_of(dump, thread_id)
         if frames:
-            return {"place": f"holds the GIL at {stacks.place(frames)}", "dump": dump}
+            return {"place": f"holds the GIL at {place_of(frames)}", "dump": dump}
     return {"place": "does not answer", "dump": ""}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is neither the standard library's nor a package's."""
+        return not self.file.startswith((*_LIBRARIES, "<")) and not is_own(self.file)
+
+
+def frames_of(dump: str, thread_id: int) -> list[Frame]:
+    """Return the frames of a thread in a dump of all threads, the innermost first; none if it is not there."""
+    parts = _THREAD.split(dump)[1:]
+    stacks = dict(zip(parts[::2], parts[1::2], strict=True))
+    stack = next((text for ident, text in stacks.items() if int(ident, 16) == thread_id), "")
+    return [Frame(file, int(line), function) for file, line, function in _FRAME.findall(stack)]
+
+
+def place_of(frames: Sequence[Frame]) -> str:
+    """Return where a thread is, as in "train.py:88 all_reduce": the user's line, and the innermost function."""
+    if not frames:
+        return "an unknown place"
+    users = next((frame for frame in frames if frame.is_users), frames[0])
+    return f"{Path(users.file).name}:{users.line} {frames[0].function}"
+
+
+def verdict_of(places: Mapping[int, str]) -> str:
+    """Return the places of all ranks in one line, the ranks of equal places together.
+
+    Args:
+        places: Where each rank is, in words: "at train.py:88 all_reduce", "does not answer".
+    """
+    ranks_by_place: dict[str, list[int]] = {}
+    for rank, words in sorted(places.items()):
+        ranks_by_place.setdefault(words, []).append(rank)
+    by_size = sorted(ranks_by_place.items(), key=lambda item: -len(item[1]))
+    return "; ".join(f"{_in_words(ranks)} {words}" for words, ranks in by_size)
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    """Return the ranks in words, runs of them as a range: "ranks 0-2, 5"."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1].append(rank)
+        else:
+            ranges.append([rank])
+    texts = [f"{group[0]}-{group[-1]}" if len(group) > 2 else ", ".join(map(str, group)) for group in ranges]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
