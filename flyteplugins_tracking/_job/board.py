@@ -16,7 +16,7 @@ from typing import Protocol
 
 from flyteplugins_tracking._job.store import SHORT_TIMEOUT, connected_store
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.launchers import RANK_VARIABLES
+from flyteplugins_tracking._rank.launchers import rank_variable
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.lock import locked
 from flyteplugins_tracking._util.private_dir import private_directory, read_own, replace_whole
@@ -233,14 +233,9 @@ class DirectoryStore:
             yield
 
 
-def rank_variable(info: DistributedInfo) -> str:
-    """Return the variable that a launcher sets for its ranks, and does not have itself."""
-    return RANK_VARIABLES.get(info.launcher, "RANK")
-
-
 def board_directory(info: DistributedInfo, env: Mapping[str, str]) -> Path:
     """Return a directory for the ranks of this machine that one launcher process has started, for one attempt."""
-    launcher = proc.nearest_without(rank_variable(info))
+    launcher = proc.nearest_without(rank_variable(info.launcher))
     step = env.get("SLURM_STEP_ID", "")
     names = (proc.machine(), launcher, proc.start_time(launcher), info.job_id, step, env.get("MASTER_PORT"))
     digest = hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]

@@ -23,7 +23,7 @@ from flyteplugins_tracking._job.store import STORE_TIMEOUT, agent_option, agents
 from flyteplugins_tracking._rank import jax
 from flyteplugins_tracking._rank.children import has_inherited_group
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.launchers import RANK_VARIABLES
+from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.ray import Trial
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking.errors import IdentityError
@@ -66,7 +66,7 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
     """
     if info is None:
         return Identity(None)
-    base_id = RUN_ID_SOURCES.get(info.launcher, _without_job_name)(info, env, agreement)
+    base_id = _SOURCES.get(info.launcher, _job_name)(info, env, agreement)
     if base_id is None and agreement:
         if info.launcher == "lightning":
             # It starts the other ranks when the first one's run is already open, as the run of a single process.
@@ -160,21 +160,23 @@ def _slurm(info: DistributedInfo, env: Env, _: bool) -> str | None:
     return readable("slurm", env.get("SLURM_CLUSTER_NAME"), info.job_id, env.get("SLURM_STEP_ID"))
 
 
-def _job_name(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
-    return readable(info.job_id) if info.job_id else _without_job_name(info, env, agreement)
+def _job_name(info: DistributedInfo, _: Env, agreement: bool) -> str | None:
+    launcher = LAUNCHERS.get(info.launcher)
+    names_run = launcher is not None and launcher.names_run
+    return readable(info.job_id) if names_run and info.job_id else _without_job_name(info, agreement)
 
 
-def _openmpi(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
+def _openmpi(info: DistributedInfo, _: Env, agreement: bool) -> str | None:
     """Join the namespace and, on one node, mpirun's process.
 
     The namespace is the same on all nodes. It is made from mpirun's host and process id, which may be reused.
     """
     if not info.job_id:
-        return _without_job_name(info, env, agreement)
+        return _without_job_name(info, agreement)
     return readable("mpi", info.job_id, _launcher_process(info) if info.num_workers == 1 else None)
 
 
-def _without_job_name(info: DistributedInfo, _: Env, agreement: bool) -> str | None:
+def _without_job_name(info: DistributedInfo, agreement: bool) -> str | None:
     """Use the ranks' process group, JAX's store or, on one node, the launcher's process.
 
     Without agreement the primary, which may be any rank, does not wait for rank 0: that one has no run, and sends none.
@@ -192,24 +194,19 @@ def _launcher_process(info: DistributedInfo) -> str | None:
     None for ranks that a script, a shell or multiprocessing's parent may have started, since one such process may start
     several jobs.
     """
-    if info.launcher not in _ONE_PROCESS_PER_JOB:
+    launcher = LAUNCHERS.get(info.launcher)
+    if launcher is None or not launcher.has_one_process_per_job:
         return None
-    pid = proc.nearest_without(RANK_VARIABLES[info.launcher])
+    pid = proc.nearest_without(launcher.rank)
     return _digest(proc.machine(), pid, proc.start_time(pid))
 
 
-# Other launchers give a job no name that is its own: `_without_job_name`. jsm is one of them, though it has LSB_JOBID:
-# that is the LSF job, which may run `jsrun` several times.
-RUN_ID_SOURCES: dict[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
-    "ray": _job_name,
+# The launchers whose job's name is a part of the id. For the others the entry in `LAUNCHERS` is enough.
+_SOURCES: Mapping[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
     "torchelastic": _torchelastic,
     "slurm": _slurm,
-    "konduktor": _job_name,
-    "skypilot": _job_name,
     "openmpi": _openmpi,
 }
-# The launchers whose ranks have one ancestor for each job. A daemon of jsm or Slurm may start the ranks of several.
-_ONE_PROCESS_PER_JOB = ("horovod", "openmpi", "mvapich", "mpich")
 
 
 def _from_rank_0(info: DistributedInfo, token: str | None, *, waits: bool = True) -> str | None:

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flyteplugins_tracking._job.board import rank_variable
 from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.launchers import rank_variable
 from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.exit_codes import TERMINATED
 
@@ -194,7 +194,7 @@ def _siblings(info: DistributedInfo) -> Mapping[int, int]:
 
 def _named(info: DistributedInfo) -> tuple[Sequence[int], Mapping[int, int]]:
     """Return the processes that the launcher has started here, and those whose variables tell a rank, by that."""
-    variable = rank_variable(info)
+    variable = rank_variable(info.launcher)
     # A shell around each rank ends with its rank's status.
     children = proc.children(proc.nearest_without(variable))
     ranks_by_pid = {pid: proc.variables_at_start(pid).get(variable, "") for pid in children}

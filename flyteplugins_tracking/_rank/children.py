@@ -13,7 +13,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.fork import after_fork_in_child
@@ -24,7 +24,7 @@ from flyteplugins_tracking._util.loaded import loaded
 MARK = "FLYTE_TRACKING_RANK"
 # In the command line of a process that another Python process has started to run its functions; `multiprocess` is a
 # package with the same code.
-_STARTED_BY_PYTHON = re.compile(
+_STARTED_BY_PYTHON = (  # not compiled: few processes need it
     r"from multiprocess\w*\.(spawn|forkserver) import |--multiprocessing-fork$|[\w.]*\bloky\.backend\.|ray::"
 )
 _MULTIPROCESSING = ("multiprocessing.process", "multiprocess.process")
@@ -32,7 +32,7 @@ _MULTIPROCESSING = ("multiprocessing.process", "multiprocess.process")
 _at_import = dict(os.environ)
 
 
-class _Fork(NamedTuple):
+class _Fork:
     """The state of the parent when it forked this process.
 
     Attributes:
@@ -41,9 +41,10 @@ class _Fork(NamedTuple):
         parent_is_child: Whether it was itself forked, or started by multiprocessing.
     """
 
-    variables: Mapping[str, str]
-    group: Any
-    parent_is_child: bool
+    def __init__(self) -> None:
+        self.variables: Mapping[str, str] = dict(os.environ)
+        self.group = default_group()
+        self.parent_is_child = _fork is not None or _multiprocessing_parent() is not None
 
 
 _fork: _Fork | None = None
@@ -52,7 +53,7 @@ _fork: _Fork | None = None
 @after_fork_in_child
 def _note_fork() -> None:
     global _fork
-    _fork = _Fork(dict(os.environ), default_group(), _fork is not None or _multiprocessing_parent() is not None)
+    _fork = _Fork()
 
 
 def is_forked() -> bool:
@@ -153,6 +154,6 @@ def _is_started_by_python(pid: int) -> bool:
     True if it has ended: a parent that only starts ranks waits for them.
     """
     command = proc.command_line(pid)
-    if not command[0] or any(map(_STARTED_BY_PYTHON.match, command)):
+    if not command[0] or any(re.match(_STARTED_BY_PYTHON, word) for word in command):
         return True
     return "python" in os.path.basename(command[0]) and command == proc.command_line(proc.parent(pid))

@@ -1,7 +1,7 @@
-"""The launchers that are known: one detector each, in one ordered list.
+"""The launchers that are known: a table with one entry each, the innermost first.
 
-Every detector reads *all* its fields from one launcher's variables. Bad values of a launcher are an error, never rank
-0: this module exists to prevent the bug that every process is rank 0.
+All fields of a rank come from one launcher. Bad values of a launcher are an error, never rank 0: this module exists to
+prevent the bug that every process is rank 0.
 """
 
 from __future__ import annotations
@@ -12,26 +12,117 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._rank.info import DistributedInfo, check_orders
 from flyteplugins_tracking.errors import TopologyError
 
 Env = Mapping[str, str]
-
-# A rank's variable, for each launcher whose variables have its name: only the processes below that launcher have it.
-RANK_VARIABLES = {
-    "horovod": "HOROVOD_RANK",
-    "openmpi": "OMPI_COMM_WORLD_RANK",
-    "mvapich": "MV2_COMM_WORLD_RANK",
-    "jsm": "JSM_NAMESPACE_RANK",
-    "mpich": "PMI_RANK",
-    "slurm": "SLURM_PROCID",
-}
+if TYPE_CHECKING:
+    Names = str | tuple[str, ...]
 
 
-def _ray_train(_: Env) -> DistributedInfo | None:
-    """A worker of Ray Train, which is inside whatever has started Ray."""
+class Launcher:
+    """A launcher and its variables. A field with several names is read from the first of them that is set.
+
+    Args:
+        name: Its name, in `DistributedInfo.launcher`.
+        markers: The variables that are all set if, and only if, it has started the process. By default the rank's.
+        rank: The variable of the rank. Its ranks and the processes below them have it; the launcher itself has not.
+        world_size: The variable of the world size.
+        local_rank: The variable of the local rank; "" for none, as below.
+        local_world_size: The variable of the local world size.
+        worker_index: The variable of the worker's index.
+        num_workers: The variable of the number of workers.
+        restart_count: The variables of restart counts, which are added.
+        job_id: The variable of the job's name.
+        function: For a launcher whose place is not in such variables. It is called if the markers are set, and returns
+            None if the launcher has not started this process.
+        is_of_node: Whether its variables describe a pod or a machine, and not a process: they never make a rank of a
+            pool's worker.
+        names_run: Whether the job's name can be its run's: all nodes know it, it is the same after a restart, and no
+            other job gets it.
+        has_one_process_per_job: Whether the ranks on a node have one ancestor for each job, as one mpirun. A daemon of
+            jsm or Slurm may start the ranks of several jobs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        markers: tuple[str, ...] = (),
+        *,
+        rank: str = "RANK",
+        world_size: Names = "WORLD_SIZE",
+        local_rank: Names = "",
+        local_world_size: Names = "",
+        worker_index: Names = "",
+        num_workers: Names = "",
+        restart_count: tuple[str, ...] = (),
+        job_id: str = "",
+        function: Callable[[Launcher, Env], DistributedInfo | None] | None = None,
+        is_of_node: bool = False,
+        names_run: bool = False,
+        has_one_process_per_job: bool = False,
+    ) -> None:
+        # A plain class: each rank imports this module, and a dataclass costs more than the rest of it.
+        self.name = name
+        self.markers = markers if markers or function is not None else (rank,)
+        self.rank = rank
+        self.names: dict[str, Names] = {
+            "rank": rank,
+            "world_size": world_size,
+            "local_rank": local_rank,
+            "local_world_size": local_world_size,
+            "worker_index": worker_index,
+            "num_workers": num_workers,
+        }
+        self.restart_count = restart_count
+        self.job_id = job_id
+        self.function = function
+        self.is_of_node = is_of_node
+        self.names_run = names_run
+        self.has_one_process_per_job = has_one_process_per_job
+
+    def detect(self, env: Env) -> DistributedInfo | None:
+        """Return this process's place according to `env`; None if this launcher has not started it.
+
+        Raises:
+            TopologyError: The values are malformed or contradict each other.
+        """
+        if not _are_set(env, *self.markers):
+            return None
+        return self.read(env) if self.function is None else self.function(self, env)
+
+    def read(self, env: Env, *, names: Mapping[str, Names] = {}, **computed: int | None) -> DistributedInfo:
+        """Return the place that the variables tell.
+
+        Args:
+            env: The environment variables.
+            names: Variables that replace the entry's, by field.
+            **computed: Values that replace a variable which does not have the plain number, by field.
+        """
+        variables = {field: _first(env, name) for field, name in {**self.names, **names}.items()}
+        values: dict[str, Any] = {
+            field: _integer(env, name) if computed.get(field) is None else computed[field]
+            for field, name in variables.items()
+        }
+        if values["local_world_size"] is not None and values["local_world_size"] == values["world_size"]:
+            # All processes are on this worker.
+            values["worker_index"] = values["worker_index"] or 0
+            values["num_workers"] = 1 if values["num_workers"] is None else values["num_workers"]
+        for required in ("rank", "world_size"):
+            if values[required] is None:
+                raise TopologyError(f"{variables[required]} is not set, though the other variables of {self.name} are")
+        check_orders(values, variables)
+        return DistributedInfo(
+            **values,
+            restart_count=sum(_integer(env, name) or 0 for name in self.restart_count),
+            launcher=self.name,
+            job_id=env.get(self.job_id) or None,
+        )
+
+
+def _ray_train(_: Launcher, __: Env) -> DistributedInfo | None:
     if "ray" not in sys.modules:
         return None
     from flyteplugins_tracking._rank import ray
@@ -39,28 +130,8 @@ def _ray_train(_: Env) -> DistributedInfo | None:
     return ray.train_world()
 
 
-def _torchelastic(env: Env) -> DistributedInfo | None:
-    """torchrun, torch.distributed.launch, Elastic of Flyte 1 and 2.
-
-    https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
-    """
-    if "TORCHELASTIC_RUN_ID" not in env:
-        return None
-    # Flyte 2 Clustered sets NODE_RANK only. Elsewhere a NODE_RANK beside GROUP_RANK comes from an outer launcher.
-    worker_index = "GROUP_RANK" if "GROUP_RANK" in env else "NODE_RANK"
-    return _from_env(
-        env,
-        "torchelastic",
-        rank="RANK",
-        world_size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_world_size="LOCAL_WORLD_SIZE",
-        worker_index=worker_index,
-        num_workers="GROUP_WORLD_SIZE",
-        restart_count=("TORCHELASTIC_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"),
-        job_id="TORCHELASTIC_RUN_ID",
-        local_rank_value=_true_local_rank(env),
-    )
+def _torchelastic(launcher: Launcher, env: Env) -> DistributedInfo:
+    return launcher.read(env, local_rank=_true_local_rank(env))
 
 
 def _true_local_rank(env: Env) -> int | None:
@@ -82,62 +153,28 @@ def _true_local_rank(env: Env) -> int | None:
     return local_rank if 0 <= local_rank < local_world_size else None
 
 
-def _rank_variables(env: Env) -> DistributedInfo | None:
-    """Ray Train, Accelerate, Composer, DeepSpeed and hand-written launchers: RANK, WORLD_SIZE and LOCAL_RANK.
+def _rank_variables(launcher: Launcher, env: Env) -> DistributedInfo:
+    """Prefer a process group of the same size to the variables.
 
-    A process group of the same size knows better: on a CPU, `Accelerator()` sets RANK=0 in each process that
-    `debug_launcher` has started, which ACCELERATE_DEBUG_RDV_FILE tells. A group of one process does not: some programs
-    make one on each rank.
+    On a CPU, `Accelerator()` sets RANK=0 in each process that `debug_launcher` has started, which
+    ACCELERATE_DEBUG_RDV_FILE tells. A group of one process does not know better: some programs make one on each rank.
     """
-    if not _are_set(env, "RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        return None
-    info = _from_env(
-        env,
-        "env",
-        rank="RANK",
-        world_size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_world_size=_first(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
-        worker_index=_first(env, "GROUP_RANK", "NODE_RANK", "CROSS_RANK"),
-        num_workers=_first(env, "GROUP_WORLD_SIZE", "CROSS_SIZE"),
-    )
-    group = detect_process_group()
+    info, group = launcher.read(env), detect_process_group()
     if group is None or group.world_size != info.world_size:
         return info
     if "ACCELERATE_DEBUG_RDV_FILE" in env:
         return group
     # The launcher stays the same on all ranks: it is a part of the run's id.
-    return info if group.rank == info.rank else replace(group, launcher="env")
+    return info if group.rank == info.rank else replace(group, launcher=launcher.name)
 
 
-def _slurm(env: Env) -> DistributedInfo | None:
-    """A process of an srun step. An sbatch shell has SLURM_PROCID too, but no step: it is one process.
-
-    https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
-    """
-    if "SLURM_STEP_ID" not in env or _integer(env, "SLURM_STEP_NUM_TASKS") == 1:
+def _slurm(launcher: Launcher, env: Env) -> DistributedInfo | None:
+    if _integer(env, "SLURM_STEP_NUM_TASKS") == 1:
         return None
-    if not _slurm_step_is_ours(env):
-        return None
-    return _from_env(
-        env,
-        "slurm",
-        rank=RANK_VARIABLES["slurm"],
-        world_size="SLURM_STEP_NUM_TASKS",
-        local_rank="SLURM_LOCALID",
-        local_world_size="SLURM_STEP_TASKS_PER_NODE",
-        worker_index="SLURM_NODEID",
-        num_workers="SLURM_STEP_NUM_NODES",
-        restart_count=("SLURM_RESTART_COUNT",),
-        job_id="SLURM_JOB_ID",
-        local_world_size_value=_slurm_tasks_on_this_node(env),
-    )
-
-
-def _slurm_step_is_ours(env: Env) -> bool:
-    """Return False in an sbatch shell that a task submitted: it inherits the step, but its SLURM_GTIDS is shorter."""
     tasks, ranks_here = _slurm_tasks_on_this_node(env), env.get("SLURM_GTIDS")
-    return tasks is None or ranks_here is None or len(ranks_here.split(",")) == tasks
+    if tasks is not None and ranks_here is not None and len(ranks_here.split(",")) != tasks:
+        return None  # an sbatch shell that a task submitted: it inherits the step, but its SLURM_GTIDS is shorter
+    return launcher.read(env, local_world_size=tasks)
 
 
 def _slurm_tasks_on_this_node(env: Env) -> int | None:
@@ -155,43 +192,41 @@ def _slurm_tasks_on_this_node(env: Env) -> int | None:
     raise TopologyError(f"SLURM_NODEID={env['SLURM_NODEID']} has no entry in SLURM_STEP_TASKS_PER_NODE={text!r}")
 
 
-def _lightning(env: Env) -> DistributedInfo | None:
-    """A child of Lightning's own launcher: LOCAL_RANK and WORLD_SIZE, and no RANK.
+def _lightning(launcher: Launcher, env: Env) -> DistributedInfo | None:
+    """On the first node the local rank is the rank.
 
-    On the first node the local rank is the rank. On other nodes the rank depends on the number of processes per node,
-    which no variable has.
+    On other nodes the rank depends on the number of processes per node, which no variable has.
     """
-    if "RANK" in env or not _are_set(env, "LOCAL_RANK", "WORLD_SIZE"):
+    if "RANK" in env:
         return None
-    node_variable = _first(env, "NODE_RANK", "GROUP_RANK")
+    node_variable = _first(env, launcher.names["worker_index"])
     if (_integer(env, node_variable) or 0) > 0:
         raise TopologyError(
             f"{node_variable}={env[node_variable]} and LOCAL_RANK={env['LOCAL_RANK']} without RANK: which rank this is "
             "cannot be known on any but the first node. Start with torchrun, or set RANK in each process."
         )
-    return _from_env(
-        env,
-        "lightning",
-        rank="LOCAL_RANK",
-        world_size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        worker_index=node_variable,
-        worker_index_value=0,
-    )
+    return launcher.read(env, names={"rank": "LOCAL_RANK"}, worker_index=0)
 
 
-def detect_process_group(_: Env | None = None) -> DistributedInfo | None:
-    """A process group that the user's code initialised, whose ranks are in no variable."""
+def detect_process_group(*_: object) -> DistributedInfo | None:
+    """Return this process's place in a process group that the user's code initialised; None without one."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     return DistributedInfo(rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="process_group")
 
 
-def _kubeflow(env: Env) -> DistributedInfo | None:
-    """A pod of PyTorchJob, Kubeflow's Trainer v2, PAI-DLC or AIHC, without torchrun in it: one process per node.
+def _jax(_: Launcher, __: Env) -> DistributedInfo | None:
+    if "jax" not in sys.modules:
+        return None
+    from flyteplugins_tracking._rank import jax
 
-    There RANK is the node. It is the process's rank only if one process runs per node.
+    return jax.world()
+
+
+def _kubeflow(launcher: Launcher, env: Env) -> DistributedInfo | None:
+    """RANK is the pod: it is the process's rank only if one process runs in each pod, without torchrun.
+
     https://www.alibabacloud.com/help/en/pai/general-environment-variables
     """
     if _are_set(env, "RANK", "WORLD_SIZE"):
@@ -200,7 +235,7 @@ def _kubeflow(env: Env) -> DistributedInfo | None:
         rank, world_size = "PET_NODE_RANK", "PET_NNODES"
     else:
         return None
-    processes = _first(env, "PET_NPROC_PER_NODE", "NPROC_PER_NODE")
+    processes = _first(env, ("PET_NPROC_PER_NODE", "NPROC_PER_NODE"))
     if not any(name in env for name in (processes, *_POD_VARIABLES)):
         return None
     if processes == "NPROC_PER_NODE" and _integer(env, world_size) == 1:
@@ -217,16 +252,8 @@ def _kubeflow(env: Env) -> DistributedInfo | None:
         raise TopologyError(
             f"{world_size}={env[world_size]} and PET_NNODES={nodes} contradict each other for one process per node"
         )
-    return _from_env(
-        env,
-        "kubeflow",
-        rank=rank,
-        world_size=world_size,
-        worker_index="PET_NODE_RANK" if "PET_NODE_RANK" in env else rank,
-        num_workers=world_size,
-        local_rank_value=0,
-        local_world_size_value=1,
-    )
+    names = {"rank": rank, "world_size": world_size, "num_workers": world_size}
+    return launcher.read(env, names=names, local_rank=0, local_world_size=1)
 
 
 # One of them is set in a pod. Elsewhere RANK and WORLD_SIZE alone are not a node's.
@@ -241,15 +268,6 @@ def _torchrun_in_pod(env: Env, processes: str) -> str:
     return f"torchrun{address if 'RANK' in env else ''} train.py"
 
 
-def _jax(_: Env) -> DistributedInfo | None:
-    """A process that `jax.distributed.initialize` has connected to others."""
-    if "jax" not in sys.modules:
-        return None
-    from flyteplugins_tracking._rank import jax
-
-    return jax.world()
-
-
 def _is_a_node(env: Env, rank: str, processes: str, command: str) -> TopologyError:
     return TopologyError(
         f"{rank}={env.get(rank)} is a node, not a process: {processes}={env[processes]} and no LOCAL_RANK. "
@@ -257,11 +275,8 @@ def _is_a_node(env: Env, rank: str, processes: str, command: str) -> TopologyErr
     )
 
 
-def _rank_alone(env: Env) -> DistributedInfo | None:
-    """A script's own RANK and WORLD_SIZE, in no pod. The place on the node is in no variable."""
-    if not _are_set(env, "RANK", "WORLD_SIZE"):
-        return None
-    info = _from_env(env, "env_rank", rank="RANK", world_size="WORLD_SIZE")
+def _rank_alone(launcher: Launcher, env: Env) -> DistributedInfo | None:
+    info = launcher.read(env)
     if info.world_size > 1 and _has_left_its_group() and _was_set_late(env, "RANK"):
         raise TopologyError(
             f"RANK={info.rank} and WORLD_SIZE={info.world_size} were set in this process for a process group that is "
@@ -287,73 +302,189 @@ def _was_set_late(env: Env, name: str) -> bool:
     return bool(at_start) and at_start.get(name) != env[name]
 
 
-def _konduktor(env: Env) -> DistributedInfo | None:
-    """A konduktor pod: RANK is the node, and WORLD_SIZE is not set."""
-    if "KONDUKTOR_JOB_NAME" not in env:
-        return None
-    node = _first(env, "SKYPILOT_NODE_RANK", "RANK")
-    return _one_process_per_node(env, "konduktor", node, "NUM_NODES", "NUM_GPUS_PER_NODE", "KONDUKTOR_JOB_NAME")
-
-
-def _skypilot(env: Env) -> DistributedInfo | None:
-    """A SkyPilot task: https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html."""
-    if "SKYPILOT_NODE_RANK" not in env:
-        return None
-    return _one_process_per_node(
-        env, "skypilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_TASK_ID"
-    )
-
-
-def _lepton(env: Env) -> DistributedInfo | None:
-    """A worker of a batch job on DGX Cloud Lepton."""
-    node, nodes, gpus_per_node = (
-        "LEPTON_JOB_WORKER_INDEX",
-        "LEPTON_JOB_TOTAL_WORKERS",
-        "LEPTON_RESOURCE_ACCELERATOR_NUM",
-    )
-    if node not in env:
-        return None
-    master = "${LEPTON_JOB_SERVICE_PREFIX:-$LEPTON_JOB_NAME}-0.${LEPTON_SUBDOMAIN:-$LEPTON_JOB_NAME-job-svc}"
-    command = (
-        f'torchrun --nnodes="${nodes}" --node-rank="${node}" --nproc-per-node="${gpus_per_node}" '
-        f'--master-addr="{master}" train.py'
-    )
-    return _one_process_per_node(env, "lepton", node, nodes, gpus_per_node, "LEPTON_JOB_NAME", command)
-
-
 def _one_process_per_node(
-    env: Env,
-    launcher: str,
-    node: str,
-    nodes: str,
-    gpus_per_node: str,
-    job_id: str,
-    command: str = "torchrun train.py",
-) -> DistributedInfo | None:
-    if _integer(env, nodes) in (None, 1):
-        return None
-    if (_integer(env, gpus_per_node) or 0) > 1:
-        raise _is_a_node(env, node, gpus_per_node, command)
-    return _from_env(
-        env,
-        launcher,
-        rank=node,
-        world_size=nodes,
-        worker_index=node,
-        num_workers=nodes,
+    gpus_per_node: str, command: str = "torchrun train.py"
+) -> Callable[[Launcher, Env], DistributedInfo | None]:
+    """Return the function of a launcher that starts one process on each node. `command` starts one for each GPU."""
+
+    def detect(launcher: Launcher, env: Env) -> DistributedInfo | None:
+        node, nodes = (_first(env, launcher.names[field]) for field in ("worker_index", "world_size"))
+        if _integer(env, nodes) in (None, 1):
+            return None
+        if (_integer(env, gpus_per_node) or 0) > 1:
+            raise _is_a_node(env, node, gpus_per_node, command)
+        names = {"rank": node, "num_workers": nodes}
+        return launcher.read(env, names=names, local_rank=0, local_world_size=1)
+
+    return detect
+
+
+# The first that has started the process counts: the variables of an outer launcher describe the agent of an inner one.
+# So an inner launcher comes before an outer one in which it may run, and one that sets the rank of each process before
+# one that sets only the node's.
+_TABLE = (
+    # Inside whatever has started Ray.
+    Launcher("ray", function=_ray_train, names_run=True),
+    # torchrun, torch.distributed.launch, Elastic of Flyte 1 and 2. Flyte 2 Clustered sets NODE_RANK only; elsewhere a
+    # NODE_RANK beside GROUP_RANK comes from an outer launcher.
+    # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+    Launcher(
+        "torchelastic",
+        markers=("TORCHELASTIC_RUN_ID",),
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_WORLD_SIZE",
+        worker_index=("GROUP_RANK", "NODE_RANK"),
+        num_workers="GROUP_WORLD_SIZE",
+        restart_count=("TORCHELASTIC_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"),
+        job_id="TORCHELASTIC_RUN_ID",
+        function=_torchelastic,
+    ),
+    # Ray Train, Accelerate, Composer, DeepSpeed and hand-written launchers, also inside an MPI or Slurm.
+    Launcher(
+        "env",
+        markers=("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        local_rank="LOCAL_RANK",
+        local_world_size=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+        worker_index=("GROUP_RANK", "NODE_RANK", "CROSS_RANK"),
+        num_workers=("GROUP_WORLD_SIZE", "CROSS_SIZE"),
+        function=_rank_variables,
+    ),
+    # It may run on top of an MPI.
+    Launcher(
+        "horovod",
+        rank="HOROVOD_RANK",
+        world_size="HOROVOD_SIZE",
+        local_rank="HOROVOD_LOCAL_RANK",
+        local_world_size="HOROVOD_LOCAL_SIZE",
+        worker_index="HOROVOD_CROSS_RANK",
+        num_workers="HOROVOD_CROSS_SIZE",
+        has_one_process_per_job=True,
+    ),
+    # The MPIs, which may run inside Slurm. OMPI_COMM_WORLD_NODE_RANK is *not* the node: it is the rank on the node,
+    # over all jobs. https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
+    Launcher(
+        "openmpi",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job_id="PMIX_NAMESPACE",
+        has_one_process_per_job=True,
+    ),
+    Launcher(
+        "mvapich",
+        rank="MV2_COMM_WORLD_RANK",
+        world_size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        has_one_process_per_job=True,
+    ),
+    # IBM's jsrun, under LSF, whose job may run it several times: LSB_JOBID names no run.
+    Launcher(
+        "jsm",
+        rank="JSM_NAMESPACE_RANK",
+        world_size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        job_id="LSB_JOBID",
+    ),
+    # MPICH and Intel MPI (hydra). PMI_RANK alone may be Slurm's.
+    Launcher(
+        "mpich",
+        markers=("PMI_RANK", "MPI_LOCALRANKID"),
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+        has_one_process_per_job=True,
+    ),
+    # A process of an srun step. An sbatch shell has SLURM_PROCID too, but no step: it is one process.
+    # https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
+    Launcher(
+        "slurm",
+        markers=("SLURM_STEP_ID",),
+        rank="SLURM_PROCID",
+        world_size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_world_size="SLURM_STEP_TASKS_PER_NODE",
+        worker_index="SLURM_NODEID",
+        num_workers="SLURM_STEP_NUM_NODES",
+        restart_count=("SLURM_RESTART_COUNT",),
+        job_id="SLURM_JOB_ID",
+        function=_slurm,
+    ),
+    # A child of Lightning's own launcher has no RANK.
+    Launcher(
+        "lightning",
+        markers=("LOCAL_RANK", "WORLD_SIZE"),
+        local_rank="LOCAL_RANK",
+        worker_index=("NODE_RANK", "GROUP_RANK"),
+        function=_lightning,
+    ),
+    # These two are in no variable, so that the launchers of processes come first.
+    Launcher("process_group", function=detect_process_group),
+    Launcher("jax", function=_jax),
+    # From here on the rank is the node's, if each node has one process. A worker on DGX Cloud Lepton may have the RANK
+    # of a pod too.
+    Launcher(
+        "lepton",
+        markers=("LEPTON_JOB_WORKER_INDEX",),
+        world_size="LEPTON_JOB_TOTAL_WORKERS",
+        worker_index="LEPTON_JOB_WORKER_INDEX",
         restart_count=("RESTART_ATTEMPT",),
-        job_id=job_id,
-        local_rank_value=0,
-        local_world_size_value=1,
-    )
+        job_id="LEPTON_JOB_NAME",
+        function=_one_process_per_node(
+            "LEPTON_RESOURCE_ACCELERATOR_NUM",
+            'torchrun --nnodes="$LEPTON_JOB_TOTAL_WORKERS" --node-rank="$LEPTON_JOB_WORKER_INDEX" '
+            '--nproc-per-node="$LEPTON_RESOURCE_ACCELERATOR_NUM" '
+            '--master-addr="${LEPTON_JOB_SERVICE_PREFIX:-$LEPTON_JOB_NAME}-0.'
+            '${LEPTON_SUBDOMAIN:-$LEPTON_JOB_NAME-job-svc}" train.py',
+        ),
+        is_of_node=True,
+    ),
+    # A pod of PyTorchJob, Kubeflow's Trainer v2, PAI-DLC or AIHC.
+    Launcher("kubeflow", worker_index=("PET_NODE_RANK", "RANK"), function=_kubeflow, is_of_node=True),
+    # A konduktor pod, where RANK is the node, and WORLD_SIZE is not set.
+    Launcher(
+        "konduktor",
+        markers=("KONDUKTOR_JOB_NAME",),
+        world_size="NUM_NODES",
+        worker_index=("SKYPILOT_NODE_RANK", "RANK"),
+        restart_count=("RESTART_ATTEMPT",),
+        job_id="KONDUKTOR_JOB_NAME",
+        function=_one_process_per_node("NUM_GPUS_PER_NODE"),
+        is_of_node=True,
+        names_run=True,
+    ),
+    # konduktor's pods have its variable of the node too.
+    # https://docs.skypilot.co/en/latest/running-jobs/environment-variables.html
+    Launcher(
+        "skypilot",
+        markers=("SKYPILOT_NODE_RANK",),
+        world_size="SKYPILOT_NUM_NODES",
+        worker_index="SKYPILOT_NODE_RANK",
+        restart_count=("RESTART_ATTEMPT",),
+        job_id="SKYPILOT_TASK_ID",
+        function=_one_process_per_node("SKYPILOT_NUM_GPUS_PER_NODE"),
+        is_of_node=True,
+        names_run=True,
+    ),
+    # A script's own RANK and WORLD_SIZE, in no pod. They may be left in a pool's worker from a group that has ended.
+    Launcher("env_rank", markers=("RANK", "WORLD_SIZE"), function=_rank_alone, is_of_node=True),
+)
+LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _TABLE}
+
+
+def rank_variable(launcher: str) -> str:
+    """Return the variable that a launcher sets for its ranks, and does not have itself."""
+    return LAUNCHERS[launcher].rank if launcher in LAUNCHERS else "RANK"
 
 
 def refuse_ranks_that_disagree(info: DistributedInfo, env: Env) -> None:
     """Refuse a RANK that differs from mpirun's or srun's, for instance RANK=0 exported once for all processes."""
-    for name in RANK_VARIABLES:
+    for launcher in LAUNCHERS.values():
         other = None
         with suppress(TopologyError):
-            other = DETECTORS[name](env)
+            other = None if launcher.rank == "RANK" else launcher.detect(env)
         if other is not None and other.world_size == info.world_size > 1 and other.rank != info.rank:
             raise TopologyError(
                 f"RANK={info.rank} and WORLD_SIZE={info.world_size} contradict {other.launcher}, for which this is "
@@ -381,144 +512,6 @@ def refuse_leftovers(env: Env) -> None:
             )
 
 
-Detector = Callable[[Env], DistributedInfo | None]
-
-
-def _plain(launcher: str, *markers: str, **names: str) -> Detector:
-    """Return the detector of a launcher that has a plain variable for each field.
-
-    Args:
-        launcher: The launcher's name, which is in `RANK_VARIABLES`.
-        *markers: The variables that are set beside the rank's if, and only if, it started the process.
-        **names: The variable of each other field, as for `_from_env`.
-    """
-    rank = RANK_VARIABLES[launcher]
-
-    def detector(env: Env) -> DistributedInfo | None:
-        return _from_env(env, launcher, rank=rank, **names) if _are_set(env, rank, *markers) else None  # type: ignore[arg-type]
-
-    return detector
-
-
-_PLAIN = {
-    "horovod": _plain(
-        "horovod",
-        world_size="HOROVOD_SIZE",
-        local_rank="HOROVOD_LOCAL_RANK",
-        local_world_size="HOROVOD_LOCAL_SIZE",
-        worker_index="HOROVOD_CROSS_RANK",
-        num_workers="HOROVOD_CROSS_SIZE",
-    ),
-    # OMPI_COMM_WORLD_NODE_RANK is *not* the node: it is the rank on the node, over all jobs.
-    # https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html
-    "openmpi": _plain(
-        "openmpi",
-        world_size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        job_id="PMIX_NAMESPACE",
-    ),
-    "mvapich": _plain(
-        "mvapich",
-        world_size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    # IBM's jsrun, under LSF.
-    "jsm": _plain(
-        "jsm",
-        world_size="JSM_NAMESPACE_SIZE",
-        local_rank="JSM_NAMESPACE_LOCAL_RANK",
-        job_id="LSB_JOBID",
-    ),
-    # MPICH and Intel MPI (hydra). PMI_RANK alone may be Slurm's.
-    "mpich": _plain(
-        "mpich",
-        "MPI_LOCALRANKID",
-        world_size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_world_size="MPI_LOCALNRANKS",
-    ),
-}
-# By the launcher's name, the innermost first: the variables of an outer launcher describe the agent, not this process.
-# Launchers that set the rank of a process come before those that set only the node's. If both are set, the order among
-# `_PLAIN` decides: Horovod may run on top of an MPI.
-DETECTORS: dict[str, Detector] = {
-    "ray": _ray_train,
-    "torchelastic": _torchelastic,
-    "env": _rank_variables,
-    **_PLAIN,
-    "slurm": _slurm,
-    "lightning": _lightning,
-    "process_group": detect_process_group,
-    "jax": _jax,
-    "lepton": _lepton,
-    "kubeflow": _kubeflow,
-    "konduktor": _konduktor,
-    "skypilot": _skypilot,
-    "env_rank": _rank_alone,
-}
-
-
-def _from_env(
-    env: Env,
-    launcher: str,
-    *,
-    rank: str,
-    world_size: str,
-    local_rank: str = "",
-    local_world_size: str = "",
-    worker_index: str = "",
-    num_workers: str = "",
-    restart_count: tuple[str, ...] = (),
-    job_id: str = "",
-    local_rank_value: int | None = None,
-    local_world_size_value: int | None = None,
-    worker_index_value: int | None = None,
-) -> DistributedInfo:
-    """Read the named variables. A `_value` argument replaces a variable that does not have the plain number."""
-    names = {
-        "rank": rank,
-        "world_size": world_size,
-        "local_rank": local_rank,
-        "local_world_size": local_world_size,
-        "worker_index": worker_index,
-        "num_workers": num_workers,
-    }
-    computed = {
-        "local_rank": local_rank_value,
-        "local_world_size": local_world_size_value,
-        "worker_index": worker_index_value,
-    }
-    values = {field: _computed_or_read(env, name, computed.get(field)) for field, name in names.items()}
-    _fill_in_a_single_worker(values)
-    for required in ("rank", "world_size"):
-        if values[required] is None:
-            raise TopologyError(f"{names[required]} is not set, though the other variables of {launcher} are")
-    check_orders(values, names)
-    numbers: dict[str, Any] = values
-    return DistributedInfo(
-        **numbers,
-        restart_count=sum(_integer(env, name) or 0 for name in restart_count),
-        launcher=launcher,
-        job_id=env.get(job_id) or None,
-    )
-
-
-def _computed_or_read(env: Env, name: str, computed: int | None) -> int | None:
-    return computed if computed is not None else _integer(env, name)
-
-
-def _fill_in_a_single_worker(values: dict[str, int | None]) -> None:
-    """Make this worker the only one if all processes are on it."""
-    if values["local_world_size"] is None or values["local_world_size"] != values["world_size"]:
-        return
-    if values["worker_index"] is None:
-        values["worker_index"] = 0
-    if values["num_workers"] is None:
-        values["num_workers"] = 1
-
-
 def _integer(env: Env, name: str) -> int | None:
     text = env.get(name)
     if text is None:
@@ -534,6 +527,8 @@ def _are_set(env: Env, *names: str) -> bool:
     return all(name in env for name in names)
 
 
-def _first(env: Env, *names: str) -> str:
-    """Return the first of `names` that is set, or `names[0]` if none is."""
+def _first(env: Env, names: Names) -> str:
+    """Return the first of `names` that is set; the first of all if none is."""
+    if isinstance(names, str):
+        return names
     return next((name for name in names if name in env), names[0])

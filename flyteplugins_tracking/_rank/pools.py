@@ -11,7 +11,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -20,10 +20,12 @@ from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.loaded import loaded
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from flyteplugins_tracking._rank.ray import Trial
 
 
-class Pool(NamedTuple):
+class Pool:
     """The pool whose worker runs this function.
 
     Attributes:
@@ -34,69 +36,42 @@ class Pool(NamedTuple):
         trial: The trial of Ray Tune that this worker runs; None for another worker.
     """
 
-    name: str
-    reason: str
-    daemon: int
-    is_child: bool = False
-    trial: Trial | None = None
+    def __init__(
+        self, name: str, reason: str, daemon: int, *, is_child: bool = False, trial: Trial | None = None
+    ) -> None:
+        self.name = name
+        self.reason = reason
+        self.daemon = daemon
+        self.is_child = is_child
+        self.trial = trial
 
     def has_inherited(self, variables: Mapping[str, str]) -> bool:
         """Return whether these variables describe the pool's daemon: they are as they were at its start."""
-        return children.has(self._variables(), variables)
-
-    def _variables(self) -> Mapping[str, str]:
-        if self.daemon == os.getpid():
-            return children.variables_at_birth()
-        return proc.variables_at_start(self.daemon)
+        own = self.daemon == os.getpid()
+        return children.has(children.variables_at_birth() if own else proc.variables_at_start(self.daemon), variables)
 
 
-# A function of this file on the stack, for each pool. None for all functions of the file.
-_ON_STACK: Sequence[tuple[str, str, str | None]] = (
-    ("dask", "distributed/worker.py", "apply_function"),
-    ("mpi4py.futures", "mpi4py/futures/_core.py", None),
-    ("mpi4py.futures", "mpi4py/futures/__main__.py", None),
-    ("mpi4py.futures", "mpi4py/futures/server.py", None),
-    ("spark", "pyspark/worker.py", None),
-    ("loky", "loky/process_executor.py", "_process_worker"),
-    ("concurrent.futures", "concurrent/futures/process.py", "_process_worker"),
-)
-# How a command line begins: the end of its first word, and the words that follow.
-_COMMANDS: Sequence[tuple[str, tuple[str, ...]]] = (
-    ("ray", ("ray::",)),
-    ("ray", ("raylet/raylet",)),
-    ("dask", ("dask-worker",)),
-    ("dask", ("dask", "worker")),
-    ("dask", ("distributed.cli.dask_worker",)),
-    ("spark", ("pyspark.daemon",)),
-    ("spark", ("pyspark/daemon.py",)),
-    ("mpi4py.futures", ("mpi4py.futures",)),
-    ("mpi4py.futures", ("mpi4py.futures.server",)),
-)
-_CHILDREN = ("loky", "concurrent.futures")
-# The launchers whose variables a pod or a machine has, and not a process: they never make a pool's worker a rank. RANK
-# and WORLD_SIZE alone do not either: helpers leave them behind when their process group ends.
-NODES_ONLY = ("lepton", "kubeflow", "konduktor", "skypilot", "env_rank")
-_OF_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-# The variables of the last world of this worker that had a process group: helpers leave them behind.
-_last_world: dict[str, str | None] = {}
+class _KnownPool:
+    """How the workers of a pool are recognised: by any of these.
 
+    Args:
+        functions: The functions of the pool that call a task: the end of the file's path, and how the function's name
+            begins; "" for all functions of the file.
+        commands: How the command lines of its daemons and workers begin: the end of the first word, and the words that
+            follow.
+        detect: Returns the pool if this process is its worker: for a task that no such function has called.
+    """
 
-def innermost_pool() -> Pool | None:
-    """Return the pool whose worker runs this function; None if a launcher has started it."""
-    return next((pool for detector in POOLS for pool in [detector()] if pool is not None), None)
-
-
-def _on_stack() -> Pool | None:
-    """A pool's own function that has called this one."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        for name, file, function in _ON_STACK:
-            if code.co_filename.endswith(file) and (function is None or code.co_name.startswith(function)):
-                reason = f"{code.co_name} of {file} has called this function"
-                return Pool(name, reason, os.getpid(), is_child=name in _CHILDREN)
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, str]] = (),
+        commands: Sequence[str] = (),
+        detect: Callable[[], Pool | None] | None = None,
+    ) -> None:
+        self.functions = functions
+        self.commands = commands
+        self.detect = detect
+        self.is_child = not commands  # without a daemon, the process that uses the pool has started them
 
 
 def _ray() -> Pool | None:
@@ -128,45 +103,82 @@ def _dask() -> Pool | None:
     return Pool("dask", "distributed.get_worker() has a worker", os.getpid())
 
 
-def _above() -> Pool | None:
-    """A program that a pool's worker has started, or a thread of such a worker."""
-    return _pool_above(os.getpid())
+POOLS: Mapping[str, _KnownPool] = {
+    "ray": _KnownPool(commands=("raylet/raylet",), detect=_ray),
+    "dask": _KnownPool(
+        functions=(("distributed/worker.py", "apply_function"),),
+        commands=("dask-worker", "dask worker", "distributed.cli.dask_worker"),
+        detect=_dask,
+    ),
+    "mpi4py.futures": _KnownPool(
+        functions=(
+            ("mpi4py/futures/_core.py", ""),
+            ("mpi4py/futures/__main__.py", ""),
+            ("mpi4py/futures/server.py", ""),
+        ),
+        commands=("mpi4py.futures", "mpi4py.futures.server"),
+    ),
+    "spark": _KnownPool(functions=(("pyspark/worker.py", ""),), commands=("pyspark.daemon", "pyspark/daemon.py")),
+    "loky": _KnownPool(functions=(("loky/process_executor.py", "_process_worker"),)),
+    "concurrent.futures": _KnownPool(functions=(("concurrent/futures/process.py", "_process_worker"),)),
+}
+_FILES = tuple(file for known in POOLS.values() for file, _ in known.functions)
+_OF_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+# The variables of the last world of this worker that had a process group: helpers leave them behind.
+_last_world: dict[str, str | None] = {}
+
+
+def innermost_pool() -> Pool | None:
+    """Return the pool whose worker runs this function; None if a launcher has started it.
+
+    What has called the function is nearer than what its process is, and that nearer than what has started the process.
+    """
+    pool = _on_stack()
+    for known in POOLS.values():
+        if pool is None and known.detect is not None:
+            pool = known.detect()
+    return pool or _pool_above(os.getpid())
+
+
+def _on_stack() -> Pool | None:
+    """Return the pool one of whose own functions has called this one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(_FILES):
+            for name, known in POOLS.items():
+                for file, function in known.functions:
+                    if code.co_filename.endswith(file) and code.co_name.startswith(function):
+                        reason = f"{code.co_name} of {file} has called this function"
+                        return Pool(name, reason, os.getpid(), is_child=known.is_child)
+        frame = frame.f_back
+    return None
 
 
 @functools.lru_cache(maxsize=1)
 def _pool_above(_: int) -> Pool | None:
+    """Return the pool whose process this one is, as a thread of a worker, or whose worker has started this program."""
     for pid in (os.getpid(), *children.ancestors()):
-        name = _name_in(proc.command_line(pid))
+        command = proc.command_line(pid)
+        name = _name_in(command)
         if name is not None:
-            daemon = pid if name != "ray" else _raylet(pid)
+            daemon = proc.parent(pid) if command[0].startswith("ray::") else pid
             where = "this process" if pid == os.getpid() else f"process {pid}, which has started this one,"
             return Pool(name, f"{where} is one of {name}, by its command line", daemon)
     return None
-
-
-def _raylet(pid: int) -> int:
-    return proc.parent(pid) if proc.command_line(pid)[0].startswith("ray::") else pid
 
 
 def _name_in(command: Sequence[str]) -> str | None:
     """Return the pool whose daemon or worker has this command line, also as a script or a module of Python."""
     if os.path.basename(command[0]).startswith("python"):
         command = tuple(itertools.dropwhile(lambda word: word.startswith("-"), command[1:])) or ("",)
-    return next((name for name, words in _COMMANDS if _begins_with(command, words)), None)
-
-
-def _begins_with(command: Sequence[str], words: Sequence[str]) -> bool:
-    first = command[0].startswith("ray::") if words[0] == "ray::" else _ends_with(command[0], words[0])
-    return first and tuple(command[1 : len(words)]) == tuple(words[1:])
-
-
-def _ends_with(word: str, end: str) -> bool:
-    return word == end or word.endswith(f"/{end}")
-
-
-# In this order: what has called the function is nearer than what its process is, and that nearer than what has started
-# the process.
-POOLS: Sequence[Callable[[], Pool | None]] = (_on_stack, _ray, _dask, _above)
+    if command[0].startswith("ray::"):  # "ray::" and the function's name
+        return "ray"
+    for name, known in POOLS.items():
+        for first, *words in map(str.split, known.commands):
+            if f"/{command[0]}".endswith(f"/{first}") and [*command[1 : 1 + len(words)]] == words:
+                return name
+    return None
 
 
 def is_inherited(launcher: str) -> bool:

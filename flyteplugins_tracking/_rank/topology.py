@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from flyteplugins_tracking._rank.children import is_child_of_rank, is_forked
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.launchers import DETECTORS, Detector, refuse_leftovers, refuse_ranks_that_disagree
-from flyteplugins_tracking._rank.pools import NODES_ONLY, Pool, innermost_pool, is_inherited, is_left_over
+from flyteplugins_tracking._rank.launchers import LAUNCHERS, refuse_leftovers, refuse_ranks_that_disagree
+from flyteplugins_tracking._rank.pools import Pool, innermost_pool, is_inherited, is_left_over
 from flyteplugins_tracking.errors import TopologyError
 
 Env = Mapping[str, str]
@@ -105,9 +105,9 @@ def examine(env: Env) -> Detection:
 
 
 def _without_pool(env: Env) -> Detection:
-    for detector in DETECTORS.values():
+    for launcher in LAUNCHERS.values():
         variables = RecordingEnv(env)
-        info = detector(variables)
+        info = launcher.detect(variables)
         if info is None:
             continue
         if info.launcher == "env":
@@ -123,12 +123,17 @@ def _without_pool(env: Env) -> Detection:
 def _in_pool(env: Env, pool: Pool) -> Detection:
     """Return the place that the pool's worker has got since its start; what its daemon was given does not count."""
     parent = None
-    for name, detector in DETECTORS.items():
-        variables = RecordingEnv(env)
-        info, error = _outcome(detector, variables)
-        if name in NODES_ONLY or (info is None and error is None):
+    for launcher in LAUNCHERS.values():
+        if launcher.is_of_node:
             continue
-        if pool.has_inherited(variables.read) if variables.read else is_inherited(name):
+        variables, info, error = RecordingEnv(env), None, None
+        try:
+            info = launcher.detect(variables)
+        except TopologyError as wrong:
+            error = wrong
+        if info is None and error is None:
+            continue
+        if pool.has_inherited(variables.read) if variables.read else is_inherited(launcher.name):
             parent = parent or (info if info is not None and _counts(info) else None)
             continue
         if error is not None:
@@ -136,13 +141,6 @@ def _in_pool(env: Env, pool: Pool) -> Detection:
         if info is not None and _counts(info) and not is_left_over(info, env):
             return Detection(_of_pool(info, pool), pool)
     return Detection(pool=pool, parent=parent if pool.is_child else None)
-
-
-def _outcome(detector: Detector, env: Env) -> tuple[DistributedInfo | None, TopologyError | None]:
-    try:
-        return detector(env), None
-    except TopologyError as error:
-        return None, error
 
 
 def _of_pool(info: DistributedInfo, pool: Pool) -> DistributedInfo:

@@ -22,7 +22,7 @@ from typing import Any
 from flyteplugins_tracking._config.propagation import set_variables
 from flyteplugins_tracking._flyte import flyte1, flyte2
 from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
-from flyteplugins_tracking._rank.launchers import RANK_VARIABLES
+from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.plan import NodeRequest
 from flyteplugins_tracking._rank.topology import override_distributed_info
 from flyteplugins_tracking._runs.calls import Override, TrackedCall, override, override_here
@@ -49,17 +49,15 @@ SIMULATED = "simulated"
 RECORDED = "recorded"
 # More ranks than this are called one after another.
 _MAX_THREADS = 64
-# The variables that torchrun sets for each process, and those by which other launchers are detected. The address of a
-# store stays unset, since there is no store.
+# The variables that torchrun sets for each process, and others that are unset beside the markers of all launchers. The
+# address of a store stays unset, since there is no store.
 _OF_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
 _OF_WORLD = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE")
 _OF_JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 _UNSET = (
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "NODE_RANK"),
-    *(*RANK_VARIABLES.values(), "PMI_SIZE", "SLURM_STEP_ID", "PET_NODE_RANK", "PET_NNODES"),
-    *("KONDUKTOR_JOB_NAME", "SKYPILOT_NODE_RANK", "JOBSET_RESTART_ATTEMPT", "LEPTON_JOB_WORKER_INDEX"),
+    *("PMI_SIZE", "PET_NODE_RANK", "PET_NNODES", "JOBSET_RESTART_ATTEMPT"),
 )
-_VARIABLES = (*_OF_RANK, *_OF_WORLD, *_OF_JOB, *_UNSET)
 
 
 @dataclass(frozen=True)
@@ -390,8 +388,10 @@ def _first_error(results: Mapping[int, RankResult | BaseException]) -> str:
 @contextlib.contextmanager
 def without_variables_of_launchers() -> Iterator[None]:
     """Unset the variables of this process's launcher, and restore them at the end."""
-    before = {name: os.environ.get(name) for name in _VARIABLES}
-    set_variables(dict.fromkeys(_VARIABLES))
+    markers = (name for launcher in LAUNCHERS.values() for name in (launcher.rank, *launcher.markers))
+    names = (*_OF_RANK, *_OF_WORLD, *_OF_JOB, *_UNSET, *markers)
+    before = {name: os.environ.get(name) for name in names}
+    set_variables(dict.fromkeys(names))
     try:
         yield
     finally:

@@ -366,7 +366,7 @@ def test_the_pictures_are_small_and_shown_and_ask_no_other_host():
 def test_the_page_of_launchers_has_each_detector_in_its_order_and_each_variable():
     page = PAGES["docs/launchers"]
     assert re.findall(r"^\| `(\w+)` \| (?!\-)", page.partition("| `launcher` |")[2], re.MULTILINE) == [
-        *launchers.DETECTORS
+        *launchers.LAUNCHERS
     ]
     told = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", page))
     assert jobs.variables_of_launchers() - told == CHECKED_ONLY

@@ -35,12 +35,6 @@ Process: TypeAlias = "subprocess.Popen[str] | client.WarmProcess"
 PACKAGE = Path(flyteplugins_tracking.__file__).parent
 PROGRAMS = Path(__file__).parents[1] / "programs"
 TRAIN = PROGRAMS / "train.py"
-_LAUNCHERS = re.compile(
-    "RANK|WORLD_SIZE|LOCAL_|GROUP_|ROLE_|NODE_RANK|MASTER_|TORCH|PET_|SLURM_|OMPI_|PMIX?_|MPI_|MV2_|HOROVOD_|JSM_|"
-    "LSB_|JOBSET_|RESTART_ATTEMPT|CROSS_|KONDUKTOR_|SKYPILOT_|NUM_NODES|NUM_GPUS_PER_NODE|"
-    "LEPTON_|ACCELERATE_|AIHC_|DLC_|KUBERNETES_|NPROC_PER_NODE|"
-    "WANDB_|PLUTO_|MLOP_|MLFLOW_|FLYTE_|_F_|_U_|RUN_NAME|ACTION_NAME|POD_CHILDREN|BATCH_JOB_"
-)
 
 
 # The file of the test that runs.
@@ -73,6 +67,13 @@ def variables_of_launchers() -> set[str]:
     return set(re.findall(r'"([A-Z][A-Z0-9]*_[A-Z0-9_]+|RANK)"', Path(launchers.__file__).read_text()))
 
 
+# By how their names begin: what else the launchers set, the trackers, Flyte.
+_NOT_IN_A_JOB = re.compile(
+    "|".join(sorted({re.split("(?<=_)", name)[0] for name in variables_of_launchers()}))
+    + "|ROLE_|MASTER_|TORCH|WANDB_|PLUTO_|MLOP_|MLFLOW_|FLYTE_|_F_|_U_|RUN_NAME|ACTION_NAME|POD_CHILDREN|BATCH_JOB_"
+)
+
+
 @dataclass(frozen=True)
 class Done:
     """A job that has ended.
@@ -103,7 +104,7 @@ RUN_ID = f"chosen-{os.getpid()}"
 
 def environment(directory: Path, **more: str) -> dict[str, str]:
     """This environment without any launcher's or tracker's variables, with W&B offline in `directory`."""
-    kept = {name: value for name, value in os.environ.items() if not _LAUNCHERS.match(name)}
+    kept = {name: value for name, value in os.environ.items() if not _NOT_IN_A_JOB.match(name)}
     return {
         **kept,
         "HOME": str(directory),

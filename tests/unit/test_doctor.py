@@ -25,7 +25,7 @@ from flyteplugins_tracking import __main__ as commands
 from flyteplugins_tracking._commands import doctor
 from flyteplugins_tracking._commands.doctor import packages, printing, ranks
 from flyteplugins_tracking._job.board import Board
-from flyteplugins_tracking._rank.launchers import DETECTORS
+from flyteplugins_tracking._rank import launchers
 from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Tracker
@@ -99,7 +99,7 @@ LAUNCHERS: dict[str, dict[str, str]] = {
 
 
 def test_every_launcher_that_sets_variables_is_tested_here():
-    assert set(LAUNCHERS) | {"process_group", "jax", "ray"} == set(DETECTORS)
+    assert set(LAUNCHERS) | {"process_group", "jax", "ray"} == set(launchers.LAUNCHERS)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -14,12 +14,12 @@ from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import DistributedInfo, get_distributed_info
 from flyteplugins_tracking._rank import children, histories, pools, topology
-from flyteplugins_tracking._rank.pools import _ON_STACK, _name_in, innermost_pool
+from flyteplugins_tracking._rank.pools import POOLS, _name_in, innermost_pool
 from flyteplugins_tracking._rank.topology import Detection, detect, examine
 from flyteplugins_tracking._runs import calls
 
 
-def called_by(file: str, function: str | None) -> Callable[[Callable[[], Any]], Any]:
+def called_by(file: str, function: str) -> Callable[[Callable[[], Any]], Any]:
     """A function that calls another, as if it were one of a pool's."""
     names: dict[str, Any] = {}
     name = function or "main"
@@ -28,7 +28,10 @@ def called_by(file: str, function: str | None) -> Callable[[Callable[[], Any]], 
     return caller
 
 
-@pytest.fixture(params=_ON_STACK, ids=lambda row: f"{row[0]} {row[1]}")
+ON_STACK = [(name, *function) for name, known in POOLS.items() for function in known.functions]
+
+
+@pytest.fixture(params=ON_STACK, ids=lambda row: f"{row[0]} {row[1]}")
 def in_pool(request: pytest.FixtureRequest) -> tuple[str, Callable[[Callable[[], Any]], Any]]:
     name, file, function = request.param
     return name, called_by(file, function)

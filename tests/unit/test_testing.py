@@ -40,7 +40,6 @@ from flyteplugins_tracking._rank.topology import detect
 from flyteplugins_tracking._runs.calls import _overrides, _running
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recording, simulate
-from flyteplugins_tracking.testing.simulation import _VARIABLES
 
 pytest_plugins = "pytester"
 
@@ -74,7 +73,7 @@ def nothing_leaves_and_nothing_stays(monkeypatch, tmp_path):
 
 
 def environment() -> dict[str, str | None]:
-    return {name: os.environ.get(name) for name in _VARIABLES}
+    return {name: os.environ.get(name) for name in {*OUTER, *variables_of_launchers()}}
 
 
 def tracked(**options) -> Callable[..., int]:

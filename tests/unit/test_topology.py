@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -11,14 +14,18 @@ from support import jobs
 
 from flyteplugins_tracking import (
     DistributedInfo,
+    IdentityError,
     TopologyError,
     get_distributed_info,
     override_distributed_info,
     plan,
+    tracking_init,
 )
-from flyteplugins_tracking._rank.launchers import DETECTORS
+from flyteplugins_tracking._job.identity import from_launcher
+from flyteplugins_tracking._rank.launchers import LAUNCHERS, Launcher
 from flyteplugins_tracking._rank.topology import detect
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking.testing import recording, simulate
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job",
@@ -334,7 +341,7 @@ def test_bad_values_are_reported_by_variable_and_value_and_no_process_becomes_ra
 
 
 def test_the_documented_launchers_are_those_that_are_detected():
-    assert [name for name in DETECTORS if f'"{name}"' not in (DistributedInfo.__doc__ or "")] == []
+    assert [name for name in LAUNCHERS if f'"{name}"' not in (DistributedInfo.__doc__ or "")] == []
 
 
 def test_a_tests_job_has_no_variable_of_a_launcher(monkeypatch):
@@ -436,3 +443,78 @@ def test_an_incomplete_launcher_does_not_make_two_nodes_one(variable):
     assert all(info.num_workers != 1 for info in infos)
     ids = {plan(info, "new", "worker", "base").run_id for info in infos}
     assert len(ids) == 4
+
+
+# A launcher that is one entry of plain variables, as a program adds it.
+ACME = """Launcher(
+    "acme",
+    rank="ACME_RANK",
+    world_size="ACME_SIZE",
+    local_rank="ACME_LOCAL_RANK",
+    local_world_size="ACME_LOCAL_SIZE",
+    restart_count=("ACME_RESTARTS",),
+)"""
+ACME_RANK_1 = {
+    "ACME_RANK": "1",
+    "ACME_SIZE": "2",
+    "ACME_LOCAL_RANK": "1",
+    "ACME_LOCAL_SIZE": "2",
+    "ACME_RESTARTS": "3",
+}
+RANK_OF_ACME = f"""
+import json, os
+from flyteplugins_tracking._job.board import board_directory
+from flyteplugins_tracking._rank.launchers import LAUNCHERS, Launcher
+from flyteplugins_tracking._rank.topology import detect
+
+LAUNCHERS["acme"] = {ACME}
+info = detect(os.environ)
+print(json.dumps([dict(info), str(board_directory(info, os.environ))]))
+"""
+
+
+def test_a_launcher_of_one_entry_has_its_fields_and_one_board(tmp_path):
+    """Also if a shell around each rank is its parent: that one has the rank's variables, and the launcher has not."""
+    found = []
+    for rank in ("0", "1"):
+        done = subprocess.run(
+            ["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, RANK_OF_ACME],
+            env=jobs.environment(
+                tmp_path,
+                **{**ACME_RANK_1, "ACME_RANK": rank, "ACME_LOCAL_RANK": rank},
+                PYTHONPATH=jobs.search_path(jobs.PACKAGE.parent),
+            ),
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    infos, boards = zip(*found, strict=True)
+    assert [DistributedInfo(**info) for info in infos] == [
+        DistributedInfo(rank, 2, rank, 2, 0, 1, 3, launcher="acme") for rank in (0, 1)
+    ]
+    assert boards[0] == boards[1]
+
+
+def test_a_launcher_of_one_entry_is_unset_in_a_simulation(bare_environment):
+    bare_environment.setitem(LAUNCHERS, "acme", eval(ACME, {"Launcher": Launcher}))
+    for name, value in ACME_RANK_1.items():
+        bare_environment.setenv(name, value)
+    assert detect(ACME_RANK_1) == get_distributed_info() == DistributedInfo(1, 2, 1, 2, 0, 1, 3, launcher="acme")
+
+    @tracking_init(project="tests")
+    def train() -> tuple[str | None, DistributedInfo | None]:
+        return os.environ.get("ACME_RANK"), get_distributed_info()
+
+    with recording():
+        assert train() == (None, None)
+    infos = [info for _, info in simulate(train, 1, 2).returned]
+    assert [info.rank for info in infos] == [0, 1]
+    assert {variable for variable, _ in simulate(train, 1, 2).returned} == {None}
+
+
+def test_a_job_of_a_launcher_of_one_entry_leaves_the_run_id_to_what_the_ranks_share(monkeypatch):
+    monkeypatch.setitem(LAUNCHERS, "acme", eval(ACME, {"Launcher": Launcher}))
+    with pytest.raises(IdentityError, match="acme offers none"):
+        from_launcher(detect(ACME_RANK_1), {}, agreement=True)
