@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from os import getpid
 from types import TracebackType
 
-from flyteplugins_tracking._job.waits import COLLECTIVES
 from flyteplugins_tracking._util.own_code import is_own
 from flyteplugins_tracking._util.secrets import masked
 
@@ -27,6 +26,8 @@ _LOST_PEER = re.compile(
     r"nccl|gloo|watchdog|remote process (?:exited|has exited)|pair closure|timed out waiting|wait timeout|peer",
     re.IGNORECASE,
 )
+# Code that waits for other ranks. In `backward`, DDP and FSDP reduce gradients.
+COLLECTIVES = re.compile(r"[/\\](?:torch[/\\](?:distributed|autograd)|horovod|mpi4py|deepspeed[/\\]comm)[/\\]")
 _TORCH_ERRORS = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _SYSTEM_ERRORS = {
     *("RuntimeError", "OSError", "TimeoutError", "ConnectionError", "ConnectionResetError", "ConnectionRefusedError"),

@@ -1,21 +1,46 @@
-"""The pulse of a job: what each rank puts on the board every few seconds, and what follows from that of all ranks."""
+"""The pulse of a job: how fast each rank is, what the run shows of all ranks, and which of them are silent.
+
+Each rank puts its step time and its memory on the board every few seconds, and the first primary reads them. The
+monitor's thread looks a few times a second where the function's thread is: a rank that waits for others is in a
+collective then, and the one that they wait for is not. That needs no hooks, and works for any framework.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import random
+import re
 import socket
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Literal
+from types import FrameType
+from typing import Any, Literal
 
+from flyteplugins_tracking._job import progress
 from flyteplugins_tracking._job.board import Board
+from flyteplugins_tracking._job.failures import COLLECTIVES
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking._util.warn_once import WarnOnce
 
-TOPIC = "pulse"
-# A rank is silent if it has put nothing on the board for so many pulses.
-SILENT_PULSES = 2
+logger = logging.getLogger(__name__)
+
+_TOPIC = "pulse"
+# A rank is silent if it has put nothing on the board for this many pulses.
+_SILENT_PULSES = 2
+# The most seconds between two looks at the function's stack, and the number of looks within a short pulse.
+_LONGEST_LOOK_S, _LOOKS = 0.25, 20
+# Code that waits for the GPU.
+_SYNCHRONIZATIONS = re.compile(r"[/\\]torch[/\\]cuda[/\\](?:__init__|streams)\.py$")
+# Code that only passes a call on.
+_DISPATCHER = re.compile(r"[/\\]torch[/\\]_ops\.py$")
 
 State = Literal["running", "returned", "failed"]
 
@@ -65,7 +90,7 @@ def read(board: Board, world_size: int, since: float = 0.0) -> dict[int, Pulse]:
     """Return the last pulse of each rank that has one.
 
     Args:
-        board: The board of the topic `TOPIC`.
+        board: The board of the pulses.
         world_size: The number of ranks.
         since: Leave out pulses that are older, in seconds since the epoch: of an earlier attempt on the same board.
     """
@@ -88,7 +113,7 @@ class SilenceWatch:
             if pulse.put_at != self._seen[rank][0]:
                 self._seen[rank] = (pulse.put_at, now)
         ended = {rank for rank, pulse in pulses.items() if pulse.state != "running"}
-        longest_s = SILENT_PULSES * self._pulse_s
+        longest_s = _SILENT_PULSES * self._pulse_s
         return [rank for rank, (_, at) in enumerate(self._seen) if rank not in ended and now - at > longest_s]
 
 
@@ -120,3 +145,173 @@ def metrics(pulses: Mapping[int, Pulse]) -> dict[str, float]:
         if sizes:
             values[key] = round(max(sizes) / 2**20, 1)
     return values
+
+
+class PulseDuty:
+    """Puts this rank's pulse on the board. The first primary's also reads those of all ranks."""
+
+    def __init__(
+        self, info: DistributedInfo, pulse_s: float, log: Callable[[Mapping[str, float]], None] | None
+    ) -> None:
+        """Called in the thread that runs the decorated function.
+
+        Args:
+            info: This rank.
+            pulse_s: Seconds between two pulses.
+            log: What the first primary does with the values of all ranks; None on the other ranks.
+        """
+        self._info = info
+        self._pulse_s = pulse_s
+        self._log = log
+        self._thread_id = threading.get_ident()
+        self._look_s = min(_LONGEST_LOOK_S, pulse_s / _LOOKS)
+        self._steps = StepClock()
+        self._waits = WaitMeter()
+        self._silence = SilenceWatch(info.world_size, pulse_s, time.monotonic())
+        self._put_at = time.monotonic()
+        self._started_at = proc.started_at()
+        progress.reset_steps()
+        self._stop_counting = progress.count_optimizer_steps()
+        self._random = random.Random()  # noqa: S311 not for keys
+        self._wait_s = self._look_s
+        self._warn_once = WarnOnce(logger)
+
+    def next_wait_s(self) -> float:
+        """Return how long the thread waits before the next `look`: at random, as steps may have the same rhythm."""
+        self._wait_s = self._look_s * self._random.uniform(0.5, 1.5)
+        return self._wait_s
+
+    def begin(self, board: Board) -> None:
+        """Say that this rank is there."""
+        put(board.of_topic(_TOPIC), self._info.rank, self._pulse("running"))
+
+    def look(self, board: Board) -> None:
+        """See where the function is; and put a pulse if it is time."""
+        now = time.monotonic()
+        if self._stop_counting is None:  # the function may have imported torch since
+            self._stop_counting = progress.count_optimizer_steps()
+        self._steps.look(now, *progress.steps())
+        frame = sys._current_frames().get(self._thread_id)
+        self._waits.look(now, self._wait_s, frame is not None and is_waiting(frame))
+        del frame  # it holds the function's variables
+        if now - self._put_at >= self._pulse_s:
+            self._put_at = now
+            board = board.of_topic(_TOPIC)
+            put(board, self._info.rank, self._pulse("running"))
+            if self._log is not None:
+                self._read(board, self._log)
+
+    def end(self, board: Board, has_failed: bool) -> None:
+        """Say that this rank's function has ended: then it is not silent."""
+        state: State = "failed" if has_failed else "returned"
+        put(board.of_topic(_TOPIC), self._info.rank, self._pulse(state))
+
+    def close(self) -> None:
+        """Remove the hook."""
+        if self._stop_counting is not None:
+            self._stop_counting()
+
+    def _pulse(self, state: State) -> Pulse:
+        now = time.monotonic()
+        return Pulse(
+            steps=self._steps.steps,
+            step_s=self._steps.step_s(now),
+            own_share=self._waits.own_share(),
+            memory=proc.resident_memory(),
+            cuda_memory=cuda_memory(),
+            state=state,
+        )
+
+    def _read(self, board: Board, log: Callable[[Mapping[str, float]], None]) -> None:
+        present = read(board, self._info.world_size, since=self._started_at)
+        silent = self._silence.silent(present, time.monotonic())
+        alive = {rank: pulse for rank, pulse in present.items() if pulse.state == "running" and rank not in silent}
+        try:
+            log({**metrics(alive), "ranks/silent": len(silent)})
+        except Exception:
+            self._warn_once("log", "the run does not show the pulse of its ranks", exc_info=True)
+
+
+class StepClock:
+    """Measures the time of a step from how many there are at each look."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._kind = ""
+        self._first: tuple[float, int] | None = None  # since the last pulse: when a step was seen, and the count then
+        self._last: tuple[float, int] | None = None
+        self._step_s: float | None = None
+
+    def look(self, now: float, kind: str, count: int) -> None:
+        """Note the count.
+
+        Args:
+            now: The time, in seconds of `time.monotonic`.
+            kind: What counts as a step: another kind begins anew.
+            count: How many steps there have been.
+        """
+        self.steps = count
+        if kind != self._kind:
+            self._kind, self._first, self._last = kind, None, None
+        if count and (self._last is None or count != self._last[1]):
+            self._last = (now, count)
+            self._first = self._first or self._last
+
+    def step_s(self, now: float) -> float | None:
+        """Return the seconds per step since the last call; None before the second step.
+
+        If there was none, it is that of the call before, or the time since the last step if that is longer.
+        """
+        if self._first is None or self._last is None:
+            return None
+        (first_at, first), (last_at, last) = self._first, self._last
+        if last > first:
+            self._step_s = (last_at - first_at) / (last - first)
+            self._first = self._last
+        return None if self._step_s is None else max(self._step_s, now - last_at if last == first else 0.0)
+
+
+class WaitMeter:
+    """Measures how much of its time a thread waits for other ranks, from looks at its stack."""
+
+    def __init__(self) -> None:
+        self._looked_at = self._began_at = time.monotonic()
+        self._waited_s = 0.0
+        self._share: float | None = None
+
+    def look(self, now: float, wait_s: float, is_waiting: bool) -> None:
+        """Note where the thread is.
+
+        Args:
+            now: The time, in seconds of `time.monotonic`.
+            wait_s: How long after the look before this one it should have come. If it comes later, somebody has held
+                the GIL: that is no waiting, though the thread may be in a collective by now, which sets the GIL free.
+            is_waiting: Whether the thread waits.
+        """
+        if is_waiting:
+            self._waited_s += min(now - self._looked_at, wait_s)
+        self._looked_at = now
+
+    def own_share(self) -> float | None:
+        """Return the share of the time since the last call that the thread has not waited; None if none has passed."""
+        passed_s = self._looked_at - self._began_at
+        if passed_s > 0:
+            self._share = 1 - self._waited_s / passed_s
+        self._began_at, self._waited_s = self._looked_at, 0.0
+        return self._share
+
+
+def cuda_memory() -> int | None:
+    """Return the bytes that torch has reserved on this process's GPUs; None if it uses none."""
+    cuda: Any = loaded("torch.cuda")
+    if cuda is None or not cuda.is_initialized():
+        return None
+    return sum(int(cuda.memory_reserved(device)) for device in range(cuda.device_count()))
+
+
+def is_waiting(frame: FrameType) -> bool:
+    """Whether a thread whose innermost frame is `frame` waits in a collective, in `backward` or for its GPU."""
+    if _DISPATCHER.search(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    return bool(COLLECTIVES.search(file) or _SYNCHRONIZATIONS.search(file))

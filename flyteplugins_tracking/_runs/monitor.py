@@ -18,11 +18,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job import hang, progress
+from flyteplugins_tracking._job import hang, progress, pulse
 from flyteplugins_tracking._job.board import Board, job_board, nearest_board
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, job_store
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._runs import pulse
 from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.loaded import loaded

@@ -15,9 +15,7 @@ from support.waiting import wait_until
 from flyteplugins_tracking import DistributedInfo, get_run, heartbeat, tracking_init
 from flyteplugins_tracking._job import progress, pulse
 from flyteplugins_tracking._job.board import Board, DirectoryStore
-from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, metrics
-from flyteplugins_tracking._job.waits import is_waiting
-from flyteplugins_tracking._runs.pulse import StepClock, WaitMeter
+from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, StepClock, WaitMeter, is_waiting, metrics
 from flyteplugins_tracking.testing import RecordingTracker
 from flyteplugins_tracking.trackers.rows import NextRow
 
@@ -58,7 +56,7 @@ def test_what_no_rank_knows_is_left_out():
 
 
 def test_pulses_of_an_earlier_attempt_are_left_out(tmp_path):
-    board = Board(DirectoryStore(tmp_path / "board"), pulse.TOPIC)
+    board = Board(DirectoryStore(tmp_path / "board"), "pulse")
     for rank, put_at in ((0, 100.0), (2, 90.0)):
         pulse.put(board, rank, Pulse(rank, put_at=put_at))
     assert list(pulse.read(board, 3)) == [0, 2]
@@ -265,7 +263,7 @@ INFO = DistributedInfo(0, 3, 0, 2, 0, 2, launcher="mpich")
 
 
 def test_looks_come_at_random_so_that_they_do_not_keep_the_rhythm_of_the_steps(monkeypatch, machine):
-    from flyteplugins_tracking._runs.pulse import PulseDuty
+    from flyteplugins_tracking._job.pulse import PulseDuty
 
     before = random.getstate()
     duty = PulseDuty(INFO, 15.0, None)
