@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._flyte.elastic import workers_of
+from flyteplugins_tracking._flyte.elastic import class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, Page, pages
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext
@@ -86,7 +86,7 @@ class TaskFunction:
 
 def is_entity(target: Any) -> bool:
     """Whether `target` is a task, a workflow or a launch plan of flytekit."""
-    return not _class_names(target).isdisjoint({_TASK, *_OTHER_ENTITIES})
+    return not class_names(target).isdisjoint({_TASK, *_OTHER_ENTITIES})
 
 
 def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], name: str, link: Callable[[Any], Mapping[str, str]]) -> Any:
@@ -95,7 +95,7 @@ def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], name: str, link: Cal
     Raises:
         ConfigError: `task` is not a Python function task, or it is async and has Elastic workers.
     """
-    names = _class_names(task)
+    names = class_names(task)
     if _TASK not in names:
         kind = next(kind for entity, kind in _OTHER_ENTITIES.items() if entity in names)
         raise ConfigError(f"{task.name!r} is a {kind}: put {name} on the Python task that trains")
@@ -118,9 +118,9 @@ def function_of(task: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
     Raises:
         ConfigError: `task` is not a Python function task.
     """
-    if _TASK not in _class_names(task):
+    if _TASK not in class_names(task):
         raise ConfigError(f"{task.name!r} is a {type(task).__name__}, not a Python task with a function to call")
-    return task.task_function, workers_of(task.task_config) if _ELASTIC_TASK in _class_names(task) else None
+    return task.task_function, workers_of(task.task_config) if _ELASTIC_TASK in class_names(task) else None
 
 
 def adapt_function(tracked: Any, link: Callable[[Any], Mapping[str, str]]) -> Any:
@@ -146,7 +146,7 @@ def _adapted(tracked: Any, link: Mapping[str, str]) -> Any:
 
 def _pages(task: Any, config: TrackingConfig) -> Sequence[Page] | None:
     """Return the pages of the task's links; None if the number of its workers and so of its runs is unknown."""
-    if task is not None and (task.task_config is None or _ELASTIC_TASK in _class_names(task)):
+    if task is not None and (task.task_config is None or _ELASTIC_TASK in class_names(task)):
         workers = None if task.task_config is None else workers_of(task.task_config)
         return pages(workers, config.run_mode, config.rank_scope, "")
     one_run = config.run_mode != "new" and config.rank_scope == "global"
@@ -271,10 +271,6 @@ def _run_metadata(execution: str) -> dict[str, Any]:
     }
     known = {name: value for name, value in values.items() if value is not None}
     return {"flyte": known, "attempt_number": known["attempt"]}
-
-
-def _class_names(target: Any) -> set[str]:
-    return {f"{t.__module__}.{t.__qualname__}" for t in type(target).__mro__}
 
 
 def _users_function(function: Any) -> Any:

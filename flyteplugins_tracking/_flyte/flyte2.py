@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import TrackingConfig, merged
-from flyteplugins_tracking._flyte.elastic import workers_of
+from flyteplugins_tracking._flyte.elastic import class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext
@@ -90,7 +90,7 @@ class TrackingLink:
 
 def is_entity(target: Any) -> bool:
     """Whether `target` is a task or an environment of Flyte 2."""
-    return not _class_names(target).isdisjoint({_ANY_TASK, _ENVIRONMENT})
+    return not class_names(target).isdisjoint({_ANY_TASK, _ENVIRONMENT})
 
 
 def adapt_task(
@@ -101,7 +101,7 @@ def adapt_task(
     Raises:
         ConfigError: `task` is not a Python function task, or it is async and has workers of its own.
     """
-    if _TASK not in _class_names(task):
+    if _TASK not in class_names(task):
         raise ConfigError(f"{task.name!r} is a {type(task).__name__}: put {name} on the Python task that trains")
     workers = _workers(task)
     if workers is not None and inspect.iscoroutinefunction(task.func):
@@ -131,7 +131,7 @@ def function_of(task: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
     Raises:
         ConfigError: `task` is not a Python function task.
     """
-    if _TASK not in _class_names(task):
+    if _TASK not in class_names(task):
         raise ConfigError(f"{task.name!r} is a {type(task).__name__}, not a Python task with a function to call")
     return task.func, _workers(task)
 
@@ -352,7 +352,3 @@ def _url(action: Any) -> str | None:
     host = "localhost:8080" if host == "localhost:8090" else host
     runs = f"{scheme}://{host}/v2/domain/{action.domain}/project/{action.project}/runs"
     return f"{runs}/{action.run_name}?i={action.name}"
-
-
-def _class_names(target: Any) -> set[str]:
-    return {f"{t.__module__}.{t.__qualname__}" for t in type(target).__mro__}

@@ -21,6 +21,7 @@ from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.open import may_prompt, require
 from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_text, check_texts
+from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker
@@ -381,9 +382,9 @@ def _create_with_timeout(create: Callable[[], dict[str, Any]], timeout_s: float)
     run_with_timeout(timeout_s, run)
     if results:
         return results[0]
-    cause = (str(errors[0]).strip().splitlines() or [repr(errors[0])])[0] if errors else f"no answer in {timeout_s:g} s"
+    cause = first_line(errors[0]) if errors else f"no answer in {timeout_s:g} s"
     raise TrackerUnavailableError(
-        f"W&B did not create the sweep: {cause.rstrip('.')}. Check the sweep's configuration, WANDB_BASE_URL, the API "
+        f"W&B did not create the sweep: {cause}. Check the sweep's configuration, WANDB_BASE_URL, the API "
         "key and the network."
     ) from (errors[0] if errors else None)
 

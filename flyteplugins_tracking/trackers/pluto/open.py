@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
@@ -227,8 +228,7 @@ def _as_unavailable(error: BaseException) -> BaseException:
     """Return the error to raise for one of `pluto.init`, which has RuntimeErrors for the service's answers."""
     if not isinstance(error, (RuntimeError, ConnectionError)):
         return error
-    cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    unavailable = TrackerUnavailableError(f"Pluto cannot be used: {cause}. {_FIX}", LOCAL_FILES)
+    unavailable = TrackerUnavailableError(f"Pluto cannot be used: {first_line(error)}. {_FIX}", LOCAL_FILES)
     unavailable.__cause__ = error
     return unavailable
 

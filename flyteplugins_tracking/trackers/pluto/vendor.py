@@ -9,7 +9,6 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import signal
 import sqlite3
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from flyteplugins_tracking._util.whole_file import link_or_copy
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
 logger = logging.getLogger(__name__)
@@ -452,11 +452,7 @@ def _linked(path: str, other: str, written_in: str, directory: str) -> str | Non
     source, target = os.path.join(other, inside), os.path.join(directory, os.path.basename(other), inside)
     os.makedirs(os.path.dirname(target), exist_ok=True)
     try:
-        os.link(source, target)
-    except FileExistsError:
-        pass
+        link_or_copy(source, target)
     except FileNotFoundError:
         return None
-    except OSError:  # another file system
-        shutil.copyfile(source, target)
     return target

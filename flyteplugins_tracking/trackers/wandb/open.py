@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.journal import how_to_send
@@ -143,9 +144,8 @@ def _init(
             _begin_journal(request, run)
             return run
     except (wandb.errors.CommError, wandb.errors.AuthenticationError, ConnectionError, TimeoutError) as error:
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise TrackerUnavailableError(
-            f"W&B cannot be used: {cause}. Check WANDB_BASE_URL, the API key and the network.",
+            f"W&B cannot be used: {first_line(error)}. Check WANDB_BASE_URL, the API key and the network.",
             _OFFLINE,
         ) from error
     except OSError as error:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from urllib.parse import quote
 
 from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.errors import ConfigError
 
 # Our argument: wandb.init has a setting for it.
@@ -59,13 +60,6 @@ def app(config: TrackingConfig) -> str:
 def api_of(host: str) -> str | None:
     """Return the address of the API for the address of the pages; None for W&B's own service, which wandb knows."""
     return None if host.rstrip("/") in _APPS.values() else host
-
-
-def without_credentials(address: str) -> str:
-    """Return the address without user and password, so that it can be shown and stored."""
-    scheme, separator, host_and_path = address.partition("://")
-    host, slash, path = host_and_path.partition("/")
-    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def quoted(name: str) -> str:

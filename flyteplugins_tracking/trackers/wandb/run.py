@@ -16,12 +16,14 @@ from typing import Any
 
 from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.exit_codes import TERMINATED
+from flyteplugins_tracking._util.text import first_line
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
 from flyteplugins_tracking.trackers.wandb import offline, tail, vendor
-from flyteplugins_tracking.trackers.wandb.options import HOST, without_credentials
+from flyteplugins_tracking.trackers.wandb.options import HOST
 from flyteplugins_tracking.trackers.wandb.rollback import Rollback
 
 logger = logging.getLogger(__name__)
@@ -436,7 +438,7 @@ class WandbHandle(Handle):
         try:
             self._adopt(self._open_rewound(self.run, step))
         except Exception as error:
-            return str(error.__cause__ or error).strip().partition("\n")[0]
+            return first_line(error.__cause__ or error)
         finally:
             self._ender = 0
         return None

@@ -15,9 +15,7 @@ from __future__ import annotations
 import glob
 import json
 import logging
-import os
 import secrets
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util.private_dir import is_own_directory, own_file_in
+from flyteplugins_tracking._util.whole_file import link_or_copy
 from flyteplugins_tracking.trackers.journal.files import Journal, StoredJournal, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 
@@ -328,10 +327,7 @@ def _link_files(earlier: Path, own: Path, files: Any) -> bool:
         if item.path in _OF_AN_ATTEMPT or source is None or target.exists():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source.resolve(), target)
-        except OSError:  # another file system
-            shutil.copyfile(source, target)
+        link_or_copy(source.resolve(), target)
         is_any = True
     return is_any
 
