@@ -135,7 +135,7 @@ def test_impossible_sizes_are_reported_at_once(ask, wrong, message):
     assert time.process_time() - begin < TIME_SCALE  # of CPU; a step for each rank would take hours
 
 
-def test_without_a_launcher_the_report_shows_how_to_start_a_job(ask):
+def test_without_a_launcher_the_doctor_shows_how_to_start_a_job(ask):
     status, out, err = ask("--offline", WANDB_API_KEY=KEY)
     assert (status, err) == (0, "")
     assert "none: one process" in out
@@ -573,7 +573,7 @@ def board(monkeypatch):
 def test_other_versions_and_silent_ranks_are_reported_and_all_ranks_exit_with_one_status(ask, board, monkeypatch):
     """Rank 1's own message gets other versions, rank 3 has a later version of the doctor, and rank 2 sends nothing."""
     job = {**LAUNCHERS["torchelastic"], "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "WANDB_API_KEY": KEY}
-    board.put("status", "7")  # rank 0 has printed
+    board.of_topic("doctor/0/status").append("7")  # rank 0 has printed
     assert ask("--offline", **{**job, "RANK": "1", "LOCAL_RANK": "1", "SLURM_JOB_ID": "1"}) == (7, "", "")
     message = json.loads(board.get("text/1"))
     message["versions"] |= {"flyteplugins-tracking": "9.9", "python": "3.0"}
@@ -582,7 +582,7 @@ def test_other_versions_and_silent_ranks_are_reported_and_all_ranks_exit_with_on
     board.append(json.dumps(later))
     monkeypatch.setattr(ranks, "_OTHERS_S", 0.5)
     status, printed, err = ask("--offline", **job)
-    assert (status, err, board.get("status")) == (1, "", "1")
+    assert (status, err, board.of_topic("doctor/0/status").texts()) == (1, "", ["7", "1"])
     assert "error: ranks 1, 3 (worker 0): flyteplugins-tracking is 9.9 there" in printed
     assert "warning: rank 1 (worker 0): python is 3.0 there" in printed
     assert "==" not in printed.partition("Diagnostics")[2]  # pip has no python, and rank 0 may have none

@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if document["detected"]["error"] is None:
         document["plans"] = plan_rows(info, document["base_id"]["base_id"], options.primary_rank, all_ranks)
     status = _print(document, options)
-    ranks.send_status(board, status)
+    if info is not None and board is not None:
+        ranks.send_status(status, info, board)
     return status
 
 
@@ -115,7 +116,7 @@ def _print(document: dict[str, Any], options: argparse.Namespace) -> int:
 
 def _leave_to_rank_0(document: dict[str, Any], info: DistributedInfo, board: Any) -> int:
     """Have rank 0 print this rank's diagnostics. Without a board, print this rank's errors on stderr."""
-    job_status = None if board is None else ranks.send(board, document)
+    job_status = None if board is None else ranks.send(document, info, board)
     if job_status is not None:
         return job_status
     sys.stderr.write(printing.errors_of(document, info.rank))

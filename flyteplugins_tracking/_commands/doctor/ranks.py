@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -23,16 +22,10 @@ from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 # before: torchrun ends all ranks when one ends with an error.
 _OTHERS_S = 30.0
 _PRINTING_S = 60.0
-_POLL_S = 0.05
 
 
-def add(
-    document: dict[str, Any],
-    diagnostics: Iterable[Diagnostic],
-    ranks: Sequence[int] | None = None,
-    workers: Sequence[int] = (),
-) -> None:
-    """Add diagnostics to the document: those of these ranks, or of all that are heard."""
+def add(document: dict[str, Any], diagnostics: Iterable[Diagnostic], ranks: Any = None, workers: Any = ()) -> None:
+    """Add diagnostics to the document: those of these ranks and their workers, or of all that are heard."""
     for diagnostic in diagnostics:
         document["diagnostics"].append({**diagnostic._asdict(), "ranks": ranks, "workers": workers})
         document["ok"] = document["ok"] and diagnostic.level != "error"
@@ -55,33 +48,32 @@ def board_of(info: DistributedInfo) -> tuple[Board | None, list[Diagnostic]]:
     return None, [Diagnostic("error", text, fix)]
 
 
-def send(board: Board, document: dict[str, Any]) -> int | None:
+def send(document: dict[str, Any], info: DistributedInfo, board: Board) -> int | None:
     """Send this rank's diagnostics to rank 0, and wait until that has printed them.
 
     Returns:
         The exit status of the job; None if rank 0 has not printed within 60 s.
     """
     message = {
-        "info": document["detected"]["job"],
+        "info": dict(info),
         "versions": _all_versions(document),
         "diagnostics": [[entry["level"], entry["text"], entry["fix"]] for entry in document["diagnostics"]],
     }
     with suppress(RuntimeError):
         board.append(json.dumps(message))
-        deadline = time.monotonic() + _PRINTING_S
-        while time.monotonic() < deadline:
-            status = board.get("status")
-            if status is not None:
-                return int(status)
-            time.sleep(_POLL_S)
+        for status in _statuses(info, board).wait_for_texts(1, _PRINTING_S):
+            return int(status)
     return None
 
 
-def send_status(board: Board | None, status: int) -> None:
+def send_status(status: int, info: DistributedInfo, board: Board) -> None:
     """Send the exit status of the job to the other ranks, after rank 0 has printed."""
-    if board is not None:
-        with suppress(RuntimeError):
-            board.put("status", str(status))
+    with suppress(RuntimeError):
+        _statuses(info, board).append(str(status))
+
+
+def _statuses(info: DistributedInfo, board: Board) -> Board:
+    return board.of_topic(f"doctor/{info.restart_count}/status")
 
 
 def add_others(document: dict[str, Any], info: DistributedInfo, board: Board | None) -> list[DistributedInfo]:
