@@ -41,10 +41,9 @@ def tracking_init(
     secret: Any = None,
     if_unavailable: IfUnavailable = "raise",
     init_timeout_s: float = 30.0,
-    finish_timeout_s: float = 25.0,
+    kill_after_s: float = 30.0,
     hang_timeout_s: float | None = None,
     pulse_s: float | None = None,
-    stop_grace_s: float = 25.0,
     stop_before_s: float | None = None,
     rank_prefix: bool = False,
     step_metric: str = "global_step",
@@ -84,8 +83,11 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         if_unavailable: "raise" a `TrackerUnavailableError` when the service cannot be used at the start, or "degrade"
             to the tracker's local fallback, with one warning.
         init_timeout_s: Seconds that opening the run may take.
-        finish_timeout_s: Seconds that finishing the run may take. The rank that finishes a shared run also waits this
-            long for the other ranks, after its own function returned.
+        kill_after_s: Seconds that the launcher gives between SIGTERM and SIGKILL: 30 with torchrun, in Slurm (KillWait)
+            and on Kubernetes (terminationGracePeriodSeconds). The library uses all but 5 of them, or half if 5 is more
+            than half. So long finishing the run may take. So long the rank that finishes a shared run waits for the
+            other ranks, after its own function has returned. And so long after SIGTERM a loop that calls
+            `should_stop()` is not interrupted.
         hang_timeout_s: Seconds without a row and without a `heartbeat()` after which a rank with a run asks all ranks
             where they are: every rank writes its stacks, and the run and the primary's log say which ranks are where.
             Nothing is ended. None for never.
@@ -94,8 +96,6 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             `/max`, the seconds per step; `ranks/own_time/median` and `/max`, these without the time in collectives;
             `ranks/slowest`, the rank with the most of it; `ranks/memory/max`, in MiB; and `ranks/silent`, the number of
             ranks that have put nothing on the board for 2 pulses. None for no pulse.
-        stop_grace_s: Seconds after SIGTERM in which a loop that calls `should_stop()` is not interrupted. Launchers
-            kill 30 s after it. No effect on a function that does not call `should_stop()`.
         stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm
             job (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.

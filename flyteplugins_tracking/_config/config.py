@@ -27,6 +27,9 @@ IfUnavailable = Literal["raise", "degrade"]
 Rollback = Literal["keep", "rewind"]
 """How a run takes the rows that a job logs again after it has gone back to its checkpoint."""
 
+# The last seconds before the launcher's SIGKILL, in which a process whose run has ended comes to its own end.
+_END_S = 5.0
+
 
 @dataclass(frozen=True)
 class TrackingConfig:
@@ -48,10 +51,9 @@ class TrackingConfig:
         secret: Returns the API key, inside the worker.
         if_unavailable: Whether to raise or to degrade if the service or its API key is missing when the run is opened.
         init_timeout_s: Seconds that opening may take.
-        finish_timeout_s: Seconds that finishing may take.
+        kill_after_s: Seconds that the launcher gives between SIGTERM and SIGKILL.
         hang_timeout_s: Seconds without a row or a heartbeat after which the ranks' stacks are reported; None for never.
         pulse_s: Seconds between two pulses of a rank, which the primary logs; None for none.
-        stop_grace_s: Seconds after SIGTERM that a loop which calls `should_stop()` has to end.
         stop_before_s: Seconds before the launcher's time limit at which such a loop is asked to stop; None for never.
         rank_prefix: Whether the keys that a rank logs to a shared run get the prefix `rank_{rank}/`.
         step_metric: The column that `step=` becomes in a shared run, and after a rollback.
@@ -75,10 +77,9 @@ class TrackingConfig:
     secret: Any = field(default=None, repr=False)
     if_unavailable: IfUnavailable = "raise"
     init_timeout_s: float = 30.0
-    finish_timeout_s: float = 25.0
+    kill_after_s: float = 30.0
     hang_timeout_s: float | None = None
     pulse_s: float | None = None
-    stop_grace_s: float = 25.0
     stop_before_s: float | None = None
     rank_prefix: bool = False
     step_metric: str = "global_step"
@@ -94,8 +95,7 @@ class TrackingConfig:
         check_choice("if_unavailable", self.if_unavailable, get_args(IfUnavailable))
         check_choice("rollback", self.rollback, get_args(Rollback))
         check_seconds("init_timeout_s", self.init_timeout_s)
-        check_seconds("finish_timeout_s", self.finish_timeout_s)
-        check_seconds("stop_grace_s", self.stop_grace_s)
+        check_seconds("kill_after_s", self.kill_after_s)
         for name in ("hang_timeout_s", "pulse_s", "stop_before_s"):
             if getattr(self, name) is not None:
                 check_seconds(name, getattr(self, name))
@@ -126,6 +126,19 @@ class TrackingConfig:
     def arguments(self) -> dict[str, Any]:
         """The arguments from which `from_arguments` makes an equal config."""
         return {**self.options, **{name: getattr(self, name) for name in self.given}}
+
+    @property
+    def finish_timeout_s(self) -> float:
+        """Seconds that finishing may take, and that a loop with `should_stop()` may go on after SIGTERM.
+
+        `kill_after_s` less 5 s, in which the process ends; less half of it, if that is shorter than 5 s.
+        """
+        return self.kill_after_s - min(_END_S, self.kill_after_s / 2)
+
+    @property
+    def finish_limit(self) -> str:
+        """`finish_timeout_s` in messages."""
+        return f"{self.finish_timeout_s:g} s (kill_after_s={self.kill_after_s:g})"
 
     @property
     def is_monitored(self) -> bool:

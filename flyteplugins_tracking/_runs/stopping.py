@@ -44,7 +44,7 @@ def should_stop(step: int | None = None) -> bool:
 
     The ranks are asked to stop by SIGTERM or SIGUSR1 on any rank, by `request_stop`, by the launcher's time limit (see
     `stop_before_s` of `tracking_init`), or by the tracker's service, if that has a Stop button. While they agree, and
-    until `stop_grace_s` after the signal, SIGTERM does not interrupt the function.
+    until 5 s before the SIGKILL (see `kill_after_s`), SIGTERM does not interrupt the function.
 
     In one process it is this process's flag; so it is in a job of several nodes without a store that all ranks know.
     Outside a decorated function it returns False.
@@ -93,7 +93,7 @@ class Stopping:
         self._monitor: monitoring.Monitor | None = None
         self._owns_monitor = False
         self._signalled_at: float | None = None
-        self._grace_s = call.config.stop_grace_s
+        self._grace_s = call.config.finish_timeout_s
         self._timeout_s = min(PROPOSAL_S, self._grace_s)
         self._timer: threading.Timer | None = None
         self._has_usr1 = False

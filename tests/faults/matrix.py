@@ -322,7 +322,7 @@ def midway(fault: Fault, seconds: float, ranks: int = 1, **settings: Any) -> Sce
 
 def down_and_terminated(job: Job) -> Outcome:
     """The server goes, SIGTERM comes, and a handler sets the flag that ends the loop."""
-    process = job.start(python(), **ends("loop", handler="flag", tracking={"finish_timeout_s": 2}))
+    process = job.start(python(), **ends("loop", handler="flag", tracking={"kill_after_s": 4}))
     job.wait_for("ready 0 0")
     with job.server.failing(Fault.refuse()):
         job.signal(process.pid)
@@ -344,7 +344,7 @@ def unavailable(fault: Fault | None, if_unavailable: str = "raise", init_timeout
 
 def down_to_the_end(job: Job) -> Outcome:
     """The server goes and does not come back."""
-    job.start(python(), **ends("until go", tracking={"finish_timeout_s": 2}))
+    job.start(python(), **ends("until go", tracking={"kill_after_s": 4}))
     job.wait_for("ready 0 0")
     with job.server.failing(Fault.refuse()):
         job.fault_at = time.monotonic()

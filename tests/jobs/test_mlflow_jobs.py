@@ -170,7 +170,7 @@ def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, 
     assert done.returncode == 0, done.output
     noted = seen(tmp_path)
     assert noted["slowest_s"] < 0.2 * jobs.TIME_SCALE
-    assert noted["end_s"] < 3 * jobs.TIME_SCALE  # finish_timeout_s=3
+    assert noted["end_s"] < 3 * jobs.TIME_SCALE  # kill_after_s=6
     (said,) = (line for line in done.output.splitlines() if "The rest is in files" in line)
     command = shlex.split(said.rpartition("MLflow answers: ")[2])
     sent = jobs.run([sys.executable, *command[1:]], tmp_path, environment(server))
@@ -223,7 +223,7 @@ def test_values_that_no_request_or_file_can_hold_do_not_lose_other_rows(
     numpy = pytest.importorskip("numpy")
     monkeypatch.chdir(tmp_path)
 
-    @tracking_init(tracker="mlflow", project="odd", id="odd", tracking_uri=server.url, finish_timeout_s=8)
+    @tracking_init(tracker="mlflow", project="odd", id="odd", tracking_uri=server.url, kill_after_s=13)
     def train():
         run = get_run()
         run.log({"a": 1}, step=2**63 + 5)
@@ -241,7 +241,7 @@ def test_values_that_no_request_or_file_can_hold_do_not_lose_other_rows(
 def test_all_unsent_rows_are_kept_at_the_end(server, tmp_path, monkeypatch, bare_environment):
     monkeypatch.chdir(tmp_path)
 
-    @tracking_init(tracker="mlflow", project="left", id="left", tracking_uri=server.url, finish_timeout_s=1)
+    @tracking_init(tracker="mlflow", project="left", id="left", tracking_uri=server.url, kill_after_s=2)
     def train():
         run = get_run()
         with server.mute():

@@ -238,7 +238,7 @@ def test_an_outage_holds_up_no_step(mute):
 @pytest.mark.full
 def test_rows_that_a_mute_service_has_not_taken_are_kept_and_can_be_sent(mute):
     server, done, told = mute
-    assert told["end"]["took"] < 3 * jobs.TIME_SCALE  # finish_timeout_s=3
+    assert told["end"]["took"] < 3 * jobs.TIME_SCALE  # kill_after_s=6
     assert server.run("kept").statuses == []
     (command,) = {match[1] for match in re.finditer(r"when the service answers: (python .+)$", done.output, re.M)}
     server.fault = None

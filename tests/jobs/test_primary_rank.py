@@ -119,7 +119,7 @@ def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_ru
     """Three nodes without an agent, whose only store is the process group's."""
     with job(tmp_path) as started:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(jobs.free_port()), "WORLD_SIZE": "3"}
-        how = ends({"1": "until go", "*": "return"}, group=True, tracking={**SHARED, "finish_timeout_s": 600})
+        how = ends({"1": "until go", "*": "return"}, group=True, tracking={**SHARED, "kill_after_s": 605})
         for rank in range(3):
             place = {"RANK": str(rank), "GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             started.start(python(), {**address, **place, "GROUP_WORLD_SIZE": "3"}, **how)

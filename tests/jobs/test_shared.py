@@ -303,7 +303,7 @@ def test_each_training_of_a_process_is_a_run_of_its_own(tmp_path):
 
 def test_the_leader_waits_for_its_followers_and_warns_about_late_ones(tmp_path):
     with job(tmp_path) as started:
-        tracking = {**GIVEN, "finish_timeout_s": 2}
+        tracking = {**GIVEN, "kill_after_s": 4}
         how = {"1": "until go", "*": "until all are ready"}
         started.start(torchrun(ranks=3), **ends(how, step_s=0.05, tracking=tracking))
         started.server.wait_for(lambda: started.server.runs[0].completed, 240)
@@ -439,7 +439,7 @@ def test_sigterm_while_the_writer_waits_for_its_neighbours_keeps_their_rows(tmp_
     """All are told to end: the job has not succeeded, and what the others log in `finally` arrives."""
     with job(tmp_path) as started:
         agent = started.start(
-            torchrun(ranks=3), **ends({"0": "return", "*": "finally"}, tracking={**GIVEN, "finish_timeout_s": 600})
+            torchrun(ranks=3), **ends({"0": "return", "*": "finally"}, tracking={**GIVEN, "kill_after_s": 605})
         )
         started.wait_for("returns")
         for rank in (1, 2):
@@ -447,7 +447,7 @@ def test_sigterm_while_the_writer_waits_for_its_neighbours_keeps_their_rows(tmp_
         started.signal(agent.pid)
         found = started.outcome()
         assert (found.lost, found.exit_codes, found.leaked) == (0, (143,), ()), found.output
-        assert "finish_timeout_s" not in found.output
+        assert "kill_after_s" not in found.output
 
 
 @pytest.mark.full

@@ -148,7 +148,7 @@ def test_a_job_whose_store_goes_away_ends_as_it_does_without(tmp_path):
     with store:
         endpoint = f"--rdzv-endpoint=127.0.0.1:{store.stdout.readline().strip()}"
         options = ["--nnodes=1:2", "--rdzv-backend=c10d", endpoint, "--rdzv-conf=is_host=0,last_call_timeout=1"]
-        settings = {"asks": [[2, 60, "SIGTERM"]], "tracking": {"stop_grace_s": 5}}
+        settings = {"asks": [[2, 60, "SIGTERM"]], "tracking": {"kill_after_s": 10}}
         job = jobs.start(torchrun(*options, **settings), tmp_path)
         wait_until(lambda: len(notes(tmp_path, "trains")) == RANKS, job)
         store.kill()
@@ -181,7 +181,7 @@ def test_a_process_is_not_unwound_and_ends_as_terminated(tmp_path):
 
 
 def test_a_loop_that_goes_on_is_unwound_after_its_grace(tmp_path):
-    settings = {"tracking": {"stop_grace_s": 0.5}, "ignores": True}
+    settings = {"tracking": {"kill_after_s": 1}, "ignores": True}
     done = jobs.run(alone(asks=[[0, 5, "SIGTERM"]], **settings), tmp_path, timeout_s=TIMEOUT_S)
     assert (done.returncode, notes(tmp_path, "stopped")) == (143, {})
     assert notes(tmp_path, "unwound")[0] > 5

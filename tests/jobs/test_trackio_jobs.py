@@ -265,7 +265,7 @@ def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):
     with (tmp_path / "trackio" / "p.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (tmp_path / "locked").touch()
-        done = jobs.finish(process, tmp_path, timeout_s=2 * jobs.TIME_SCALE)  # finish_timeout_s=2
+        done = jobs.finish(process, tmp_path, timeout_s=2 * jobs.TIME_SCALE)  # kill_after_s=4
     assert "ValueError: made to fail" in done.output
     assert len(rows(tmp_path)) == 1
     command = done.output.partition("Send them later: ")[2].splitlines()[0]

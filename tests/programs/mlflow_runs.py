@@ -217,7 +217,7 @@ def outage(project: str) -> None:
     """The test stops the server in the middle of each of two runs: until 200 rows are logged, and until the end."""
     from flyteplugins_tracking import get_run, tracking_init
 
-    @tracking_init(tracker="mlflow", project=project, id="outage", finish_timeout_s=60)
+    @tracking_init(tracker="mlflow", project=project, id="outage", kill_after_s=65)
     def train() -> None:
         slowest = 0.0
         for number in range(600):
@@ -232,7 +232,7 @@ def outage(project: str) -> None:
             time.sleep(0.01)
         SEEN["slowest_s"] = slowest
 
-    @tracking_init(tracker="mlflow", project=project, id="mute", finish_timeout_s=3)
+    @tracking_init(tracker="mlflow", project=project, id="mute", kill_after_s=6)
     def ends_mute() -> None:
         get_run().log({"loss": 0.0})
         time.sleep(1)

@@ -168,7 +168,7 @@ def mute() -> None:
     (DIRECTORY / "started").touch()
     wait_for("serves")
 
-    @tracking_init(**PLUTO, id="kept", finish_timeout_s=3, config={"lr": 0.1})
+    @tracking_init(**PLUTO, id="kept", kill_after_s=6, config={"lr": 0.1})
     def train() -> float:
         run = get_run()
         log(run, range(50))

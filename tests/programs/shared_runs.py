@@ -39,7 +39,7 @@ def one_after_the_other(variable: str) -> None:
     """Each rank, or node, begins when the function of the one before it has returned. `variable` has its number."""
     number = int(os.environ[variable])
 
-    @tracking_init(project="tests", run_mode="shared", id="late", finish_timeout_s=PATIENCE_S)
+    @tracking_init(project="tests", run_mode="shared", id="late", kill_after_s=PATIENCE_S)
     def train() -> None:
         get_run().log({"number": number})
         print("resumed", get_run().resumed)

@@ -54,7 +54,7 @@ def goes_back() -> None:
     train(1, range(6, 9))
 
 
-@tracking_init(**TRACKING, finish_timeout_s=2)
+@tracking_init(**TRACKING, kill_after_s=4)
 def fails_while_the_files_are_locked() -> None:
     """Logs one row, then 49 more when the file `locked` is there, and raises."""
     get_run().log({"a": 0})
@@ -111,7 +111,7 @@ def tries_tokens() -> None:
             **TRACKING,
             server_url=url,
             secret=lambda token=token: token,
-            finish_timeout_s=3,
+            kill_after_s=6,
             init_timeout_s=20,
             config={"lr": 0.1},
         )

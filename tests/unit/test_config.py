@@ -44,10 +44,9 @@ class Settings:
         ({"settings": 3}, "settings= must be a mapping or a wandb.Settings, got int"),
         ({"init_timeout_s": 0}, "init_timeout_s must be a positive number of seconds, got 0"),
         ({"pulse_s": 0}, "pulse_s must be a positive number of seconds, got 0"),
-        ({"stop_grace_s": 0}, "stop_grace_s must be a positive number of seconds, got 0"),
         ({"stop_before_s": "1 h"}, "stop_before_s must be a positive number of seconds, got '1 h'"),
         ({"hang_timeout_s": True}, "hang_timeout_s must be a positive number of seconds, got True"),
-        ({"finish_timeout_s": float("nan")}, "finish_timeout_s must be a positive number of seconds, got nan"),
+        ({"kill_after_s": float("nan")}, "kill_after_s must be a positive number of seconds, got nan"),
         ({"id": ""}, "id must be a non-empty string, got ''"),
         ({"id": 7}, "id must be a non-empty string, got 7"),
         ({"id": "a/b:c"}, "run id 'a/b:c' contains / :, which W&B does not accept in an id"),
@@ -68,6 +67,19 @@ def test_invalid_arguments_are_refused_at_decoration(arguments, message):
     with pytest.raises(ConfigError) as caught:
         tracking_init(**arguments)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("kill_after_s", "finish_timeout_s"), [(30, 25), (600, 595), (10, 5), (4, 2), (0.5, 0.25)])
+def test_the_last_seconds_before_the_kill_are_left_to_the_process(kill_after_s, finish_timeout_s):
+    config = TrackingConfig(kill_after_s=kill_after_s)
+    assert config.finish_timeout_s == finish_timeout_s
+    assert config.finish_limit == f"{finish_timeout_s} s (kill_after_s={kill_after_s})"
+
+
+@pytest.mark.parametrize("name", ["finish_timeout_s", "stop_grace_s"])
+def test_what_kill_after_s_decides_is_no_argument(name):
+    with pytest.raises(ConfigError, match=f"has no argument '{name}'"):
+        tracking_init(**{name: 5})
 
 
 def test_a_config_that_contains_itself_is_refused():

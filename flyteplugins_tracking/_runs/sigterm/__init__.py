@@ -1,8 +1,9 @@
 """SIGTERM: finishes the open runs in time, and then lets the signal have its usual effect.
 
-torchrun, Kubernetes and Slurm send SIGTERM, and SIGKILL 30 s later. The service must know the run's end before that,
-wherever the main thread is: a Python signal handler does not run while it is in a C call such as a collective. So a
-thread reads the wakeup fd, to which the interpreter writes each signal at once.
+torchrun, Kubernetes and Slurm send SIGTERM, and SIGKILL `kill_after_s` later: 30 s. The service must know the run's
+end before that, wherever the main thread is: a Python signal handler does not run while it is in a C call such as a
+collective. So a thread reads the wakeup fd, to which the interpreter writes each signal at once. `finish_timeout_s`
+below is `kill_after_s` less 5 s.
 
     main.py    SigtermWatcher: the decorated function runs in the main thread
     loop.py    AsyncioSigtermWatcher: it runs in another thread, and the main thread runs an asyncio loop

@@ -139,15 +139,14 @@ class WriterBarrier:
 
     def wait_for_run(self, request: RunRequest, title: str) -> None:
         """On the primary, wait as long as the run's end may take, and warn about writers that are late."""
-        timeout_s = request.config.finish_timeout_s
-        missing = self.wait(timeout_s, request.watch)
+        missing = self.wait(request.config.finish_timeout_s, request.watch)
         if missing:
             logger.warning(
-                "%s: run %s ends now. finish_timeout_s=%g passed after the primary rank's function had returned, and "
-                "these writers have not sent all their rows: %s. Pass a longer finish_timeout_s to wait for them.",
+                "%s: run %s ends now. %s passed after the primary rank's function had returned, and these writers "
+                "have not sent all their rows: %s. Pass a longer kill_after_s to wait for them.",
                 title,
                 request.plan.run_id,
-                timeout_s,
+                request.config.finish_limit,
                 ", ".join(missing),
             )
 

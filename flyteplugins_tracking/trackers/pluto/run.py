@@ -103,11 +103,10 @@ class PlutoHandle(ClientHandle):
         self._sending.queue.keep(exit_code)
         self._kept.append(self._sending.queue.directory)
         logger.warning(
-            "Pluto: run %s has ended, and the service has not taken %s within finish_timeout_s=%g. Send it when the "
-            "service answers: %s",
+            "Pluto: run %s has ended, and the service has not taken %s within %s. Send it when the service answers: %s",
             self.id,
             f"{unsent} rows" if unsent else "its status",
-            self.request.config.finish_timeout_s,
+            self.request.config.finish_limit,
             how_to_send(self._sending.queue.directory),
         )
 

@@ -180,12 +180,12 @@ class TrackioHandle(ClientHandle):
         self._kept_in = self._file.directory
         self._file = RunFile(self.request, self._tracker, self.id)
         logger.warning(
-            "Trackio: %d rows of run %s could not be written to %s within finish_timeout_s=%g. They are kept in files. "
+            "Trackio: %d rows of run %s could not be written to %s within %s. They are kept in files. "
             "Send them later: %s",
             count,
             self.id,
             self._store.place,
-            self.request.config.finish_timeout_s,
+            self.request.config.finish_limit,
             how_to_send(self._kept_in),
         )
 

@@ -379,10 +379,9 @@ class WandbHandle(Handle):
         except TimeoutError:
             self._timed_out = True
             logger.warning(
-                "W&B: run %s was not sent completely within finish_timeout_s=%g. Nothing is lost. To send the rest, "
-                "run: %s",
+                "W&B: run %s was not sent completely within %s. Nothing is lost. To send the rest, run: %s",
                 self.id,
-                self._request.config.finish_timeout_s,
+                self._request.config.finish_limit,
                 how_to_send(directory(self.run)),
             )
         finally:
@@ -433,7 +432,7 @@ class WandbHandle(Handle):
     def _why_not_rewound(self, step: int) -> str | None:
         """Open the run that has ended, rewound. Returns why that cannot be."""
         if self._open_rewound is None or self._timed_out:
-            return f"it was not sent completely within finish_timeout_s={self._request.config.finish_timeout_s:g}"
+            return f"it was not sent completely within {self._request.config.finish_limit}"
         self._ender = threading.get_ident()
         try:
             self._adopt(self._open_rewound(self.run, step))

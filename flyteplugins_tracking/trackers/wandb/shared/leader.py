@@ -128,11 +128,11 @@ class SharedHandle(WandbHandle):
             server.wait(min(_LEAVING_S, timeout_s))
         elif ranks or (server.missing and exit_code == 0):
             logger.warning(
-                "W&B: run %s ends now, finish_timeout_s=%g after the function of its node's local rank %d has "
+                "W&B: run %s ends now, %s after the function of its node's local rank %d has "
                 "returned. What these ranks log from now on is lost: %s. Number of ranks of the node that have not "
                 "called the function: %d.",
                 self.id,
-                timeout_s,
+                self._request.config.finish_limit,
                 self._request.node_leader,
                 ", ".join(map(str, ranks)) or "none",
                 server.missing,
