@@ -242,11 +242,6 @@ def board_directory(info: DistributedInfo, env: Mapping[str, str]) -> Path:
     return private_directory("boards") / digest
 
 
-def user_directory() -> Path:
-    """Return the directory of this user's boards on this machine."""
-    return private_directory()
-
-
 def make_private(directory: Path) -> None:
     """Make a directory that only this user can read."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
