@@ -320,7 +320,7 @@ def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(pl
         run.shows_report, tracker.handle.summary = True, lambda: 1 / 0
         return run
 
-    assert train().lock._bound is None
+    assert train().lock._path is None
     assert tracker.handle.events == [0]
     assert platform == [{}]
 
