@@ -83,17 +83,17 @@ def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) ->
     return Identity(base_id)
 
 
-def beside(base_id: str | None) -> str | None:
+def id_beside(base_id: str | None) -> str | None:
     """Return an id for the run of a process that must not have `base_id`, which is a rank's; None for none."""
     return None if base_id is None else f"{base_id}-{os.urandom(3).hex()}"
 
 
-def of_trial(trial: Trial) -> Identity:
+def identity_of_trial(trial: Trial) -> Identity:
     """Return the identity of a trial of Ray Tune. Its name is the same when Ray starts it again."""
     return Identity(readable(trial.name, _digest(trial.experiment)), group=trial.name)
 
 
-def of_parent(parent: DistributedInfo, env: Env) -> Identity:
+def identity_of_parent(parent: DistributedInfo, env: Env) -> Identity:
     """Return the identity of the rank that has started this process, as far as the launcher alone gives one."""
     with suppress(IdentityError):
         return from_launcher(parent, env, agreement=False)

@@ -12,7 +12,7 @@ Four places outside of it change an id. The first three keep two runs from getti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -164,6 +164,7 @@ def plan(
     if not opens_run(info, run_mode, rank_scope, primary_rank):
         return RunPlan(opens=False)
     is_primary = run_mode == "new" or _position(info, rank_scope) == primary_rank
+    is_in_first_scope = rank_scope == "global" or info.worker_index == 0
     suffix, group_suffix = _suffixes(info, run_mode, rank_scope)
     return RunPlan(
         opens=True,
@@ -171,8 +172,8 @@ def plan(
         group=None if group_suffix is None else _with_suffix(base_id, group_suffix),
         primary=is_primary,
         label=f"rank-{info.rank}" if info.worker_index is None else f"worker-{info.worker_index}",
-        writers=_writers(info, run_mode, rank_scope),
-        first=info.rank == 0 if run_mode == "new" else is_primary and _is_in_first_scope(info, rank_scope),
+        writers=1 if run_mode != "shared" else info.world_size if rank_scope == "global" else info.local_world_size,
+        first=info.rank == 0 if run_mode == "new" else is_primary and is_in_first_scope,
     )
 
 
@@ -194,32 +195,32 @@ def pages(
     """
     if workers is None:
         return (Page("run", plan(None, run_mode, rank_scope, base_id, parent_id).run_id or ""),)
-    if rank_scope == "global":
-        return (_page(workers, 0, run_mode, rank_scope, base_id),)
-    if workers.min_nodes != workers.max_nodes and run_mode != "new":
-        group = _plan_of_first_rank(workers, 0, run_mode, rank_scope, base_id).group
-        return (Page("group", group or ""),)  # the number of workers is not known yet
-    worker_pages = [_page(workers, index, run_mode, rank_scope, base_id) for index in range(workers.min_nodes)]
-    return tuple(page._replace(worker_index=index) for index, page in enumerate(worker_pages))
-
-
-def _page(workers: NodeRequest, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str) -> Page:
-    planned = _plan_of_first_rank(workers, index, run_mode, rank_scope, base_id)
-    return Page("group", planned.group or "") if run_mode == "new" else Page("run", planned.run_id or "")
-
-
-def _plan_of_first_rank(
-    workers: NodeRequest, index: int, run_mode: RunMode, rank_scope: RankScope, base_id: str
-) -> RunPlan:
-    info = DistributedInfo(
-        rank=index * workers.nproc_per_node,
-        world_size=workers.max_nodes * workers.nproc_per_node,
-        local_rank=0,
-        local_world_size=workers.nproc_per_node,
-        worker_index=index,
-        num_workers=workers.max_nodes,
+    size = workers.nproc_per_node
+    plans = [  # of the first rank of each worker
+        plan(
+            DistributedInfo(
+                rank=index * size,
+                world_size=workers.max_nodes * size,
+                local_rank=0,
+                local_world_size=size,
+                worker_index=index,
+                num_workers=workers.max_nodes,
+            ),
+            run_mode,
+            rank_scope,
+            base_id,
+        )
+        for index in range(1 if rank_scope == "global" else workers.min_nodes)
+    ]
+    if rank_scope == "worker" and workers.min_nodes != workers.max_nodes and run_mode != "new":
+        return (Page("group", plans[0].group or ""),)  # the number of workers is not known yet
+    is_new, is_of_job = run_mode == "new", rank_scope == "global"
+    return tuple(
+        Page(
+            "group" if is_new else "run", (first.group if is_new else first.run_id) or "", None if is_of_job else index
+        )
+        for index, first in enumerate(plans)
     )
-    return plan(info, run_mode, rank_scope, base_id)
 
 
 def needs_shared_id(info: DistributedInfo | None, run_mode: RunMode, rank_scope: RankScope) -> bool:
@@ -231,10 +232,6 @@ def needs_shared_id(info: DistributedInfo | None, run_mode: RunMode, rank_scope:
 
 def _position(info: DistributedInfo, rank_scope: RankScope) -> int | None:
     return info.rank if rank_scope == "global" else info.local_rank
-
-
-def _is_in_first_scope(info: DistributedInfo, rank_scope: RankScope) -> bool:
-    return rank_scope == "global" or info.worker_index == 0
 
 
 def _scope_size(info: DistributedInfo, rank_scope: RankScope) -> int | None:
@@ -282,7 +279,40 @@ def _with_suffix(base_id: str | None, suffix: str) -> str | None:
     return None if base_id is None else base_id + suffix
 
 
-def _writers(info: DistributedInfo, run_mode: RunMode, rank_scope: RankScope) -> int | None:
-    if run_mode != "shared":
-        return 1
-    return info.world_size if rank_scope == "global" else info.local_world_size
+def leader_of(info: DistributedInfo, rank_scope: RankScope, primary_rank: int, env: Mapping[str, str]) -> int:
+    """Return the local rank that leads on the worker of `info`: the primary's, or 0 if the primary runs elsewhere.
+
+    Args:
+        info: A rank whose local rank is known.
+        rank_scope: The scope of the run.
+        primary_rank: The primary's number in that scope, from 0.
+        env: The environment variables.
+    """
+    if rank_scope == "worker":
+        return primary_rank
+    return _local_rank_of(primary_rank, info, env) or 0
+
+
+def has_primary(info: DistributedInfo, rank_scope: RankScope, primary_rank: int, env: Mapping[str, str]) -> bool:
+    """Return whether a primary of the scope runs on the worker of `info`, as far as this is known."""
+    return rank_scope == "worker" or _local_rank_of(primary_rank, info, env) is not None
+
+
+def _local_rank_of(rank: int, info: DistributedInfo, env: Mapping[str, str]) -> int | None:
+    """Return the local rank of `rank`; None if it does not run on the worker of `info`, or if that is unknown.
+
+    A worker's ranks are consecutive, except where Slurm distributes them otherwise: it lists them.
+    """
+    if rank == 0:
+        return 0 if info.worker_index == 0 else None
+    listed = env.get("SLURM_GTIDS") if info.launcher == "slurm" else None
+    if listed is not None:
+        ranks = sorted(int(text) for text in listed.split(",") if text.strip().isdecimal())
+        return ranks.index(rank) if rank in ranks else None
+    if rank == info.rank:
+        return info.local_rank
+    if info.local_rank is None or info.worker_index is None:
+        return None
+    local_rank = rank - (info.rank - info.local_rank)
+    size = info.local_world_size if info.local_world_size is not None else info.world_size
+    return local_rank if 0 <= local_rank < size else None

@@ -10,8 +10,10 @@ import functools
 import itertools
 import os
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -195,3 +197,25 @@ def is_left_over(info: DistributedInfo, env: Mapping[str, str]) -> bool:
         _last_world = variables
         return (group.rank, group.world_size) != (info.rank, info.world_size)
     return info.launcher == "env" and variables == _last_world
+
+
+# The launchers whose ranks may be workers of a pool that is not known here. The ranks of all others end with their job.
+_MAY_LIVE_ON = ("env", "process_group")
+_counts_of_groups: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+_counts_of_jobs: dict[str, Counter[str]] = {}
+
+
+def counts_of_world(info: DistributedInfo | None, pool: Pool | None) -> Counter[str] | None:
+    """Return how many trainings this process has begun in its world, by tracker; None for the counts of the process.
+
+    All ranks must have the same number. A launcher's ranks live as long as their job: each counts its own calls. A
+    long-lived worker has served other jobs before, with other ranks: there each world has counts of its own.
+    """
+    if pool is not None and pool.trial is not None:
+        return _counts_of_jobs.setdefault(pool.trial.name, Counter())
+    if info is None:
+        return None
+    if info.launcher == "ray" and info.job_id:
+        return _counts_of_jobs.setdefault(info.job_id, Counter())
+    group = children.default_group() if pool is not None or info.launcher in _MAY_LIVE_ON else None
+    return None if group is None else _counts_of_groups.setdefault(group, Counter())

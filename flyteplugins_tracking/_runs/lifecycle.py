@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._rank import children, histories
+from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import opens_run
+from flyteplugins_tracking._rank.pools import counts_of_world
 from flyteplugins_tracking._rank.topology import Detection, detect, examine
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.calls import Task, TrackedCall
@@ -229,7 +230,9 @@ class _Start(NamedTuple):
     def _opened(self) -> TrackedCall:
         found = examine(os.environ)
         info = found.info
-        counts = histories.counts(found) if self.context.call_counts is None else self.context.call_counts
+        counts = self.context.call_counts
+        if counts is None:
+            counts = counts_of_world(info, found.pool)
         call_index = calls.count(self.tracker.name, counts)
         children.mark(found.variables)
         config, parent_run = self._config_and_parent_run(found)

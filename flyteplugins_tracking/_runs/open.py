@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.identity import (
     Identity,
-    beside,
     from_launcher,
     from_variables,
+    id_beside,
+    identity_of_parent,
+    identity_of_trial,
     is_elastic,
-    of_parent,
-    of_trial,
 )
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RunPlan, needs_shared_id, plan
@@ -317,15 +317,15 @@ def _identity(
         return Identity(forced_run_id or config.id)
     from_env = from_variables(os.environ, tracker.run_id_variables)
     if from_env is not None:
-        return from_env if found.parent is None else _beside(tracker, from_env, found)
+        return from_env if found.parent is None else _identity_beside(tracker, from_env, found)
     if context.base_id is not None:
         identity = Identity(context.base_id, context.group)
         if found.is_child and not context.is_simulated:
-            return _beside(tracker, identity, found)
+            return _identity_beside(tracker, identity, found)
     elif found.pool is not None and found.pool.trial is not None:
-        identity = of_trial(found.pool.trial)
+        identity = identity_of_trial(found.pool.trial)
     elif found.parent is not None:
-        return _beside(tracker, of_parent(found.parent, os.environ), found)
+        return _identity_beside(tracker, identity_of_parent(found.parent, os.environ), found)
     else:
         is_shared = needs_shared_id(found.info, config.run_mode, config.rank_scope)
         identity = from_launcher(found.info, os.environ, agreement=is_shared)
@@ -335,9 +335,9 @@ def _identity(
     return Identity(f"{identity.base_id}-{call_index}", identity.group)
 
 
-def _beside(tracker: Tracker, identity: Identity, found: Detection) -> Identity:
+def _identity_beside(tracker: Tracker, identity: Identity, found: Detection) -> Identity:
     """Return an identity for a process that a rank has started: the rank's run, `identity`, is not its run."""
-    own_id = beside(identity.base_id)
+    own_id = id_beside(identity.base_id)
     who = "the process" if found.parent is None else f"rank {found.parent.rank}"
     _warn_once(
         "child",

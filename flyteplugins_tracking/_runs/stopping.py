@@ -18,7 +18,6 @@ from contextlib import suppress
 from types import FrameType
 
 from flyteplugins_tracking._job.agreement import PROPOSAL_S, Agreement, CallCounter, OwnStop, Stop, StopRequest
-from flyteplugins_tracking._rank import time_limit
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs import monitor as monitoring
@@ -208,13 +207,32 @@ class Stopping:
         before_s, info = self._call.config.stop_before_s, self._call.info
         if before_s is None or (info is not None and info.rank != 0):
             return
-        ends_at = time_limit.ends_at(os.environ, self._call.timeout_s)
+        ends_at = _time_limit(self._call.timeout_s)
         if ends_at is None:
             logger.warning("stop_before_s=%g is ignored: the launcher names no time limit", before_s)
             return
         self._timer = threading.Timer(max(0.0, ends_at - before_s - time.time()), self.request, [TIME_LIMIT])
         self._timer.daemon = True
         self._timer.start()
+
+
+def _time_limit(timeout_s: float | None) -> float | None:
+    """Return when the job's time limit ends, in seconds since the epoch; None if that is not known.
+
+    Slurm 22.05 and later set SLURM_JOB_END_TIME: https://slurm.schedmd.com/sbatch.html
+
+    Args:
+        timeout_s: How long the task that this process runs may take; None if that is unknown.
+    """
+    text = os.environ.get("SLURM_JOB_END_TIME", "")
+    if text.isdecimal():
+        return float(text)
+    if timeout_s is None:
+        return None
+    # The pod's process: torchelastic's agent, if this is a worker of it.
+    is_worker = "TORCHELASTIC_RUN_ID" in os.environ
+    pod = proc.nearest_without("TORCHELASTIC_RUN_ID") if is_worker else os.getpid()
+    return proc.started_at(pod) + timeout_s
 
 
 def request_of_service(service: str, otherwise: Callable[[], object]) -> None:

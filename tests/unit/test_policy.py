@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flyteplugins_tracking import ConfigError, DistributedInfo, RunPlan, TopologyError, plan
-from flyteplugins_tracking._rank.nodes import leader_of
-from flyteplugins_tracking._rank.plan import needs_shared_id
+from flyteplugins_tracking._rank.plan import leader_of, needs_shared_id
 
 INFO = DistributedInfo(rank=5, world_size=8, local_rank=1, local_world_size=4, worker_index=1, num_workers=2)
 FIRST = DistributedInfo(rank=4, world_size=8, local_rank=0, local_world_size=4, worker_index=1, num_workers=2)

@@ -13,7 +13,7 @@ import pytest
 from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import DistributedInfo, get_distributed_info
-from flyteplugins_tracking._rank import children, histories, pools, topology
+from flyteplugins_tracking._rank import children, pools, topology
 from flyteplugins_tracking._rank.pools import POOLS, _name_in, innermost_pool
 from flyteplugins_tracking._rank.topology import Detection, detect, examine
 from flyteplugins_tracking._runs import calls
@@ -139,13 +139,13 @@ def test_the_only_worker_of_ray_train_keeps_the_fits_name(bare_environment, monk
 
 def test_each_world_of_a_worker_has_its_own_count(bare_environment, monkeypatch):
     worlds = [type("World", (), {})(), type("World", (), {})()]
-    monkeypatch.setattr(histories, "_of_groups", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(pools, "_counts_of_groups", weakref.WeakKeyDictionary())
     found = Detection(DistributedInfo(1, 2, launcher="dask"), pools.Pool("dask", "", os.getpid()))
 
     def count(world: Any) -> int:
-        monkeypatch.setattr(histories, "default_group", lambda: world)
-        return calls.count("wandb", histories.counts(found))
+        monkeypatch.setattr(children, "default_group", lambda: world)
+        return calls.count("wandb", pools.counts_of_world(found.info, found.pool))
 
     assert [count(worlds[0]), count(worlds[0]), count(worlds[1]), count(worlds[0])] == [1, 2, 1, 3]
-    assert histories.counts(Detection(DistributedInfo(1, 2, launcher="slurm"))) is None
-    assert histories.counts(Detection()) is None
+    assert pools.counts_of_world(DistributedInfo(1, 2, launcher="slurm"), None) is None
+    assert pools.counts_of_world(None, None) is None

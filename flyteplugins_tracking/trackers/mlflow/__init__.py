@@ -9,8 +9,7 @@ from typing import Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.nodes import has_primary
-from flyteplugins_tracking._rank.plan import Page, primary_rank_of
+from flyteplugins_tracking._rank.plan import Page, has_primary, primary_rank_of
 from flyteplugins_tracking._util.checks import check_flag, check_text
 from flyteplugins_tracking._util.url import has_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
