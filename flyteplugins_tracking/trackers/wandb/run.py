@@ -176,7 +176,7 @@ class WandbHandle(Handle):
         """
         return self._ender == threading.get_ident()
 
-    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods. If the run was ended early, open it again first."""
         self._request.watch.reinstall()
         if method.__name__ == "log":
@@ -297,7 +297,7 @@ class WandbHandle(Handle):
                 logger.warning(text, type(error).__name__, self.id, directory(self.run))
             if self._offline or not was_torn_down:
                 self._abandoned.append(directory(self.run))
-            tail.abandoned(self.run)
+            tail.keep_unsent(self.run)
             vendor.set_finished(self.run)
             self._died = self._closing = True
             self._ended.set()
@@ -375,7 +375,7 @@ class WandbHandle(Handle):
             if exit_code == TERMINATED and self._request.plan.primary:
                 self.run.mark_preempting()
             self.run.finish(exit_code=exit_code)
-            tail.acknowledged(self.run)
+            tail.remove_sent(self.run)
         except TimeoutError:
             self._timed_out = True
             logger.warning(
@@ -500,7 +500,7 @@ def _guard(method: Callable[..., Any]) -> Any:
     @functools.wraps(method)
     def guarded(run: Any, *args: Any, **kwargs: Any) -> Any:
         handle = vars(run).get(HANDLE)
-        return method(run, *args, **kwargs) if handle is None else handle.call(method, *args, **kwargs)
+        return method(run, *args, **kwargs) if handle is None else handle.use(method, *args, **kwargs)
 
     return guarded
 

@@ -215,14 +215,14 @@ def begin_guest(run: Any, directory: str, place: Sequence[str], rank: int) -> Jo
     return journal
 
 
-def acknowledged(run: Any) -> None:
+def remove_sent(run: Any) -> None:
     """Note that the run has ended, and that the service has everything."""
     journal = vars(run).get(JOURNAL)
     if journal is not None:
         journal.acknowledged()
 
 
-def abandoned(run: Any) -> None:
+def keep_unsent(run: Any) -> None:
     """Note that the run's wandb-core has died. The next opening sends what it has left."""
     journal = vars(run).get(JOURNAL)
     if journal is not None:

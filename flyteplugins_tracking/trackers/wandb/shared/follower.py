@@ -98,7 +98,7 @@ class FollowerHandle(Handle):
         """Whether the run's own `finish` may end it now: see `WandbHandle.may_end`."""
         return False
 
-    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods. If the run was ended early, wait for the leader to open it again."""
         if os.getpid() != self._pid:  # a forked child: it attaches by itself
             with vendor.service_variable(self._service):
@@ -108,7 +108,7 @@ class FollowerHandle(Handle):
             return self._rows.log(self._log_row, *args, **kwargs)
         if method.__name__ == "define_metric":
             self._definitions.append(lambda: method(self.run, *args, **kwargs))
-        return self._use(method, args, kwargs)
+        return self._use_open(method, args, kwargs)
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Use a property or callback that can change the run."""
@@ -116,7 +116,7 @@ class FollowerHandle(Handle):
             return step_of(lambda: accessor(self.run), self._rows) if self._state == "open" else self._rows.logged
         if os.getpid() != self._pid or not (args or kwargs):
             return accessor(self.run, *args, **kwargs)
-        return self._use(accessor, args, kwargs)
+        return self._use_open(accessor, args, kwargs)
 
     def keep_for_next_row(self, data: Mapping[str, Any]) -> None:
         """Add these values to this rank's next row."""
@@ -153,7 +153,7 @@ class FollowerHandle(Handle):
             return False
         return True
 
-    def _use(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _use_open(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for _ in range(2):
             if not self._await_open():
                 break
@@ -204,7 +204,7 @@ class FollowerHandle(Handle):
         vendor.set_global_run(self.run)
 
     def _read_summary(self) -> Any:
-        return self._use(vendor.read_summary, (), {}) or {}
+        return self._use_open(vendor.read_summary, (), {}) or {}
 
     def _let_go(self) -> None:
         run = self.run

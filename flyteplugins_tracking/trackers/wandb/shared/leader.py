@@ -80,10 +80,10 @@ class SharedHandle(WandbHandle):
             self._server.answer_request = self._answer_request
             self._publish()
 
-    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if method.__name__ == "log":
             return self._rows.log(self._log_row, *args, **kwargs)
-        return super().call(method, *args, **kwargs)
+        return super().use(method, *args, **kwargs)
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if accessor.__name__ == "step":
@@ -117,7 +117,7 @@ class SharedHandle(WandbHandle):
         self._rows.log(self._log_row, data, commit=False)
 
     def _log_row(self, row: Mapping[str, Any]) -> Any:
-        return super().call(self._log, row)
+        return super().use(self._log, row)
 
     def _await_followers(self, server: LeaderServer, exit_code: int) -> None:
         """Wait for the followers, but not if this rank's function has raised: theirs may wait for this rank."""
