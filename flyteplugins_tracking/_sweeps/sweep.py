@@ -342,7 +342,7 @@ def log_in(host: str | None, may_ask: bool) -> None:
         TrackerUnavailableError: There is no API key.
         TrackerNotInstalledError: wandb is missing.
     """
-    from flyteplugins_tracking.trackers.wandb.options import api_of
+    from flyteplugins_tracking.trackers.wandb import api_of
     from flyteplugins_tracking.trackers.wandb.vendor import drop_unusable_service, has_credentials
 
     require(find_tracker("wandb"))

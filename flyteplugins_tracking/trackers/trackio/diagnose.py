@@ -6,7 +6,7 @@ import os
 
 from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, check_directory, found_key, server
-from flyteplugins_tracking.trackers.trackio.options import default_directory, without_token
+from flyteplugins_tracking.trackers.trackio import default_directory, without_token
 
 
 def diagnose() -> Diagnosis:

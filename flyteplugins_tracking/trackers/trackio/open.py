@@ -12,8 +12,7 @@ from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import new_id, run_config
-from flyteplugins_tracking.trackers.trackio import vendor
-from flyteplugins_tracking.trackers.trackio.options import SPACE, check_address, without_token
+from flyteplugins_tracking.trackers.trackio import SPACE, check_address, vendor, without_token
 from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
 from flyteplugins_tracking.trackers.journal.lines import encode
 from flyteplugins_tracking.trackers.journal.local import RunFile
-from flyteplugins_tracking.trackers.trackio import vendor
-from flyteplugins_tracking.trackers.trackio.options import EXIT_CODE, STATUS, page_address
+from flyteplugins_tracking.trackers.trackio import EXIT_CODE, STATUS, page_address, vendor
 
 logger = logging.getLogger(__name__)
 

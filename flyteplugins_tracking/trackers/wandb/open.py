@@ -20,8 +20,16 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.peers.role import NodeRole
-from flyteplugins_tracking.trackers.wandb import late_count, offline, tail, vendor
-from flyteplugins_tracking.trackers.wandb.options import HOST, api_of, check_id, forced_run_id
+from flyteplugins_tracking.trackers.wandb import (
+    HOST,
+    api_of,
+    check_id,
+    forced_run_id,
+    late_count,
+    offline,
+    tail,
+    vendor,
+)
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, directory
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,7 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
-from flyteplugins_tracking.trackers.wandb import offline, tail, vendor
-from flyteplugins_tracking.trackers.wandb.options import HOST
+from flyteplugins_tracking.trackers.wandb import HOST, offline, tail, vendor
 from flyteplugins_tracking.trackers.wandb.rollback import Rollback
 
 logger = logging.getLogger(__name__)
