@@ -1,4 +1,4 @@
-"""`python -m flyteplugins_tracking`: the doctor."""
+"""`python -m flyteplugins_tracking`: the doctor; `send`: sends what local directories have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import sys
 
 
 def main() -> int:
-    """Run the doctor, and return its exit status."""
+    """Run the command that the arguments name, and return its exit status."""
+    if sys.argv[1:2] == ["send"]:
+        from flyteplugins_tracking._commands import send
+
+        return send.main(sys.argv[2:])
     from flyteplugins_tracking._commands import doctor
 
     return doctor.main()

@@ -41,7 +41,7 @@ def test_what_a_killed_process_has_not_sent_is_sent_once(tmp_path):
         started.signal(process.pid, signal.SIGKILL)
         process.communicate()
         (directory,) = {str(path.parent) for path in tmp_path.rglob("*.wandb")}
-        command = [sys.executable, "-m", "flyteplugins_tracking.send", directory]
+        command = [sys.executable, "-m", "flyteplugins_tracking", "send", directory]
         texts = [jobs.run(command, tmp_path, started.server.environment).output for _ in range(2)]
         found = started.outcome()
     assert re.search(r"^sent \d+ rows of run ", texts[0], re.MULTILINE), texts[0]
@@ -71,7 +71,7 @@ def test_a_job_that_goes_back_has_its_run_rewound(tmp_path, first_step):
     with WandbServer(rewinds=True) as server:
         found, killed = roll_back(tmp_path, server, first_step)
         first, *_ = sorted(str(path.parent) for path in tmp_path.rglob("*.wandb"))
-        command = [sys.executable, "-m", "flyteplugins_tracking.send", first]
+        command = [sys.executable, "-m", "flyteplugins_tracking", "send", first]
         sent = jobs.run(command, tmp_path, server.environment).output
         rows, (run,) = server.runs[0].rows, server.runs
     assert sent.startswith(f"nothing of {first} is sent")

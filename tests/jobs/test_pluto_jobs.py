@@ -282,7 +282,7 @@ def test_rows_of_a_killed_rank_and_uploader_arrive_once(tmp_path, how):
             (tmp_path / "moved").mkdir()
             for path in (tmp_path / ".pluto").iterdir():  # to another machine, say
                 path.rename(tmp_path / "moved" / path.name)
-            command = [sys.executable, "-m", "flyteplugins_tracking.send", *sorted((tmp_path / "moved").iterdir())]
+            command = [sys.executable, "-m", "flyteplugins_tracking", "send", *sorted((tmp_path / "moved").iterdir())]
         else:
             command = TRAINING
         done = jobs.run(command, tmp_path, pluto_environment(server))

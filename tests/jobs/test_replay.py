@@ -28,7 +28,7 @@ def offline(tmp_path) -> Path:
 
 def send(directory: Path, tracker: str, env: dict[str, str]) -> list[str]:
     """Send it twice."""
-    command = [sys.executable, "-m", "flyteplugins_tracking.send", str(directory), "--tracker", tracker]
+    command = [sys.executable, "-m", "flyteplugins_tracking", "send", str(directory), "--tracker", tracker]
     done = [jobs.run(command, directory, env) for _ in range(2)]
     assert [one.returncode for one in done] == [0, 0], done
     return [one.output for one in done]

@@ -24,8 +24,8 @@ from flyteplugins_tracking import (
     tracking_config,
     tracking_init,
 )
+from flyteplugins_tracking._commands.send import main as send
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
-from flyteplugins_tracking.send import main as send
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.journal.files import stored
@@ -146,7 +146,7 @@ def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
     with pytest.raises(ValueError, match="made to fail"):
         train()
     (directory,) = (tmp_path / "tracking-offline").iterdir()
-    command = "python -m flyteplugins_tracking.send"
+    command = "python -m flyteplugins_tracking send"
     assert f"It is away. This run is logged to files. Send it when JSON lines answers: {command}" in caplog.text
     assert registered.runs("sent") == []
     (journal,) = stored(directory)

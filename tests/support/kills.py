@@ -91,7 +91,7 @@ def journals_left(directory: Path) -> list[Path]:
 
 def send_in_spite_of_kills(kept: Path, directory: Path, env: Mapping[str, str], kills: int, longest_s: float) -> str:
     """Have `send` be killed so often, at a random time after its start, and then end. Returns what it prints then."""
-    command = [sys.executable, "-m", "flyteplugins_tracking.send", str(kept)]
+    command = [sys.executable, "-m", "flyteplugins_tracking", "send", str(kept)]
     for _ in range(kills):
         process = jobs.start(command, directory, env)
         time.sleep(_random.random() * longest_s)

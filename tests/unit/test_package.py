@@ -31,7 +31,7 @@ ROOMS = [
     {"decorator"},
     {"_sweeps"},
     {"_commands", "compat", "testing"},
-    {"__init__", "__main__", "send"},
+    {"__init__", "__main__"},
 ]
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SERVICES = ("wandb", "pluto", "mlflow", "trackio")

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="flyteplugins-tracking",
         description="Print the detected job, the runs it would have, and what looks wrong. It changes nothing: run it "
         "instead of the training script, as in `torchrun ... -m flyteplugins_tracking`.",
-        epilog="The exit status is 1 if there is an error, and 2 for wrong arguments.",
+        epilog="The exit status is 1 if there is an error, and 2 for wrong arguments. With `send` as the first "
+        "argument, it sends what local directories have: see `send --help`.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--tracker", metavar="NAME", help="examine only this tracker; a problem with it is an error")

@@ -540,7 +540,7 @@ def _guard_ending(method: Callable[..., Any]) -> Any:
 
 
 def directory(run: Any) -> str:
-    """The directory of the run's `.wandb` file, which `flyteplugins_tracking.send` takes."""
+    """The directory of the run's `.wandb` file, which `flyteplugins_tracking send` takes."""
     return os.path.dirname(str(run.dir))
 
 
