@@ -228,7 +228,7 @@ class DirectoryStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        make_private(self.directory)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(self.directory / "lock", SHORT_TIMEOUT.total_seconds()):
             yield
 
@@ -240,8 +240,3 @@ def board_directory(info: DistributedInfo, env: Mapping[str, str]) -> Path:
     names = (proc.machine(), launcher, proc.start_time(launcher), info.job_id, step, env.get("MASTER_PORT"))
     digest = hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]
     return private_directory("boards") / digest
-
-
-def make_private(directory: Path) -> None:
-    """Make a directory that only this user can read."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
