@@ -1,19 +1,39 @@
-"""The failure of a rank: its exception, in a form that other ranks can read, and which of several was the first."""
+"""Why a job ends: each rank that fails announces it to the others, and a rank that has a run reads who was first.
+
+A rank announces its failure before it exits, and so before its agent ends the others: whoever they are, they find the
+notice on the job's board. With its node, the store may end too. So ranks of other nodes read notices as they come, and
+acknowledge them: a rank that fails waits a moment for that.
+
+Two other sources tell of ranks that announce nothing: torchelastic's error files, and the exits of this machine's ranks
+(`siblings`).
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import threading
 import time
 import traceback
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, field
-from os import getpid
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
+from flyteplugins_tracking._job.board import Board, board_directory, job_board, nearest_board
+from flyteplugins_tracking._job.store import STORE_TIMEOUT, has_job_store
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.own_code import is_own
 from flyteplugins_tracking._util.secrets import masked
+from flyteplugins_tracking._util.timeout import run_with_timeout
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking._job.siblings import SiblingWatcher
 
 _LAST_LINES = 50
 _LONGEST_LINE = 1000
@@ -33,6 +53,24 @@ _SYSTEM_ERRORS = {
     *("RuntimeError", "OSError", "TimeoutError", "ConnectionError", "ConnectionResetError", "ConnectionRefusedError"),
     *("ConnectionAbortedError", "BrokenPipeError"),
 }
+# A handler of torchelastic's, which its forked workers inherit, raises this on SIGTERM.
+_TERMINATION = "SignalException"
+# How long a rank that has only lost another one waits for that one's notice.
+_GRACE_S = 1.0
+_GRACE_POLL_S = 0.05
+# How many old notices are read at first. The board may have those of earlier attempts.
+_MOST_NOTICES = 1000
+# How long the store may take to be read. A launcher ends a process 30 s after its SIGTERM.
+_READ_S = 3.0
+# How long the store may take to get a notice: a rank that fails early may have to import torch for it.
+_SEND_S = 10.0
+# How long a rank that fails waits until a rank of another node has read its notice.
+_ACKNOWLEDGED_S = 1.0
+_ACKNOWLEDGED = "read"
+_POLL_S = 0.1
+# How long the end of a run waits for the thread that reads the board, which a store may hold up.
+_STOP_S = 0.5
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 @dataclass(frozen=True)
@@ -58,7 +96,7 @@ class Failure:
     traceback: str = ""
     is_secondary: bool = False
     host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=getpid)
+    pid: int = field(default_factory=os.getpid)
     failed_at: float = field(default_factory=time.time)
 
     @classmethod
@@ -70,9 +108,9 @@ class Failure:
         return cls(
             rank=rank,
             type=prefix + kind.__qualname__,
-            message=clean_message(_text_of(error)),
+            message=_clean_message(_text_of(error)),
             exit_code=exit_code,
-            traceback=clean_traceback(stack),
+            traceback=_clean_traceback(stack),
             is_secondary=is_secondary(error),
         )
 
@@ -90,13 +128,13 @@ class Failure:
         return ": ".join([f"rank {self.rank} on {self.host}", *filter(None, what)])
 
 
-def clean_message(text: str) -> str:
+def _clean_message(text: str) -> str:
     """Return an exception's text without keys, not too long, and in valid UTF-8: services refuse anything else."""
     return _valid(masked(text[:_LONGEST_UNMASKED])[:_LONGEST_LINE])
 
 
-def clean_traceback(text: str) -> str:
-    """Return the last lines of a traceback, as `clean_message`: the exception's text is among them."""
+def _clean_traceback(text: str) -> str:
+    """Return the last lines of a traceback, as `_clean_message`: the exception's text is among them."""
     lines = [line[:_LONGEST_UNMASKED] for line in text.splitlines()[-_LAST_LINES:]]
     return _valid("\n".join(line[:_LONGEST_LINE] for line in masked("\n".join(lines)).splitlines()))
 
@@ -125,10 +163,10 @@ def is_secondary(error: BaseException) -> bool:
     """Whether an exception only says that another rank has gone, or that a collective was cut off."""
     names = [kind.__name__ for kind in type(error).__mro__]
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return sounds_secondary(names, _text_of(error), "\n".join(files))
+    return _sounds_secondary(names, _text_of(error), "\n".join(files))
 
 
-def sounds_secondary(names: Collection[str], message: str, frames: str) -> bool:
+def _sounds_secondary(names: Collection[str], message: str, frames: str) -> bool:
     """As `is_secondary`, for an exception of which only texts are known.
 
     Args:
@@ -148,3 +186,289 @@ def sounds_secondary(names: Collection[str], message: str, frames: str) -> bool:
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
     """Return the failure that ended the job: the first that is not secondary; if all are, the first."""
     return next((failure for failure in failures if not failure.is_secondary), failures[0] if failures else None)
+
+
+# What a rank that fails does
+
+
+def announce_failure(error: BaseException, failure: Failure, info: DistributedInfo) -> None:
+    """Tell the other ranks of the exception that leaves this rank's outermost decorated function."""
+    if type(error).__name__ == _TERMINATION:
+        return
+    if isinstance(error, Exception):
+        _write_error_file(failure, os.environ)
+    _put_notice(failure, info)
+
+
+def withdraw_failure(failure: Failure, info: DistributedInfo) -> None:
+    """Take a notice back: the function's caller has handled the exception, and calls a decorated function again."""
+    with suppress(OSError, KeyError):
+        os.remove(os.environ[_ERROR_FILE])
+    _put_notice(replace(failure, exit_code=0), info)
+
+
+def _put_notice(failure: Failure, info: DistributedInfo) -> None:
+    if info.world_size > 1:
+        run_with_timeout(_SEND_S, _append_notice, failure, info)
+
+
+def _append_notice(failure: Failure, info: DistributedInfo) -> None:
+    with suppress(RuntimeError, OSError):  # the store has gone: with rank 0, or its node
+        board = nearest_board(info, os.environ, _topic(failure.is_secondary))
+        before = board.count(_ACKNOWLEDGED)
+        board.append(failure.to_json())
+        if not _has_other_nodes(info) or not failure.exit_code or failure.is_secondary:
+            return
+        deadline = time.monotonic() + _ACKNOWLEDGED_S
+        while board.count(_ACKNOWLEDGED) <= before and time.monotonic() < deadline:
+            time.sleep(_POLL_S / 4)
+
+
+def _has_other_nodes(info: DistributedInfo) -> bool:
+    return info.local_world_size != info.world_size
+
+
+def _topic(is_secondary: bool) -> str:
+    """Return the board's topic: causes and their echoes are apart, so that thousands of echoes do not hide a cause."""
+    return "failures/secondary" if is_secondary else "failures/causes"
+
+
+# torchelastic's error files, which its agent prints when the job ends. They are read too: torch itself writes them for
+# functions under `torch.distributed.elastic.multiprocessing.errors.record`, which need not be decorated functions.
+
+
+def _write_error_file(failure: Failure, env: Mapping[str, str]) -> None:
+    """Write the failure as `record` does, unless the file is there.
+
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/elastic/multiprocessing/errors/error_handler.py
+    """
+    path = env.get(_ERROR_FILE)
+    if not path:
+        return
+    details = {"py_callstack": failure.traceback, "timestamp": str(int(time.time()))}
+    message = {"message": {"message": f"{failure.type}: {failure.message}", "extraInfo": details}}
+    with suppress(OSError), open(path, "x") as file:
+        json.dump(message, file)
+
+
+def _read_error_files(info: DistributedInfo, env: Mapping[str, str]) -> list[Failure]:
+    """Return the failures of this node's ranks in this attempt, in their order.
+
+    The agent makes `{directory}/attempt_{n}/{local_rank}/error.json`.
+    """
+    own = Path(env.get(_ERROR_FILE, ""))
+    if own.name != "error.json" or info.local_rank is None:
+        return []
+    failures = []
+    for path in own.parent.parent.glob("*/error.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            failures.append(_failure_of_file(path, info.rank - info.local_rank + int(path.parent.name)))
+    return sorted(failures, key=lambda failure: failure.failed_at)
+
+
+def _failure_of_file(path: Path, rank: int) -> Failure:
+    message = json.loads(path.read_text())["message"]
+    kind, _, text = message["message"].partition(": ")
+    stack = message["extraInfo"]["py_callstack"]
+    return Failure(
+        rank=rank,
+        type=kind,
+        message=_clean_message(text),
+        exit_code=1,
+        traceback=_clean_traceback(stack),
+        is_secondary=_sounds_secondary([kind.rpartition(".")[2]], text, stack),
+        failed_at=path.stat().st_mtime,
+    )
+
+
+# What a rank that has a run does
+
+
+class _Notices:
+    """The failure notices of the other ranks in this attempt."""
+
+    def __init__(self, info: DistributedInfo) -> None:
+        """Read the board from here on, if there are other nodes."""
+        self._info = info
+        self._directory = board_directory(info, os.environ)  # while the launcher still runs
+        self._started_at = proc.started_at()
+        self._lock = threading.Lock()
+        self._board: Board | None = None
+        self._starts: dict[bool, int] = {}
+        self._found: dict[bool, dict[int, Failure]] = {False: {}, True: {}}
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        if _has_other_nodes(info):
+            self._thread = threading.Thread(target=self._watch, name="failure notices", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop reading. A store that does not answer now is not waited for."""
+        self._stopped.set()
+        if self._thread is not None:
+            threads.join(self._thread, _STOP_S)
+
+    def read(self) -> list[Failure]:
+        """Return the failures of all notices, as far as the store answers in time."""
+        if self._info.launcher != "torchelastic" or has_job_store(self._info):
+            # Importing torch takes seconds, which a process that is being terminated may not have.
+            run_with_timeout(_READ_S, self._read_all)
+        notices = [*self._found[False].values(), *self._found[True].values()]
+        withdrawn = {(notice.rank, notice.failed_at) for notice in notices if not notice.exit_code}
+        return [
+            notice
+            for notice in notices  # the board may outlive an attempt
+            if (notice.rank, notice.failed_at) not in withdrawn and notice.failed_at > self._started_at
+        ]
+
+    def _read_all(self) -> None:
+        with suppress(RuntimeError, OSError, ImportError), self._lock:
+            self._board = self._board or nearest_board(self._info, os.environ, "failures", self._directory)
+            for is_secondary in (False, True):
+                self._read_new(self._board.of_topic(_topic(is_secondary)), is_secondary)
+
+    def _read_new(self, board: Board, is_secondary: bool) -> bool:
+        """Read what is new, and return whether there was something."""
+        if is_secondary not in self._starts:
+            self._starts[is_secondary] = max(0, board.count("texts") - _MOST_NOTICES)
+        found = self._found[is_secondary]
+        texts = board.numbered_texts(self._starts[is_secondary], found)
+        self._found[is_secondary] = {**found, **{number: Failure.from_json(text) for number, text in texts.items()}}
+        return bool(texts)
+
+    def _watch(self) -> None:
+        """Read and acknowledge causes as they come, once there is a store."""
+        while not has_job_store(self._info):
+            if self._stopped.wait(10 * _POLL_S):
+                return
+        with suppress(RuntimeError, OSError, ImportError):
+            with self._lock:
+                self._board = self._board or job_board(self._info, os.environ, "failures", STORE_TIMEOUT)
+            if self._board is None:
+                return
+            causes = self._board.of_topic(_topic(False))
+            while not self._stopped.wait(_POLL_S):
+                with self._lock:
+                    has_grown = self._read_new(causes, False)
+                if has_grown:
+                    causes.count(_ACKNOWLEDGED, 1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a job has failed.
+
+    Attributes:
+        cause: The first failure.
+        others: The number of other ranks that have failed.
+    """
+
+    cause: Failure
+    others: int
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """The values for the run's summary."""
+        cause = self.cause
+        return {
+            "failure/rank": cause.rank,
+            "failure/host": cause.host,
+            "failure/type": cause.type,
+            "failure/message": cause.message,
+        }
+
+    @property
+    def text(self) -> str:
+        """The failure and its traceback, as one block."""
+        return f"{self}\n{self.cause.traceback}".rstrip()
+
+    def __str__(self) -> str:
+        ranks = "rank" if self.others == 1 else "ranks"
+        followers = f" ({self.others} other {ranks} failed too)" if self.others else ""
+        return f"{self.cause}{followers}"
+
+
+class FailureReader:
+    """Reads, for one open run, why its job ends. The first answer stays."""
+
+    def __init__(self, info: DistributedInfo | None, is_alone: bool, is_own_run: bool) -> None:
+        """Watch the other ranks of this machine from here on.
+
+        Args:
+            info: This rank; None outside a distributed job.
+            is_alone: Whether no other rank can tell anything.
+            is_own_run: Whether the run is this rank's alone: if its code has failed, that is why the run has.
+        """
+        self._info = None if is_alone else info
+        self._is_own_run = is_own_run
+        self._notices: _Notices | None = None
+        self._siblings: SiblingWatcher | None = None
+        if self._info is not None:
+            from flyteplugins_tracking._job import siblings  # it needs `Failure`
+
+            self._notices = _Notices(self._info)
+            if siblings.can_watch(self._info):
+                self._siblings = siblings.SiblingWatcher(self._info)
+        self._lock = threading.Lock()
+        self._verdict: Verdict | None = None
+
+    def stop(self) -> None:
+        """Stop watching."""
+        if self._notices is not None:
+            self._notices.stop()
+        if self._siblings is not None:
+            self._siblings.stop()
+            self._siblings = None
+
+    def verdict(self, own: Failure | None, terminated_at: float | None) -> tuple[Verdict | None, bool]:
+        """Return why the job ends, and whether this is the first time that it is known.
+
+        It is None if no rank has failed, as far as this one can read.
+
+        Args:
+            own: The failure of this rank.
+            terminated_at: When SIGTERM came to this process, in seconds of `time.monotonic`; None if it has not.
+        """
+        with self._lock:
+            if self._verdict is not None:
+                return self._verdict, False
+            self._verdict = self._judge(own, terminated_at)
+            return self._verdict, self._verdict is not None
+
+    def _judge(self, own: Failure | None, terminated_at: float | None) -> Verdict | None:
+        if self._info is None or (self._is_own_run and own is not None and not own.is_secondary):
+            return None if own is None else Verdict(own, 0)
+        deadline = time.monotonic() + _GRACE_S
+        while True:
+            failures = self._failures(self._info, own, terminated_at)
+            cause = first_cause(failures)
+            if cause is None or not cause.is_secondary or time.monotonic() > deadline:
+                break
+            time.sleep(_GRACE_POLL_S)
+        # A scheduler's SIGTERM ends other ranks too, and may cut off a collective of this one.
+        is_preempted = terminated_at is not None and all(failure.rank == self._info.rank for failure in failures)
+        return None if cause is None or (cause.is_secondary and is_preempted) else Verdict(cause, len(failures) - 1)
+
+    def _failures(self, info: DistributedInfo, own: Failure | None, terminated_at: float | None) -> list[Failure]:
+        """Return the first failure of each rank, in their order."""
+        announced = [] if self._notices is None else self._notices.read()
+        others = [*announced, *_read_error_files(info, os.environ)]
+        failures = [failure for failure in others if not _is_after_sigterm(failure, terminated_at)]
+        failures += [] if own is None else [own]
+        if self._siblings is not None:
+            failures += self._siblings.failures(terminated_at)
+        by_rank: dict[int, Failure] = {}
+        for failure in failures:  # what a rank has announced itself says more than its exit
+            by_rank.setdefault(failure.rank, failure)
+        return sorted(by_rank.values(), key=lambda failure: failure.failed_at)
+
+
+def _is_after_sigterm(failure: Failure, terminated_at: float | None) -> bool:
+    """Whether a rank of this machine has failed since SIGTERM came to this process, and so because of its own SIGTERM.
+
+    A handler may raise, and its exit cuts off the collectives of others. The failure that makes a launcher send SIGTERM
+    is announced before. The clocks of other machines cannot be compared so closely.
+    """
+    if terminated_at is None or failure.host != socket.gethostname():
+        return False
+    return failure.failed_at > time.time() - (time.monotonic() - terminated_at)

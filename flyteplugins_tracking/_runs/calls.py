@@ -22,7 +22,7 @@ from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._util.fork import after_fork_in_child
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.failures import FailureReader
+    from flyteplugins_tracking._job.failures import FailureReader
     from flyteplugins_tracking._runs.goodput import Attempts
     from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
     from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
-from flyteplugins_tracking._job.failures import Failure
+from flyteplugins_tracking._job.failures import Failure, Verdict
 from flyteplugins_tracking._rank import jax
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import detect_process_group
@@ -19,7 +19,6 @@ from flyteplugins_tracking._runs import calls, goodput
 from flyteplugins_tracking._runs.calls import OpenRun, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.ended import EndedRun
-from flyteplugins_tracking._runs.failures import Verdict
 from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 # How long a signal waits for a run that is being opened or closed: it exists at the server, and would stay "running".
 _PATIENCE_S = 5.0
-# What this process has reported as the end of its rank.
-_reported: list[tuple[Failure, DistributedInfo]] = []
+# The failures that this process has announced as the end of its rank.
+_announced: list[tuple[Failure, DistributedInfo]] = []
 _DOCTOR = "To see what each rank detects, start this instead of the script: python -m flyteplugins_tracking"
 
 
@@ -92,11 +92,11 @@ def _tracked(
     start = _Start(tracker, config, context, task, calls.current.get(), override)
     token = None
     exit_code, failure = 0, None
-    _withdraw_report()
+    _withdraw_announced()
     try:
         call = start.call()
     except Exception as error:
-        _report(error, 1, start.info, start.reports)
+        _announce(error, 1, start.info, start.is_outermost)
         raise
     try:
         token = calls.current.set(call)
@@ -174,7 +174,7 @@ class _Start(NamedTuple):
         return None
 
     @property
-    def reports(self) -> bool:
+    def is_outermost(self) -> bool:
         """Whether the call's exceptions are the end of the rank, as far as this library knows."""
         return self.parent is None and not self.context.is_simulated
 
@@ -302,37 +302,36 @@ def _propagated_run(call: TrackedCall, tracker: Tracker, context: ExecutionConte
 
 
 def _failure(call: TrackedCall, error: BaseException, exit_code: int, start: _Start) -> Failure | None:
-    """Return why this rank fails, and report it to the others. None if it does not fail, but is stopped."""
+    """Return why this rank fails, and tell the others. None if it does not fail, but is stopped."""
     is_terminated = call.watcher is not None and call.watcher.terminated
     if exit_code in (0, INTERRUPTED, TERMINATED) or is_terminated or call.pid != os.getpid():
         return None
-    return _report(error, exit_code, call.info, start.reports)
+    return _announce(error, exit_code, call.info, start.is_outermost)
 
 
-def _report(error: BaseException, exit_code: int, info: DistributedInfo | None, reports: bool) -> Failure | None:
-    """Return the failure of this rank, and tell the others of it if `reports`. Raises nothing."""
+def _announce(error: BaseException, exit_code: int, info: DistributedInfo | None, is_outermost: bool) -> Failure | None:
+    """Return the failure of this rank, and tell the other ranks of it if its outermost call ends. Raises nothing."""
     failure = None
     try:
-        from flyteplugins_tracking._job.failures import Failure
-        from flyteplugins_tracking._runs import failures
+        from flyteplugins_tracking._job.failures import Failure, announce_failure
 
         failure = Failure.of_error(error, 0 if info is None else info.rank, exit_code)
-        if info is not None and reports:
-            failures.report(error, failure, info)
-            _reported.append((failure, info))
+        if info is not None and is_outermost:
+            announce_failure(error, failure, info)
+            _announced.append((failure, info))
     except Exception:
         # The user's exception must leave the function, and not one of ours: there may be no thread to be had any more.
         logger.warning("the other ranks are not told why this one fails", exc_info=True)
     return failure
 
 
-def _withdraw_report() -> None:
-    """Take back what this rank has reported: its caller has handled the exception, since it calls a function again."""
-    while _reported:
-        from flyteplugins_tracking._runs import failures
+def _withdraw_announced() -> None:
+    """Take back what this rank has announced: its caller has handled the exception, since it calls a function again."""
+    while _announced:
+        from flyteplugins_tracking._job.failures import withdraw_failure
 
         try:
-            failures.withdraw(*_reported.pop())
+            withdraw_failure(*_announced.pop())
         except Exception:
             logger.warning("an exception that was handled may be taken for the end of this rank", exc_info=True)
 

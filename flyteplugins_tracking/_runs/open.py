@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking._job.failures import FailureReader
 from flyteplugins_tracking._job.identity import (
     Identity,
     from_launcher,
@@ -31,7 +32,6 @@ from flyteplugins_tracking._runs import at_exit, calls
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
-from flyteplugins_tracking._runs.failures import FailureReader
 from flyteplugins_tracking._runs.goodput import Attempts
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.lock import RunLock

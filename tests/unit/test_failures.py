@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from flyteplugins_tracking import DistributedInfo, tracking_init
-from flyteplugins_tracking._job import error_files
+from flyteplugins_tracking._job import failures
 from flyteplugins_tracking._job.board import Board, DirectoryStore
-from flyteplugins_tracking._job.failures import Failure, first_cause, is_secondary
+from flyteplugins_tracking._job.failures import (
+    Failure,
+    FailureReader,
+    announce_failure,
+    first_cause,
+    is_secondary,
+    withdraw_failure,
+)
 from flyteplugins_tracking._job.siblings import Ended
-from flyteplugins_tracking._runs import reports
-from flyteplugins_tracking._runs.failures import FailureReader, report, withdraw
-from flyteplugins_tracking._runs.lifecycle import _withdraw_report
+from flyteplugins_tracking._runs.lifecycle import _withdraw_announced
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking.errors import TrackerUnavailableError
 
@@ -50,13 +54,13 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setattr("flyteplugins_tracking._job.siblings.can_watch", lambda _: False)
-    monkeypatch.setattr("flyteplugins_tracking._runs.failures._GRACE_S", 0.2)
+    monkeypatch.setattr("flyteplugins_tracking._job.failures._GRACE_S", 0.2)
     return tmp_path
 
 
 def fail(rank: int, error: BaseException) -> Failure:
     failure = Failure.of_error(raised(error) if error.__traceback__ is None else error, rank, 1)
-    report(error, failure, RANKS[rank])
+    announce_failure(error, failure, RANKS[rank])
     return failure
 
 
@@ -110,15 +114,15 @@ class EndingStore(DirectoryStore):
         return super().add(key, amount)
 
 
-def test_a_report_from_another_node_is_known_though_the_store_ends_with_that_node(tmp_path, monkeypatch):
+def test_a_notice_from_another_node_is_known_though_the_store_ends_with_that_node(tmp_path, monkeypatch):
     store = EndingStore(tmp_path)
     for function in ("job_board", "nearest_board"):
-        monkeypatch.setattr(reports, function, lambda info, env, topic, directory=None: Board(store, topic))
-    monkeypatch.setattr(reports, "has_job_store", lambda _: True)
+        monkeypatch.setattr(failures, function, lambda info, env, topic, directory=None: Board(store, topic))
+    monkeypatch.setattr(failures, "has_job_store", lambda _: True)
     info = [DistributedInfo(rank, 4, rank % 2, 2, rank // 2, 2, launcher="torchelastic") for rank in range(4)]
     reader = FailureReader(info[0], is_alone=False, is_own_run=False)
-    failure = Failure.of_error(raised(ValueError("made to fail")), 3, 1)
-    reports.send(failure, info[3])  # returns when the other node has read it
+    error = raised(ValueError("made to fail"))
+    announce_failure(error, Failure.of_error(error, 3, 1), info[3])  # returns when the other node has read it
     store.has_ended = True
     own = Failure.of_error(cut_off(), 0, 1)
     verdict, _ = reader.verdict(own, None)
@@ -129,7 +133,7 @@ def test_a_report_from_another_node_is_known_though_the_store_ends_with_that_nod
 
 def test_a_withdrawn_failure_does_not_count(machine):
     failure = fail(3, ValueError("handled"))
-    withdraw(failure, RANKS[3])
+    withdraw_failure(failure, RANKS[3])
     assert read() == "none"
 
 
@@ -175,11 +179,11 @@ def test_a_failure_has_the_last_lines_and_no_key(monkeypatch):
     assert Failure.from_json(whole) == failure
 
 
-def test_a_report_that_cannot_be_made_leaves_the_users_exception(monkeypatch):
-    def send(*_: object) -> None:
+def test_a_notice_that_cannot_be_sent_leaves_the_users_exception(monkeypatch):
+    def start_thread(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(reports, "send", send)
+    monkeypatch.setattr(failures, "run_with_timeout", start_thread)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
 
@@ -208,7 +212,7 @@ def test_a_run_that_cannot_be_opened_is_why_its_rank_fails(machine, monkeypatch)
         train()
     assert "TrackerUnavailableError: secret= raised KeyError" in json.loads(file.read_text())["message"]["message"]
     assert read() == "3 flyteplugins_tracking.errors.TrackerUnavailableError 0"
-    _withdraw_report()
+    _withdraw_announced()
 
 
 class MuteError(Exception):
@@ -293,28 +297,33 @@ def test_a_rank_that_was_interrupted_is_told_so():
     assert "was interrupted (signal 2)" in str(Ended(rank=2, pid=1, status=2).failure(is_out_of_memory=False))
 
 
-def test_error_files_are_those_of_torchelastic(tmp_path):
-    handler = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors").ErrorHandler
-    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempt_0" / "1" / "error.json")}
-    Path(env["TORCHELASTIC_ERROR_FILE"]).parent.mkdir(parents=True)
-    failure = Failure.of_error(raised(ValueError("bad")), 1, 1)
-    error_files.write(failure, env)
-    error_files.write(replace(failure, message="other"), env)  # somebody has written it
-    written = json.loads(Path(env["TORCHELASTIC_ERROR_FILE"]).read_text())
+def test_error_files_are_those_of_torchelastic(machine, monkeypatch):
+    pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+    files = {rank: machine / "attempt_0" / str(rank) / "error.json" for rank in range(2)}
+    for file in files.values():
+        file.parent.mkdir(parents=True)
+
+    @contextmanager
+    def as_rank_1() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setenv("TORCHELASTIC_ERROR_FILE", str(files[1]))
+            patch.setattr(failures, "run_with_timeout", lambda *_: True)  # the rank does not reach the board
+            yield
+
+    with as_rank_1():
+        fail(1, ValueError("bad"))
+        fail(1, ValueError("other"))  # somebody has written it
+    written = json.loads(files[1].read_text())
     assert written["message"]["message"] == "ValueError: bad"
     assert {*written["message"]["extraInfo"]} == {"py_callstack", "timestamp"}
-    (tmp_path / "attempt_0" / "0").mkdir()
-    sibling = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "attempt_0" / "0" / "error.json")}
-    (found,) = error_files.read(RANKS[0], sibling)
-    assert (found.rank, found.type, found.message) == (1, "ValueError", "bad")
-    assert not found.is_secondary
-    assert handler is not None
-    error_files.remove(env)
-    error_files.write(Failure.of_error(cut_off(), 1, 1), env)  # its rank has not reached the board yet
-    assert [echo.is_secondary for echo in error_files.read(RANKS[0], sibling)] == [True]
-    error_files.remove(env)
-    assert error_files.read(RANKS[0], sibling) == []
-    assert os.environ.get("TORCHELASTIC_ERROR_FILE") != env["TORCHELASTIC_ERROR_FILE"]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[0]))
+    assert read(terminated_s=None) == "1 ValueError 0"
+    with as_rank_1():
+        withdraw_failure(Failure.of_error(raised(ValueError("bad")), 1, 1), RANKS[1])
+    assert read(terminated_s=None) == "none"
+    with as_rank_1():
+        fail(1, cut_off())
+    assert read(Failure.of_error(raised(KeyError("the cause")), 0, 1), terminated_s=None) == "0 KeyError 1"
 
 
 def test_first_cause_of_nothing_is_none():
