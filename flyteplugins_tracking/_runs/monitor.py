@@ -223,7 +223,7 @@ def _pulse_duty(call: TrackedCall, info: DistributedInfo, pulse_s: float, _: thr
 
 
 class ProgressWatch:
-    """A watch for SIGTERM that counts each row as progress: trackers call `reinstall` before each row."""
+    """A watch for SIGTERM that counts each row as progress: trackers call `before_row` before each row."""
 
     def __init__(self, watch: SigtermWatch) -> None:
         self._watch = watch
@@ -233,10 +233,10 @@ class ProgressWatch:
         """Whether the job is being terminated."""
         return self._watch.terminated
 
-    def reinstall(self) -> None:
+    def before_row(self) -> None:
         """Count the row, and install our handler again."""
         progress.note_row()
-        self._watch.reinstall()
+        self._watch.before_row()
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:
         """Wait until the user's handler has run."""

@@ -27,8 +27,8 @@ class SigtermWatch(Protocol):
     def terminated(self) -> bool:
         """Whether the job is being terminated."""
 
-    def reinstall(self) -> None:
-        """Install our handler again if the function has replaced it. Fast: a tracker calls this before each row."""
+    def before_row(self) -> None:
+        """Install our handler again if the function has replaced it. A tracker calls this before each row, so it is fast."""
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:
         """Wait until the user's handler has run, which may end the process.
@@ -45,7 +45,7 @@ class Unwatched:
 
     terminated = False
 
-    def reinstall(self) -> None:
+    def before_row(self) -> None:
         """Do nothing."""
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:

@@ -114,7 +114,7 @@ class ClientHandle(Handle):
         if self._finished or os.getpid() != self._pid:  # in a forked child, the locks may be held forever
             self._warn(NOT_OPEN)
             return
-        self.request.watch.reinstall()
+        self.request.watch.before_row()
         self.request.steps.row_logged(data, step)
         row = self._values.clean(data)
         if self._next_row.waiting:

@@ -274,7 +274,7 @@ def test_a_handler_that_calls_ours_decides_how_the_function_ends(is_reinstalled,
         chained = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda *received: (told.append(received[0]), chained(*received)))
         if is_reinstalled:
-            watch.reinstall()
+            watch.before_row()
         signal.raise_signal(signal.SIGTERM)  # unwinds nothing
         until = time.monotonic() + 60
         while not (told and ended) and time.monotonic() < until:

@@ -197,7 +197,7 @@ class AsyncioSigtermWatcher:
             if self._depth == 0:
                 self._uninstall()
 
-    def reinstall(self) -> None:
+    def before_row(self) -> None:
         """Do nothing: off the main thread, the function cannot have installed a handler."""
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:  # noqa: ARG002 all threads wait

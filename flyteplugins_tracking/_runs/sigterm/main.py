@@ -232,7 +232,7 @@ class SigtermWatcher:
 
     # Called by trackers
 
-    def reinstall(self) -> None:
+    def before_row(self) -> None:
         """Put our handler before a handler, or an asyncio loop, that the function has installed since.
 
         Trackers call this first for each row. A signal that had to wait for a critical section takes effect here: a

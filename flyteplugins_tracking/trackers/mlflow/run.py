@@ -147,7 +147,7 @@ class MlflowHandle(ClientHandle):
         if self._finished or os.getpid() != self._pid:
             self._warn(NOT_OPEN)
             return
-        self.request.watch.reinstall()
+        self.request.watch.before_row()
         self._put(Item(kind, dict(data), 0, now_ms()))
 
     def note_end(self, exit_code: int) -> None:

@@ -177,7 +177,7 @@ class WandbHandle(Handle):
 
     def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods. If the run was ended early, open it again first."""
-        self._request.watch.reinstall()
+        self._request.watch.before_row()
         if method.__name__ == "log":
             self._request.steps.row_logged(*args, **kwargs)
             if self._next_row.waiting or self._rollback is not None:

@@ -103,7 +103,7 @@ class FollowerHandle(Handle):
         if os.getpid() != self._pid:  # a forked child: it attaches by itself
             with vendor.service_variable(self._service):
                 return method(self.run, *args, **kwargs)
-        self._request.watch.reinstall()
+        self._request.watch.before_row()
         if method.__name__ == "log":
             return self._rows.log(self._log_row, *args, **kwargs)
         if method.__name__ == "define_metric":
