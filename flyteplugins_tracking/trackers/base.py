@@ -28,7 +28,7 @@ class SigtermWatch(Protocol):
         """Whether the job is being terminated."""
 
     def before_row(self) -> None:
-        """Install our handler again if the function has replaced it. A tracker calls this before each row, so it is fast."""
+        """Install our handler again if the function has replaced it. Fast: a tracker calls this before each row."""
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:
         """Wait until the user's handler has run, which may end the process.
