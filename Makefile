@@ -67,7 +67,7 @@ pictures: $(INSTALLED)
 	@$(INSTALL) pyte playwright pillow -c constraints.txt
 	PYTHONPATH=tests:examples $(BIN)/python docs/pictures/make.py $(PICTURES)
 
-# The copies of examples in the docs.
+# The copies of examples in the docs, and the arguments of tracking_init wherever they are listed.
 includes: $(INSTALLED)
 	$(BIN)/python docs/include.py
 

@@ -1,16 +1,22 @@
 """Writes what pages take from other files, so that a page has its text wherever it is read: `make includes`.
 
 A code block that follows a comment `<!-- include: PATH -->` has the content of that file. Between the comments
-`<!-- generated: NAME -->` and `<!-- end -->` stands what the function of that name in `GENERATED` makes.
+`<!-- generated: NAME -->` and `<!-- end -->` stands what the function of that name in `GENERATED` makes. From
+`TrackingConfig` it writes the signature and the docstring of `tracking_init` too.
 """
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+DECORATOR = ROOT / "flyteplugins_tracking" / "decorator.py"
 _BLOCK = re.compile(r"^( *)<!-- include: (\S+) -->\n\n?\1```(\w*)\n(?:.*?\n)??\1```$", re.DOTALL | re.MULTILINE)
 _GENERATED = re.compile(r"^<!-- generated: (\w+) -->\n.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
 
@@ -43,9 +49,10 @@ _TESTED = {
 
 
 def main() -> None:
-    """Write each page anew."""
+    """Write each page anew, and the arguments of `tracking_init`."""
     for page in sorted((ROOT / "docs").rglob("*.md")):
         page.write_text(with_files(page.read_text()))
+    DECORATOR.write_text(with_arguments(DECORATOR.read_text()))
 
 
 def with_files(text: str) -> str:
@@ -91,7 +98,55 @@ def _versions() -> str:
     return "\n".join(["| | allowed | tested |", "|---|---|---|", *rows])
 
 
-GENERATED: dict[str, Callable[[], str]] = {"ten_rows": _ten_rows, "versions": _versions}
+class Argument(NamedTuple):
+    """An argument of `tracking_init`. Its type and default are code."""
+
+    name: str
+    type: str
+    default: str
+    text: str
+
+
+def arguments() -> Iterator[Argument]:
+    """Yield the arguments of `tracking_init`: the fields of `TrackingConfig` before `options`, with their texts."""
+    code = (ROOT / "flyteplugins_tracking" / "_config" / "config.py").read_text()
+    (body,) = [
+        one.body for one in ast.parse(code).body if isinstance(one, ast.ClassDef) and one.name == "TrackingConfig"
+    ]
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign):
+            assert isinstance(field.target, ast.Name)
+            assert isinstance(text, ast.Expr), f"{field.target.id} of TrackingConfig has no text"
+            if field.target.id == "options":
+                return
+            default, kind = field.value, ast.get_source_segment(code, field.annotation)
+            if isinstance(default, ast.Call):  # field(...)
+                given = {keyword.arg: keyword.value for keyword in default.keywords}
+                default = given.get("default", ast.Constant(None))
+                kind = ast.literal_eval(given.get("metadata", ast.Dict([], []))).get("passed_as", kind)
+            source = ast.get_source_segment(code, default) or "None"
+            yield Argument(field.target.id, str(kind), source, " ".join(ast.literal_eval(text.value).split()))
+
+
+def with_arguments(code: str) -> str:
+    """Return the code of the decorator's module with the present arguments in its signature and its docstring."""
+    signature = "".join(f"    {name}: {kind} = {default},\n" for name, kind, default, _ in arguments())
+    texts = [f"        {argument.name}: {argument.text}" for argument in arguments()]
+    lines = [textwrap.fill(text, 120, subsequent_indent=" " * 12, break_on_hyphens=False) for text in texts]
+    code = re.sub(
+        r"(?<=\n    \*,\n).*?(?=    \*\*options: Any,\n)", lambda _: signature, code, count=1, flags=re.DOTALL
+    )
+    docstring = r"(?<=is used without arguments\.\n).*?(?=\n        \*\*options: )"
+    return re.sub(docstring, lambda _: "\n".join(lines), code, count=1, flags=re.DOTALL)
+
+
+def _arguments() -> str:
+    """The table of the decorator's arguments."""
+    rows = [f"| `{name}` | `{default}` | {text} |" for name, _, default, text in arguments()]
+    return "\n".join(["| Argument | Default | What it is |", "|---|---|---|", *rows])
+
+
+GENERATED: dict[str, Callable[[], str]] = {"ten_rows": _ten_rows, "versions": _versions, "arguments": _arguments}
 
 if __name__ == "__main__":
     main()

@@ -24,6 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def tracking_init(function: F, /) -> F: ...
 
 
+# The arguments here and in the docstring are those of `TrackingConfig`: `make includes` writes both.
 @overload
 def tracking_init(
     *,
@@ -64,38 +65,38 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         function: The function or task, if the decorator is used without arguments.
         tracker: The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry
             point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`.
-        run_mode: "auto": one run for the scope, on its primary rank. "new": a run for every rank. "shared": one run
-            for the scope, on all its ranks; the primary ends it.
-        rank_scope: "global": the scope is the whole job. "worker": it is each worker (= node).
-        primary_rank: The scope's primary: a rank, or with rank_scope="worker" a local rank. Negative numbers count
-            from the end: -1 is the last rank, which has the loss in pipeline parallelism. Or a callable of
-            `DistributedInfo` that returns such an int, the same on every rank of the scope; it is called once per
-            call, before the run is opened. No effect with "new" and outside a distributed job.
+        run_mode: Which ranks have a run. "auto": one run for the scope, on its primary rank. "new": a run for every
+            rank. "shared": one run for the scope, on all its ranks; the primary ends it.
+        rank_scope: What the scope of `run_mode` is. "global": the whole job. "worker": each worker (= node).
+        primary_rank: The scope's primary: a rank, or with rank_scope="worker" a local rank. Negative numbers count from
+            the end: -1 is the last rank, which has the loss in pipeline parallelism. Or a callable of `DistributedInfo`
+            that returns such an int, the same on every rank of the scope; it is called once per call, before the run is
+            opened. No effect with "new" and outside a distributed job.
         id: The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on
             one.
-        project: The runs' project.
+        project: The runs' project; None for the tracker's default.
         group: The runs' group, instead of the planned one.
         name: The run's name. Only the primary rank passes it, as it does `tags`, `notes` and `config`.
         tags: The run's tags.
         notes: The run's notes.
-        config: The run's config: a mapping, dataclass or namespace that JSON can hold.
+        config: The run's config: a mapping, dataclass or namespace that JSON can hold; or, for W&B, the path of a file.
         secret: A flytekit `Secret`, or a callable without arguments that returns the API key. Read inside the worker.
-        if_unavailable: "raise" a `TrackerUnavailableError` when the service cannot be used at the start, or "degrade"
-            to the tracker's local fallback, with one warning.
+        if_unavailable: What happens if the service cannot be used at the start. "raise": a `TrackerUnavailableError`.
+            "degrade": the tracker's local fallback, with one warning.
         init_timeout_s: Seconds that opening the run may take.
         kill_after_s: Seconds that the launcher gives between SIGTERM and SIGKILL: 30 with torchrun, in Slurm (KillWait)
-            and on Kubernetes (terminationGracePeriodSeconds). The library uses all but 5 of them, or half if 5 is more
-            than half. So long finishing the run may take. So long the rank that finishes a shared run waits for the
-            other ranks, after its own function has returned. And so long after SIGTERM a loop that calls
-            `should_stop()` is not interrupted.
+            and on Kubernetes (terminationGracePeriodSeconds). All but the last 5 of them, or half if there are fewer
+            than 10, are how long the run's end may take; how long the rank that ends a shared run waits for the others,
+            after its own function has returned; and how long after SIGTERM a loop that calls `should_stop()` is not
+            interrupted.
         hang_timeout_s: Seconds without a row and without a `heartbeat()` after which a rank with a run asks all ranks
             where they are: every rank writes its stacks, and the run and the primary's log say which ranks are where.
             Nothing is ended. None for never.
-        pulse_s: Seconds between two pulses. With each, every rank puts its step, its step time and its memory on the
-            job's board, and the primary adds to its next row, without a collective: `ranks/step_time/median` and
-            `/max`, the seconds per step; `ranks/own_time/median` and `/max`, these without the time in collectives;
-            `ranks/slowest`, the rank with the most of it; `ranks/memory/max`, in MiB; and `ranks/silent`, the number of
-            ranks that have put nothing on the board for 2 pulses. None for no pulse.
+        pulse_s: Seconds between two pulses. With each, the primary adds to its next row, without a collective, what the
+            ranks have put on the job's board: `ranks/step_time/median` and `/max`, the seconds per step;
+            `ranks/own_time/median` and `/max`, these without the time in collectives; `ranks/slowest`, the rank with
+            the most of it; `ranks/memory/max`, in MiB; and `ranks/silent`, the number of ranks that have put nothing
+            there for 2 pulses. None for no pulse.
         stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm
             job (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.

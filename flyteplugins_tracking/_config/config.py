@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -31,81 +31,125 @@ Rollback = Literal["keep", "rewind"]
 _END_S = 5.0
 
 
+# How the value of an argument is checked, by the type of its field. None is allowed where the type has it.
+_CHECKS: Mapping[Any, Callable[[str, Any], object]] = {
+    "RunMode": lambda name, value: check_choice(name, value, RUN_MODES),
+    "RankScope": lambda name, value: check_choice(name, value, RANK_SCOPES),
+    "PrimaryRank": lambda _, value: _check_primary_rank(value),
+    "IfUnavailable": lambda name, value: check_choice(name, value, get_args(IfUnavailable)),
+    "Rollback": lambda name, value: check_choice(name, value, get_args(Rollback)),
+    "bool": check_flag,
+    "float": check_seconds,
+    "float | None": check_seconds,
+    "str": lambda name, value: check_text(name, value, is_optional=False),
+    "str | None": check_text,
+}
+
+
 @dataclass(frozen=True)
 class TrackingConfig:
-    """The arguments of one `tracking_init`.
+    """The arguments of one `tracking_init`, each written down here and nowhere else.
 
-    Attributes:
-        tracker: The tracker's name, or a `Tracker`.
-        run_mode: Which ranks of the scope have a run: as for `flyteplugins_tracking.plan`.
-        rank_scope: Whether the scope is the job or the worker: as for `flyteplugins_tracking.plan`.
-        primary_rank: The scope's primary, or a callable that returns it: as for `flyteplugins_tracking.plan`. In the
-            config that a tracker gets, it is the primary's number in its scope, from 0.
-        id: The base id; None if the ranks shall agree on one.
-        project: The project of the runs; None for the tracker's default.
-        group: The group of the runs; None for the plan's.
-        name: The run's name; None for the tracker's choice.
-        tags: The run's tags.
-        notes: The run's notes.
-        config: The run's config as plain JSON values, or the path of a file that the tracker reads.
-        secret: Returns the API key, inside the worker.
-        if_unavailable: Whether to raise or to degrade if the service or its API key is missing when the run is opened.
-        init_timeout_s: Seconds that opening may take.
-        kill_after_s: Seconds that the launcher gives between SIGTERM and SIGKILL.
-        hang_timeout_s: Seconds without a row or a heartbeat after which the ranks' stacks are reported; None for never.
-        pulse_s: Seconds between two pulses of a rank, which the primary logs; None for none.
-        stop_before_s: Seconds before the launcher's time limit at which such a loop is asked to stop; None for never.
-        rank_prefix: Whether the keys that a rank logs to a shared run get the prefix `rank_{rank}/`.
-        step_metric: The column that `step=` becomes in a shared run, and after a rollback.
-        rollback: Whether the service keeps or drops the rows that a job logs again after a restart.
-        download_logs: Whether the run's files become an output of its Flyte task.
-        options: The arguments that only this tracker has, passed through.
-        given: The names of the fields above that the user set, without `options`; the others have their defaults.
+    `make includes` writes the signature and the docstring of `tracking_init`, and the table in docs/configuration.md,
+    from the fields, their defaults and their texts. The type of a field says how its value is checked: see `_CHECKS`.
     """
 
-    tracker: Any = "wandb"
+    tracker: Any = field(default="wandb", metadata={"passed_as": "str | Tracker"})
+    """The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry point group
+    `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`."""
+
     run_mode: RunMode = "auto"
+    """Which ranks have a run. "auto": one run for the scope, on its primary rank. "new": a run for every rank.
+    "shared": one run for the scope, on all its ranks; the primary ends it."""
+
     rank_scope: RankScope = "global"
+    """What the scope of `run_mode` is. "global": the whole job. "worker": each worker (= node)."""
+
+    # In the config that a tracker gets, it is the primary's number in its scope, from 0.
     primary_rank: PrimaryRank = 0
+    """The scope's primary: a rank, or with rank_scope="worker" a local rank. Negative numbers count from the end: -1 is
+    the last rank, which has the loss in pipeline parallelism. Or a callable of `DistributedInfo` that returns such an
+    int, the same on every rank of the scope; it is called once per call, before the run is opened. No effect with "new"
+    and outside a distributed job."""
+
     id: str | None = None
+    """The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on one."""
+
     project: str | None = None
+    """The runs' project; None for the tracker's default."""
+
     group: str | None = None
+    """The runs' group, instead of the planned one."""
+
     name: str | None = None
+    """The run's name. Only the primary rank passes it, as it does `tags`, `notes` and `config`."""
+
     tags: Sequence[str] | None = None
+    """The run's tags."""
+
     notes: str | None = None
-    config: Mapping[str, Any] | str = field(default_factory=dict)
+    """The run's notes."""
+
+    config: Mapping[str, Any] | str = field(default_factory=dict, metadata={"passed_as": "Any"})
+    """The run's config: a mapping, dataclass or namespace that JSON can hold; or, for W&B, the path of a file."""
+
     secret: Any = field(default=None, repr=False)
+    """A flytekit `Secret`, or a callable without arguments that returns the API key. Read inside the worker."""
+
     if_unavailable: IfUnavailable = "raise"
+    """What happens if the service cannot be used at the start. "raise": a `TrackerUnavailableError`. "degrade": the
+    tracker's local fallback, with one warning."""
+
     init_timeout_s: float = 30.0
+    """Seconds that opening the run may take."""
+
     kill_after_s: float = 30.0
+    """Seconds that the launcher gives between SIGTERM and SIGKILL: 30 with torchrun, in Slurm (KillWait) and on
+    Kubernetes (terminationGracePeriodSeconds). All but the last 5 of them, or half if there are fewer than 10, are how
+    long the run's end may take; how long the rank that ends a shared run waits for the others, after its own function
+    has returned; and how long after SIGTERM a loop that calls `should_stop()` is not interrupted."""
+
     hang_timeout_s: float | None = None
+    """Seconds without a row and without a `heartbeat()` after which a rank with a run asks all ranks where they are:
+    every rank writes its stacks, and the run and the primary's log say which ranks are where. Nothing is ended. None
+    for never."""
+
     pulse_s: float | None = None
+    """Seconds between two pulses. With each, the primary adds to its next row, without a collective, what the ranks
+    have put on the job's board: `ranks/step_time/median` and `/max`, the seconds per step; `ranks/own_time/median` and
+    `/max`, these without the time in collectives; `ranks/slowest`, the rank with the most of it; `ranks/memory/max`, in
+    MiB; and `ranks/silent`, the number of ranks that have put nothing there for 2 pulses. None for no pulse."""
+
     stop_before_s: float | None = None
+    """Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm job
+    (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never."""
+
     rank_prefix: bool = False
+    """In a shared run, put `rank_{rank}/` before the keys that a rank logs."""
+
     step_metric: str = "global_step"
+    """In a shared run, the column for the `step=` of `log`: the ranks share one step counter. In another run, the
+    column for steps that a job logs again when it has gone back to its checkpoint."""
+
     rollback: Rollback = "keep"
+    """What happens to the rows of steps that a job logs again when it has gone back to its checkpoint. "keep": the run
+    has both, told apart by `restart_count`. "rewind": the service drops the earlier ones. W&B does that for a run with
+    one writer; others keep them, with one warning."""
+
     download_logs: bool = False
+    """Make the run's files an output of the Flyte task, if the task has no workers of its own."""
+
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The arguments that only this tracker has, passed through."""
+
     given: frozenset[str] = field(default=frozenset(), repr=False)
+    """The names of the fields above that the user set, without `options`; the others have their defaults."""
 
     def __post_init__(self) -> None:
-        check_choice("run_mode", self.run_mode, RUN_MODES)
-        check_choice("rank_scope", self.rank_scope, RANK_SCOPES)
-        _check_primary_rank(self.primary_rank)
-        check_choice("if_unavailable", self.if_unavailable, get_args(IfUnavailable))
-        check_choice("rollback", self.rollback, get_args(Rollback))
-        check_seconds("init_timeout_s", self.init_timeout_s)
-        check_seconds("kill_after_s", self.kill_after_s)
-        for name in ("hang_timeout_s", "pulse_s", "stop_before_s"):
-            if getattr(self, name) is not None:
-                check_seconds(name, getattr(self, name))
-        for name in ("rank_prefix", "download_logs"):
-            check_flag(name, getattr(self, name))
-        for name in ("id", "project", "group", "name", "notes"):
-            check_text(name, getattr(self, name))
-        if self.step_metric is None:
-            raise ConfigError("step_metric must be a non-empty string, got None")
-        check_text("step_metric", self.step_metric)
+        for argument in fields(self):
+            check, value = _CHECKS.get(argument.type), getattr(self, argument.name)
+            if check is not None and (value is not None or "None" not in argument.type):
+                check(argument.name, value)
         _check_secret(self.secret)
         object.__setattr__(self, "tags", check_texts("tags", self.tags))
         if not isinstance(self.config, str):

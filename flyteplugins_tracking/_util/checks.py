@@ -54,13 +54,15 @@ def check_flag(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
-def check_text(name: str, value: object) -> None:
-    """Refuse a `value` that is neither None nor a non-empty string.
+def check_text(name: str, value: object, is_optional: bool = True) -> None:
+    """Refuse a `value` that is not a non-empty string, except for None if it `is_optional`.
 
     Raises:
         ConfigError: The value is anything else.
     """
-    if value is not None and (not isinstance(value, str) or not value.strip()):
+    if value is None and is_optional:
+        return
+    if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{name} must be a non-empty string, got {value!r}")
 
 

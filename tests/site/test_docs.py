@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -24,7 +25,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,12 @@ from flyteplugins_tracking import (
     tracking_init,
 )
 from flyteplugins_tracking._commands import doctor, send
+from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.identity import from_launcher
 from flyteplugins_tracking._rank import launchers, topology
 
 ROOT = Path(__file__).parents[2]
+INCLUDE = ROOT / "docs" / "include.py"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 README = (ROOT / "README.md").read_text()
 (REPOSITORY,) = re.findall(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
@@ -313,8 +316,21 @@ def test_yaml_blocks_can_be_parsed(block):
 
 
 def test_copies_of_files_are_those_of_the_files():
-    with_files = runpy.run_path(str(ROOT / "docs" / "include.py"))["with_files"]
+    with_files = runpy.run_path(str(INCLUDE))["with_files"]
     assert [path for path in DOCS if with_files(path.read_text()) != path.read_text()] == [], "make includes"
+
+
+def test_the_signature_and_the_docstring_have_the_arguments_of_the_config():
+    include = runpy.run_path(str(INCLUDE))
+    code = include["DECORATOR"].read_text()
+    assert include["with_arguments"](code) == code, "make includes"
+    names = [argument.name for argument in include["arguments"]()]
+    assert [*names, "options", "given"] == [field.name for field in fields(TrackingConfig)]
+    assert len(names) <= 22
+    signature = next(one for one in ast.parse(code).body if isinstance(one, ast.FunctionDef) and one.args.kwonlyargs)
+    assert [argument.arg for argument in signature.args.kwonlyargs] == names
+    described = re.findall(r"^    (\w+): ", inspect.getdoc(tracking_init).partition("Raises:")[0], re.MULTILINE)
+    assert described == ["function", *names]
 
 
 def test_both_sides_of_a_diff_are_python():

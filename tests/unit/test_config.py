@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flyteplugins_tracking import ConfigError, tracking_init
-from flyteplugins_tracking._config.config import TrackingConfig, plain_config
+from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig, plain_config
 
 
 class Optimizer(enum.Enum):
@@ -67,6 +67,12 @@ def test_invalid_arguments_are_refused_at_decoration(arguments, message):
     with pytest.raises(ConfigError) as caught:
         tracking_init(**arguments)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(OWN_ARGUMENTS))
+def test_the_value_of_every_argument_is_checked(name):
+    with pytest.raises(ConfigError, match=name):
+        tracking_init(**{name: object()})
 
 
 @pytest.mark.parametrize(("kill_after_s", "finish_timeout_s"), [(30, 25), (600, 595), (10, 5), (4, 2), (0.5, 0.25)])
