@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from flyteplugins_tracking._config import propagation
@@ -94,10 +93,12 @@ def _run_agent(function: Callable[[], Any], count: int | None, sweep_id: str | N
 
 
 def _lead(ranks: _Ranks, objective: Callable[[], Any], count: int | None, sweep_id: str | None) -> None:
-    device = _cuda_device()
+    cuda = sys.modules["torch"].cuda
+    device = cuda.current_device() if cuda.is_initialized() else None
 
     def trial() -> None:
-        _use_cuda_device(device)
+        if device is not None:  # the agent's thread starts with device 0
+            cuda.set_device(device)
         variables = {name: os.environ[name] for name in _TRIAL_VARIABLES if name in os.environ}
         ranks.send((variables, get_sweep_parameters()))
         try:
@@ -117,34 +118,27 @@ def _lead(ranks: _Ranks, objective: Callable[[], Any], count: int | None, sweep_
 
 
 def _follow(ranks: _Ranks, objective: Callable[[], Any]) -> None:
+    """Call the objective with the parameters and variables of each trial of rank 0, until its agent has ended."""
+    global _received_parameters
     while True:
         trial = ranks.receive()
         if trial is None:
             return
-        error = None
+        variables, _received_parameters = trial
+        before, error = {name: os.environ.get(name) for name in variables}, None
+        os.environ.update(variables)
         try:
-            with _trial_of_rank_0(*trial), detached():
+            with detached():
                 objective()
         except (Exception, SystemExit) as raised:
             if isinstance(raised, SystemExit) and exit_code_of(raised) == TERMINATED:
                 raise
             error = raised
-            logger.error("the objective failed in trial %s", trial[0]["WANDB_RUN_ID"], exc_info=True)
+            logger.error("the objective failed in trial %s", variables["WANDB_RUN_ID"], exc_info=True)
+        finally:
+            _received_parameters = None
+            propagation.set_variables(before)
         ranks.gather_errors(error)
-
-
-@contextmanager
-def _trial_of_rank_0(variables: Mapping[str, str], parameters: dict[str, Any]) -> Iterator[None]:
-    """Set the trial's parameters and variables on this rank."""
-    global _received_parameters
-    before = {name: os.environ.get(name) for name in variables}
-    _received_parameters = parameters
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        _received_parameters = None
-        propagation.set_variables(before)
 
 
 def _fail_run() -> None:
@@ -198,14 +192,3 @@ class _Ranks:
         """Destroy the group."""
         if self._distributed.is_initialized():
             self._distributed.destroy_process_group(self._group)
-
-
-def _cuda_device() -> int | None:
-    torch = sys.modules["torch"]
-    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-
-def _use_cuda_device(device: int | None) -> None:
-    """Set this thread's CUDA device: a new thread starts with device 0."""
-    if device is not None:
-        sys.modules["torch"].cuda.set_device(device)

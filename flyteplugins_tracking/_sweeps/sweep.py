@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking._config import propagation
@@ -223,8 +224,7 @@ def _checked(owner: str, options: Mapping[str, Any], allowed: Collection[str] = 
         check_choice("method", arguments["method"], METHODS)
     if "prior_runs" in arguments:
         arguments["prior_runs"] = check_texts("prior_runs", arguments["prior_runs"])
-    _check_metric(arguments.get("metric", {}))
-    _check_parameters(arguments.get("parameters", {}))
+    _check_search(arguments.get("metric", {}), arguments.get("parameters", {}))
     return plain_config(arguments, owner)
 
 
@@ -234,19 +234,15 @@ _EXAMPLES = {
 }
 
 
-def _check_metric(metric: Mapping[str, Any]) -> None:
+def _check_search(metric: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
     if "goal" in metric:
         check_choice("the goal of metric", metric["goal"], ("maximize", "minimize"))
     if metric and "name" not in metric:
         raise ConfigError(f"metric must be a mapping with a name{_EXAMPLES['metric']}, got {metric!r}")
-
-
-def _check_parameters(parameters: Mapping[str, Any]) -> None:
-    for name, specification in parameters.items():
-        if not isinstance(specification, Mapping):
-            is_list = isinstance(specification, (list, tuple))
-            hint = "'values': [...]" if is_list else f"'value': {specification!r}"
-            raise ConfigError(f"the parameter {name!r} must be a mapping, got {specification!r}: write {{{hint}}}")
+    for name, value in parameters.items():
+        if not isinstance(value, Mapping):
+            hint = "'values': [...]" if isinstance(value, (list, tuple)) else f"'value': {value!r}"
+            raise ConfigError(f"the parameter {name!r} must be a mapping, got {value!r}: write {{{hint}}}")
 
 
 def _location(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,18 +277,13 @@ def _sweep_scope(arguments: Mapping[str, Any]) -> Iterator[None]:
             yield
             return
         # For `wandb.agent(get_sweep_id(), ...)`, which reads the settings again before and in each trial.
-        _set_location({name: sweep[name] for name in ("project", "entity") if sweep.get(name)})
+        settings = _client_settings()
+        for name in ("project", "entity"):
+            if sweep.get(name):
+                os.environ[f"WANDB_{name.upper()}"] = sweep[name]
+                setattr(settings, name, sweep[name])
         with flyte2.propagate({propagation.SWEEP_ID: propagation.write(sweep, "the sweep")}):
             yield
-
-
-def _set_location(location: Mapping[str, str]) -> None:
-    os.environ.update({f"WANDB_{name.upper()}": value for name, value in location.items()})
-    if "wandb" in sys.modules:
-        from wandb.sdk import wandb_setup
-
-        for name, value in location.items():
-            setattr(wandb_setup.singleton().settings, name, value)
 
 
 def _new_sweep(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,7 +297,23 @@ def _new_sweep(arguments: Mapping[str, Any]) -> dict[str, Any]:
     host = configuration.get("host")
     log_in(None if host is None or os.environ.get("WANDB_BASE_URL") else host, may_prompt(info, context))
     timeout_s = TrackingConfig.from_arguments({}).with_defaults(context.propagated).init_timeout_s
-    return _create_with_timeout(functools.partial(_create, configuration), timeout_s)
+    sweeps: list[dict[str, Any]] = []
+    errors: list[Exception] = []
+
+    def create() -> None:
+        try:
+            sweeps.append(_create(configuration))
+        except Exception as error:
+            errors.append(error)
+
+    run_with_timeout(timeout_s, create)  # W&B's client itself retries for minutes if a server does not answer
+    if sweeps:
+        return sweeps[0]
+    cause = first_line(errors[0]) if errors else f"no answer in {timeout_s:g} s"
+    raise TrackerUnavailableError(
+        f"W&B did not create the sweep: {cause}. Check the sweep's configuration, WANDB_BASE_URL, the API "
+        "key and the network."
+    ) from (errors[0] if errors else None)
 
 
 def _configuration(arguments: Mapping[str, Any], tracking_arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,12 +354,11 @@ def log_in(host: str | None, may_ask: bool) -> None:
 
     require(find_tracker("wandb"))
     import wandb
-    from wandb.sdk import wandb_setup
 
     drop_unusable_service()
-    settings = wandb_setup.singleton().settings
+    settings = _client_settings()
     with _lock:
-        _saved[1].update({**_settings(), **_saved[1]})
+        _saved[1].update({**_changed_settings(), **_saved[1]})
     server = None if host is None else api_of(host)
     if server is not None:
         settings.base_url = os.environ["WANDB_BASE_URL"] = server
@@ -368,27 +374,6 @@ def log_in(host: str | None, may_ask: bool) -> None:
     wandb.login()
 
 
-def _create_with_timeout(create: Callable[[], dict[str, Any]], timeout_s: float) -> dict[str, Any]:
-    """Call `create` with a timeout: W&B's client itself retries for minutes if a server does not answer."""
-    results: list[dict[str, Any]] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(create())
-        except Exception as error:
-            errors.append(error)
-
-    run_with_timeout(timeout_s, run)
-    if results:
-        return results[0]
-    cause = first_line(errors[0]) if errors else f"no answer in {timeout_s:g} s"
-    raise TrackerUnavailableError(
-        f"W&B did not create the sweep: {cause}. Check the sweep's configuration, WANDB_BASE_URL, the API "
-        "key and the network."
-    ) from (errors[0] if errors else None)
-
-
 # The number of blocks that are open in any thread; the variables and settings before the first of them.
 _open_blocks = 0
 _saved: tuple[dict[str, str | None], dict[str, Any]] = ({}, {})
@@ -401,7 +386,7 @@ def restored_session() -> Iterator[None]:
     global _saved, _open_blocks
     with _lock:
         if not _open_blocks:
-            _saved = ({name: os.environ.get(name) for name in _CHANGED}, _settings())
+            _saved = ({name: os.environ.get(name) for name in _CHANGED}, _changed_settings())
         _open_blocks += 1
     try:
         yield
@@ -409,24 +394,23 @@ def restored_session() -> Iterator[None]:
         with _lock:
             _open_blocks -= 1
             if not _open_blocks:
-                _restore(*_saved)
+                variables, settings = _saved
+                propagation.set_variables(variables)
+                from_variables = {name: os.environ.get(f"WANDB_{name.upper()}") for name in ("project", "entity")}
+                for name, value in (settings or from_variables).items():
+                    setattr(_client_settings(), name, value)
 
 
-def _restore(variables: Mapping[str, str | None], settings: Mapping[str, Any]) -> None:
-    propagation.set_variables(variables)
-    if "wandb" in sys.modules:
-        from wandb.sdk import wandb_setup
-
-        from_variables = {name: os.environ.get(f"WANDB_{name.upper()}") for name in ("project", "entity")}
-        for name, value in (settings or from_variables).items():
-            setattr(wandb_setup.singleton().settings, name, value)
-
-
-def _settings() -> dict[str, Any]:
+def _changed_settings() -> dict[str, Any]:
     """Return the session's settings that a sweep changes; empty if wandb is not loaded in this process."""
+    names = [name for name in _CHANGED.values() if name is not None]
+    return {name: getattr(_client_settings(), name) for name in names if "wandb" in sys.modules}
+
+
+def _client_settings() -> Any:
+    """Return the settings of W&B's session; an object without effect if wandb is not loaded in this process."""
     if "wandb" not in sys.modules:
-        return {}
+        return SimpleNamespace()
     from wandb.sdk import wandb_setup
 
-    settings = wandb_setup.singleton().settings
-    return {name: getattr(settings, name) for name in _CHANGED.values() if name is not None}
+    return wandb_setup.singleton().settings
