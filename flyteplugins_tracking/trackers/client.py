@@ -115,17 +115,18 @@ class ClientHandle(Handle):
             self._warn(NOT_OPEN)
             return
         self.request.watch.before_row()
-        self.request.steps.row_logged(data, step)
         row = self._values.clean(data)
         if self._next_row.waiting:
             row = {**self._next_row.take(), **row}
         with self._holding:
-            if self._ending:
+            is_held = self._ending
+            if is_held:
                 self._held.append((row, step, kwargs))
-                return
-        if self._ended:
-            self.request.watch.wait_for_user_handler()
-        self._log_open(row, step, kwargs)
+        if not is_held:
+            if self._ended:
+                self.request.watch.wait_for_user_handler()
+            self._log_open(row, step, kwargs)
+        self.request.steps.row_logged(data, step)
 
     @critical_section(_PATIENCE_S)
     def _log_open(self, row: dict[str, Any], step: Any, kwargs: dict[str, Any]) -> None:
