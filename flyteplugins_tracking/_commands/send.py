@@ -23,13 +23,15 @@ def main(arguments: list[str]) -> int:
     """Send the run of each directory, and return the exit status of the process. It can be repeated."""
     parser = argparse.ArgumentParser("python -m flyteplugins_tracking send", description=__doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
+    parser.add_argument("--server", action="append", default=[], metavar="URL", help="a server that may get your key")
     parser.add_argument("--tracker", choices=names_of_trackers(), help="send the runs to this tracker")
     try:
         given = parser.parse_args(arguments)
     except SystemExit as ended:
         return int(ended.code or 0)
     try:
-        for text in _send(given.directories) if given.tracker is None else _replay(given.directories, given.tracker):
+        is_replay = given.tracker is not None
+        for text in (_replay if is_replay else _send)(given.directories, given.tracker if is_replay else given.server):
             sys.stdout.write(f"{text}\n")
     except (TrackingError, ValueError) as error:
         sys.stderr.write(f"cannot send: {error}\n")
@@ -37,14 +39,15 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _send(paths: Sequence[Path]) -> Iterator[str]:
+def _send(paths: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
     of_wandb = [path for path in paths if wandb_files.is_run_directory(path)]
-    if of_wandb:
-        yield from wandb_files.send(of_wandb)
     for path in paths:
-        if path not in of_wandb:
-            run_id = replay.send(path)
+        if path not in of_wandb and replay.is_empty(path):
+            yield f"{path} has no rows: nothing was logged there"
+        elif path not in of_wandb:
+            run_id = replay.send(path, servers)
             yield f"{path} has nothing that is not sent yet" if run_id is None else f"sent {path} as run {run_id}"
+    yield from wandb_files.send(of_wandb, servers)
 
 
 def _replay(paths: Sequence[Path], tracker: str) -> Iterator[str]:

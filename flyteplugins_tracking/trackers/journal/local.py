@@ -193,10 +193,10 @@ class LocalHandle(ClientHandle):
         return [self.directory]
 
     def how_to_send(self, directory: str) -> str:
-        return how_to_send(directory)
+        return how_to_send(directory, self.request.config.options)
 
     def how_to_view(self) -> str:
-        command = how_to_send(shlex.quote(self.directory))
+        command = self.how_to_send(shlex.quote(self.directory))
         return f"{command}, or with --tracker trackio to look at it without {self._title}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
-from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.journal import addresses_in, how_to_send, require_server
 from flyteplugins_tracking.trackers.journal.files import StoredJournal, remove_torn, stored
 from flyteplugins_tracking.trackers.journal.lines import decode_all, exit_code_in
 from flyteplugins_tracking.trackers.journal.relog import relog
@@ -26,8 +27,12 @@ _SENT = "sent"
 _OF_EVERY_TRACKER = ("project", "name", "group", "tags", "notes", "config")
 
 
-def send(directory: Path) -> str | None:
+def send(directory: Path, servers: Sequence[str]) -> str | None:
     """Send a run from its directory, and remove what is sent.
+
+    Args:
+        directory: The directory.
+        servers: The servers that may get the keys of this process, besides those that its variables name.
 
     Returns:
         The id of the run; None if all was sent before.
@@ -48,6 +53,9 @@ def send(directory: Path) -> str | None:
         return None
     if not files:
         raise ValueError(f"{directory} has nothing of a run")
+    for lines in files.values():
+        for address in addresses_in(lines[0]["arguments"]):
+            require_server(directory, address, [*os.environ.values(), *servers])
     (directory / _SENT).touch()
     kept_again = {directory}
     with _claimed([journal for journal, _ in journals.values()]):
@@ -62,6 +70,11 @@ def send(directory: Path) -> str | None:
             f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(unsent))}"
         )
     return str(next(iter(files.values()))[0]["id"])
+
+
+def is_empty(directory: Path) -> bool:
+    """Whether a directory has nothing of any run: its process was killed before it had logged anything."""
+    return directory.is_dir() and not (directory / _SENT).exists() and not stored(directory)
 
 
 def _remove_rest(directory: Path) -> None:

@@ -110,7 +110,7 @@ class MlflowHandle(ClientHandle):
         return [] if self._kept_in is None else [self._kept_in]
 
     def how_to_send(self, directory: str) -> str:
-        return how_to_send(directory)
+        return how_to_send(directory, self.place)
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         tags = {key: str(value)[-_MAX_TAG:] for key, value in {**values, f"{name}/text": text}.items()}
@@ -312,7 +312,7 @@ class MlflowHandle(ClientHandle):
             "MLflow: run %s: %s has not taken all rows. The rest is in files. Send it when MLflow answers: %s",
             self.id,
             without_credentials(self.uri),
-            how_to_send(directory),
+            how_to_send(directory, self.place),
         )
 
 

@@ -65,7 +65,7 @@ class PlutoHandle(ClientHandle):
         return [directory for directory in self._kept if os.path.isdir(directory)]  # the next attempt removes it
 
     def how_to_send(self, directory: str) -> str:
-        return how_to_send(directory)
+        return how_to_send(directory, self.request.config.options)
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         run_with_timeout(REQUEST_S, self.run.update_config, {**values, f"{name}/text": text})
@@ -107,7 +107,7 @@ class PlutoHandle(ClientHandle):
             self.id,
             f"{unsent} rows" if unsent else "its status",
             self.request.config.finish_limit,
-            how_to_send(self._sending.queue.directory),
+            self.how_to_send(self._sending.queue.directory),
         )
 
     def resume(self) -> None:

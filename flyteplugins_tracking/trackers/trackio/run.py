@@ -111,7 +111,11 @@ class TrackioHandle(ClientHandle):
 
     def how_to_send(self, directory: str) -> str:
         is_journal = self._kept_in is not None and directory.endswith(os.path.basename(self._kept_in))
-        return how_to_send(directory) if is_journal else f"TRACKIO_DIR={directory} trackio show"
+        return (
+            how_to_send(directory, self.request.config.options)
+            if is_journal
+            else f"TRACKIO_DIR={directory} trackio show"
+        )
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self.run.config.update({**values, f"{name}/text": text})  # which is sent with the status
@@ -185,7 +189,7 @@ class TrackioHandle(ClientHandle):
             self.id,
             self._store.place,
             self.request.config.finish_limit,
-            how_to_send(self._kept_in),
+            how_to_send(self._kept_in, self.request.config.options),
         )
 
 

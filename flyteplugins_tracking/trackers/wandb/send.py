@@ -8,17 +8,21 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.journal import how_to_send, require_server
 from flyteplugins_tracking.trackers.journal.files import stored
 from flyteplugins_tracking.trackers.journal.lines import exit_code_in
 from flyteplugins_tracking.trackers.wandb import datastore, offline, tail, vendor
 
 # The file that says of a directory that a process has begun to send it.
 _SENDING = "flyteplugins-tracking-sending"
+# How long W&B may take to count the rows that it has got: it counts 2 to 4 s late.
+_CONFIRMED_S, _POLL_S = 30.0, 0.5
 _STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
 
 
@@ -27,33 +31,69 @@ def is_run_directory(directory: Path) -> bool:
     return datastore.file_in(directory) is not None
 
 
-def send(directories: Sequence[Path]) -> list[str]:
-    """Send these directories, and those of other attempts of their runs that lie beside them.
+def send(directories: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
+    """Send these directories in the order of their names, with those of other attempts of their runs beside them.
 
-    Returns:
-        For each directory, what was sent, in words.
+    Args:
+        directories: The directories.
+        servers: The servers that may get the key of this process, besides the one that W&B's client is set up for.
+
+    Yields:
+        For each directory, what W&B has of it now, in words.
 
     Raises:
-        TrackerUnavailableError: W&B, or a key for it, is not there; or a process is writing a directory.
+        TrackerUnavailableError: Some were not sent, or W&B has not confirmed that it has them; or a process is writing
+            one. All others were sent.
     """
-    for_client = [one for one in directories if offline.is_offline(one) and not offline.is_moved(one)]
-    texts = _sync(for_client) if for_client else []
-    return texts + [_send(directory) for directory in directories if directory not in for_client]
+    failed: list[str] = []
+    for directory in sorted(directories):
+        try:
+            described = _description(directory)
+            if described is None:
+                yield f"{directory} has no rows: its process was killed while it opened the run"
+            elif offline.is_offline(directory) and not offline.is_moved(directory):
+                yield _sync(directory, described)
+            else:
+                yield _send(directory, described, servers)
+        except TrackerUnavailableError as error:
+            failed.append(str(error))
+    if failed:
+        raise TrackerUnavailableError("\n".join(failed))
 
 
-def _sync(directories: Sequence[Path]) -> list[str]:
-    """Send what was logged offline, in the order of the directories' names: of W&B, only the client can do that."""
-    command = [sys.executable, "-m", "wandb", "sync", "--yes", *map(str, sorted(directories))]
+def _sync(directory: Path, described: Any) -> str:
+    """Send what was logged offline: of W&B, only the client can do that. Its exit status does not tell what arrived."""
+    place = _place(directory, described)
+    file = datastore.file_in(directory)
+    rows = sum(vendor.parse_record(data)[0] == "history" for data in datastore.records(file)) if file else 0
+    before = _rows_stored(place)
+    wanted = rows if Path(f"{file}.synced").exists() else (before or 0) + rows
+    command = [sys.executable, "-m", "wandb", "sync", "--yes", str(directory)]
     if subprocess.run(command, check=False).returncode:  # noqa: S603 our own
-        raise TrackerUnavailableError("wandb sync has failed, as it has printed")
-    return [f"sent {directory}" for directory in directories]
+        raise TrackerUnavailableError(f"{directory} was not sent: wandb sync has failed, as it has printed")
+    until = time.monotonic() + _CONFIRMED_S
+    while (count := _rows_stored(place)) is None or count < wanted:
+        if time.monotonic() > until:
+            raise TrackerUnavailableError(
+                f"W&B has not confirmed {directory}: it counts {count or 0} rows of run {place.run_id}, and should "
+                f"count {wanted}. Keep the directory, and look again: {how_to_send(str(directory))}. If the count "
+                f"stays, send it again: wandb sync --include-synced {directory}"
+            )
+        time.sleep(_POLL_S)
+    return f"sent {directory}: W&B has the {rows} rows"
 
 
-def _send(directory: Path) -> str:
+def _rows_stored(place: tail.Place) -> int | None:
+    """Return how many rows of a run W&B counts; None if it does not have the run, or does not answer."""
+    stored = vendor.stored_run("/".join(filter(None, place[1:])), place.server)
+    return None if stored is None else stored.rows
+
+
+def _send(directory: Path, described: Any, servers: Sequence[str]) -> str:
     if tail.is_rewound(directory):
         return f"nothing of {directory} is sent: its run was rewound since then, and continues in a later directory"
-    described = _description(directory)
     place = _place(directory, described)
+    require_server(directory, place.server, [vendor.default_settings().base_url, *servers])
     attempts = [*tail.pending(place, directory), _read(directory, place)]
     if any(attempt.is_open() for attempt in attempts):
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
@@ -106,6 +146,8 @@ def _send_rest(
 def as_lines(directory: Path) -> list[Any]:
     """Return a run as the lines of a journal, for another tracker: a header, the rows, the end."""
     described = _description(directory)
+    if described is None:
+        raise TrackerUnavailableError(f"{directory} has no rows: its process was killed while it opened the run")
     arguments = {name: value for name, value in vendor.description(described).items() if value is not None}
     arguments.pop("job_type", None)
     attempt = tail.read(directory, stored(directory), 0)
@@ -137,15 +179,21 @@ def replay(lines: Sequence[Any]) -> int:
 
 
 def _description(directory: Path) -> Any:
-    """Return the record with which the run was opened."""
+    """Return the record with which the run was opened; None if its process was killed before it had written any.
+
+    Raises:
+        TrackerUnavailableError: It is damaged.
+    """
     file = datastore.file_in(directory)
+    kinds = []
     for data in () if file is None else datastore.records(file):
         kind, record = vendor.parse_record(data)
+        kinds.append(kind)
         if kind == "run":
             return record
-    raise TrackerUnavailableError(
-        f"{file or directory} does not say which run it is of: it ends before that, or is not W&B's"
-    )
+    if "history" in kinds:
+        raise TrackerUnavailableError(f"{file} is damaged: it has rows, and does not say which run they are of")
+    return None
 
 
 def _place(directory: Path, described: Any) -> tail.Place:

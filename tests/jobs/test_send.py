@@ -1,0 +1,91 @@
+"""`send DIRECTORY...` with W&B: what it calls sent has arrived, and a key goes to no server that only data names."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from support import jobs
+from support.loopback import Fault
+from support.wandb_server import WandbServer
+
+from flyteplugins_tracking._commands.send import main
+from flyteplugins_tracking.trackers.journal.files import Journal
+from flyteplugins_tracking.trackers.wandb import send as wandb_files
+
+
+def send(directory: Path, env: dict[str, str], *arguments: object) -> jobs.Done:
+    command = [sys.executable, "-m", "flyteplugins_tracking", "send", *map(str, arguments)]
+    return jobs.run(command, directory, env)
+
+
+def offline_runs(directory: Path, *rows: int) -> list[Path]:
+    """The directories of runs that W&B's client has logged offline."""
+    for number, count in enumerate(rows):
+        done = jobs.python(directory, *jobs.train(rows=count, tracking={"id": f"run-{number}", "project": "p"}))
+        assert done.returncode == 0, done.output
+    return sorted((directory / "wandb").glob("offline-run-*"))
+
+
+def stub(directory: Path, size: int) -> Path:
+    """What a process leaves that is killed while it opens its run."""
+    copy = directory.with_name(f"offline-run-20260101_00000{size}-stub{size}")
+    shutil.copytree(directory, copy)
+    (file,) = copy.glob("*.wandb")
+    file.write_bytes(file.read_bytes()[:size])
+    for journal in copy.glob("*.journal.*"):
+        journal.unlink()
+    return copy
+
+
+def test_processes_that_were_killed_while_they_opened_their_runs_do_not_keep_others_from_being_sent(tmp_path):
+    directories = offline_runs(tmp_path, 5, 7)
+    stubs = [stub(directories[0], size) for size in (0, 7)]
+    without_log = tmp_path / "wandb" / "offline-run-20260101_000009-none"
+    without_log.mkdir()
+    with WandbServer() as server:
+        done = send(tmp_path, server.environment, *stubs, without_log, *directories)
+        assert [len(server.run(f"run-{number}").rows) for number in range(2)] == [5, 7]
+        again = send(tmp_path, server.environment, *directories)
+        assert [len(server.run(f"run-{number}").rows) for number in range(2)] == [5, 7]
+    assert (done.returncode, again.returncode) == (0, 0), done.output + again.output
+    for directory in [*stubs, without_log]:
+        assert f"{directory} has no rows" in done.output
+    for directory, rows in zip(directories, (5, 7), strict=True):
+        assert f"sent {directory}: W&B has the {rows} rows" in done.output
+
+
+def test_a_run_whose_rows_do_not_arrive_is_not_called_sent(tmp_path, bare_environment, monkeypatch, capsys):
+    directories = offline_runs(tmp_path, 5, 7)
+    monkeypatch.setattr(wandb_files, "_CONFIRMED_S", 2.0)
+    with WandbServer(late=(1000.0, 0.0)) as server:  # which looks as a service that has dropped the rows
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        assert main([*map(str, directories)]) == 1
+    output, errors = capsys.readouterr()
+    assert f"sent {directories[0]}" not in output
+    for directory, rows in zip(directories, (5, 7), strict=True):
+        assert f"W&B has not confirmed {directory}: it counts 0 rows" in errors
+        assert f"should count {rows}. Keep the directory" in errors
+
+
+def test_a_key_goes_to_no_server_that_only_the_data_names(tmp_path):
+    """The directories of an online run: they name their server."""
+    with WandbServer() as named, WandbServer() as own:
+        done = jobs.run(
+            [sys.executable, *jobs.train(rows=5, tracking={"id": "named", "project": "p"})], tmp_path, named.environment
+        )
+        assert done.returncode == 0, done.output
+        (directory,) = (tmp_path / "wandb").glob("run-*")
+        # As after a kill: without the end.
+        journal = Journal(directory, "owner-x", {"place": [named.url, "", "p", "named"], "step": 0, "is_shared": False})
+        journal.add(b"")
+        journal.acknowledged(1)
+        journal.close()
+        with named.failing(Fault.status(500)) as fault:
+            done = send(tmp_path, own.environment, directory)
+        assert (done.returncode, fault.hits) == (1, 0)
+        assert f"{directory} is of the server {named.url}, for which this process is not set up" in done.output
+        told = send(tmp_path, own.environment, "--server", named.url, directory)
+        assert told.returncode == 0, told.output
