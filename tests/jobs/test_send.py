@@ -58,6 +58,7 @@ def test_processes_that_were_killed_while_they_opened_their_runs_do_not_keep_oth
 
 def test_a_run_whose_rows_do_not_arrive_is_not_called_sent(tmp_path, bare_environment, monkeypatch, capsys):
     directories = offline_runs(tmp_path, 5, 7)
+    monkeypatch.chdir(tmp_path)  # wandb sync writes its log there
     monkeypatch.setattr(wandb_files, "_CONFIRMED_S", 2.0)
     with WandbServer(late=(1000.0, 0.0)) as server:  # which looks as a service that has dropped the rows
         for name, value in server.environment.items():
