@@ -7,13 +7,11 @@ CPython runs no signal handler.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import CodeType, FunctionType
-    from typing import Any, TypeVar
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
 
-    F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])
 
 _patience_s: dict[CodeType, float] = {}
 
