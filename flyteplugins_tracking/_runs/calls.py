@@ -188,7 +188,7 @@ def here() -> TrackedCall | None:
     return _innermost() if call is None and _running else call
 
 
-def of_simulation(call: TrackedCall) -> list[TrackedCall]:
+def find_simulated(call: TrackedCall) -> list[TrackedCall]:
     """Return the running calls of the simulation that `call` belongs to."""
     with _lock:
         return [running for running in _running if running.override is call.override]
@@ -270,7 +270,7 @@ def end(call: TrackedCall, exit_code: int) -> bool:
         return True
 
 
-def closed(run: OpenRun) -> None:
+def mark_closed(run: OpenRun) -> None:
     """Unregister a run that has been closed, after `end` has returned True."""
     with _lock:
         if run in _closing:

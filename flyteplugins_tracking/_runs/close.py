@@ -52,7 +52,7 @@ def _warn_unpublished(tracker: str) -> None:
     logger.warning("%s: download_logs=True: the files did not become an output of the task", tracker, exc_info=True)
 
 
-def started_watcher(
+def start_watcher(
     tracker: Tracker, config: TrackingConfig, context: ExecutionContext
 ) -> SigtermWatcher | AsyncioSigtermWatcher | None:
     """Return the watcher that can watch in this thread, started; None if neither can."""
@@ -102,7 +102,7 @@ def _terminated_at() -> float | None:
 def _close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | None) -> None:
     is_last = calls.end(call, exit_code)  # from here on a signal does not finish the run, but waits for this call
     if run.has_ended_with_process:
-        calls.closed(run)
+        calls.mark_closed(run)
         return
     if is_last:
         # A run that was opened again since its opener left is ended with that one's status, unless a signal ends it.
@@ -110,7 +110,7 @@ def _close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | N
         try:
             _finish(run, exit_code if opener_code is None or exit_code == TERMINATED else opener_code, failure)
         finally:
-            calls.closed(run)
+            calls.mark_closed(run)
     elif call.is_opener and run.plan.primary:
         _finish_on_signal(run, exit_code, failure)  # what the others log opens it again
 

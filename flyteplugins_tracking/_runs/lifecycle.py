@@ -200,10 +200,10 @@ class _Start(NamedTuple):
         if self.config.run_mode != "new" and not self._has_workers:
             enclosing = calls.join_enclosing(self.parent, self.tracker.name)
             if enclosing is not None:
-                return self._joined(enclosing)
-        return self._opened()
+                return self._join(enclosing)
+        return self._open()
 
-    def _joined(self, enclosing: TrackedCall) -> TrackedCall:
+    def _join(self, enclosing: TrackedCall) -> TrackedCall:
         if enclosing.run is None:
             call = self._without_run(None, detect(os.environ))
         else:
@@ -227,7 +227,7 @@ class _Start(NamedTuple):
             timeout_s=self._timeout_s,
         )
 
-    def _opened(self) -> TrackedCall:
+    def _open(self) -> TrackedCall:
         found = examine(os.environ)
         info = found.info
         counts = self.context.call_counts
@@ -284,7 +284,7 @@ def _monitored(call: TrackedCall, config: TrackingConfig, context: ExecutionCont
         return
     from flyteplugins_tracking._runs import monitor as monitoring
 
-    monitor = monitoring.started_monitor(call, config)
+    monitor = monitoring.start_monitor(call, config)
     has_failed = True
     try:
         yield

@@ -188,7 +188,7 @@ def _nothing() -> None:
     return None
 
 
-def started_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None:
+def start_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None:
     """Start the monitor of a call that has begun. None if a function around it, or in another thread, has one."""
     info = call.info or _alone()
     duties: list[Callable[[threading.Event], Duty]] = []
@@ -198,7 +198,7 @@ def started_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None
         duties.append(functools.partial(_pulse_duty, call, info, config.pulse_s))
     if current() is not None:
         return None
-    return _started(info, duties, "hang_timeout_s and pulse_s are ignored")
+    return _start(info, duties, "hang_timeout_s and pulse_s are ignored")
 
 
 def _roll_call_duty(
@@ -243,10 +243,10 @@ class ProgressWatch:
         self._watch.wait_for_user_handler(any_thread)
 
 
-def current_or_started(info: DistributedInfo) -> tuple[Monitor | None, bool]:
+def current_or_new(info: DistributedInfo) -> tuple[Monitor | None, bool]:
     """Return the monitor of this process, and whether it was started for that. None if there can be none."""
     monitor = current()
-    return (_started(info, (), "only this process is asked to stop"), True) if monitor is None else (monitor, False)
+    return (_start(info, (), "only this process is asked to stop"), True) if monitor is None else (monitor, False)
 
 
 def current() -> Monitor | None:
@@ -254,7 +254,7 @@ def current() -> Monitor | None:
     return _current if _current is not None and _current.pid == os.getpid() else None
 
 
-def _started(
+def _start(
     info: DistributedInfo, duties: Sequence[Callable[[threading.Event], Duty]], consequence: str
 ) -> Monitor | None:
     global _current

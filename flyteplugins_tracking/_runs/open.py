@@ -86,13 +86,13 @@ class Opener:
             TrackerUnavailableError: The service, or a key for it, is missing.
         """
         with _opening:
-            run = self._joined_run()
+            run = self._join_run()
             is_opener = run is None
             call = TrackedCall(
                 self.tracker.name,
                 parent,
                 override,
-                run or self._opened_run(),
+                run or self._open_run(),
                 is_opener,
                 self.watcher,
                 self.info,
@@ -103,7 +103,7 @@ class Opener:
             calls.begin(call)
             return call
 
-    def _joined_run(self) -> OpenRun | None:
+    def _join_run(self) -> OpenRun | None:
         """Join the run of the calling task if this process has it open."""
         if self.plan.primary or self.info is not None:
             return None
@@ -113,7 +113,7 @@ class Opener:
             calls.await_closing(tracker, run_id, self.config.init_timeout_s)
         return run
 
-    def _opened_run(self) -> OpenRun:
+    def _open_run(self) -> OpenRun:
         self._warn_of_unused_prefix()
         self._warn_of_unused_rewind()
         deadline = time.monotonic() + self.config.init_timeout_s
@@ -223,7 +223,7 @@ def call_of_joined_run(
         timeout_s=timeout_s,
     )
     try:
-        return call(watcher=closing.started_watcher(tracker, run.config, context))
+        return call(watcher=closing.start_watcher(tracker, run.config, context))
     except BaseException:
         closing.close(call(), run, exit_code=1)
         raise
@@ -279,7 +279,7 @@ def watching(
     Opening a run may take seconds: a rank that dies meanwhile is seen too.
     """
     with ExitStack() as stop:
-        watcher = closing.started_watcher(tracker, config, context)
+        watcher = closing.start_watcher(tracker, config, context)
         if watcher is not None:
             stop.callback(watcher.stop)
         is_alone = context.is_simulated or info is None or info.world_size == 1

@@ -74,10 +74,10 @@ def request_stop(reason: str = "request_stop") -> None:
     if call is None or call.pid != os.getpid():
         logger.warning("request_stop(%r) is ignored: it is not called in a decorated function", reason)
     elif call.is_simulated:
-        for rank in calls.of_simulation(call):
+        for rank in calls.find_simulated(call):
             rank.stop_reason = reason
     else:
-        stopping = _current or _started(call)
+        stopping = _current or _start(call)
         stopping.request(reason)
 
 
@@ -99,7 +99,7 @@ class Stopping:
         self._ranks: Agreement | OwnStop = OwnStop()
         info = call.info
         if info is not None and info.world_size > 1:
-            self._monitor, self._owns_monitor = monitoring.current_or_started(info)
+            self._monitor, self._owns_monitor = monitoring.current_or_new(info)
         if info is not None and self._monitor is not None:
             self._ranks = Agreement(info, f"stop/{_functions}", self._on_commit)
             self._monitor.add(self._ranks)
@@ -250,7 +250,7 @@ def request_of_service(service: str, otherwise: Callable[[], object]) -> None:
 
 
 @critical_section(_PATIENCE_S)
-def _started(call: TrackedCall) -> Stopping:
+def _start(call: TrackedCall) -> Stopping:
     global _current, _counter, _on_step
     with _starting:
         if _current is None:
@@ -266,7 +266,7 @@ def _first_call(_: int) -> bool:
         return False
     if call.is_simulated:
         return call.stop_reason is not None
-    return _started(call).counter.next()
+    return _start(call).counter.next()
 
 
 def _first_counter() -> CallCounter:

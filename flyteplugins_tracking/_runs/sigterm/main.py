@@ -41,7 +41,7 @@ _HANDLER_S = 5.0
 _AFTERWARDS_S = 10.0
 _OVERTIME_S = 2.0
 _POLL_S = 0.005
-_REINSTALL_S = 0.1
+_PUT_IN_FRONT_S = 0.1
 # Stops the thread: no signal has the number 0. The thread cannot wait for the pipe to be closed, since a forked child
 # may hold it open.
 _STOP = 0
@@ -113,7 +113,7 @@ class SigtermWatcher:
         self._signalled_at: float | None = None
         self._due_at = 0.0  # since when the signal could have taken effect
         self._closing_s = 0.0  # how long it waits for a run that is being closed
-        self._reinstalled_at = 0.0
+        self._put_in_front_at = 0.0
         self._answered = False  # our handler has run
         self._handler_due = False  # the user's handler is still to run
         self._acted = False  # the signal has taken effect
@@ -238,12 +238,12 @@ class SigtermWatcher:
         Trackers call this first for each row. A signal that had to wait for a critical section takes effect here: a
         loop that only logs is nearly always in such a section.
         """
-        if self._signalled_at is None and time.monotonic() < self._reinstalled_at + _REINSTALL_S:
+        if self._signalled_at is None and time.monotonic() < self._put_in_front_at + _PUT_IN_FRONT_S:
             return
         if self._depth == 0 or threading.current_thread() is not threading.main_thread():
             return
         if self._signalled_at is None:
-            self._reinstalled_at = time.monotonic()
+            self._put_in_front_at = time.monotonic()
             self._put_in_front()
             return
         handler, frame = self._waiting_handler(), sys._getframe(1)
@@ -429,7 +429,7 @@ class SigtermWatcher:
         else:
             self._call_user_handler(handler)
         # A row that is logged from here on opens a run again: finish it too, before the launcher kills.
-        self._wait(self._timeout_s - (time.monotonic() - self._signalled_at))
+        self._signal_until(self._timeout_s - (time.monotonic() - self._signalled_at))
         if not self._left.is_set():
             self._finish_on_signal(TERMINATED)
 
@@ -446,15 +446,15 @@ class SigtermWatcher:
 
     def _terminate_process(self) -> None:
         """Finish the runs and exit, unless the main thread unwinds and closes them itself."""
-        if self._wait(_ANSWER_S, lambda: self._answered):
+        if self._signal_until(_ANSWER_S, lambda: self._answered):
             since_s = time.monotonic() - (self._signalled_at or 0.0)
             unwinding_s = min(_UNWINDING_S, max(_ANSWER_S, _LATEST_UNWINDING_S - since_s))
-            self._wait(max(unwinding_s, self._closing_s))
+            self._signal_until(max(unwinding_s, self._closing_s))
         if self._left.is_set():
             return
         run_with_timeout(self._timeout_s + _ANSWER_S, self._finish_on_signal, TERMINATED)
         self._runs_finished = True
-        if not self._wait(_ANSWER_S, lambda: self._answered):
+        if not self._signal_until(_ANSWER_S, lambda: self._answered):
             os._exit(TERMINATED)
 
     def _call_user_handler(self, handler: _ChainedHandler | None) -> None:
@@ -465,9 +465,9 @@ class SigtermWatcher:
         run_with_timeout(min(_HANDLER_S, self._timeout_s), self._finish_on_signal, TERMINATED)
         self._due_at = time.monotonic()
         self._runs_finished = True
-        self._wait(float("inf"), lambda: not self._handler_due)
+        self._signal_until(float("inf"), lambda: not self._handler_due)
 
-    def _wait(self, timeout_s: float, is_done: Callable[[], bool] = lambda: False) -> bool:
+    def _signal_until(self, timeout_s: float, is_done: Callable[[], bool] = lambda: False) -> bool:
         """Wait for `is_done` or the function's end. Returns False after the timeout.
 
         Meanwhile the signal is sent again, if our handler had to put it off.
