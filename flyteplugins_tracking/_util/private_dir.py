@@ -27,7 +27,7 @@ _NAME = "flyteplugins_tracking"
 _NAMES = 10
 
 
-def private_directory(*parts: str, longest: int | None = None) -> Path:
+def private_directory(*parts: str, longest: int | None = None, on_disk: bool = False) -> Path:
     """Return a directory that only this user can enter. Makes it if it is missing.
 
     Processes of this user on this machine that have the same environment get the same one, unless other users have
@@ -36,11 +36,12 @@ def private_directory(*parts: str, longest: int | None = None) -> Path:
     Args:
         *parts: Its path in the user's private directory.
         longest: The most bytes of its path, for sockets: see unix(7). None for any number.
+        on_disk: Whether it may get more than `XDG_RUNTIME_DIR` has room for, which is in memory.
 
     Raises:
         OSError: There is no such directory, and none can be made.
     """
-    for top in _candidates():
+    for top in _candidates(on_disk):
         path = top.joinpath(*parts)
         if longest is not None and len(os.fsencode(path)) > longest:
             continue
@@ -49,10 +50,10 @@ def private_directory(*parts: str, longest: int | None = None) -> Path:
     raise OSError(errno.EACCES, f"{tempfile.gettempdir()}, /tmp and the home directory cannot have a private directory")
 
 
-def _candidates() -> Iterator[Path]:
+def _candidates(on_disk: bool) -> Iterator[Path]:
     """Yield the names of the user's private directory, in the order in which all its processes try them."""
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "-")
-    if runtime.is_absolute() and is_private(runtime):  # after `su`, it is the other user's
+    if not on_disk and runtime.is_absolute() and is_private(runtime):  # after `su`, it is the other user's
         yield runtime / _NAME
     user = f"{_NAME}-{os.geteuid()}"
     for directory in dict.fromkeys((tempfile.gettempdir(), "/tmp")):  # noqa: S108 what is in it is checked

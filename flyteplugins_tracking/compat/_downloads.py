@@ -10,12 +10,14 @@ import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._config.config import merged
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
+from flyteplugins_tracking._util.private_dir import private_directory
 from flyteplugins_tracking.compat._context import (
     get_wandb_context,
     get_wandb_run,
@@ -51,7 +53,8 @@ def download_wandb_run_dir(run_id: str | None = None, path: str | None = None, i
 
     Args:
         run_id: The run; None for the run that is open here or in the calling task.
-        path: The directory to download to; None for `wandb_runs/{run_id}` in the system's temporary directory.
+        path: The directory to download to; None for `wandb_runs/{run_id}` in this user's private directory below the
+            system's temporary directory.
         include_history: Whether all rows are written to `metrics_history.json`.
 
     Returns:
@@ -72,7 +75,7 @@ def download_wandb_sweep_dirs(
 
     Args:
         sweep_id: The sweep; None for that of the `wandb_sweep` task that runs here or calls this task.
-        base_path: The parent of the directories; None for `wandb_runs` in the system's temporary directory.
+        base_path: The parent of the directories; None for `wandb_runs` as in `download_wandb_run_dir`.
         include_history: As for `download_wandb_run_dir`.
 
     Returns:
@@ -170,7 +173,7 @@ def _new_directory() -> str:
 
 
 def _default_base() -> str:
-    return os.path.join(tempfile.gettempdir(), "wandb_runs")
+    return str(private_directory("wandb_runs", on_disk=True))
 
 
 def _run_address(run_id: str | None) -> _Address:
@@ -223,10 +226,13 @@ def _open_api(address: _Address, kind: str) -> Any:
 def _download(api: Any, run: _Address, path: str, include_history: bool) -> str:
     with _runtime_error(f"the directory {path} could not be created"):
         os.makedirs(path, exist_ok=True)
+        inside = Path(path).resolve()
     with _runtime_error(f"W&B did not return the run {run.path!r}"):
         api_run = api.run(run.path)
     with _runtime_error(f"the files of run {run.path!r} could not be downloaded"):
         for file in api_run.files():
+            if not (inside / file.name).resolve().is_relative_to(inside):
+                raise PermissionError(f"{file.name!r} is outside of {path}")
             file.download(root=path, replace=True)
     with _runtime_error(f"the summary of run {run.path!r} could not be written"):
         _write(path, "summary.json", api_run.summary_metrics)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.users import as_nobody, needs_root
 
 from flyteplugins_tracking import ConfigError
 from flyteplugins_tracking.compat import wandb as compat
@@ -166,3 +169,40 @@ def test_a_link_in_a_malformed_context_is_still_one():
     broken = {"FLYTE_TRACKING_CONFIG": "no json", "FLYTE_TRACKING_SWEEP_ID": "[]"}
     assert link(Wandb(project="p", entity="e"), broken).startswith("http")
     assert link(WandbSweep(project="p", entity="e"), broken).endswith("/e/p/sweeps")
+
+
+class _ApiFile:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def download(self, root: str, replace: bool) -> None:
+        Path(root, self.name).write_text("from the service")
+
+
+def _served(monkeypatch, *files: str) -> None:
+    run = SimpleNamespace(files=lambda: map(_ApiFile, files), summary_metrics={}, scan_history=lambda **_: [])
+    monkeypatch.setattr("wandb.Api", lambda **_: SimpleNamespace(run=lambda path: run))
+
+
+@needs_root
+def test_a_download_does_not_follow_what_another_user_has_planted(shared_tmp, monkeypatch, tmp_path):
+    (tmp_path / "authorized_keys").write_text("mine")
+
+    def plant() -> None:
+        for folder in ("wandb_runs", f"flyteplugins_tracking-{user}/wandb_runs"):
+            (shared_tmp / folder / "r").mkdir(parents=True)
+            (shared_tmp / folder / "r" / "output.log").symlink_to(tmp_path / "authorized_keys")
+
+    user = os.geteuid()
+    as_nobody(plant)
+    _served(monkeypatch, "output.log")
+    directory = Path(compat.download_wandb_run_dir("r"))
+    assert (directory / "output.log").read_text() == "from the service"
+    assert (tmp_path / "authorized_keys").read_text() == "mine"
+
+
+def test_a_file_that_would_be_outside_of_the_directory_is_refused(monkeypatch, tmp_path):
+    _served(monkeypatch, "../authorized_keys")
+    with pytest.raises(RuntimeError, match=r"'\.\./authorized_keys' is outside of"):
+        compat.download_wandb_run_dir("r", path=str(tmp_path / "r"))
+    assert not (tmp_path / "authorized_keys").exists()

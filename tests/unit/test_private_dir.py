@@ -76,7 +76,7 @@ def test_another_user_who_has_made_all_names_does_not_stop_us(shared_tmp, monkey
 
 def _without_tmp(candidates, shared_tmp):
     """Leave out /tmp itself, which another user could have filled too."""
-    return lambda: [path for path in candidates() if path.parent != Path("/tmp")]
+    return lambda on_disk: [path for path in candidates(on_disk) if path.parent != Path("/tmp")]
 
 
 @needs_root
@@ -90,6 +90,7 @@ def test_the_users_runtime_directory_comes_first(shared_tmp, monkeypatch, tmp_pa
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert private_directory("locks") == tmp_path / "flyteplugins_tracking" / "locks"
+    assert private_directory("wandb_runs", on_disk=True) == shared_tmp / NAME / "wandb_runs"
     tmp_path.chmod(0o755)
     assert private_directory("locks") == shared_tmp / NAME / "locks"
 
