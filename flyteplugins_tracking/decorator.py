@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -167,8 +168,10 @@ def _refuse_body_to_come(function: Callable[..., Any], result: Any) -> None:
     """Refuse what a function returns instead of running: its body would run after the end of the run.
 
     Raises:
-        ConfigError: `result` is a coroutine or a generator that has not started.
+        ConfigError: `result` is a coroutine, a generator or a generator's context manager that has not started.
     """
+    if isinstance(result, (contextlib.AbstractContextManager, contextlib.AbstractAsyncContextManager)):
+        result = getattr(result, "gen", None)
     if not isinstance(result, (CoroutineType, GeneratorType, AsyncGeneratorType)):
         return
     if isinstance(result, GeneratorType) and inspect.getgeneratorstate(result) != inspect.GEN_CREATED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -138,3 +139,16 @@ def _refuse_other_targets(target: Any, name: str) -> None:
             f"{getattr(target, '__qualname__', target)} is a generator function: its body would run after the call, "
             "outside of the run. Decorate the function that consumes the generator."
         )
+    if _makes_context_manager(target):
+        raise ConfigError(
+            f"{getattr(target, '__qualname__', target)} makes a context manager: the body of its `with` would run "
+            f"after the call, outside of the run. Put @{name} on the function that has the `with`."
+        )
+
+
+def _makes_context_manager(target: Any) -> bool:
+    """Whether `target` is what `contextlib.contextmanager` or `asynccontextmanager` returns."""
+    origin = getattr(getattr(target, "__code__", None), "co_filename", None)
+    function = inspect.unwrap(target)
+    is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    return is_generator and origin == contextlib.contextmanager.__code__.co_filename

@@ -49,8 +49,8 @@ class Identity:
 
 
 def from_variables(env: Env, names: tuple[str, ...]) -> Identity | None:
-    """Return the id in the tracker's own variables, for instance `WANDB_RUN_ID`."""
-    return next((Identity(env[name]) for name in names if env.get(name)), None)
+    """Return the id in the tracker's own variables, for instance `WANDB_RUN_ID`. An empty one counts as not set."""
+    return next((Identity(env[name]) for name in names if env.get(name, "").strip()), None)
 
 
 def from_launcher(info: DistributedInfo | None, env: Env, *, agreement: bool) -> Identity:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._config.config import TrackingConfig
@@ -33,6 +34,7 @@ from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.goodput import Attempts
+from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -233,12 +235,23 @@ def require(tracker: Tracker) -> None:
     """Check that the vendor's package is installed, without importing it.
 
     Raises:
-        TrackerNotInstalledError: The package is missing.
+        TrackerNotInstalledError: The package is missing, or an import of it has ended early in this process.
     """
     from importlib.util import find_spec
 
-    if tracker.package is not None and tracker.package not in sys.modules and find_spec(tracker.package) is None:
-        raise TrackerNotInstalledError(f"pip install {tracker.distribution or tracker.package}")
+    package = tracker.package
+    if package is None or package in sys.modules:
+        return
+    if find_spec(package) is None:
+        raise TrackerNotInstalledError(f"pip install {tracker.distribution or package}")
+    if any(name.startswith(f"{package}.") for name in sys.modules):  # an import of it has ended early, as by Ctrl-C
+        try:
+            import_module(package)
+        except Exception as error:
+            raise TrackerNotInstalledError(
+                f"{package} cannot be imported, since an earlier import of it in this process was interrupted or has "
+                f"failed: start the process again ({error})"
+            ) from error
 
 
 def may_prompt(info: DistributedInfo | None, context: ExecutionContext) -> bool:
@@ -317,6 +330,8 @@ def _identity(
         return Identity(forced_run_id or config.id)
     from_env = from_variables(os.environ, tracker.run_id_variables)
     if from_env is not None:
+        tracker.check(replace(config, id=from_env.base_id))
+        check_run_id(" or ".join(tracker.run_id_variables), from_env.base_id)
         return from_env if found.parent is None else _identity_beside(tracker, from_env, found)
     if context.base_id is not None:
         identity = Identity(context.base_id, context.group)

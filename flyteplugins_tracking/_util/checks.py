@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable
 
 from flyteplugins_tracking.errors import ConfigError
@@ -64,6 +65,30 @@ def check_text(name: str, value: object, is_optional: bool = True) -> None:
         return
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{name} must be a non-empty string, got {value!r}")
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise ConfigError(f"{name} contains a null character or half of a surrogate pair: {value[:80]!r}")
+
+
+def check_name(name: str, value: object, longest: int = 500) -> None:
+    """Refuse a `value` that is neither None nor a string that a service takes as a name.
+
+    Raises:
+        ConfigError: The value is anything else.
+    """
+    check_text(name, value)
+    if isinstance(value, str) and len(value) > longest:
+        raise ConfigError(f"{name} has {len(value)} characters, and at most {longest} can be used: {value[:40]!r}...")
+
+
+def check_run_id(name: str, value: object) -> None:
+    """Refuse a `value` that is neither None nor a string that can be a run's id, and so a part of a file's name.
+
+    Raises:
+        ConfigError: The value is anything else.
+    """
+    check_name(name, value, longest=100)  # services take 128, and the ids of ranks have a suffix
+    if isinstance(value, str) and (re.search(r"[/\\\x00-\x1f\x7f]", value) or value.strip(".") == ""):
+        raise ConfigError(f"{name}={value!r} cannot be a run id: use letters, digits, '-', '_' and '.'")
 
 
 def check_texts(name: str, values: object) -> tuple[str, ...] | None:

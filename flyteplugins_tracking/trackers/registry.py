@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig
-from flyteplugins_tracking._util.checks import check_arguments, check_choice
+from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_name, check_run_id
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Tracker
 
@@ -61,6 +61,9 @@ def check_config(config: TrackingConfig) -> None:
             reason = tracker.unsupported[feature]
             raise ConfigError(f"{tracker.title} does not support {_FEATURE_ARGUMENTS[feature]}: {reason}")
     tracker.check(config)
+    check_run_id("id", config.id)
+    for name in ("project", "group", "name"):
+        check_name(name, getattr(config, name))
 
 
 def propagated_to(config: TrackingConfig, propagated: Mapping[str, Any]) -> TrackingConfig:

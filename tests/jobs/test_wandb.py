@@ -379,3 +379,26 @@ def test_flytekits_link_leads_to_the_users_group():
     config = TrackingConfig(run_mode="new", rank_scope="worker", project="p", group="g", options={"entity": "e"})
     link = TRACKER.link(config, pages(NodeRequest(2, 2, 8), "new", "worker", ""))
     assert (link["link_type"], link["wandb_group"]) == ("tracking-wandb-group-id", "g")
+
+
+def test_empty_variables_of_wandb_count_as_not_set(tmp_path):
+    empty = ("RUN_ID", "NAME", "TAGS", "NOTES", "RUN_GROUP", "RESUME", "BASE_URL", "PROJECT", "ENTITY", "SWEEP_ID")
+    done = train(tmp_path, **{f"WANDB_{name}": "" for name in empty})
+    assert done.returncode == 0, done.output
+    assert len(done.runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"WANDB_MODE": "ofline"}, "mode='ofline': Input should be 'online', 'offline'"),
+        ({"WANDB_PROJECT": "a/b"}, "Invalid project name 'a/b'"),
+        ({"WANDB_RUN_ID": ".."}, "WANDB_RUN_ID='..' cannot be a run id"),
+        ({"WANDB_TAGS": ","}, "run_tags"),
+    ],
+)
+def test_a_variable_that_wandb_does_not_accept_is_an_error_of_ours_that_names_it(tmp_path, variables, named):
+    done = train(tmp_path, **variables)
+    assert done.returncode == 1
+    last = [line for line in done.output.splitlines() if line.startswith("flyteplugins_tracking.errors.ConfigError: ")]
+    assert named in "".join(last), done.output

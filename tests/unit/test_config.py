@@ -50,6 +50,31 @@ class Settings:
         ({"id": ""}, "id must be a non-empty string, got ''"),
         ({"id": 7}, "id must be a non-empty string, got 7"),
         ({"id": "a/b:c"}, "run id 'a/b:c' contains / :, which W&B does not accept in an id"),
+        *(
+            ({"tracker": tracker, "id": run_id}, message)
+            for tracker in ("mlflow", "trackio")
+            for run_id, message in {
+                "a/b": "id='a/b' cannot be a run id: use letters, digits, '-', '_' and '.'",
+                "../../x": "id='../../x' cannot be",
+                "..": "id='..' cannot be",
+                "a\nb": "cannot be a run id",
+                "a\0b": "id contains a null character or half of a surrogate pair: 'a\\x00b'",
+                "a\ud800": "or half of a surrogate pair: 'a\\ud800'",
+                "a" * 10_000: "id has 10000 characters, and at most 100 can be used",
+            }.items()
+        ),
+        *(
+            ({name: text}, f"{name} {problem}")
+            for name in ("project", "group", "name")
+            for text, problem in {
+                "a\0": "contains a null character",
+                "\udcff": "contains a null character or half",
+                "a" * 501: "has 501 characters, and at most 500",
+            }.items()
+        ),
+        ({"notes": "a\0"}, "notes contains a null character"),
+        ({"tags": ["a\0"]}, "each entry of tags contains a null character"),
+        ({"project": "a/b"}, "project 'a/b' contains /, which W&B does not accept in a project"),
         ({"tags": "a"}, "tags must be a sequence of strings, got 'a'"),
         ({"tags": [1]}, "each entry of tags must be a non-empty string, got 1"),
         ({"mode": "shared"}, "pass run_mode='shared'"),

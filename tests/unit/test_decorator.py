@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import inspect
@@ -82,6 +83,10 @@ def test_the_run_of_an_async_object_is_open_while_it_runs(recorder):
     assert [(run.id, run.exit_codes) for run in recorder] == [(run_id, (0,))]
 
 
+async def rows() -> AsyncIterator[int]:
+    yield 1
+
+
 @pytest.mark.parametrize(
     ("target", "message"),
     [
@@ -91,6 +96,11 @@ def test_the_run_of_an_async_object_is_open_while_it_runs(recorder):
         (classmethod(len), "put @tracking_init below @classmethod"),
         (property(len), "put @tracking_init below @property"),
         (functools.partial(batches), "is a generator function: its body would run after the call"),
+        (
+            contextlib.contextmanager(batches),
+            "makes a context manager: the body of its `with` would run after the call",
+        ),
+        (contextlib.asynccontextmanager(rows), "Put @tracking_init on the function that has the `with`"),
         ("project", "write @tracking_init(project='project')"),
     ],
 )
@@ -293,12 +303,15 @@ async def body() -> None:
     """Never runs."""
 
 
-async def rows() -> AsyncIterator[int]:
-    yield 1
-
-
 @pytest.mark.parametrize(
-    ("made", "kind"), [(body, "coroutine"), (batches, "generator"), (rows, "async generator")], ids=["1", "2", "3"]
+    ("made", "kind"),
+    [
+        (body, "coroutine"),
+        (batches, "generator"),
+        (rows, "async generator"),
+        (contextlib.contextmanager(batches), "generator"),
+        (contextlib.asynccontextmanager(rows), "async generator"),
+    ],
 )
 def test_a_function_that_returns_a_body_instead_of_running_it_is_refused(recorder, made, kind):
     @tracking_init
@@ -308,6 +321,20 @@ def test_a_function_that_returns_a_body_instead_of_running_it_is_refused(recorde
     with pytest.raises(ConfigError, match=f"train returned a {kind} that has not started"):
         train()
     assert [run.exit_codes for run in recorder] == [(1,)]
+
+
+def test_a_block_with_a_tracked_function_in_it_is_no_generator(recorder):
+    @contextlib.contextmanager
+    def setup():
+        yield 1
+
+    @tracking_init
+    @setup()
+    def train() -> int:
+        return 2
+
+    assert train() == 2
+    assert [run.exit_codes for run in recorder] == [(0,)]
 
 
 def test_a_generator_that_has_started_is_a_value_like_any_other(recorder):

@@ -35,7 +35,8 @@ def test_values_keep_their_types_in_a_block(bare_environment):
 
 @given(
     st.dictionaries(
-        st.sampled_from(["project", "name", "entity", "group", "notes"]), st.text(min_size=1).filter(str.strip)
+        st.sampled_from(["project", "name", "entity", "group", "notes"]),
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/\\#?%:"), min_size=1).filter(str.strip),
     )
 )
 def test_every_text_comes_back_as_it_was(values):

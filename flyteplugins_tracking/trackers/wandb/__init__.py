@@ -21,7 +21,7 @@ from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
 # Our argument: wandb.init has a setting for it.
 HOST = "host"
-# A run id must not contain these: https://docs.wandb.ai/models/ref/python/functions/init
+# A run id and a project must not contain these: https://docs.wandb.ai/models/ref/python/functions/init
 _NOT_IN_AN_ID = "/\\#?%:"
 _APP = "https://wandb.ai"
 # The pages of W&B's own services, by the addresses of the servers that clients talk to.
@@ -76,6 +76,7 @@ class WandbTracker(Tracker):
         options = config.options
         check_host(options.get(HOST))
         check_id(config.id)
+        check_project(config.project)
         if options.get("mode") == "shared":
             raise ConfigError("mode='shared' is set by this library: pass run_mode='shared' instead")
         for name, allowed in _CHOICES.items():
@@ -135,16 +136,35 @@ def forced_run_id() -> str | None:
     return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
 
 
+def drop_empty_variables() -> None:
+    """Have W&B's variables that are empty, as templates leave them, count as not set: wandb refuses some of them."""
+    for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value.strip()]:
+        del os.environ[name]
+
+
 def check_id(run_id: str | None) -> None:
     """Refuse an id with a character that W&B does not accept.
 
     Raises:
         ConfigError: It has one.
     """
-    bad = sorted(set(run_id or "") & set(_NOT_IN_AN_ID))
+    _check_characters("run id", run_id, "an id")
+
+
+def check_project(project: str | None) -> None:
+    """Refuse a project with a character that W&B does not accept.
+
+    Raises:
+        ConfigError: It has one.
+    """
+    _check_characters("project", project, "a project")
+
+
+def _check_characters(subject: str, text: str | None, place: str) -> None:
+    bad = sorted(set(text or "") & set(_NOT_IN_AN_ID))
     if bad:
         raise ConfigError(
-            f"run id {run_id!r} contains {' '.join(bad)}, which W&B does not accept in an id: use letters, digits, "
+            f"{subject} {text!r} contains {' '.join(bad)}, which W&B does not accept in {place}: use letters, digits, "
             "- and _"
         )
 

@@ -10,13 +10,14 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line
-from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.peers.role import NodeRole
@@ -24,6 +25,7 @@ from flyteplugins_tracking.trackers.wandb import (
     HOST,
     api_of,
     check_id,
+    drop_empty_variables,
     forced_run_id,
     late_count,
     offline,
@@ -65,12 +67,36 @@ _LINKS = ("latest-run", "debug.log", "debug-internal.log")
 _REOPENING_S = 5.0
 
 
+@contextmanager
+def _settings_checked() -> Iterator[None]:
+    """Raise W&B's refusal of a value as an error of ours, which names the value.
+
+    Raises:
+        ConfigError: W&B does not accept an argument or a variable.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = f"{type(error).__module__.partition('.')[0]}.{type(error).__name__}"
+        if kind == "wandb.UsageError":
+            raise ConfigError(f"W&B does not accept this: {masked(str(error))}") from None
+        if kind == "pydantic_core.ValidationError":
+            details: Any = error
+            refused = (f"{'.'.join(map(str, one['loc']))}={one['input']!r}: {one['msg']}" for one in details.errors())
+            text = masked("; ".join(refused))
+            raise ConfigError(f"W&B does not accept a value of settings=, or of a WANDB_ variable: {text}") from None
+        raise
+
+
+@_settings_checked()
 def open_run(request: RunRequest) -> Handle:
     """Open this rank's run: an own one, or one that ranks share.
 
     Raises:
         TrackerUnavailableError: W&B, or a key for it, is not there.
+        ConfigError: W&B does not accept an argument or a variable.
     """
+    drop_empty_variables()
     check_id(request.plan.run_id)
     vendor.drop_unusable_service()
     reopen = functools.partial(_reopen, request)
