@@ -109,7 +109,7 @@ class Argument(NamedTuple):
 
 def arguments() -> Iterator[Argument]:
     """Yield the arguments of `tracking_init`: the fields of `TrackingConfig` before `options`, with their texts."""
-    code = (ROOT / "flyteplugins_tracking" / "_config" / "config.py").read_text()
+    code = (ROOT / "flyteplugins_tracking" / "trackers" / "config.py").read_text()
     (body,) = [
         one.body for one in ast.parse(code).body if isinstance(one, ast.ClassDef) and one.name == "TrackingConfig"
     ]

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar, overload
 
-from flyteplugins_tracking._config.config import IfUnavailable, Rollback, TrackingConfig
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._rank.plan import PrimaryRank, RankScope, RunMode
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.lifecycle import RunScope, publish_files
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Tracker
+from flyteplugins_tracking.trackers.config import IfUnavailable, Rollback, TrackingConfig
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker, propagated_to
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -4,5 +4,5 @@ In the room: what the platform knows about the call (`context`), one module for 
 table in a task's report (`report`), and `tracking_config`, which passes arguments to tasks.
 May enter: code that names Flyte. Must not: names of a tracker.
 Flyte's packages are imported inside functions, and only if the user has imported them.
-It may import every room below it: `_runs`, `trackers`, `_config`, `_job`, `_rank`, `_util` and `errors`.
+It may import every room below it: `_runs`, `trackers`, `_job`, `_rank`, `_util` and `errors`.
 """

@@ -17,13 +17,13 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._config import propagation
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte.elastic import class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, Page, pages
+from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.registry import find_tracker
 
 if TYPE_CHECKING:

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
-from flyteplugins_tracking._config import propagation
-from flyteplugins_tracking._config.config import TrackingConfig, merged
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
+from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.trackers.config import TrackingConfig, merged
 from flyteplugins_tracking.trackers.registry import check_propagated
 
 # The blocks that this thread or coroutine is in. One object may have entered several blocks.

@@ -2,9 +2,10 @@
 
 In the room: the calls that are running (`calls`), one call from start to end (`lifecycle`), how a run is opened
 (`open`) and closed (`close`), SIGTERM (`sigterm`), the stop at one step (`stopping`), the steps of a run's attempts
-(`goodput`), and the thread that looks at the job's ranks (`monitor`): for the roll-call, the pulse and the stop.
+(`goodput`), the arguments that reach other functions and processes as text (`propagation`), and the thread that looks
+at the job's ranks (`monitor`): for the roll-call, the pulse and the stop.
 May enter: code that is the same for every tracker and every platform. Must not: names of a tracker or of Flyte. They
 come in as objects: a `Tracker` and the execution context of the call.
-It may import `errors`, `_util`, `_rank`, `_job`, `_config` and `trackers`. A rank without a run loads `calls` and
+It may import `errors`, `_util`, `_rank`, `_job` and `trackers`. A rank without a run loads `calls` and
 `lifecycle` only.
 """

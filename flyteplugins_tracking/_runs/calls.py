@@ -15,11 +15,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._util.fork import after_fork_in_child
+from flyteplugins_tracking.trackers.config import TrackingConfig
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._job.failures import FailureReader

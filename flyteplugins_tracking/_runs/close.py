@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.failures import Failure, Verdict
 from flyteplugins_tracking._rank import jax
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -24,6 +23,7 @@ from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.fork import at_fork
 from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking.trackers.config import TrackingConfig
 
 if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Tracker

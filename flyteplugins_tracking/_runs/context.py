@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._config import propagation
+from flyteplugins_tracking._runs import propagation
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.calls import TrackedCall

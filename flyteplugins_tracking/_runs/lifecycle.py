@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import opens_run
@@ -25,6 +24,7 @@ from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
+from flyteplugins_tracking.trackers.config import TrackingConfig
 
 if TYPE_CHECKING:
     from types import TracebackType

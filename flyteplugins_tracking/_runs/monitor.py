@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job import hang, progress, pulse
 from flyteplugins_tracking._job.board import Board, job_board, nearest_board
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, job_store
@@ -26,6 +25,7 @@ from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.loaded import loaded
 from flyteplugins_tracking.trackers.base import SigtermWatch
+from flyteplugins_tracking.trackers.config import TrackingConfig
 
 logger = logging.getLogger(__name__)
 

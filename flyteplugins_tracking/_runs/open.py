@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.failures import FailureReader
 from flyteplugins_tracking._job.identity import (
     Identity,
@@ -40,6 +39,7 @@ from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Uncounted
+from flyteplugins_tracking.trackers.config import TrackingConfig
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._rank.topology import get_distributed_info
+from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.calls import detached
 from flyteplugins_tracking._runs.lifecycle import exit_code_of
 from flyteplugins_tracking._runs.open import may_prompt

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, TypeVar, overload
 
-from flyteplugins_tracking._config import propagation
-from flyteplugins_tracking._config.config import TrackingConfig, merged, plain_config
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
 from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig
 from flyteplugins_tracking._rank.plan import NodeRequest
 from flyteplugins_tracking._rank.topology import get_distributed_info
+from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.open import may_prompt, require
 from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_text, check_texts
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.trackers.config import TrackingConfig, merged, plain_config
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -7,9 +7,9 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from flyteplugins_tracking._config import propagation
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._rank.plan import RankScope, RunMode
+from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.calls import get_run
 
 

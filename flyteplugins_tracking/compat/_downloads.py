@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._config import propagation
-from flyteplugins_tracking._config.config import merged
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
+from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._util.private_dir import private_directory
 from flyteplugins_tracking.compat._context import (
     get_wandb_context,
     get_wandb_run,
     get_wandb_sweep_context,
 )
+from flyteplugins_tracking.trackers.config import merged
 
 if TYPE_CHECKING:
     from flyte.io import Dir

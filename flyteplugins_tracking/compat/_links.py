@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
 from flyteplugins_tracking._rank.plan import RankScope, RunMode
 from flyteplugins_tracking._sweeps.sweep import SweepLink
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.registry import check_config
 
 _HOST = "https://wandb.ai"

@@ -14,12 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, overload
 
-from flyteplugins_tracking._config import propagation
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig, tracking_config
 from flyteplugins_tracking._rank import topology
 from flyteplugins_tracking._rank.plan import RankScope, RunMode
+from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
 from flyteplugins_tracking._util.checks import check_flag
@@ -33,6 +32,7 @@ from flyteplugins_tracking.compat._downloads import (
 )
 from flyteplugins_tracking.compat._links import Wandb, WandbSweep
 from flyteplugins_tracking.decorator import decorator_of, tracked_function
+from flyteplugins_tracking.trackers.config import TrackingConfig
 
 __all__ = [
     "RankScope",

@@ -19,7 +19,6 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flyteplugins_tracking._config.propagation import set_variables
 from flyteplugins_tracking._flyte import flyte1, flyte2
 from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
@@ -28,6 +27,7 @@ from flyteplugins_tracking._rank.topology import override_distributed_info
 from flyteplugins_tracking._runs.calls import Override, TrackedCall, override, override_here
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.lifecycle import exit_code_of
+from flyteplugins_tracking._runs.propagation import set_variables
 from flyteplugins_tracking._util.checks import check_flag, check_seconds
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.testing.recorder import Call, RecordedRun, RecordedRuns, RecordingTracker, Row, Store

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page, RunPlan, leader_of, primary_rank_of
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
 Feature = Literal["shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "download_logs"]

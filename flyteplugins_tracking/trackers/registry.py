@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_name, check_run_id
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Tracker
+from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 
 ENTRY_POINTS = "flyteplugins_tracking.trackers"
 _BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb", "pluto", "mlflow", "trackio")}

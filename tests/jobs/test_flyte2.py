@@ -15,7 +15,7 @@ pytest.importorskip("flyteplugins.pytorch", reason="flyteplugins-pytorch is not 
 from support import flyte2_pods
 
 from flyteplugins_tracking import ConfigError, tracking_config, tracking_init
-from flyteplugins_tracking._config.propagation import CONFIG, RUNS
+from flyteplugins_tracking._runs.propagation import CONFIG, RUNS
 
 MODULE, WORKERS = "flyte2_tracked", "flyte2_workers"
 TASKS = jobs.PROGRAMS / f"{MODULE}.py"

@@ -19,7 +19,7 @@ def train():
 
 def test_a_block_reaches_threads_and_processes_that_are_started_in_it(bare_environment):
     found = []
-    code = "from flyteplugins_tracking._config.propagation import *; print(read(CONFIG, None)['project'])"
+    code = "from flyteplugins_tracking._runs.propagation import *; print(read(CONFIG, None)['project'])"
     with tracking_config(project="block"):
         thread = threading.Thread(target=lambda: found.append(train().project))
         thread.start()

@@ -23,8 +23,8 @@ from support.wandb_server import WandbServer
 from wandb_files import read_runs
 
 import flyteplugins_tracking
-from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking._rank.plan import NodeRequest, pages
+from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
 from flyteplugins_tracking.trackers.wandb.open import has_rows, remove_failed_runs
 

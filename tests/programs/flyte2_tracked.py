@@ -196,7 +196,7 @@ def one_process() -> None:
     from flyte.models import ActionID, RawDataPath, TaskContext
     from flyte.report import Report
 
-    from flyteplugins_tracking._config.propagation import RUNS
+    from flyteplugins_tracking._runs.propagation import RUNS
 
     parent = {"wandb": {"id": "r1-elsewhere", "project": "tests", "entity": "team"}}
 

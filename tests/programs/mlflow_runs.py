@@ -93,9 +93,9 @@ def in_a_child() -> None:
 def as_a_called_task() -> None:
     """Open the caller's run as a called Flyte 2 task does in its own pod, from what is passed on to it."""
     from flyteplugins_tracking import get_run
-    from flyteplugins_tracking._config.config import TrackingConfig
     from flyteplugins_tracking._rank.plan import plan
     from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
+    from flyteplugins_tracking.trackers.config import TrackingConfig
     from flyteplugins_tracking.trackers.registry import find_tracker
 
     tracker = find_tracker("mlflow")

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, should_stop, tracking_init
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._rank.topology import detect
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.pluto import TRACKER
 
 DIRECTORY = Path(os.environ["TRAIN_DIR"])

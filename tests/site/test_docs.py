@@ -43,9 +43,9 @@ from flyteplugins_tracking import (
     tracking_init,
 )
 from flyteplugins_tracking._commands import doctor, send
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._job.identity import from_launcher
 from flyteplugins_tracking._rank import launchers, topology
+from flyteplugins_tracking.trackers.config import TrackingConfig
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "docs" / "include.py"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flyteplugins_tracking import ConfigError, tracking_init
-from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig, plain_config
+from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig, plain_config
 
 
 class Optimizer(enum.Enum):

@@ -13,8 +13,8 @@ import pytest
 from support.jobs import TIME_SCALE
 
 from flyteplugins_tracking import ConfigError, get_run, tracking_config, tracking_init
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank.plan import Page
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.mlflow.tables import alone_with, await_first_run
 from flyteplugins_tracking.trackers.registry import find_tracker
 

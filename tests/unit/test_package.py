@@ -24,7 +24,6 @@ ROOMS = [
     {"_util"},
     {"_rank"},
     {"_job"},
-    {"_config"},
     {"trackers"},
     {"_runs"},
     {"_flyte"},
@@ -138,6 +137,12 @@ def room_of(path: Path) -> str:
 def allowed_in(room: str) -> set[str]:
     position = next(number for number, rooms in enumerate(ROOMS) if room in rooms)
     return {room}.union(*ROOMS[:position])
+
+
+def test_every_entry_of_the_packages_root_is_a_room():
+    entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed")}
+    assert entries == set().union(*ROOMS)
+    assert len(entries - {"__init__", "__main__"}) <= 12
 
 
 @pytest.mark.parametrize("path", [pytest.param(path, id=str(path)[len(str(PACKAGE)) + 1 :]) for path in MODULES])

@@ -19,7 +19,7 @@ import pytest
 from support.pluto_server import KEY
 
 from flyteplugins_tracking import ConfigError, tracking_init
-from flyteplugins_tracking._config.config import TrackingConfig
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.pluto import TRACKER, queues, vendor
 
 

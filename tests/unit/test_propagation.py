@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from support.requests import RequestRecorder
 
 from flyteplugins_tracking import ConfigError, get_run, tracking_config, tracking_init
-from flyteplugins_tracking._config.config import merged
-from flyteplugins_tracking._config.propagation import CONFIG, read
+from flyteplugins_tracking._runs.propagation import CONFIG, read
+from flyteplugins_tracking.trackers.config import merged
 
 TRACKER = RequestRecorder()
 

@@ -16,7 +16,7 @@ from flyteplugins_tracking import (
     tracking_sweep,
     tracking_sweep_config,
 )
-from flyteplugins_tracking._config.propagation import CONFIG, SWEEP, SWEEP_ID
+from flyteplugins_tracking._runs.propagation import CONFIG, SWEEP, SWEEP_ID
 from flyteplugins_tracking._sweeps.sweep import SweepLink
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')

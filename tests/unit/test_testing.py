@@ -34,12 +34,12 @@ from flyteplugins_tracking import (
     tracking_config,
     tracking_init,
 )
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking._rank.topology import detect
 from flyteplugins_tracking._runs.calls import _overrides, _running
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recording, simulate
+from flyteplugins_tracking.trackers.config import TrackingConfig
 
 pytest_plugins = "pytester"
 

@@ -15,16 +15,15 @@ import pytest
 from support.backends import EXAMPLES
 
 from flyteplugins_tracking import ConfigError, TrackerNotInstalledError, get_run, tracking_config, tracking_init
-from flyteplugins_tracking._config import propagation
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._flyte import flyte1
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
-from flyteplugins_tracking._runs import calls
+from flyteplugins_tracking._runs import calls, propagation
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.context import ProcessContext
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.registry import find_tracker
 from flyteplugins_tracking.trackers.rows import MetricSanitizer
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from flyteplugins_tracking import ConfigError, tracking_init
-from flyteplugins_tracking._config.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking._rank.plan import Page
+from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking.trackers.trackio import INIT_ARGUMENTS, TRACKER
 from flyteplugins_tracking.trackers.trackio.open import TrackioHandle
 

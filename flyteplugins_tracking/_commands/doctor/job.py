@@ -109,7 +109,7 @@ def base_id(
 
 def _check_id(tracker: Tracker, variable: str, env: Env) -> Iterator[Diagnostic]:
     """Yield what is wrong with an id from a variable. An exported id is the run of every job started afterwards."""
-    from flyteplugins_tracking._config.config import TrackingConfig
+    from flyteplugins_tracking.trackers.config import TrackingConfig
 
     value = env[variable]
     try:

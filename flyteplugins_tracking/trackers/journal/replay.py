@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.journal import addresses_in, how_to_send, require_server
 from flyteplugins_tracking.trackers.journal.files import StoredJournal, remove_torn, stored
 from flyteplugins_tracking.trackers.journal.lines import decode_all, exit_code_in

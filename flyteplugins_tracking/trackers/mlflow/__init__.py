@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page, has_primary, primary_rank_of
 from flyteplugins_tracking._util.checks import check_flag, check_text
 from flyteplugins_tracking._util.url import has_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
 _TEXTS = ("tracking_uri", "experiment_name", "framework", "link_host")

@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import quote
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers.base import link_types
+from flyteplugins_tracking.trackers.config import TrackingConfig
 
 # The tags by which runs are found.
 ID_TAG = "flyteplugins_tracking.run_id"

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_text
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
 # The parameters of pluto.init that the decorator does not take by name, and that do not choose a run. A test compares.

@@ -13,11 +13,11 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
 # The keys of the run's config that hold its status. The user's config must not have them.

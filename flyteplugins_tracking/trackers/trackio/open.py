@@ -8,10 +8,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from flyteplugins_tracking._config.config import TrackingConfig
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import new_id, run_config
+from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.trackio import SPACE, check_address, vendor, without_token
 from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write
 

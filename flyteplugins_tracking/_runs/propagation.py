@@ -17,9 +17,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from flyteplugins_tracking._config.config import merged
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.trackers.config import merged
 
 # Set by `tracking_config` and `tracking_sweep_config`.
 CONFIG = "FLYTE_TRACKING_CONFIG"
