@@ -26,9 +26,8 @@ from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.ray import Trial
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking.errors import IdentityError
-
-Env = Mapping[str, str]
 
 _STORE_KEY = "flyteplugins_tracking/base_id"
 # Trackers allow 64 characters or more; the longest suffix, "-worker-9999-rank-99", and an ordinal need 25 of them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -10,9 +9,8 @@ from flyteplugins_tracking._rank import jax
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking.errors import IdentityError
-
-Env = Mapping[str, str]
 
 STORE_TIMEOUT = timedelta(seconds=30)
 # For uses that must not delay the job for longer.

@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._rank.info import DistributedInfo, check_orders
+from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking.errors import TopologyError
 
-Env = Mapping[str, str]
 if TYPE_CHECKING:
     Names = str | tuple[str, ...]
 

@@ -17,9 +17,8 @@ from flyteplugins_tracking._rank.children import is_child_of_rank, is_forked
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import LAUNCHERS, refuse_leftovers, refuse_ranks_that_disagree
 from flyteplugins_tracking._rank.pools import Pool, innermost_pool, is_inherited, is_left_over
+from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking.errors import TopologyError
-
-Env = Mapping[str, str]
 
 # Set by `override_distributed_info`. In a tuple, since the override itself may be None.
 _override: ContextVar[tuple[DistributedInfo | None] | None] = ContextVar("flyteplugins_tracking_topology", default=None)

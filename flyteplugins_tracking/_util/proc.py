@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Mapping
 from glob import glob
+
+Env = Mapping[str, str]
+"""The variables of a process, by name."""
 
 
 def machine() -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from flyteplugins_tracking._commands.doctor.plans import MOST_RANKS
 from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking.errors import ConfigError, IdentityError
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic, check_directory
 
-Env = Mapping[str, str]
 _START = "torchrun --nproc-per-node=2 train.py, or: srun --ntasks=2 python train.py"
 
 
