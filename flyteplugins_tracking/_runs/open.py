@@ -36,6 +36,7 @@ from flyteplugins_tracking._runs.goodput import Attempts
 from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking._util.secrets import learn
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Uncounted
@@ -382,6 +383,14 @@ def _job_metadata(info: DistributedInfo | None) -> dict[str, Any]:
 
 
 def _read_secret(secret: Any, context: ExecutionContext) -> str | None:
+    """Read the user's key, which no text of ours shows from now on."""
+    key = _secret_of(secret, context)
+    if key is not None:
+        learn(key)
+    return key
+
+
+def _secret_of(secret: Any, context: ExecutionContext) -> str | None:
     if secret is None:
         return None
     if not callable(secret):

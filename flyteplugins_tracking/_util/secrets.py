@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+from urllib.parse import quote
+
+from flyteplugins_tracking._util.url import CREDENTIALS
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 # A shorter value may be an ordinary word.
 _SHORTEST = 8
 _HIDDEN = "***"
 _PATTERNS = (
-    # A user and a password in an address.
-    (re.compile(r"(?<=://)[^/\s@]+@"), f"{_HIDDEN}@"),
+    # A user and a password, or a token, in an address. Other text may follow: digits and a slash are a port.
+    (re.compile(r"(?<=://)[^\s/@:]*:(?!\d+(?:[/?#\s]|$))[^\n\"'<>]*@"), f"{_HIDDEN}@"),
+    (re.compile(r"(?<=://)(?:[^/\s@]*@)+"), f"{_HIDDEN}@"),
     # `api_key=...`, `"token": "..."`, `Authorization: Bearer ...`
     (
         re.compile(
@@ -30,10 +34,24 @@ _PATTERNS = (
 )
 
 
-def masked(text: str, known: tuple[str, ...] = ()) -> str:
-    """Return `text` without keys: those that the environment has, those of known forms, and `known`."""
-    values = [value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _SHORTEST]
-    for value in sorted({*values, *known}, key=len, reverse=True):
+# The keys that this process was given by other ways than its environment.
+_known: set[str] = set()
+
+
+def learn(key: str) -> None:
+    """Have `masked` replace this key from now on."""
+    if len(key.strip()) >= _SHORTEST:
+        _known.update({key.strip(), quote(key.strip(), safe="")})
+
+
+def masked(text: str) -> str:
+    """Return `text` without keys: those that this process has learnt or has in its environment, or of known forms."""
+    values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _SHORTEST}
+    for value in os.environ.values():
+        found = CREDENTIALS.search(value)
+        password = (found[0][:-1].partition(":")[2] or found[0][:-1]) if found else ""
+        values |= {password} if len(password) >= _SHORTEST else set()
+    for value in sorted(values | _known, key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
     for pattern, hidden in _PATTERNS:
         text = pattern.sub(hidden, text)

@@ -82,3 +82,18 @@ def test_a_flyte_secret_reaches_the_server_and_nothing_else(tmp_path):
         assert run.exit_codes == [0], done.output
         assert CANARY not in done.output + json.dumps([run.raw_config, run.rows, run.log])
         assert files_with(CANARY, tmp_path) == []
+
+
+def test_the_address_of_a_webhook_is_in_no_file(tmp_path):
+    hook = f"https://hooks.example.com/{CANARY}"
+    code = (
+        "from flyteplugins_tracking import tracking_init, get_run\n"
+        f"@tracking_init(tracker='trackio', project='p', webhook_url={hook!r}, if_unavailable='degrade',\n"
+        "               server_url='http://127.0.0.1:9', init_timeout_s=3)\n"
+        "def train(): get_run().log({'loss': 1})\n"
+        "train()\n"
+    )
+    done = jobs.python(tmp_path, "-c", code)
+    assert done.returncode == 0, done.output
+    assert list(tmp_path.glob("tracking-offline/**/*.journal.*")), done.output
+    assert files_with(CANARY, tmp_path) == []

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import quote
 
 import pytest
 
@@ -22,8 +23,11 @@ from flyteplugins_tracking._job.failures import (
 )
 from flyteplugins_tracking._job.siblings import Ended
 from flyteplugins_tracking._runs.lifecycle import _withdraw_announced
+from flyteplugins_tracking._util import secrets
 from flyteplugins_tracking._util.secrets import masked
+from flyteplugins_tracking._util.url import has_credentials, without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.testing import RecordingTracker
 
 RANKS = [DistributedInfo(rank, 4, rank, 4, 0, 1, launcher="mpich") for rank in range(4)]
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -237,9 +241,49 @@ def test_a_text_of_many_megabytes_or_of_bytes_that_are_no_text_stays_small_and_v
     assert rb"name \udcff" in failure.traceback.encode()
 
 
+def test_a_key_of_secret_is_masked_in_the_exception_of_the_training(monkeypatch, bare_environment):
+    monkeypatch.setattr(secrets, "_known", set())
+    key = "key-that-no/pattern-knows"
+
+    @tracking_init(tracker=ReadsSecret(), secret=lambda: key)
+    def train() -> None:
+        raise ValueError(f"{key} and {quote(key, safe='')}")
+
+    with pytest.raises(ValueError, match="key-that") as caught:
+        train()
+    failure = Failure.of_error(caught.value, 0, 1)
+    assert failure.message == "*** and ***"
+    assert key not in failure.traceback
+
+
+class ReadsSecret(RecordingTracker):
+    def open(self, request):
+        assert request.read_secret()
+        return super().open(request)
+
+
+@pytest.mark.parametrize("password", ["p@ss", "p/ss", "p ss word", "p@s/s w:rd", "12345", "a?b#c"])
+def test_a_password_in_an_address_is_masked_whatever_it_has(monkeypatch, password):
+    address = f"https://me:{password}@host.example.com/path"
+    assert masked(f"cannot reach {address}: no route") == "cannot reach https://***@host.example.com/path: no route"
+    assert has_credentials(address)
+    assert without_credentials(address) == "https://host.example.com/path"
+    monkeypatch.setenv("WANDB_BASE_URL", f"https://me:long-{password}@host")
+    assert masked(f"got 'long-{password}'") == "got '***'"
+
+
+@pytest.mark.parametrize(
+    "address", ["https://host/@me/x", "http://host", "sqlite:////tmp/a@b/x.db", "file:///a:b@c", "~/x"]
+)
+def test_an_address_without_credentials_is_not_changed(address):
+    assert masked(address) == address == without_credentials(address)
+    assert not has_credentials(address)
+
+
 def test_ordinary_text_is_not_masked(monkeypatch):
     monkeypatch.setenv("SHORT_KEY", "abc")
     text = "KeyError: 'loss', expected a token of 5 characters; abc; the key is missing"
+    text += "; see http://localhost:5000/path or write to me@host.example.com"
     assert masked(text) == text
 
 

@@ -171,3 +171,9 @@ def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
     kept = list(datastore.records(path))
     assert kept == payloads[-len(kept) :]
     assert len(kept) > 100
+
+
+def test_the_place_of_a_run_is_stored_without_the_servers_password():
+    settings = SimpleNamespace(base_url="https://me:pass/word@wandb.example.com")
+    place = tail.Place.of(SimpleNamespace(settings=settings, entity="e", project="p", id="i"))
+    assert place == ("https://wandb.example.com", "e", "p", "i")

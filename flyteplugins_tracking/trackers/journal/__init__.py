@@ -53,7 +53,7 @@ def require_server(directory: Path, address: str, allowed: Iterable[str]) -> Non
         shown = without_credentials(address)
         raise TrackerUnavailableError(
             f"{directory} is of the server {shown}, for which this process is not set up: it gets no key of this "
-            f"process. If the server is right: {how_to_send(str(directory), {'host': address})}"
+            f"process. If the server is right: {how_to_send(str(directory), {'host': shown})}"
         )
 
 

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 # The parent of the runs' directories, in the job's working directory.
 FOLDER = "tracking-offline"
-# The arguments that mean nothing to the process that sends the run later.
-_OF_THIS_JOB = ("secret", "tracker", "primary_rank")
+# The arguments that mean nothing to the process that sends the run later. The address of a webhook is a password.
+_OF_THIS_JOB = ("secret", "tracker", "primary_rank", "webhook_url", "webhook_min_level")
 
 
 def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], ClientHandle]) -> ClientHandle:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import how_to_send, require_server
 from flyteplugins_tracking.trackers.journal.files import stored
@@ -170,7 +171,9 @@ def replay(lines: Sequence[Any]) -> int:
     names = ("name", "group", "tags", "notes", "config")
     described = {name: arguments[name] for name in names if arguments.get(name) is not None}
     settings = vendor.default_settings()
-    place = tail.Place(settings.base_url, settings.entity or "", arguments.get("project") or "", header["id"])
+    place = tail.Place(
+        without_credentials(settings.base_url), settings.entity or "", arguments.get("project") or "", header["id"]
+    )
     attempt = tail.Attempt(Path(), ())
     for line in lines:
         if "row" in line:
@@ -200,4 +203,6 @@ def _place(directory: Path, described: Any) -> tail.Place:
     """Return which run it is: what its journal says, or else of the server and entity that are set up here."""
     for journal in stored(directory):
         return tail.Place(*journal.header["place"])
-    return tail.Place(vendor.default_settings().base_url, described.entity, described.project, described.run_id)
+    return tail.Place(
+        without_credentials(vendor.default_settings().base_url), described.entity, described.project, described.run_id
+    )

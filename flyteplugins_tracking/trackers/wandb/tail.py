@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util.private_dir import is_own_directory, own_file_in
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking._util.whole_file import link_or_copy
 from flyteplugins_tracking.trackers.journal.files import Journal, StoredJournal, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
@@ -51,7 +52,7 @@ _OF_AN_ATTEMPT = ("config.yaml", "output.log", "requirements.txt", "wandb-metada
 
 
 class Place(NamedTuple):
-    """Which run of which server it is."""
+    """Which run of which server it is. It is stored, so the server's address has no password."""
 
     server: str
     entity: str
@@ -61,7 +62,9 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, run: Any) -> Place:
         """Return the place of an open run."""
-        return cls(str(run.settings.base_url), str(run.entity or ""), str(run.project), str(run.id))
+        return cls(
+            without_credentials(str(run.settings.base_url)), str(run.entity or ""), str(run.project), str(run.id)
+        )
 
 
 # Takes the place of a run, the directory of its attempt, and the step from which on it has no rows.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 
 # How long `wandb.init` may wait for the server to say whose key it is.
@@ -535,7 +536,7 @@ def stored_run(path: str, server: str, timeout_s: float = 10.0) -> Stored | None
     """Return what the service has of the run `entity/project/id`; None if it does not have the run, or does not say."""
     wandb: Any = importlib.import_module("wandb")
     try:
-        run = wandb.Api({"base_url": server}, timeout=timeout_s).run(path)
+        run = wandb.Api({"base_url": _as_set_up(server)}, timeout=timeout_s).run(path)
         return Stored(run.state, int(run._attrs.get("historyLineCount") or 0), int(run.lastHistoryStep))
     except (wandb.errors.CommError, ValueError, OSError, *CHANGED):
         return None
@@ -567,7 +568,7 @@ def open_to_send(place: Any, described: Mapping[str, Any] | None, directory: str
         directory: Where wandb keeps its files meanwhile.
     """
     wandb: Any = importlib.import_module("wandb")
-    settings = wandb.Settings(base_url=place.server, console="off", silent=True)
+    settings = wandb.Settings(base_url=_as_set_up(place.server), console="off", silent=True)
     for name in ("x_disable_meta", "x_disable_stats", "x_disable_machine_info", "disable_git", "disable_code"):
         set_default(settings, settings, name, True)
     with without_error_reports():
@@ -586,6 +587,12 @@ def open_to_send(place: Any, described: Mapping[str, Any] | None, directory: str
 def default_settings() -> Any:
     """The settings that come from the environment and the files."""
     return session().settings
+
+
+def _as_set_up(server: str) -> str:
+    """Return the address with the password that this process is set up with, which no file of ours has."""
+    address = str(default_settings().base_url)
+    return address if without_credentials(address) == server else server
 
 
 def directory_of_runs(settings: Any, directory: str | None) -> str:
