@@ -66,7 +66,7 @@ class RollCallDuty:
         self,
         info: DistributedInfo,
         timeout_s: float,
-        report: Callable[[RollCall], None] | None,
+        show: Callable[[RollCall], None] | None,
         has_run: bool,
         stopped: threading.Event,
     ) -> None:
@@ -75,13 +75,13 @@ class RollCallDuty:
         Args:
             info: This rank.
             timeout_s: `hang_timeout_s`.
-            report: What the primary does with the answers; None on the other ranks.
+            show: What the primary does with the answers; None on the other ranks.
             has_run: Whether this rank logs, and so calls the roll. The others only answer: nobody knows of their steps.
             stopped: Is set when the function has ended.
         """
         self._info = info
         self._timeout_s = timeout_s
-        self._report = report
+        self._show = show
         self._has_run = has_run
         self._thread_id = threading.get_ident()  # the thread that runs the decorated function
         self._started_s = time.monotonic()
@@ -152,9 +152,9 @@ class RollCallDuty:
         self._empty_file()
         where = place_of(frames_of(dump, self._thread_id))
         board.put(f"stacks/{episode}/{self._info.rank}", json.dumps({"place": f"at {where}", "dump": dump}))
-        if self._report is not None:
+        if self._show is not None:
             try:
-                self._report(self._roll_call(board, episode))
+                self._show(self._roll_call(board, episode))
             except Exception:
                 logger.warning("the run does not show where the ranks are", exc_info=True)
 

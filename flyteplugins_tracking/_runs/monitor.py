@@ -119,7 +119,7 @@ class Monitor:
         duty.close()
 
     def _watch(self) -> None:
-        progress.ignore_this_thread()  # what it reports with the run is no progress
+        progress.ignore_this_thread()  # what it logs with the run is no progress
         while True:
             try:
                 if self._look_until_stopped():
