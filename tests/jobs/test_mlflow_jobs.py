@@ -146,6 +146,29 @@ def test_autologging_is_the_ranks_own_that_has_a_run_and_a_group_ends_as_its_wor
     assert system[1] == set()
 
 
+def test_autologging_that_the_function_turns_on_logs_to_its_run(server, bare_environment):
+    import mlflow
+    from sklearn.linear_model import LinearRegression
+
+    @tracking_init(tracker="mlflow", project="autolog", id="autolog", tracking_uri=server.url)
+    def train():
+        mlflow.sklearn.autolog(log_models=False, log_datasets=False)
+        LinearRegression().fit([[0.0], [1.0]], [0.0, 1.0])
+        with mlflow.start_run(nested=True):
+            LinearRegression().fit([[0.0], [1.0]], [0.0, 1.0])
+        return mlflow.active_run() is get_run()
+
+    try:
+        assert train()
+    finally:
+        mlflow.sklearn.autolog(disable=True)
+    nested, run = sorted(server.runs("autolog"), key=lambda run: run.id == "autolog")
+    assert len(run.values("training_mean_squared_error")) == len(nested.values("training_mean_squared_error")) == 1
+    assert nested.tags["mlflow.parentRunId"] == run.run_id
+    assert run.params["fit_intercept"] == "True"
+    assert [nested.status, run.status] == ["FINISHED"] * 2
+
+
 def test_logging_makes_no_request_and_all_rows_arrive(server, tmp_path):
     """The benchmark holds the figure of 0.2 ms; a request takes milliseconds."""
     done = jobs.python(tmp_path, SCRIPT, "cost", "cost", env=environment(server))

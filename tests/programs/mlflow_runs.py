@@ -149,11 +149,10 @@ def ranks(project: str) -> None:
     from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
     rank = get_distributed_info()["rank"]
-    mlflow.sklearn.autolog(log_models=False)
-    models = {"autolog_kwargs": {"log_input_examples": False}, "log_models": False, "log_datasets": False}
 
-    @tracking_init(tracker="mlflow", project=project, id="auto", autolog=True, framework="sklearn", **models)
+    @tracking_init(tracker="mlflow", project=project, id="auto")
     def auto() -> None:
+        mlflow.sklearn.autolog(log_models=False, log_datasets=False)
         LinearRegression().fit([[0.0], [1.0]], [0.0, 1.0])
         SEEN["run"] = get_run() is not None
 

@@ -93,10 +93,7 @@ def test_one_at_a_time_opens_a_store_that_is_a_file(store):
     [
         ({"experiment_name": "a", "experiment_id": "1"}, "twice"),
         ({"experiment_id": True}, "must be a string or an integer"),
-        ({"framework": "sklearn"}, "autolog=True"),
-        ({"autolog": True, "framework": "skearn"}, "no module mlflow.skearn"),
-        ({"autolog": True, "autolog_kwargs": ["a"]}, "must be a mapping"),
-        ({"autolog": "yes"}, "must be True or False"),
+        ({"log_system_metrics": "yes"}, "must be True or False"),
         ({"link_host": "mlflow"}, "must begin with https://"),
         ({"tracking_uri": "https://user:the-password@host"}, "secret="),
         ({"trackin_uri": "http://host"}, "tracking_uri"),

@@ -16,9 +16,7 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
-_TEXTS = ("tracking_uri", "experiment_name", "framework", "link_host")
-_FLAGS = ("autolog", "log_models", "log_datasets", "log_system_metrics")
-_OF_AUTOLOG = ("framework", "log_models", "log_datasets", "autolog_kwargs")
+_TEXTS = ("tracking_uri", "experiment_name", "link_host")
 # These characters would end the text in a condition of MLflow's search.
 _NOT_IN_AN_ID = "'\"`\\%"
 
@@ -31,7 +29,7 @@ class MlflowTracker(Tracker):
     package = "mlflow"
     distribution = '"flyteplugins-tracking[mlflow]"'
     run_id_variables = ("MLFLOW_RUN_ID",)
-    arguments = frozenset({*_TEXTS, *_FLAGS, "experiment_id", "autolog_kwargs"})
+    arguments = frozenset({*_TEXTS, "experiment_id", "log_system_metrics"})
     unsupported = {  # noqa: RUF012 as the protocol has it
         "media": "its metrics are numbers; files and figures are artifacts: log_figure, log_image, log_artifact",
         "sweeps": "it has none; nested runs of mlflow.start_run(nested=True) are children of the function's run",
@@ -43,12 +41,10 @@ class MlflowTracker(Tracker):
         options = config.options
         for name in _TEXTS:
             check_text(name, options.get(name))
-        for name in _FLAGS:
-            if options.get(name) is not None:
-                check_flag(name, options[name])
+        if options.get("log_system_metrics") is not None:
+            check_flag("log_system_metrics", options["log_system_metrics"])
         _check_addresses(options)
         _check_experiment(options)
-        _check_autolog(options)
         _check_id(config.id)
         _check_id(config.group)
 
@@ -166,25 +162,6 @@ def _check_experiment(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"experiment_id={experiment_id!r} must be a string or an integer")
     if experiment_id is not None and options.get("experiment_name") is not None:
         raise ConfigError("experiment_id= and experiment_name= name the experiment twice: pass one of them")
-
-
-def _check_autolog(options: Mapping[str, Any]) -> None:
-    names = [name for name in _OF_AUTOLOG if options.get(name) is not None]
-    if names and not options.get("autolog"):
-        raise ConfigError(f"{names[0]}= is an option of autologging: pass autolog=True too")
-    kwargs, framework = options.get("autolog_kwargs"), options.get("framework")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise ConfigError(f"autolog_kwargs={kwargs!r} must be a mapping of arguments to values")
-    if framework is None:
-        return
-    from importlib.util import find_spec
-
-    installed = find_spec("mlflow")
-    if installed is None:
-        return
-    places = installed.submodule_search_locations or ()
-    if not any(os.path.exists(os.path.join(place, framework + end)) for place in places for end in ("", ".py")):
-        raise ConfigError(f"framework={framework!r}: MLflow has no module mlflow.{framework} with autologging")
 
 
 def _check_id(run_id: str | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import os
 import posixpath
@@ -13,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.mlflow import vendor
 
@@ -147,27 +145,6 @@ def _put_back(name: str, value: str | None) -> None:
         os.environ.pop(name, None)
     else:
         os.environ[name] = value
-
-
-def autolog(options: Mapping[str, Any]) -> list[Undo]:
-    """Turn on autologging if the user wants it. Returns what turns it off, if it was off."""
-    if not options.get("autolog"):
-        return []
-    import mlflow
-
-    framework = options.get("framework")
-    module = mlflow if framework is None else _framework(framework)
-    flags = {name: options[name] for name in ("log_models", "log_datasets") if options.get(name) is not None}
-    was_off = vendor.autologging_was_off(framework or "mlflow")
-    module.autolog(**flags, **(options.get("autolog_kwargs") or {}))
-    return [lambda: module.autolog(disable=True)] if was_off else []
-
-
-def _framework(name: str) -> Any:
-    module = importlib.import_module(f"mlflow.{name}")
-    if not hasattr(module, "autolog"):
-        raise ConfigError(f"framework={name!r}: mlflow.{name} has no autologging")
-    return module
 
 
 def system_metrics(

@@ -36,7 +36,7 @@ _MAX_TAG = 5000
 # The tag of `save_state`.
 _STATE_TAG = "flyteplugins_tracking.state"
 # The options that concern the rank itself. The process that sends kept rows later does not need them.
-_LOCAL_OPTIONS = ("autolog", "framework", "log_models", "log_datasets", "autolog_kwargs", "log_system_metrics")
+_LOCAL_OPTIONS = ("log_system_metrics",)
 
 # The methods of the run object by which params and tags are logged.
 _METHODS: Mapping[Literal["params", "tags"], str] = {"params": "log_params", "tags": "set_tags"}
@@ -182,11 +182,10 @@ class MlflowHandle(ClientHandle):
         self._undo.clear()
 
     def _activate(self) -> None:
-        """Make it MLflow's active run, with the autologging and the metrics of the system that the user wants."""
+        """Make it MLflow's active run, with the metrics of the system that the user wants."""
         request, info = self.request, self.opened.run.info
         self._undo.append(fluent.activate(self.run, self.uri, info.experiment_id))
         if request.plan.primary:
-            self._undo += fluent.autolog(request.config.options)
             params = new_params(request, self.opened)
             if params:
                 self.put("params", params)

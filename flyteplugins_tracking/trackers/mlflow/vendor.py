@@ -63,11 +63,6 @@ PARTS = VendorParts(
             "stops autologging",
             "no autologging on ranks without a run",
         ),
-        Part(
-            f"{_AUTOLOGGING}:autologging_is_disabled",
-            "says whether autologging was on",
-            "autologging stays on after a run",
-        ),
         Part("vendors_store._async_logging_queue", "says whether MLflow still sends", _ASYNC),
         Part("vendors_store.flush_async_logging", "has MLflow send its own rows", _ASYNC),
         Part(_MONITOR, "measures the system", _SYSTEM),
@@ -235,15 +230,6 @@ def leave_end_to_us(is_ours: Callable[[str], bool]) -> None:
 
 
 # Autologging.
-
-
-def autologging_was_off(framework: str) -> bool:
-    """Whether autologging is off now, so that it is to be turned off again."""
-    if not PARTS.has(f"{_AUTOLOGGING}:autologging_is_disabled"):
-        return False
-    from mlflow.utils.autologging_utils import autologging_is_disabled
-
-    return bool(autologging_is_disabled(framework))
 
 
 def without_autologging() -> Undo | None:
