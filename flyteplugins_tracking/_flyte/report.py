@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flyteplugins_tracking._job.board import Board, job_board
+from flyteplugins_tracking._job.board import Board, from_text, job_board
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._runs.ended import EndedRun
 
@@ -94,7 +94,8 @@ def send(board: Board | None, outcome: Outcome) -> None:
 def gather(board: Board, count: int) -> list[Outcome]:
     """Return the outcomes of `count` other ranks, or those that have been sent within 5 s."""
     with suppress(RuntimeError):
-        return [Outcome(**json.loads(text)) for text in board.wait_for_texts(count, _WAIT_S)]
+        sent = [from_text(Outcome, text) for text in board.wait_for_texts(count, _WAIT_S)]
+        return [outcome for outcome in sent if outcome is not None]
     return []
 
 
@@ -129,7 +130,8 @@ def _world(info: DistributedInfo | None, attempt: int) -> tuple[str, ...]:
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
     run_id = html.escape(outcome.run_id)
-    run = run_id if outcome.url is None else f'<a href="{html.escape(outcome.url)}">{run_id}</a>'
+    is_page = outcome.url is not None and outcome.url.startswith(("https://", "http://"))
+    run = run_id if not is_page or outcome.url is None else f'<a href="{html.escape(outcome.url)}">{run_id}</a>'
     state = "finished" if outcome.exit_code == 0 else f"failed ({outcome.exit_code})"
     values = "<br>".join(html.escape(f"{key}: {value}") for key, value in outcome.summary.items())
     return str(outcome.rank), run, state, values

@@ -226,6 +226,10 @@ class Agreement:
         """Follow a proposal; forget it if its board was another one, and has gone."""
         try:
             self._follow(proposal, now)
+        except (ValueError, TypeError, LookupError, RecursionError):
+            self._proposal = None  # no text of a rank's
+            self._next = max(self._next, proposal.number + 1)
+            logger.warning("a proposal to stop is left out: its text on the job's board cannot be read")
         except (RuntimeError, OSError):
             if proposal.board is self._board:
                 raise

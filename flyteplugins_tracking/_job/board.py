@@ -6,13 +6,17 @@ It is in the job's store if the job has one, so that ranks of all nodes read it.
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import math
 import shutil
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from types import UnionType
+from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from flyteplugins_tracking._job.store import SHORT_TIMEOUT, connected_store
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -20,11 +24,18 @@ from flyteplugins_tracking._rank.launchers import rank_variable
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.lock import locked
 from flyteplugins_tracking._util.private_dir import private_directory, read_own, replace_whole
+from flyteplugins_tracking._util.text import printable
+from flyteplugins_tracking._util.warn_once import WarnOnce
 
+logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
+T = TypeVar("T")
 _NAMESPACE = "flyteplugins_tracking"
 _POLL_S = 0.05
 # The longest text of a directory: those of failures have some kilobytes.
 _LONGEST = 1 << 20
+# How many texts may be counted and not there, in one reading: a rank counts its text before it stores it.
+_MOST_MISSING = 100
 
 
 class Store(Protocol):
@@ -89,12 +100,12 @@ class Board:
 
     def put_first(self, key: str, text: str) -> str:
         """Store a text if there is none, and return the one that is stored: the same to all ranks."""
-        return bytes(self._store.compare_set(f"{self._prefix}/{key}", "", text)).decode()
+        return bytes(self._store.compare_set(f"{self._prefix}/{key}", "", text)).decode(errors="replace")
 
     def get(self, key: str) -> str | None:
         """Return the text of this key; None if there is none."""
         name = f"{self._prefix}/{key}"
-        return bytes(self._store.get(name)).decode() if self._store.check([name]) else None
+        return bytes(self._store.get(name)).decode(errors="replace") if self._store.check([name]) else None
 
     def get_all(self, keys: Iterable[str]) -> list[str | None]:
         """Return the texts of these keys, None for each that has none: in one request, if all have had one before."""
@@ -103,7 +114,7 @@ class Board:
         stored = [name for name in names if name in self._known]
         read = getattr(self._store, "multi_get", lambda several: [self._store.get(name) for name in several])
         texts = dict(zip(stored, read(stored) if stored else (), strict=True))
-        return [bytes(texts[name]).decode() if name in texts else None for name in names]
+        return [bytes(texts[name]).decode(errors="replace") if name in texts else None for name in names]
 
     def _learn(self, names: Sequence[str]) -> None:
         """Find out which of these names have a text: a store waits for one that has none. By halves."""
@@ -124,9 +135,17 @@ class Board:
 
     def numbered_texts(self, start: int, known: Container[int]) -> dict[int, str]:
         """Return the texts that all ranks have appended, by their numbers, from `start` on and without the `known`."""
-        numbers = [number for number in range(start, self.count("texts")) if number not in known]
-        texts = {number: self.get(f"text/{number + 1}") for number in numbers}
-        return {number: text for number, text in texts.items() if text is not None}
+        texts: dict[int, str] = {}
+        missing = 0
+        for number in range(start, self.count("texts")):
+            text = None if number in known else self.get(f"text/{number + 1}")
+            if text is not None:
+                texts[number] = text
+            elif number not in known:
+                missing += 1
+                if missing > _MOST_MISSING:  # somebody has raised the counter
+                    break
+        return texts
 
     def wait_for_texts(self, number: int, timeout_s: float) -> list[str]:
         """Wait until the ranks have appended so many texts, or for `timeout_s`, and return the texts."""
@@ -177,6 +196,36 @@ def nearest_board(
     except ImportError:  # a job without torch, or with a broken one
         board = None
     return board or Board(DirectoryStore(directory or board_directory(info, env)), topic)
+
+
+def from_text(kind: type[T], text: str) -> T | None:
+    """Return the dataclass whose fields a text of the board has, as JSON.
+
+    None, with one warning, if it is another program's text or a damaged one.
+    """
+    try:
+        values = {
+            name: printable(value) if isinstance(value, str) else value for name, value in json.loads(text).items()
+        }
+        hints = get_type_hints(kind)
+        if all(_fits(value, hints[name]) for name, value in values.items()):
+            return kind(**values)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        pass
+    _warn_once(kind.__name__, "a text on the job's board is left out, since it is no %s: %.80r", kind.__name__, text)
+    return None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is of a field's type."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if hint is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    kind = get_origin(hint) or hint
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 class DirectoryStore:

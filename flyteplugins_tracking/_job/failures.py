@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._job.board import Board, board_directory, job_board, nearest_board
+from flyteplugins_tracking._job.board import Board, board_directory, from_text, job_board, nearest_board
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, has_job_store
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc, threads
@@ -117,11 +117,6 @@ class Failure:
     def to_json(self) -> str:
         """Return the failure as text for the job's board."""
         return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Failure:
-        """Return the failure from the text of `to_json`."""
-        return cls(**json.loads(text))
 
     def __str__(self) -> str:
         what = [self.type, self.message] if self.traceback else [self.message]
@@ -295,7 +290,7 @@ class _Notices:
         self._lock = threading.Lock()
         self._board: Board | None = None
         self._starts: dict[bool, int] = {}
-        self._found: dict[bool, dict[int, Failure]] = {False: {}, True: {}}
+        self._found: dict[bool, dict[int, Failure | None]] = {False: {}, True: {}}
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         if _has_other_nodes(info):
@@ -313,7 +308,8 @@ class _Notices:
         if self._info.launcher != "torchelastic" or has_job_store(self._info):
             # Importing torch takes seconds, which a process that is being terminated may not have.
             run_with_timeout(_READ_S, self._read_all)
-        notices = [*self._found[False].values(), *self._found[True].values()]
+        found = [*self._found[False].values(), *self._found[True].values()]
+        notices = [notice for notice in found if notice is not None]
         withdrawn = {(notice.rank, notice.failed_at) for notice in notices if not notice.exit_code}
         return [
             notice
@@ -333,7 +329,8 @@ class _Notices:
             self._starts[is_secondary] = max(0, board.count("texts") - _MOST_NOTICES)
         found = self._found[is_secondary]
         texts = board.numbered_texts(self._starts[is_secondary], found)
-        self._found[is_secondary] = {**found, **{number: Failure.from_json(text) for number, text in texts.items()}}
+        read = {number: from_text(Failure, text) for number, text in texts.items()}
+        self._found[is_secondary] = {**found, **read}
         return bool(texts)
 
     def _watch(self) -> None:

@@ -16,21 +16,22 @@ import logging
 import os
 import re
 import socket
+import stat
 import sysconfig
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from flyteplugins_tracking._job import progress
-from flyteplugins_tracking._job.board import Board
+from flyteplugins_tracking._job.board import Board, from_text
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.own_code import is_own
+from flyteplugins_tracking._util.text import printable
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ _TOPIC = "hang"
 _LOOKS = 5
 # The primary waits for the other ranks' stacks as long as `hang_timeout_s`, and at most this long.
 _LONGEST_ANSWER_S = 10.0
+# The most bytes of all stacks of a process.
+_LONGEST_DUMP = 1 << 20
 _POLL_S = 0.1
 # faulthandler's format: https://docs.python.org/3/library/faulthandler.html. The innermost frame comes first.
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
@@ -99,9 +102,8 @@ class RollCallDuty:
         """Say where the other ranks find this one."""
         # Not by the attempt: torchelastic's agents count restarts each for itself. The numbers of episodes continue.
         board = board.of_topic(_TOPIC)
-        file = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
-        place = [socket.gethostname(), os.getpid(), self._thread_id, file]
-        board.put(f"place/{self._info.rank}", json.dumps(place))
+        place = _Place(socket.gethostname(), os.getpid(), self._thread_id, self._file.fileno())
+        board.put(f"place/{self._info.rank}", json.dumps(asdict(place)))
         self._answered = board.count("episodes")
 
     def look(self, board: Board) -> None:
@@ -151,7 +153,7 @@ class RollCallDuty:
         dump = self._file.read().decode(errors="replace")
         self._empty_file()
         where = place_of(frames_of(dump, self._thread_id))
-        board.put(f"stacks/{episode}/{self._info.rank}", json.dumps({"place": f"at {where}", "dump": dump}))
+        board.put(f"stacks/{episode}/{self._info.rank}", json.dumps(asdict(_Answer(f"at {where}", dump))))
         if self._show is not None:
             try:
                 self._show(self._roll_call(board, episode))
@@ -163,42 +165,74 @@ class RollCallDuty:
         self._file.truncate()
 
     def _roll_call(self, board: Board, episode: int) -> RollCall:
-        answers: dict[int, Mapping[str, Any]] = {}
+        answers: dict[int, _Answer] = {}
         deadline = time.monotonic() + min(self._timeout_s, _LONGEST_ANSWER_S)
         while len(answers) < self._info.world_size and time.monotonic() < deadline and not self._stopped.is_set():
             time.sleep(_POLL_S)
             for rank in range(self._info.world_size):
                 text = None if rank in answers else board.get(f"stacks/{episode}/{rank}")
                 if text is not None:
-                    answers[rank] = json.loads(text)
+                    answers[rank] = from_text(_Answer, text) or _Answer("has given an answer that cannot be read")
         for rank in range(self._info.world_size):
             if rank not in answers:
                 answers[rank] = _silent_rank(board, rank)
         line = f"no progress for {self._timeout_s:g} s: "
-        line += verdict_of({rank: str(answer["place"]) for rank, answer in answers.items()})
-        dumps = [f"rank {rank}\n{answers[rank]['dump']}" for rank in sorted(answers) if answers[rank]["dump"]]
+        line += verdict_of({rank: answer.place for rank, answer in answers.items()})
+        dumps = [f"rank {rank}\n{answers[rank].dump}" for rank in sorted(answers) if answers[rank].dump]
         return RollCall(line, "\n\n".join([line, *dumps]))
 
 
-def _silent_rank(board: Board, rank: int) -> dict[str, str]:
+@dataclass(frozen=True)
+class _Place:
+    """Where other processes of the machine find a rank's stacks: a file without a name, which its process has open."""
+
+    host: str
+    pid: int
+    thread_id: int
+    descriptor: int
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """Where a rank is, in words, and its stacks."""
+
+    place: str
+    dump: str = ""
+
+
+def _silent_rank(board: Board, rank: int) -> _Answer:
     """Return all that is known of a rank that does not answer: from this machine, if it is here."""
     text = board.get(f"place/{rank}")
     if text is None:
-        return {"place": "has not entered the function", "dump": ""}
-    host, pid, thread_id, file = json.loads(text)
-    if host != socket.gethostname():
-        return {"place": "does not answer", "dump": ""}
-    state = proc.state(pid)
+        return _Answer("has not entered the function")
+    place = from_text(_Place, text)
+    if place is None or place.host != socket.gethostname():
+        return _Answer("does not answer")
+    state = proc.state(place.pid)
     if state in ("", "Z"):
-        return {"place": "has ended", "dump": ""}
+        return _Answer("has ended")
     if state in ("T", "t"):
-        return {"place": "is stopped by a signal", "dump": ""}
+        return _Answer("is stopped by a signal")
     with suppress(OSError):
-        dump = Path(file).read_text(errors="replace")
-        frames = frames_of(dump, thread_id)
+        dump = _dump_of(place)
+        frames = frames_of(dump, place.thread_id)
         if frames:
-            return {"place": f"holds the GIL at {place_of(frames)}", "dump": dump}
-    return {"place": "does not answer", "dump": ""}
+            return _Answer(f"holds the GIL at {place_of(frames)}", dump)
+    return _Answer("does not answer")
+
+
+def _dump_of(place: _Place) -> str:
+    """Return the contents of a file without a name: the board must not make us read any other file.
+
+    Raises:
+        OSError: It is another kind of file, or cannot be read.
+    """
+    path = f"/proc/{place.pid}/fd/{place.descriptor}"
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink or status.st_uid != os.geteuid():
+            raise PermissionError(path)
+        return printable(file.read(_LONGEST_DUMP).decode(errors="replace"))
 
 
 @dataclass(frozen=True)

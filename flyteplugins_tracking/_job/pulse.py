@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from flyteplugins_tracking._job import progress
-from flyteplugins_tracking._job.board import Board
+from flyteplugins_tracking._job.board import Board, from_text
 from flyteplugins_tracking._job.failures import COLLECTIVES
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
@@ -75,11 +75,6 @@ class Pulse:
         """Return the pulse as text for the job's board."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
-    @classmethod
-    def from_json(cls, text: str) -> Pulse:
-        """Return the pulse from the text of `to_json`."""
-        return cls(**json.loads(text))
-
 
 def put(board: Board, rank: int, pulse: Pulse) -> None:
     """Put the pulse of a rank on the board, in the place of its last one."""
@@ -95,8 +90,8 @@ def read(board: Board, world_size: int, since: float = 0.0) -> dict[int, Pulse]:
         since: Leave out pulses that are older, in seconds since the epoch: of an earlier attempt on the same board.
     """
     texts = board.get_all(str(rank) for rank in range(world_size))
-    pulses = {rank: Pulse.from_json(text) for rank, text in enumerate(texts) if text is not None}
-    return {rank: pulse for rank, pulse in pulses.items() if pulse.put_at >= since}
+    pulses = {rank: from_text(Pulse, text) for rank, text in enumerate(texts) if text is not None}
+    return {rank: pulse for rank, pulse in pulses.items() if pulse is not None and pulse.put_at >= since}
 
 
 class SilenceWatch:

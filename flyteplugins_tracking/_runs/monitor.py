@@ -24,10 +24,12 @@ from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import SigtermWatch
 from flyteplugins_tracking.trackers.config import TrackingConfig
 
 logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
 
 _TOPIC = "ranks"
 # How long the end of a function waits for the thread, whose store may not answer.
@@ -151,9 +153,18 @@ class Monitor:
                 return False
             for duty in list(self._duties):
                 if due_at.get(duty, math.inf) <= time.monotonic():
-                    duty.look(self._board)
+                    self._look(duty)
                     due_at[duty] = time.monotonic() + duty.next_wait_s()
         return True
+
+    def _look(self, duty: Duty) -> None:
+        try:
+            duty.look(self._board)
+        except Exception as error:
+            if isinstance(error, (RuntimeError, OSError)) and not isinstance(error, RecursionError):
+                raise  # the board has gone
+            # A text of the board must not end the thread, which has other duties.
+            _warn_once(type(duty), "what the ranks tell each other cannot be read", exc_info=True)
 
     def _end(self, duty: Duty) -> None:
         self._duties.remove(duty)

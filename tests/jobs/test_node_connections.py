@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -234,7 +235,10 @@ def test_another_user_is_not_served(name, directory):
     server.close()
 
 
-@pytest.mark.parametrize("sent", [b"\x80\x04N.\n", b"[1]\n", b'{"rank": []}\n', b'{"rank": 1}\n{"rank"', b""])
+MALFORMED = [b"\x80\x04N.\n", b"[1]\n", b'{"rank": []}\n', b'{"rank": 1}\n{"rank"', b"", b'{"rank": 1e999}\n']
+
+
+@pytest.mark.parametrize("sent", [*MALFORMED, pytest.param(b"[" * 500_000 + b"\n", id="nested")])
 def test_a_follower_that_sends_no_valid_message_is_dropped(name, directory, sent):
     server = NodeServer(name, on_request=lambda _: None)
     (path,) = directory.iterdir()
@@ -247,6 +251,37 @@ def test_a_follower_that_sends_no_valid_message_is_dropped(name, directory, sent
     assert server.wait(PATIENCE_S, until=lambda: server.wait(0) == [2]) == [2]
     follower.leave()
     assert server.wait(PATIENCE_S) == []
+    server.close()
+
+
+def test_an_endless_line_is_ended_and_the_leader_goes_on(name, directory):
+    server = NodeServer(name, on_request=lambda _: None)
+    (path,) = directory.iterdir()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.settimeout(PATIENCE_S)
+        with pytest.raises(OSError):  # noqa: PT011 reset, or a broken pipe
+            connection.sendall(b"x" * 100_000_000)
+    server.publish({"n": 1})
+    assert NodeClient.connect(name, 2, time.monotonic() + PATIENCE_S, 10).value == {"n": 1}
+    server.close()
+
+
+def test_thousands_of_requests_make_no_thousands_of_threads(name, directory):
+    answer = threading.Event()
+    server = NodeServer(name, on_request=lambda _: answer.wait(PATIENCE_S))
+    (path,) = directory.iterdir()
+    before = threading.active_count()
+    with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):
+        connection.connect(str(path))
+        connection.settimeout(PATIENCE_S)
+        connection.sendall(b'{"request": ""}\n' * 20_000)
+        while connection.recv(1):  # the leader hangs up
+            pass
+    assert threading.active_count() - before <= 500
+    answer.set()
+    server.publish({"n": 1})
+    assert NodeClient.connect(name, 2, time.monotonic() + PATIENCE_S, 10).value == {"n": 1}
     server.close()
 
 

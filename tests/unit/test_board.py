@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import threading
+import time
 from datetime import timedelta
+from random import Random
 
 import pytest
 
 from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._job.board import Board, DirectoryStore, job_board, nearest_board
+from flyteplugins_tracking._flyte.report import Outcome
+from flyteplugins_tracking._job import board as board_module
+from flyteplugins_tracking._job import hang
+from flyteplugins_tracking._job import pulse as pulse_module
+from flyteplugins_tracking._job.board import Board, DirectoryStore, from_text, job_board, nearest_board
+from flyteplugins_tracking._job.failures import Failure
+from flyteplugins_tracking._job.pulse import Pulse
 
 
 @pytest.fixture(params=["HashStore", "directory"])
@@ -122,3 +131,77 @@ def test_ranks_whose_store_does_not_answer_do_not_meet_elsewhere(tmp_path, monke
         with pytest.raises(RuntimeError, match="the job's store does not answer"):
             nearest_board(info, env, "topic", timeout=timedelta(seconds=0.1))
     assert list(tmp_path.iterdir()) == []
+
+
+NESTED = "[" * 100_000
+BAD_TEXTS = [
+    "",
+    "{",
+    "[1]",
+    "7",
+    "null",
+    "{}",
+    NESTED,
+    '{"rank": "a"}',
+    '{"rank": 1, "steps": 1e999}',
+    '{"put_at": NaN, "steps": 1}',
+    '{"steps": true}',
+    '{"nothing": 1}',
+    '{"rank": [], "type": {}, "message": 3, "exit_code": null}',
+    "\ud800",
+]
+
+
+@pytest.mark.parametrize("text", BAD_TEXTS)
+def test_a_text_that_is_damaged_or_another_programs_is_left_out(text, caplog):
+    for kind in (Failure, Outcome):
+        assert from_text(kind, text) is None
+    assert from_text(Pulse, text) in (None, Pulse()) or text == "{}"
+
+
+def test_a_bad_text_is_left_out_with_one_warning_and_the_others_are_read(store, caplog, monkeypatch):
+    monkeypatch.setattr(board_module, "_warn_once", board_module.WarnOnce(board_module.logger))
+    board = Board(store, "pulse")
+    for rank, text in enumerate(["{", Pulse(steps=3).to_json(), NESTED]):
+        board.put(str(rank), text)
+    assert [(rank, pulse.steps) for rank, pulse in pulse_module.read(board, 4).items()] == [(1, 3)]
+    assert len(caplog.records) == 1
+
+
+def test_what_a_terminal_obeys_is_taken_out():
+    sign = "\N{REPLACEMENT CHARACTER}"
+    failure = from_text(Failure, Failure(1, "E", "\x1b]0;title\x07 red\x9b31m\nline\ttab", 1).to_json())
+    assert failure is not None
+    assert failure.message == f"{sign}]0;title{sign} red{sign}31m\nline\ttab"
+
+
+def test_random_changes_of_a_text_raise_nothing():
+    whole, random = Failure(1, "E", "text", 1).to_json(), Random(1)
+    for _ in range(200):
+        changed = bytearray(whole.encode())
+        for _ in range(random.randint(1, 5)):
+            changed[random.randrange(len(changed))] = random.randrange(256)
+        from_text(Failure, changed.decode(errors="replace"))
+
+
+def test_a_counter_that_somebody_has_raised_costs_a_hundred_requests(store):
+    board = Board(store, "topic")
+    board.append("one")
+    board.count("texts", 1_000_000_000)
+    started = time.process_time()
+    assert board.texts() == ["one"]
+    assert time.process_time() - started < 5
+
+
+def test_the_dump_of_a_rank_is_read_from_a_file_without_a_name_only(tmp_path):
+    (tmp_path / "key").write_text("private")
+    with open(tmp_path / "key") as named, pytest.raises(PermissionError):
+        hang._dump_of(hang._Place("", os.getpid(), 0, named.fileno()))
+    with tempfile.TemporaryFile() as unnamed:
+        unnamed.write(b"stack \x1b")
+        unnamed.flush()
+        assert hang._dump_of(hang._Place("", os.getpid(), 0, unnamed.fileno())) == "stack \N{REPLACEMENT CHARACTER}"
+    read, write = os.pipe()
+    with pytest.raises(PermissionError):
+        hang._dump_of(hang._Place("", os.getpid(), 0, read))
+    os.close(read), os.close(write)

@@ -12,7 +12,7 @@ import pytest
 
 from flyteplugins_tracking import DistributedInfo, tracking_init
 from flyteplugins_tracking._job import failures
-from flyteplugins_tracking._job.board import Board, DirectoryStore
+from flyteplugins_tracking._job.board import Board, DirectoryStore, from_text
 from flyteplugins_tracking._job.failures import (
     Failure,
     FailureReader,
@@ -180,7 +180,7 @@ def test_a_failure_has_the_last_lines_and_no_key(monkeypatch):
     for secret in (KEY, "abracadabra-1", "user:pw", "whatever12"):
         assert secret not in whole
     assert len(failure.traceback.splitlines()) <= 50
-    assert Failure.from_json(whole) == failure
+    assert from_text(Failure, whole) == failure
 
 
 def test_a_notice_that_cannot_be_sent_leaves_the_users_exception(monkeypatch):

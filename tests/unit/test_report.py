@@ -40,3 +40,10 @@ def test_runs_that_end_too_late_are_counted(ended, others, expected):
     for rank in others:
         ended(rank)
     assert f"<p>{expected} had not ended 0.1 s after this one.</p>" in ended(0)
+
+
+@pytest.mark.parametrize("url", ["javascript:alert(1)", "data:text/html,x", " javascript:x", "//host"])
+def test_only_a_page_of_the_web_is_a_link(url):
+    shown = report.page("W&B", None, 0, [report.Outcome("r", url=url)], 0)
+    assert "<a " not in shown
+    assert '<a href="https://h">' in report.page("W&B", None, 0, [report.Outcome("r", url="https://h")], 0)

@@ -15,6 +15,10 @@ from flyteplugins_tracking._util import threads
 from flyteplugins_tracking.trackers.peers import sockets
 from flyteplugins_tracking.trackers.peers.sockets import Json, LineReader
 
+# What a follower may send: a number or a question a line. A node has a few hundred followers at most.
+_LONGEST_LINE = 1 << 20
+_MOST_REQUESTS = 500
+
 
 class NodeServer:
     """Publishes a value to the followers that connect."""
@@ -45,6 +49,7 @@ class NodeServer:
         self._listener = sockets.listen(self._path)
         self._token = uuid.uuid4().hex
         self._is_closing = False
+        self._answering = 0  # threads
         self._inode = os.stat(self._path).st_ino
         self._start_thread()
 
@@ -146,14 +151,14 @@ class NodeServer:
             return
         sockets.track(follower).setblocking(False)
         with self._changed:
-            self._readers[follower] = LineReader()
+            self._readers[follower] = LineReader(_LONGEST_LINE)
         self._selector.register(follower, selectors.EVENT_READ)
 
     def _read(self, follower: socket.socket) -> None:
         try:
             for message in self._readers[follower].read(follower):
                 self._handle(follower, message)
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, ArithmeticError):
             self._selector.unregister(follower)
             with self._changed:
                 del self._readers[follower]
@@ -175,7 +180,15 @@ class NodeServer:
             elif self._value is not None and "rank" in message:
                 self._send_value(follower, self._value)
         if "request" in message:
+            if self._answering >= _MOST_REQUESTS:
+                raise ValueError("too many requests at a time")
+            self._answering += 1
             # In a thread of its own: the answer may wait in `suspend`, which needs the messages that are read here.
-            threading.Thread(
-                target=self._on_request, args=(str(message["request"]),), name=__name__, daemon=True
-            ).start()
+            threading.Thread(target=self._answer, args=(str(message["request"]),), name=__name__, daemon=True).start()
+
+    def _answer(self, request: str) -> None:
+        try:
+            self._on_request(request)
+        finally:
+            with self._changed:
+                self._answering -= 1

@@ -43,21 +43,31 @@ class NodeServerExistsError(NodeError):
 class LineReader:
     """Splits what one connection receives into messages."""
 
-    def __init__(self) -> None:
-        self._rest = b""
+    def __init__(self, longest: int = 1 << 28) -> None:
+        """Begin with an empty line.
+
+        Args:
+            longest: The most bytes of a line.
+        """
+        self._rest, self._longest = b"", longest
 
     def read(self, connection: socket.socket) -> list[Json]:
         """Wait for data, and return the messages that are complete.
 
         Raises:
             OSError: The connection has ended.
-            ValueError: A line is not a JSON object.
+            ValueError: A line is not a JSON object, or too long.
         """
         received = connection.recv(1 << 16)
         if not received:
             raise ConnectionResetError
         *lines, self._rest = (self._rest + received).split(b"\n")
-        messages = [json.loads(line) for line in lines]
+        if len(self._rest) > self._longest:
+            raise ValueError(f"a line has more than {self._longest} bytes")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except RecursionError as error:
+            raise ValueError("a line is nested too deeply") from error
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError(messages)
         return messages
