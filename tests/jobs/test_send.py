@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -90,3 +91,14 @@ def test_a_key_goes_to_no_server_that_only_the_data_names(tmp_path):
         assert f"{directory} is of the server {named.url}, for which this process is not set up" in done.output
         told = send(tmp_path, own.environment, "--server", named.url, directory)
         assert told.returncode == 0, told.output
+
+
+def test_a_module_in_the_working_directory_is_not_run(tmp_path):
+    """`python -m` would find it first, and the directory of W&B's files has the name of a module."""
+    (run,) = offline_runs(tmp_path, 3)
+    (tmp_path / "wandb" / "__init__.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w').close()")
+    command = [sys.executable, "-m", "flyteplugins_tracking", "send", str(run)]
+    env = jobs.environment(tmp_path, PYTHONPATH=str(jobs.PACKAGE.parent), WANDB_BASE_URL="http://127.0.0.1:9")
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 1, done
+    assert not (tmp_path / "was_run").exists(), done.stderr
