@@ -119,13 +119,10 @@ def arguments() -> Iterator[Argument]:
             assert isinstance(text, ast.Expr), f"{field.target.id} of TrackingConfig has no text"
             if field.target.id == "options":
                 return
-            default, kind = field.value, ast.get_source_segment(code, field.annotation)
-            if isinstance(default, ast.Call):  # field(...)
-                given = {keyword.arg: keyword.value for keyword in default.keywords}
-                default = given.get("default", ast.Constant(None))
-                kind = ast.literal_eval(given.get("metadata", ast.Dict([], []))).get("passed_as", kind)
-            source = ast.get_source_segment(code, default) or "None"
-            yield Argument(field.target.id, str(kind), source, " ".join(ast.literal_eval(text.value).split()))
+            assert field.value is not None
+            default, kind = (str(ast.get_source_segment(code, node)) for node in (field.value, field.annotation))
+            kind = "str | Tracker" if field.target.id == "tracker" else kind
+            yield Argument(field.target.id, kind, default, " ".join(ast.literal_eval(text.value).split()))
 
 
 def with_arguments(code: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar, overload
@@ -174,8 +173,11 @@ def _refuse_body_to_come(function: Callable[..., Any], result: Any) -> None:
         result = getattr(result, "gen", None)
     if not isinstance(result, (CoroutineType, GeneratorType, AsyncGeneratorType)):
         return
-    if isinstance(result, GeneratorType) and inspect.getgeneratorstate(result) != inspect.GEN_CREATED:
-        return
+    if isinstance(result, GeneratorType):
+        import inspect
+
+        if inspect.getgeneratorstate(result) != inspect.GEN_CREATED:
+            return
     if isinstance(result, CoroutineType):
         result.close()  # or Python warns that it was never awaited
     name = getattr(function, "__qualname__", repr(function))

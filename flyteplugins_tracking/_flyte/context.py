@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
@@ -15,6 +14,9 @@ from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext, ProcessContext
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.config import TrackingConfig
+
+# The flags of code objects, as in `inspect`, which few ranks have to import.
+_GENERATOR, _COROUTINE, _ASYNC_GENERATOR = 0x20, 0x80, 0x200
 
 
 class Decorator(NamedTuple):
@@ -90,7 +92,16 @@ def _adapted_entity(target: Any, wrap: Callable[[Any, Task | None], Any], decora
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling `function` returns a coroutine. Objects with an async `__call__` count too."""
+    if _is_plain(function):
+        return bool(function.__code__.co_flags & _COROUTINE)
+    import inspect
+
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _is_plain(function: object) -> bool:
+    """Whether `inspect` could say no more of a function than its code does."""
+    return type(function) is FunctionType and not function.__dict__
 
 
 def current_context() -> ExecutionContext:
@@ -134,7 +145,7 @@ def _refuse_other_targets(target: Any, name: str) -> None:
         )
     if not callable(target):
         raise ConfigError(f"{name} decorates functions and Flyte tasks, not {target!r}")
-    if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
+    if _is_generator_function(target):
         raise ConfigError(
             f"{getattr(target, '__qualname__', target)} is a generator function: its body would run after the call, "
             "outside of the run. Decorate the function that consumes the generator."
@@ -149,6 +160,16 @@ def _refuse_other_targets(target: Any, name: str) -> None:
 def _makes_context_manager(target: Any) -> bool:
     """Whether `target` is what `contextlib.contextmanager` or `asynccontextmanager` returns."""
     origin = getattr(getattr(target, "__code__", None), "co_filename", None)
-    function = inspect.unwrap(target)
-    is_generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-    return is_generator and origin == contextlib.contextmanager.__code__.co_filename
+    if origin != contextlib.contextmanager.__code__.co_filename:
+        return False
+    import inspect
+
+    return _is_generator_function(inspect.unwrap(target))
+
+
+def _is_generator_function(target: Any) -> bool:
+    if _is_plain(target):
+        return bool(target.__code__.co_flags & (_GENERATOR | _ASYNC_GENERATOR))
+    import inspect
+
+    return inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target)

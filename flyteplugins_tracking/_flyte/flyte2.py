@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.context import ExecutionContext
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import TrackingConfig, merged
 from flyteplugins_tracking.trackers.registry import find_tracker, propagated_to
@@ -136,7 +137,6 @@ def function_of(task: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
     return task.func, _workers(task)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Flyte2Context(ExecutionContext):
     """A task of Flyte 2, on a cluster or in local mode."""
 

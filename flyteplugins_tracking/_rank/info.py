@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
+from flyteplugins_tracking._util.record import Record
 from flyteplugins_tracking.errors import TopologyError
 
 
-@dataclass(frozen=True)
-class DistributedInfo:
+class DistributedInfo(Record):
     """This process's place in a distributed job. Fields can be read as attributes or as `info["rank"]`.
 
     Attributes:
@@ -40,19 +39,18 @@ class DistributedInfo:
     job_id: str | None = None
 
     def __post_init__(self) -> None:
-        check_orders({name: getattr(self, name) for name in _FIELDS}, names={})
+        check_orders({name: getattr(self, name) for name in self._fields}, names={})
 
     def __getitem__(self, name: str) -> Any:
-        if name not in _FIELDS:
+        if name not in self._fields:
             raise KeyError(name)
         return getattr(self, name)
 
     def keys(self) -> tuple[str, ...]:
         """Return the names of the fields, so that `dict(info)` works."""
-        return _FIELDS
+        return self._fields
 
 
-_FIELDS = tuple(field.name for field in fields(DistributedInfo))
 # In each pair the first field must be less than the second.
 _ORDERED = (
     ("rank", "world_size"),

@@ -11,11 +11,11 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._rank.info import DistributedInfo, check_orders
 from flyteplugins_tracking._util.proc import Env
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import TopologyError
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ Four places outside of it change an id. The first three keep two runs from getti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._util.record import Record
 from flyteplugins_tracking.errors import ConfigError, TopologyError
 
 RunMode = Literal["auto", "shared", "new"]
@@ -29,8 +29,7 @@ RUN_MODES: tuple[RunMode, ...] = get_args(RunMode)
 RANK_SCOPES: tuple[RankScope, ...] = get_args(RankScope)
 
 
-@dataclass(frozen=True)
-class RunPlan:
+class RunPlan(Record):
     """The run of one rank, if it has one.
 
     Attributes:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import NamedTuple
 
 from flyteplugins_tracking._rank.children import is_child_of_rank, is_forked
@@ -18,6 +17,7 @@ from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import LAUNCHERS, refuse_leftovers, refuse_ranks_that_disagree
 from flyteplugins_tracking._rank.pools import Pool, innermost_pool, is_inherited, is_left_over
 from flyteplugins_tracking._util.proc import Env
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import TopologyError
 
 # Set by `override_distributed_info`. In a tuple, since the override itself may be None.

@@ -9,26 +9,22 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking.trackers.config import TrackingConfig
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._job.failures import FailureReader
-    from flyteplugins_tracking._runs.goodput import Attempts
+    from flyteplugins_tracking._runs.run import OpenRun
     from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
     from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
     from flyteplugins_tracking._runs.stopping import Stopping
-    from flyteplugins_tracking._util.lock import RunLock
-    from flyteplugins_tracking.trackers.base import Handle, Tracker
+    from flyteplugins_tracking.trackers.base import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -59,63 +55,6 @@ class Override(NamedTuple):
     context: Callable[[ExecutionContext], ExecutionContext]
 
 
-@dataclass(eq=False)
-class OpenRun:
-    """A run that this process has open.
-
-    The call that opened it and the calls that joined it share it. The last of them finishes it, with the status of the
-    opener.
-
-    Attributes:
-        tracker: The tracker's name.
-        handle: The tracker's handle.
-        vendor_run: The vendor's run object, as `get_run` returns it.
-        plan: The plan of this rank.
-        config: The arguments that the run was opened with.
-        info: This rank; None outside a distributed job.
-        context: The execution context that the run was opened in.
-        lock: Keeps other processes from opening the run.
-        failures: Reads why the job ends.
-        attempts: The attempts of the run; None if no other attempt can have it, or if another rank keeps them.
-        shows_report: Whether the run is to be shown in the task's report.
-        published_dir: The local directory that becomes an output of the task when the run has ended; None for none.
-        joined: The number of calls that use the run besides the opener.
-        opener_exit_code: The status of the call that opened the run; None while it runs.
-        closed: Set when the run has been closed.
-        has_ended_with_process: Whether it was ended because the process ends, before its function has returned.
-    """
-
-    tracker: str
-    handle: Handle
-    vendor_run: Any
-    plan: RunPlan
-    config: TrackingConfig
-    info: DistributedInfo | None
-    context: ExecutionContext
-    lock: RunLock
-    failures: FailureReader
-    attempts: Attempts | None
-    shows_report: bool
-    published_dir: str | None
-    joined: int = 0
-    opener_exit_code: int | None = None
-    closed: threading.Event = field(default_factory=threading.Event)
-    has_ended_with_process: bool = False
-
-    def record(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        """Keep an event with the run: see `Handle.record_event`. Raises nothing."""
-        try:
-            self.handle.record_event(name, values, text)
-        except Exception:
-            logger.warning("%s: the run does not show this: %s", self.tracker, text, exc_info=True)
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether a call still uses the run."""
-        return self.opener_exit_code is None or self.joined > 0
-
-
-@dataclass(eq=False)
 class TrackedCall:
     """One call of a decorated function.
 
@@ -136,20 +75,34 @@ class TrackedCall:
         timeout_s: How long the platform lets the task run, in seconds; None if that is unknown.
     """
 
-    tracker: str
-    parent: TrackedCall | None
-    override: Override | None
-    run: OpenRun | None = None
-    is_opener: bool = False
-    watcher: SigtermWatcher | AsyncioSigtermWatcher | None = None
-    info: DistributedInfo | None = None
-    restore: Callable[[], object] | None = None
-    pid: int = field(default_factory=os.getpid)
-    config: TrackingConfig = field(default_factory=TrackingConfig)
-    is_simulated: bool = False
-    stopping: Stopping | None = None
-    stop_reason: str | None = None
-    timeout_s: float | None = None
+    def __init__(
+        self,
+        tracker: str,
+        parent: TrackedCall | None,
+        override: Override | None,
+        run: OpenRun | None = None,
+        is_opener: bool = False,
+        watcher: SigtermWatcher | AsyncioSigtermWatcher | None = None,
+        info: DistributedInfo | None = None,
+        restore: Callable[[], object] | None = None,
+        config: TrackingConfig | None = None,
+        is_simulated: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.tracker = tracker
+        self.parent = parent
+        self.override = override
+        self.run = run
+        self.is_opener = is_opener
+        self.watcher = watcher
+        self.info = info
+        self.restore = restore
+        self.pid = os.getpid()
+        self.config = config or TrackingConfig()
+        self.is_simulated = is_simulated
+        self.stopping: Stopping | None = None
+        self.stop_reason: str | None = None
+        self.timeout_s = timeout_s
 
 
 # The call of this thread or task; and all calls of this process, for threads that a decorated function starts: they do

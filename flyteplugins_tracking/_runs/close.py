@@ -15,9 +15,10 @@ from flyteplugins_tracking._rank import jax
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._runs import calls, goodput
-from flyteplugins_tracking._runs.calls import OpenRun, TrackedCall
+from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.ended import EndedRun
+from flyteplugins_tracking._runs.run import OpenRun
 from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED

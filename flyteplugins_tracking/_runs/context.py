@@ -6,19 +6,21 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._runs import propagation
+from flyteplugins_tracking._util.record import Record
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.calls import TrackedCall
     from flyteplugins_tracking._runs.ended import EndedRun
     from flyteplugins_tracking.trackers.base import Tracker
 
+# What a platform has not set.
+_NOTHING: Mapping[str, Any] = {}
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ExecutionContext(ABC):
+
+class ExecutionContext(Record, ABC):
     """The platform's side of one call. Each platform has a subclass; what it does not override, it does not offer.
 
     Attributes:
@@ -44,15 +46,15 @@ class ExecutionContext(ABC):
     base_id: str | None = None
     group: str | None = None
     label: str | None = None
-    propagated: Mapping[str, Any] = field(default_factory=dict)
-    parents: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    propagated: Mapping[str, Any] = _NOTHING
+    parents: Mapping[str, Mapping[str, Any]] = _NOTHING
     has_children: bool = False
     call_counts: Counter[str] | None = None
     has_report: bool = False
     can_render_report: bool = False
     can_persist: bool = False
     can_publish_files: bool = False
-    run_metadata: Mapping[str, Any] = field(default_factory=dict)
+    run_metadata: Mapping[str, Any] = _NOTHING
     on_cluster: bool = False
     success_exceptions: tuple[type[BaseException], ...] = ()
     is_simulated: bool = False
@@ -87,7 +89,7 @@ class ExecutionContext(ABC):
         """Let the tasks that are called in the block continue `run`."""
         return nullcontext()
 
-    def on_return(self, call: TrackedCall) -> None:  # noqa: B027 most platforms do nothing
+    def on_return(self, call: TrackedCall) -> None:
         """Hook for the moment when the function has returned and its run is open. An error here is the function's."""
 
 

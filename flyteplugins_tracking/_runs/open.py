@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,14 @@ from flyteplugins_tracking._rank.pools import Pool
 from flyteplugins_tracking._rank.topology import Detection
 from flyteplugins_tracking._runs import at_exit, calls
 from flyteplugins_tracking._runs import close as closing
-from flyteplugins_tracking._runs.calls import OpenRun, Override, TrackedCall
+from flyteplugins_tracking._runs.calls import Override, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.goodput import Attempts
+from flyteplugins_tracking._runs.run import OpenRun
 from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import learn
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._util.fork import after_fork_in_child
@@ -31,7 +30,6 @@ SWEEP_ID = "FLYTE_TRACKING_SWEEP_ID"
 EXPORTED = (CONFIG, SWEEP, SWEEP_ID)
 
 
-@dataclass(frozen=True, eq=False)
 class _Block:
     """An open `propagate` block.
 
@@ -41,9 +39,12 @@ class _Block:
         values: Its values, and those of its parent for other keys.
     """
 
-    parent: _Block | None
-    older_threads: weakref.WeakSet[threading.Thread]
-    values: Mapping[str, str]
+    def __init__(
+        self, parent: _Block | None, older_threads: weakref.WeakSet[threading.Thread], values: Mapping[str, str]
+    ) -> None:
+        self.parent = parent
+        self.older_threads = older_threads
+        self.values = values
 
 
 _in_block: ContextVar[_Block | None] = ContextVar("flyteplugins_tracking_propagated", default=None)

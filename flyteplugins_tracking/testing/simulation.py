@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flyteplugins_tracking._flyte import flyte1, flyte2
@@ -29,6 +29,7 @@ from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.lifecycle import exit_code_of
 from flyteplugins_tracking._runs.propagation import set_variables
 from flyteplugins_tracking._util.checks import check_flag, check_seconds
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.testing.recorder import Call, RecordedRun, RecordedRuns, RecordingTracker, Row, Store
 
@@ -211,7 +212,6 @@ def recording() -> Iterator[RecordedRuns]:
 open_recordings: list[list[Store]] = []
 
 
-@dataclass(frozen=True, kw_only=True)
 class SimulatedContext(ExecutionContext):
     """The execution context of functions in a simulation or a recording. It reads no secret.
 

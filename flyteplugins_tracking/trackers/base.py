@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page, RunPlan, leader_of, primary_rank_of
+from flyteplugins_tracking._util.record import Record
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
@@ -72,8 +72,7 @@ class Uncounted:
         """Do nothing."""
 
 
-@dataclass(frozen=True)
-class RunRequest:
+class RunRequest(Record):
     """The values that a tracker needs to open one rank's run.
 
     Attributes:
@@ -106,7 +105,7 @@ class RunRequest:
     watch: SigtermWatch
     deadline: float
     ask_to_stop: Callable[[Callable[[], object]], object] = lambda otherwise: otherwise()
-    steps: StepWatch = field(default_factory=Uncounted)
+    steps: StepWatch = Uncounted()
 
     @property
     def is_retry(self) -> bool:

@@ -6,7 +6,6 @@ import enum
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args
 
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -19,6 +18,7 @@ from flyteplugins_tracking._rank.plan import (
     primary_rank_of,
 )
 from flyteplugins_tracking._util.checks import check_choice, check_flag, check_seconds, check_text, check_texts
+from flyteplugins_tracking._util.record import Record, replace
 from flyteplugins_tracking.errors import ConfigError
 
 IfUnavailable = Literal["raise", "degrade"]
@@ -46,15 +46,20 @@ _CHECKS: Mapping[Any, Callable[[str, Any], object]] = {
 }
 
 
-@dataclass(frozen=True)
-class TrackingConfig:
+# What nobody has passed.
+_NOTHING: Mapping[str, Any] = {}
+
+
+class TrackingConfig(Record):
     """The arguments of one `tracking_init`, each written down here and nowhere else.
 
     `make includes` writes the signature and the docstring of `tracking_init`, and the table in docs/configuration.md,
     from the fields, their defaults and their texts. The type of a field says how its value is checked: see `_CHECKS`.
     """
 
-    tracker: Any = field(default="wandb", metadata={"passed_as": "str | Tracker"})
+    _hidden = ("secret", "options", "given")
+
+    tracker: Any = "wandb"
     """The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry point group
     `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`."""
 
@@ -90,10 +95,10 @@ class TrackingConfig:
     notes: str | None = None
     """The run's notes."""
 
-    config: Mapping[str, Any] | str = field(default_factory=dict, metadata={"passed_as": "Any"})
+    config: Any = None
     """The run's config: a mapping, dataclass or namespace that JSON can hold; or, for W&B, the path of a file."""
 
-    secret: Any = field(default=None, repr=False)
+    secret: Any = None
     """A flytekit `Secret`, or a callable without arguments that returns the API key. Read inside the worker."""
 
     if_unavailable: IfUnavailable = "raise"
@@ -139,21 +144,21 @@ class TrackingConfig:
     download_logs: bool = False
     """Make the run's files an output of the Flyte task, if the task has no workers of its own."""
 
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    options: Mapping[str, Any] = _NOTHING
     """The arguments that only this tracker has, passed through."""
 
-    given: frozenset[str] = field(default=frozenset(), repr=False)
+    given: frozenset[str] = frozenset()
     """The names of the fields above that the user set, without `options`; the others have their defaults."""
 
     def __post_init__(self) -> None:
-        for argument in fields(self):
-            check, value = _CHECKS.get(argument.type), getattr(self, argument.name)
-            if check is not None and (value is not None or "None" not in argument.type):
-                check(argument.name, value)
+        for name, kind in type(self).__annotations__.items():
+            check, value = _CHECKS.get(kind), getattr(self, name)
+            if check is not None and (value is not None or "None" not in kind):
+                check(name, value)
         _check_secret(self.secret)
-        object.__setattr__(self, "tags", check_texts("tags", self.tags))
+        self.__dict__["tags"] = check_texts("tags", self.tags)
         if not isinstance(self.config, str):
-            object.__setattr__(self, "config", plain_config(self.config))
+            self.__dict__["config"] = plain_config(self.config)
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> TrackingConfig:
@@ -228,7 +233,7 @@ class TrackingConfig:
 
 
 # The arguments that `tracking_init` has for every tracker.
-OWN_ARGUMENTS = frozenset(config_field.name for config_field in fields(TrackingConfig)) - {"options", "given"}
+OWN_ARGUMENTS = frozenset(TrackingConfig._fields) - {"options", "given"}
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,8 +263,8 @@ def plain_config(config: object, name: str = "config") -> dict[str, Any]:
     """
     if config is None:
         return {}
-    if is_dataclass(config) and not isinstance(config, type):  # first, since a dataclass may also be a mapping
-        config = asdict(config)
+    if _is_dataclass(config):  # first, since a dataclass may also be a mapping
+        config = _as_dict(config)
     elif not isinstance(config, Mapping) and hasattr(config, "__dict__") and not callable(config):
         config = vars(config)  # argparse.Namespace, types.SimpleNamespace
     if not isinstance(config, Mapping):
@@ -294,8 +299,8 @@ def _plain_object(value: Any, path: str, parents: tuple[int, ...]) -> Any:
         return _plain(value.value, path, parents)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value), path, parents)
+    if _is_dataclass(value):
+        return _plain(_as_dict(value), path, parents)
     if callable(getattr(value, "tolist", None)):  # NumPy and torch, scalars and arrays
         return _plain(value.tolist(), path, parents)
     if isinstance(value, (int, float)):  # a subclass
@@ -303,6 +308,17 @@ def _plain_object(value: Any, path: str, parents: tuple[int, ...]) -> Any:
     raise ConfigError(
         f"{path} is a {type(value).__name__}: JSON cannot hold it. Pass text, numbers, lists or mappings."
     )
+
+
+def _is_dataclass(value: object) -> bool:
+    """Whether it is an instance of a dataclass, as `dataclasses` tells: but most ranks need not import that."""
+    return hasattr(type(value), "__dataclass_fields__")
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(value)
 
 
 def _check_primary_rank(value: object) -> None:

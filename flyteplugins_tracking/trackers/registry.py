@@ -9,10 +9,10 @@ import functools
 import importlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_name, check_run_id
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Tracker
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig

@@ -9,12 +9,12 @@ import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from flyteplugins_tracking._commands.doctor.packages import OWN
 from flyteplugins_tracking._job.board import Board, job_board
 from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import TrackingError
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 

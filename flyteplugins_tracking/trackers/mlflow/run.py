@@ -8,9 +8,9 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.url import has_credentials, without_credentials
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import NOT_OPEN, ClientHandle, prefix_of, refuse_to_pickle

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_text
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig

@@ -8,9 +8,9 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker

@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
