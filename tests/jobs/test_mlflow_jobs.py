@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from support import jobs
+from support.jobs import TIME_SCALE
 from support.kills import (
     journals_left,
     left_by_killed_training,
@@ -25,7 +26,7 @@ from support.kills import (
     send_in_spite_of_kills,
 )
 from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun, stored_runs
-from support.waiting import wait_for_file
+from support.waiting import wait_for_file, wait_until
 
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking.trackers.journal.files import stored
@@ -167,6 +168,39 @@ def test_autologging_that_the_function_turns_on_logs_to_its_run(server, bare_env
     assert nested.tags["mlflow.parentRunId"] == run.run_id
     assert run.params["fit_intercept"] == "True"
     assert [nested.status, run.status] == ["FINISHED"] * 2
+
+
+def test_mlflows_monitor_logs_to_the_run_until_its_end_which_a_mute_server_does_not_hold(
+    server, tmp_path, bare_environment, monkeypatch
+):
+    import mlflow
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "false")  # so that it is put back
+    mlflow.enable_system_metrics_logging()
+
+    @tracking_init(tracker="mlflow", project="system", id="system", tracking_uri=server.url, kill_after_s=7)
+    def train(at_end):
+        for _ in range(2):  # mlflow.end_run() ends the monitor of a run that it ends
+            before = sampled()
+            wait_until(lambda before=before: len(sampled()) > len(before))
+            mlflow.end_run()
+        at_end()
+        return time.monotonic()
+
+    def sampled():
+        history = get_run().client.get_metric_history(get_run().run_id, "system/cpu_utilization_percentage")
+        return sorted(point.step for point in history)
+
+    train(lambda: None)
+    with contextlib.ExitStack() as muted:
+        ends_at = train(lambda: muted.enter_context(server.mute()))
+        assert time.monotonic() - ends_at < 4 * TIME_SCALE
+    (run,) = server.runs("system")
+    steps = [step for key, _, step, _ in run.rows if key == "system/cpu_utilization_percentage"]
+    assert len(steps) >= 4
+    assert sorted(steps) == list(range(len(steps)))
 
 
 def test_logging_makes_no_request_and_all_rows_arrive(server, tmp_path):

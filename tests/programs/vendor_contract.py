@@ -43,7 +43,6 @@ def mlflow_objects(run: Any) -> dict[str, Any]:
         "rest_store": store,
         "vendors_store": store,
         "data": run.data,
-        "monitor": vendor.new_monitor(run.run_id, lambda *_: None, None, 0),
     }
 
 

@@ -9,9 +9,10 @@ import posixpath
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from flyteplugins_tracking._util.timeout import run_with_timeout
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.mlflow import vendor
 
@@ -147,33 +148,23 @@ def _put_back(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def system_metrics(
-    request: RunRequest, run_id: str, put: Callable[[Mapping[str, Any], int], None], first_step: int
-) -> Any:
-    """Start the monitor of this node, if the user wants it and this rank runs it."""
+def system_metrics(request: RunRequest, run_id: str, *, is_resumed: bool) -> Undo:
+    """Start the monitor of this node, if the user wants it and this rank runs it. Returns what stops it."""
     from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 
     info, is_on = request.info, request.config.options.get("log_system_metrics")
     if is_on is None:
         is_on = MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get()
     if not is_on or not request.leads_node:
-        return None
+        return lambda: None
     worker = None if info is None or info.worker_index is None else f"worker-{info.worker_index}"
     try:
-        import psutil  # noqa: F401
-
-        monitor = vendor.new_monitor(run_id, put, worker, first_step)
+        monitor = vendor.start_monitor(run_id, worker, is_resumed=is_resumed)
     except ImportError:
         logger.warning("MLflow: system metrics need psutil: pip install psutil")
-        return None
-    if monitor is not None:
-        monitor.start()
-    return monitor
-
-
-def stop(monitor: Any) -> None:
-    """Stop a monitor, without a long wait for its last sample."""
-    vendor.stop_monitor(monitor, _STOP_S)
+        monitor = None
+    # In an outage, its last request takes minutes.
+    return lambda: None if monitor is None else run_with_timeout(_STOP_S, monitor.finish)
 
 
 def metric_name(key: str) -> str:

@@ -118,9 +118,9 @@ def new_params(request: RunRequest, opened: Opened) -> dict[str, str]:
     return {key: value for key, value in new.items() if key not in kept}
 
 
-def next_step(run: Any, prefix: str = "") -> int:
-    """Return the step after the run's last one, of keys that begin with `prefix`."""
-    return max(vendor.last_steps(run, prefix), default=-1) + 1
+def next_step(run: Any) -> int:
+    """Return the step after the run's last one."""
+    return max(vendor.last_steps(run), default=-1) + 1
 
 
 def _chosen(request: RunRequest, service: Service) -> Any:

@@ -189,17 +189,7 @@ class MlflowHandle(ClientHandle):
             params = new_params(request, self.opened)
             if params:
                 self.put("params", params)
-        self._monitor = fluent.system_metrics(
-            request, info.run_id, self._put_system_metrics, next_step(self.opened.run, "system/")
-        )
-
-    def _stop_monitor(self) -> None:
-        if self._monitor is not None:
-            fluent.stop(self._monitor)
-            self._monitor = None
-
-    def _put_system_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
-        self._put(Item("row", dict(metrics), step, now_ms()))
+        self._stop_monitor = fluent.system_metrics(request, info.run_id, is_resumed=self.is_resumed)
 
     def _write_at(self, row: Mapping[str, Any], step: Any, time_ms: int) -> None:
         at = self._step(step)

@@ -25,7 +25,6 @@ _MONITOR = "mlflow.system_metrics.system_metrics_monitor:SystemMetricsMonitor"
 _NESTED = "the experiment of runs that the function nests in this one"
 _DIRECTORY = "mlflow.store.tracking.file_store:FileStore"
 _ASYNC = "rows of MLflow's own asynchronous logging that are not sent when the run ends"
-_SYSTEM = "metrics of the system"
 PARTS = VendorParts(
     "MLflow",
     "mlflow-skinny>=3.1,<3.18",
@@ -65,13 +64,7 @@ PARTS = VendorParts(
         ),
         Part("vendors_store._async_logging_queue", "says whether MLflow still sends", _ASYNC),
         Part("vendors_store.flush_async_logging", "has MLflow send its own rows", _ASYNC),
-        Part(_MONITOR, "measures the system", _SYSTEM),
-        Part(f"{_MONITOR}.collect_metrics", "takes a sample", _SYSTEM),
-        Part(f"{_MONITOR}.aggregate_metrics", "gives the mean of samples", _SYSTEM),
-        Part("monitor._shutdown_event", "stops the measuring", _SYSTEM),
-        Part("monitor._process", "is the thread that measures", _SYSTEM),
-        Part("monitor._logging_step", "is the step of the next sample", _SYSTEM),
-        Part("monitor._metrics_prefix", "is the prefix of the system's metrics", _SYSTEM),
+        Part(_MONITOR, "measures the system", "metrics of the system"),
     ],
 )
 
@@ -161,11 +154,11 @@ def tags_of_start_run(tags: Mapping[str, str]) -> dict[str, str]:
     return dict(resolve_tags(dict(tags)))
 
 
-def last_steps(run: Any, prefix: str) -> list[int]:
-    """Return the last step of each metric whose key begins with `prefix`."""
+def last_steps(run: Any) -> list[int]:
+    """Return the last step of each metric."""
     if not PARTS.has("data._metric_objs", run.data):
         return []
-    return [metric.step for metric in run.data._metric_objs if metric.key.startswith(prefix)]
+    return [metric.step for metric in run.data._metric_objs]
 
 
 # MLflow's own functions in this process.
@@ -245,56 +238,17 @@ def without_autologging() -> Undo | None:
 # Metrics of the system.
 
 
-def new_monitor(
-    run_id: str, put: Callable[[Mapping[str, Any], int], None], node_id: str | None, first_step: int
-) -> Any:
-    """Return a monitor of this machine, which calls `put` with metrics and their step; None if there is none.
+def start_monitor(run_id: str, node_id: str | None, *, is_resumed: bool) -> Any:
+    """Start MLflow's monitor of this machine, as `mlflow.start_run` does. Returns None if there is none.
 
     Raises:
         ImportError: psutil is not installed.
     """
-    if not all(PARTS.has(path) for path in (_MONITOR, f"{_MONITOR}.collect_metrics", f"{_MONITOR}.aggregate_metrics")):
+    if not PARTS.has(_MONITOR):
         return None
-    monitor = _monitor_class()(run_id, put, node_id)
-    names = ("_shutdown_event", "_process", "_logging_step", "_metrics_prefix")
-    if not all(PARTS.has(f"monitor.{name}", monitor) for name in names):
-        return None
-    monitor._logging_step = first_step
-    return monitor
-
-
-def stop_monitor(monitor: Any, timeout_s: float) -> None:
-    """Stop a monitor. Waits at most `timeout_s` for a sample that it takes."""
-    monitor._shutdown_event.set()
-    if monitor._process is not None:
-        monitor._process.join(timeout_s)
-
-
-@functools.lru_cache(maxsize=1)
-def _monitor_class() -> Any:
+    import psutil  # noqa: F401
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-    class Monitor(SystemMetricsMonitor):  # type: ignore[misc]
-        """MLflow's monitor. Its metrics go the way of all rows, so that an outage does not end it."""
-
-        def __init__(self, run_id: str, put: Callable[[Mapping[str, Any], int], None], node_id: str | None) -> None:
-            super().__init__(run_id, node_id=node_id)
-            self._put = put
-
-        def monitor(self) -> None:
-            sampled = 0
-            self.collect_metrics()
-            while not self._shutdown_event.wait(self.sampling_interval):
-                self.collect_metrics()
-                sampled += 1
-                if sampled % self.samples_before_logging == 0:
-                    self.publish_metrics(self.aggregate_metrics())
-
-        def publish_metrics(self, metrics: Mapping[str, Any]) -> None:
-            prefix = f"{self._metrics_prefix}{self.node_id}/" if self.node_id else self._metrics_prefix
-            self._put({prefix + key: value for key, value in metrics.items()}, self._logging_step)
-            self._logging_step += 1
-            for monitor in self.monitors:
-                monitor.clear_metrics()
-
-    return Monitor
+    monitor = SystemMetricsMonitor(run_id, resume_logging=is_resumed, node_id=node_id)
+    monitor.start()
+    return monitor
