@@ -388,22 +388,27 @@ def test_rows_arrive_if_no_journal_can_be_written(server, tmp_path):
     assert assert_each_once(server, "full", logged) == "FINISHED"
 
 
-def test_a_loop_that_ends_all_runs_ends_and_leaves_ours_active(server, bare_environment):
+def test_a_run_that_is_ended_in_any_thread_stays_active_until_the_function_ends(server, bare_environment, caplog):
     import mlflow
 
-    @tracking_init(tracker="mlflow", project="loop", id="loop", tracking_uri=server.url)
+    @tracking_init(tracker="mlflow", project="ended", id="ended", tracking_uri=server.url)
     def train():
-        ends = 0
-        while mlflow.active_run():
-            ends += 1
-            assert ends < 100
+        outer = get_run()
+        mlflow.end_run()
+        mlflow.end_run()
+        with mlflow.start_run(nested=True):
             mlflow.end_run()
-        mlflow.log_metric("a", 1)
-        return mlflow.active_run() is get_run()
+            mlflow.log_metric("a", 1)
+        ended_elsewhere = threading.Thread(target=lambda: outer.client.set_terminated(outer.run_id))
+        ended_elsewhere.start()
+        ended_elsewhere.join()
+        return mlflow.active_run() is outer
 
     assert train()
-    (run,) = server.runs("loop")
-    assert (run.values("a"), run.status) == ([1.0], "FINISHED")
+    assert mlflow.active_run() is None
+    run, nested = server.runs("ended")
+    assert (run.values("a"), run.status, nested.status) == ([1.0], "FINISHED", "FINISHED")
+    assert caplog.text.count("mlflow.end_run() does not end it") == 1
 
 
 def test_of_two_runs_with_our_id_the_last_requested_one_continues(server, bare_environment):

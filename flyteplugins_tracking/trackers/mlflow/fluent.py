@@ -7,12 +7,11 @@ import logging
 import os
 import posixpath
 import re
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.mlflow import vendor
 
@@ -21,14 +20,11 @@ logger = logging.getLogger(__name__)
 Undo = Callable[[], object]
 
 _LONGEST_NAME = 250
-# So many calls of `mlflow.end_run()`, each so soon after the last one, are a loop.
-_ENDS_OF_A_LOOP, _AT_ONCE_S = 10, 0.1
 # The longest wait for the monitor's last sample, in seconds.
 _STOP_S = 2.0
-# The server's ids of the runs that are open here, and how often each is open. Only the decorator ends them.
-_open: dict[str, int] = {}
-# Threads may open and end runs at the same time.
-_lock = threading.Lock()
+_warn_once = WarnOnce(logger)
+# The runs that are open here, each with the stack of active runs that has it. Only the decorator ends them.
+_open: list[tuple[Any, list[Any]]] = []
 
 
 def activate(run: Any, uri: str, experiment_id: str) -> Undo:
@@ -38,18 +34,14 @@ def activate(run: Any, uri: str, experiment_id: str) -> Undo:
         A function that undoes that.
     """
     guard()
-    server_id = run.info.run_id
-    stack = _stack()
     undo = [_use_server(uri), vendor.use_experiment(experiment_id), _hide_variable()]
-    with _lock:
-        _open[server_id] = _open.get(server_id, 0) + 1
+    stack = vendor.active_runs()
+    entry = (run, stack)
     stack.append(run)
+    _open.append(entry)
 
     def deactivate() -> None:
-        with _lock:
-            _open[server_id] -= 1
-            if not _open[server_id]:
-                del _open[server_id]
+        _open.remove(entry)
         stack[:] = [other for other in stack if other is not run]
         for step in reversed(undo):
             step()
@@ -57,48 +49,27 @@ def activate(run: Any, uri: str, experiment_id: str) -> Undo:
     return deactivate
 
 
-def _stack() -> Stack:
-    """Return this thread's stack of active runs, made ours."""
-    variable = vendor.active_runs()
-    if variable is None:
-        return Stack()
-    stack = variable.get()
-    if not isinstance(stack, Stack):
-        stack = Stack(stack)
-        variable.set(stack)
-    return stack
-
-
-class Stack(list[Any]):
-    """The stack of active runs. `mlflow.end_run` pops the topmost run, but our runs stay.
-
-    `while mlflow.active_run(): mlflow.end_run()` must still end: after some calls at once the stack looks empty, once.
-    """
-
-    _ends = 0
-    _last_end = 0.0
-    _seems_empty = False
-
-    def __len__(self) -> int:
-        seems_empty, self._seems_empty = self._seems_empty, False
-        return 0 if seems_empty else super().__len__()
-
-    def pop(self, *index: Any) -> Any:
-        """Return the topmost run. Our runs are not removed."""
-        if not self or index or not hasattr(self[-1], "is_tracked"):
-            return super().pop(*index)
-        now = time.monotonic()
-        self._ends = self._ends + 1 if now - self._last_end < _AT_ONCE_S else 1
-        self._last_end = now
-        if self._ends >= _ENDS_OF_A_LOOP:
-            self._ends, self._seems_empty = 0, True
-        return self[-1]
-
-
 @functools.lru_cache(maxsize=1)
 def guard() -> None:
     """Keep MLflow's client from ending runs that are open here."""
-    vendor.leave_end_to_us(_open.__contains__)
+    vendor.leave_end_to_us(_is_open)
+
+
+def _is_open(run_id: str) -> bool:
+    """Whether the run is open here. `mlflow.end_run()` has just taken such a run off its stack: put it back."""
+    is_open = False
+    for run, stack in tuple(_open):
+        if run.info.run_id == run_id:
+            is_open = True
+            if run not in stack:
+                stack.append(run)
+                _warn_once(
+                    run_id,
+                    "MLflow: run %s: mlflow.end_run() does not end it, and it stays the active run until the decorated "
+                    "function ends. So a loop that calls mlflow.end_run() while there is an active run never ends",
+                    run.id,
+                )
+    return is_open
 
 
 def _use_server(uri: str) -> Undo:

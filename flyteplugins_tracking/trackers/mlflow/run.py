@@ -333,7 +333,6 @@ def to_be_sent(request: RunRequest, place: Mapping[str, Any]) -> RunRequest:
 class Logging:
     """Adds logging in the background to MLflow's active run, and keeps it from being ended."""
 
-    is_tracked = True
     info: Any
 
     def __init__(self, run: Any, handle: MlflowHandle) -> None:

@@ -200,13 +200,14 @@ def use_experiment(experiment_id: str) -> Undo:
     return undo
 
 
-def active_runs() -> Any:
-    """Return the variable with this thread's stack of active runs; None if it is not known."""
+def active_runs() -> list[Any]:
+    """Return this thread's stack of active runs; one that nobody reads if MLflow's is not known."""
     if not PARTS.has(f"{_FLUENT}:_active_run_stack"):
-        return None
+        return []
     from mlflow.tracking import fluent
 
-    return fluent._active_run_stack
+    stack: list[Any] = fluent._active_run_stack.get()
+    return stack
 
 
 def leave_end_to_us(is_ours: Callable[[str], bool]) -> None:
