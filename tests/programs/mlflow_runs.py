@@ -48,7 +48,7 @@ def fluent(project: str) -> None:
         run.log_params({"late": 1})
         run.log_param("lr", 5)
         run.set_tag("later", "tag")
-        run.log_dict({"a": 1}, "a.json")
+        mlflow.log_dict({"a": 1}, "a.json")
         in_other_threads()
         in_a_child()
         as_a_called_task()

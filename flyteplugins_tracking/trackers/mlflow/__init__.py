@@ -31,9 +31,9 @@ class MlflowTracker(Tracker):
     run_id_variables = ("MLFLOW_RUN_ID",)
     arguments = frozenset({*_TEXTS, "experiment_id", "log_system_metrics"})
     unsupported = {  # noqa: RUF012 as the protocol has it
-        "media": "its metrics are numbers; files and figures are artifacts: log_figure, log_image, log_artifact",
+        "media": "its metrics are numbers; files and figures are artifacts: mlflow.log_figure, mlflow.log_artifact",
         "sweeps": "it has none; nested runs of mlflow.start_run(nested=True) are children of the function's run",
-        "config file": "its params are values: pass a mapping, or the file by log_artifact",
+        "config file": "its params are values: pass a mapping, or the file to mlflow.log_artifact",
         "download_logs": "its runs have no local files; artifacts are on the server",
     }
 

@@ -261,7 +261,8 @@ class MlflowHandle(ClientHandle):
         except (TypeError, ValueError, OverflowError):
             self._values.warn_once(
                 key,
-                f"a {type(value).__name__} is left out: metrics are numbers. Use log_params, set_tags or log_figure",
+                f"a {type(value).__name__} is left out: metrics are numbers. Use log_params, set_tags or "
+                "mlflow.log_figure",
             )
             return False
         return not isinstance(value, str)
@@ -390,34 +391,6 @@ class Logging:
 
     def set_tag(self, key: str, value: Any, **_: Any) -> None:
         self.set_tags({key: value})
-
-    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Upload a file, and wait for that."""
-        self.client.log_artifact(self.run_id, local_path, artifact_path)
-
-    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Upload a directory, and wait for that."""
-        self.client.log_artifacts(self.run_id, local_dir, artifact_path)
-
-    def log_dict(self, dictionary: Any, artifact_file: str) -> None:
-        """Upload a mapping as JSON or YAML, and wait for that."""
-        self.client.log_dict(self.run_id, dictionary, artifact_file)
-
-    def log_text(self, text: str, artifact_file: str) -> None:
-        """Upload a text, and wait for that."""
-        self.client.log_text(self.run_id, text, artifact_file)
-
-    def log_figure(self, figure: Any, artifact_file: str, **kwargs: Any) -> None:
-        """Upload a figure of Matplotlib or Plotly, and wait for that."""
-        self.client.log_figure(self.run_id, figure, artifact_file, **kwargs)
-
-    def log_image(self, image: Any, artifact_file: str | None = None, **kwargs: Any) -> None:
-        """Upload an image, and wait for that."""
-        self.client.log_image(self.run_id, image, artifact_file, **kwargs)
-
-    def log_table(self, data: Any, artifact_file: str) -> None:
-        """Upload a table, and wait for that."""
-        self.client.log_table(self.run_id, data, artifact_file)
 
     def finish(self, *_: Any, **__: Any) -> None:
         """Do nothing: the run ends when the decorated function does."""
