@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import json
 import math
+import re
 import shlex
 import socket
 import sys
@@ -228,7 +229,7 @@ def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, 
     noted = seen(tmp_path)
     assert noted["slowest_s"] < 0.2 * jobs.TIME_SCALE
     assert noted["end_s"] < 3 * jobs.TIME_SCALE  # kill_after_s=6
-    (said,) = (line for line in done.output.splitlines() if "The rest is in files" in line)
+    (said,) = (line for line in done.output.splitlines() if "They are kept in files" in line)
     command = shlex.split(said.rpartition("MLflow answers: ")[2])
     sent = jobs.run([sys.executable, *command[1:]], tmp_path, environment(server))
     assert sent.returncode == 0, sent.output
@@ -237,6 +238,30 @@ def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, 
     assert runs["mute"].values("loss") == [float(number) for number in range(50)]
     assert [run.status for run in runs.values()] == ["FINISHED"] * 2
     assert runs["mute"].params == {"late": "1"}
+
+
+def test_what_is_called_kept_is_sent_and_what_a_full_disk_has_lost_is_counted(server, tmp_path):
+    process = jobs.start([sys.executable, SCRIPT, "full_disk", "little-room"], tmp_path, environment(server))
+    wait_for_file(tmp_path / "opened", process)
+    with server.mute():
+        (tmp_path / "is-mute").touch()
+        done = jobs.finish(process, tmp_path)
+    said = re.search(r"has not taken (\d+) .* (\d+) of them are kept in files, and (\d+) are lost", done.output)
+    assert said is not None, done.output
+    unsent, kept, lost = map(int, said.groups())
+    assert (unsent, kept + lost) == (500, 500)
+    command = shlex.split(re.findall("MLflow answers: (.*)", done.output)[0])
+    assert jobs.run([sys.executable, *command[1:]], tmp_path, environment(server)).returncode == 0
+    assert by_id(server, "little-room")["full"].values("loss") == [float(number) for number in range(kept)]
+
+
+def test_a_run_in_files_on_a_full_disk_tells_how_many_rows_are_lost(server, tmp_path):
+    nobody = {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{jobs.free_port()}"}
+    done = jobs.python(tmp_path, SCRIPT, "full_disk_without_server", "little-room", env=nobody)
+    said = re.search(r"(\d+) of 500 rows and calls are lost", done.output)
+    assert said is not None, done.output
+    (directory,) = (tmp_path / "tracking-offline").iterdir()
+    assert sum(len(journal.pending()) for journal in stored(directory)) == 500 - int(said[1])
 
 
 def test_a_mute_or_refusing_server_raises_in_time_and_without_the_key(tmp_path):

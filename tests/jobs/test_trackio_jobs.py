@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import shlex
 import signal
 import sqlite3
@@ -258,15 +259,39 @@ def test_a_job_that_goes_back_keeps_all_rows_with_one_warning_for_each_attempt(t
     assert done.output.count(warning) == 2
 
 
-def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):
-    process = start(tmp_path, "fails_while_the_files_are_locked")
-    wait_for_file(tmp_path / "opened", process)
-    wait_until(lambda: row_count(tmp_path) == 1, process)
-    with (tmp_path / "trackio" / "p.lock").open("w") as lock:
+def failed_while_the_files_were_locked(directory: Path, *arguments: str) -> jobs.Done:
+    process = start(directory, "fails_while_the_files_are_locked", *arguments)
+    wait_for_file(directory / "opened", process)
+    wait_until(lambda: row_count(directory) == 1, process)
+    with (directory / "trackio" / "p.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (tmp_path / "locked").touch()
-        done = jobs.finish(process, tmp_path, timeout_s=2 * jobs.TIME_SCALE)  # kill_after_s=4
+        (directory / "locked").touch()
+        done = jobs.finish(process, directory, timeout_s=2 * jobs.TIME_SCALE)  # kill_after_s=4
     assert "ValueError: made to fail" in done.output
+    return done
+
+
+def test_what_is_called_kept_is_sent_and_what_a_full_disk_has_lost_is_counted(tmp_path):
+    done = failed_while_the_files_were_locked(tmp_path, "6000")
+    said = re.search(
+        r"(\d+) rows of run i could not be written .* (\d+) of them are kept .* (\d+) are lost", done.output
+    )
+    assert said is not None, done.output
+    unwritten, kept, lost = map(int, said.groups())
+    assert (unwritten, kept + lost) == (49, 49)
+    assert kept > 0
+    send(
+        done.output.partition("Send them later: ")[2].splitlines()[0],
+        tmp_path,
+        jobs.environment(tmp_path, **environment(tmp_path)),
+    )
+    assert sorted(row["a"] for _, row in rows(tmp_path)) == list(range(1 + kept))
+
+
+def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):
+    done = failed_while_the_files_were_locked(tmp_path)
+    assert "49 rows of run i" in done.output
+    assert "They are kept in files." in done.output
     assert len(rows(tmp_path)) == 1
     command = done.output.partition("Send them later: ")[2].splitlines()[0]
     for _ in range(2):

@@ -6,6 +6,7 @@ Each process writes what it saw as JSON to `seen-{rank}`.
 import json
 import logging
 import os
+import resource
 import statistics
 import sys
 import threading
@@ -245,6 +246,34 @@ def outage(project: str) -> None:
     train()
     ends_mute()
     SEEN["end_s"] = time.perf_counter() - float(str(SEEN["ends_at"]))
+
+
+def full_disk(project: str) -> None:
+    """Logs 500 rows while the server is stopped by the test and a file can have 20 kB."""
+    from flyteplugins_tracking import get_run, tracking_init
+
+    @tracking_init(tracker="mlflow", project=project, id="full", kill_after_s=6)
+    def train() -> None:
+        (DIRECTORY / "opened").touch()
+        wait_until((DIRECTORY / "is-mute").exists)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        for number in range(500):
+            get_run().log({"loss": float(number)})
+
+    train()
+
+
+def full_disk_without_server(project: str) -> None:
+    """Logs 500 rows to files, of which each can have 20 kB."""
+    from flyteplugins_tracking import get_run, tracking_init
+
+    @tracking_init(tracker="mlflow", project=project, id="local", if_unavailable="degrade", init_timeout_s=2)
+    def train() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        for number in range(500):
+            get_run().log({"loss": float(number)})
+
+    train()
 
 
 def unavailable(*uris: str) -> None:

@@ -32,6 +32,18 @@ def how_to_send(directory: str, arguments: Mapping[str, Any] | None = None) -> s
     return f"python -m flyteplugins_tracking send {servers}{directory}"
 
 
+def what_is_kept(count: int, lost: int) -> str:
+    """Return the sentence on records that a service has not taken: how many of them the files have.
+
+    Args:
+        count: How many records the service has not taken.
+        lost: How many of them are in no file.
+    """
+    if not lost:
+        return "They are kept in files."
+    return f"{count - lost} of them are kept in files, and {lost} are lost: the files could not be written."
+
+
 def addresses_in(arguments: Mapping[str, Any]) -> list[str]:
     """Return the servers that a run's arguments name."""
     found = map(arguments.get, _ADDRESSES)

@@ -63,7 +63,7 @@ class Journal:
 
     Attributes:
         directory: Where its files are.
-        added: How many records were added.
+        added: How many records were added, kept or not.
     """
 
     def __init__(self, directory: Path, name: str, header: Mapping[str, Any], segments: int | None = None) -> None:
@@ -78,6 +78,7 @@ class Journal:
         """
         self.directory = directory
         self.added = 0
+        self._kept = 0  # how many of them are in the files, or were
         self._base = f"{directory / name}{SUFFIX}"
         self._header, self._most = dict(header), segments
         self._segments: list[tuple[str, int]] = []  # the paths, and how many records were added before each
@@ -93,10 +94,16 @@ class Journal:
         """Keep a record. Called for each row: a full disk costs the record, with one warning, and raises nothing."""
         size = _HEAD_SIZE + len(record)
         with self._lock:
-            if self._room < size and not self._begin_segment(size):
-                return
-            number, self.added = self.added, self.added + 1
-            self._write(_RECORD, number, record)
+            if self._room >= size or self._begin_segment(size):
+                self._write(_RECORD, self.added, record)
+            self.added += 1
+            if not self._is_closed:
+                self._kept = self.added
+
+    @property
+    def lost(self) -> int:
+        """How many records the service has not acknowledged and the files do not have: the last ones."""
+        return max(0, self.added - max(self._kept, self._acknowledged))
 
     def acknowledged(self, count: int) -> None:
         """Note that the service has the first `count` records. Removes the segments that are not needed anymore."""

@@ -183,6 +183,10 @@ class LocalHandle(ClientHandle):
         self.file.event(name, values, text)
 
     def end(self, exit_code: int) -> None:
+        journal = self.file.journal
+        if journal.lost:
+            text = "%s: run %s: %d of %d rows and calls are lost: the files in %s could not be written"
+            logger.warning(text, self._title, self.id, journal.lost, journal.added, self.directory)
         self.file.end(exit_code)
 
     def finish(self, exit_code: int) -> None:

@@ -14,7 +14,7 @@ from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.url import has_credentials, without_credentials
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import NOT_OPEN, ClientHandle, prefix_of, refuse_to_pickle
-from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.journal import how_to_send, what_is_kept
 from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
 from flyteplugins_tracking.trackers.journal.lines import encode
 from flyteplugins_tracking.trackers.journal.local import RunFile
@@ -138,8 +138,8 @@ class MlflowHandle(ClientHandle):
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:
         with self._lock:
             until = time.monotonic() + self.request.config.finish_timeout_s
-            if not self._sender.has_room and self._sender.flush(until):
-                self._keep(None)
+            if not self._sender.has_room and (unsent := self._sender.flush(until)):
+                self._keep(unsent, None)
             self._write_at(row, step, round(time_s * 1000))
 
     def put(self, kind: Literal["params", "tags"], data: Mapping[str, Any]) -> None:
@@ -162,7 +162,7 @@ class MlflowHandle(ClientHandle):
             self._warn("has rows of MLflow's own asynchronous logging that were not sent in time")
         unsent = self._sender.flush(until - status_s)
         if not self._send_status(exit_code, until) or unsent or self._overflow is not None:
-            self._keep(exit_code)
+            self._keep(unsent, exit_code)
         else:
             self._file.remove()
             self._begin_file()
@@ -170,8 +170,9 @@ class MlflowHandle(ClientHandle):
     def finish(self, exit_code: int) -> None:
         try:
             super().finish(exit_code)
-            if self._sender.flush(time.monotonic() + _STATUS_S):  # params that were logged after an early end
-                self._keep(exit_code)
+            unsent = self._sender.flush(time.monotonic() + _STATUS_S)  # params that were logged after an early end
+            if unsent:
+                self._keep(unsent, exit_code)
             self._file.remove()
         finally:
             self._deactivate()
@@ -219,7 +220,8 @@ class MlflowHandle(ClientHandle):
             return
         if self._overflow is None:
             self._overflow = self._new_file()
-            self._warn_of_rest(self._overflow.directory)
+            text = "MLflow: run %s: memory has no room for more rows that %s does not take. They go to files in %s"
+            logger.warning(text, self.id, without_credentials(self.uri), self._overflow.directory)
         self._overflow.journal.add(_line(item))
 
     def _new_file(self) -> RunFile:
@@ -286,24 +288,30 @@ class MlflowHandle(ClientHandle):
             return False
         return True
 
-    def _keep(self, exit_code: int | None) -> None:
-        """Leave the journal, with what the server has not taken, to who sends it later."""
-        for file in [self._file, *([self._overflow] if self._overflow is not None else [])]:
+    def _keep(self, unsent: Sequence[Item], exit_code: int | None) -> None:
+        """Leave the journals, with what the server has not taken, to who sends it later."""
+        files = [self._file, *([self._overflow] if self._overflow is not None else [])]
+        count, lost = _rows(unsent), _rows(unsent[len(unsent) - self._file.journal.lost :])
+        if self._overflow is not None:
+            count, lost = count + self._overflow.journal.added, lost + self._overflow.journal.lost
+        for file in files:
             if exit_code is not None:
                 file.end(exit_code)
             file.journal.close()
-        if self._kept_in is None and self._overflow is None:
-            self._warn_of_rest(self._file.directory)
         self._kept_in, self._overflow = self._file.directory, None
         self._begin_file()
-
-    def _warn_of_rest(self, directory: str) -> None:
+        rest = f"{count} rows. {what_is_kept(count, lost)}" if count else "all params, tags and the status."
         logger.warning(
-            "MLflow: run %s: %s has not taken all rows. The rest is in files. Send it when MLflow answers: %s",
+            "MLflow: run %s: %s has not taken %s Send the rest when MLflow answers: %s",
             self.id,
             without_credentials(self.uri),
-            how_to_send(directory, self.place),
+            rest,
+            how_to_send(self._kept_in, self.place),
         )
+
+
+def _rows(items: Sequence[Item]) -> int:
+    return sum(item.kind == "row" for item in items)
 
 
 def _line(item: Item) -> bytes:

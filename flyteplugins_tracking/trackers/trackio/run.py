@@ -7,16 +7,18 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import ClientHandle, status_of
-from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.journal import how_to_send, what_is_kept
 from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
-from flyteplugins_tracking.trackers.journal.lines import encode
+from flyteplugins_tracking.trackers.journal.files import stored
+from flyteplugins_tracking.trackers.journal.lines import decode_all, encode
 from flyteplugins_tracking.trackers.journal.local import RunFile
 from flyteplugins_tracking.trackers.trackio import EXIT_CODE, STATUS, page_address, vendor
 
@@ -88,7 +90,7 @@ class TrackioHandle(ClientHandle):
             self._send_status(status_of(exit_code), exit_code, deadline)
         unwritten = self.run.unwritten()
         if unwritten:
-            self._keep(len(unwritten), exit_code)
+            self._keep(unwritten, exit_code)
         else:
             self._file.remove()
             self._file = RunFile(self.request, self._tracker, self.id)
@@ -176,21 +178,30 @@ class TrackioHandle(ClientHandle):
         with contextlib.suppress(TypeError, ValueError):  # such as an image
             self._file.journal.add(encode(line))
 
-    def _keep(self, count: int, exit_code: int) -> None:
+    def _keep(self, rows: Sequence[Mapping[str, Any]], exit_code: int) -> None:
         """Leave the journal, with what is not written, to who sends it later."""
         self._file.end(exit_code)
         self._file.journal.close()
         self._kept_in = self._file.directory
         self._file = RunFile(self.request, self._tracker, self.id)
+        kept = {entry["log_id"] for entry in _entries(Path(self._kept_in))}
         logger.warning(
-            "Trackio: %d rows of run %s could not be written to %s within %s. They are kept in files. "
-            "Send them later: %s",
-            count,
+            "Trackio: %d rows of run %s could not be written to %s within %s. %s Send them later: %s",
+            len(rows),
             self.id,
             self._store.place,
             self.request.config.finish_limit,
+            what_is_kept(len(rows), sum(row["log_id"] not in kept for row in rows)),
             how_to_send(self._kept_in, self.request.config.options),
         )
+
+
+def _entries(directory: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows that the journals of a directory have, as Trackio queues them."""
+    for journal in stored(directory):
+        for line in decode_all(journal.pending()):
+            if line.get("call") == _REQUEUE:
+                yield line["args"][0]
 
 
 def cannot_write(place: str, error: Exception) -> str:
