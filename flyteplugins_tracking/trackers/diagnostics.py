@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 Level = Literal["error", "warning", "note"]
@@ -45,9 +45,15 @@ class Diagnosis(NamedTuple):
     diagnostics: tuple[Diagnostic, ...] = ()
 
 
-def found_key(where: str, key: str | None) -> str | None:
-    """Describe a key without showing a part of it: where it was found, and its length. None if there is no key."""
-    return f"{where} ({len(key)} characters)" if key else None
+def found_key(*variables: str, stored: Mapping[str, str | None] | None = None) -> str | None:
+    """Describe the first key without showing a part of it: where it was found, and its length. None if there is none.
+
+    Args:
+        *variables: The variables that may hold a key.
+        stored: The keys that were found elsewhere, by their place.
+    """
+    keys = {**{name: os.environ.get(name) for name in variables}, **(stored or {})}
+    return next((f"{where} ({len(key)} characters)" for where, key in keys.items() if key), None)
 
 
 def settings_of(path: str, section: str) -> dict[str, str]:

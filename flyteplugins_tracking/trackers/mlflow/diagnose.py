@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
 _DEFAULT = "sqlite:///mlflow.db"
 # https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/store/db_types/__init__.py
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-_DATABRICKS = ("databricks", "databricks-uc")
+_SERVERS = ("http", "https", "databricks", "databricks-uc")
 _SERVE = "mlflow server --host 0.0.0.0, then export MLFLOW_TRACKING_URI=http://HOST:5000"
 
 
@@ -23,9 +24,13 @@ def diagnose() -> Diagnosis:
     """Return how this tracker is set up in the environment, and what is wrong."""
     variable = os.environ.get("MLFLOW_TRACKING_URI")
     uri = variable or _DEFAULT
-    place, credentials = without_credentials(uri), _credentials(uri)
-    is_server = uri.lower().startswith(("https://", "http://"))
-    setting = f"MLFLOW_TRACKING_URI={place}" if variable else f"MLFLOW_TRACKING_URI is not set, and runs go to {place}"
+    place, file = without_credentials(uri), os.path.expanduser("~/.mlflow/credentials")
+    credentials = diagnostics.found_key("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+    if credentials is None and "@" in uri.partition("://")[2]:
+        credentials = "MLFLOW_TRACKING_URI"
+    credentials = credentials or diagnostics.found_key(
+        stored={file: diagnostics.settings_of(file, "mlflow").get("mlflow_tracking_password")}
+    )
 
     def is_mlflow(status: int, text: str) -> bool:
         """https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/server/__init__.py."""
@@ -34,40 +39,30 @@ def diagnose() -> Diagnosis:
             raise ConnectionError(f"it wants credentials (HTTP {status}): set {names}")
         return status in (401, 403) or (status == 200 and bool(re.fullmatch(r"\d+\.\d+\S*", text.strip())))
 
+    setting = f"MLFLOW_TRACKING_URI={place}" if variable else f"MLFLOW_TRACKING_URI is not set, and runs go to {place}"
+    is_http = uri.lower().startswith(("https://", "http://"))
     return Diagnosis(
         place=place,
         credentials=credentials,
         is_chosen=bool(variable or credentials),
-        reach=diagnostics.server("an MLflow", f"{place}/version", is_mlflow) if is_server else None,
-        diagnostics=() if is_server else _of_files(uri, place, f"MLflow: {setting}"),
+        reach=diagnostics.server("an MLflow", f"{place}/version", is_mlflow) if is_http else None,
+        diagnostics=tuple(_of_place(uri, place, f"MLflow: {setting}")),
     )
 
 
-def _credentials(uri: str) -> str | None:
-    for name in ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"):
-        if os.environ.get(name):
-            return diagnostics.found_key(name, os.environ[name])
-    if without_credentials(uri) != uri.rstrip("/") and "@" in uri:
-        return "MLFLOW_TRACKING_URI"
-    path = os.path.expanduser("~/.mlflow/credentials")
-    return diagnostics.found_key(path, diagnostics.settings_of(path, "mlflow").get("mlflow_tracking_password"))
-
-
-def _of_files(uri: str, place: str, setting: str) -> tuple[Diagnostic, ...]:
-    """Return what is wrong with an address that is no server's: a database, a directory or Databricks."""
-    scheme = urlsplit(uri).scheme
-    database = scheme.partition("+")[0]
-    if database in _DATABASES and find_spec("sqlalchemy") is None:
+def _of_place(uri: str, place: str, setting: str) -> Iterator[Diagnostic]:
+    """Yield what is wrong with an address."""
+    kind = urlsplit(uri).scheme.partition("+")[0] or (uri if uri in _SERVERS else "file")
+    if kind in _DATABASES and find_spec("sqlalchemy") is None:
         text, fix = "which mlflow-skinny alone cannot open", f"pip install mlflow; or {_SERVE}"
-        return (Diagnostic("error", f"{setting}, {text}", fix),)
-    if scheme == "sqlite":
-        folder = os.path.dirname(place.removeprefix("sqlite:///")) or os.curdir
-        return diagnostics.check_directory(folder, "error", setting, _SERVE)
-    if scheme in ("", "file") and uri not in _DATABRICKS:
+        yield Diagnostic("error", f"{setting}, {text}", fix)
+    elif kind == "sqlite":
+        folder = os.path.dirname(place.partition(":///")[2]) or os.curdir
+        yield from diagnostics.check_directory(folder, "error", setting, _SERVE)
+    elif kind == "file":
         text = "MLflow does not develop runs in files any further, and new versions refuse them"
-        return (Diagnostic("warning", f"{setting}: {text}", _SERVE),)
-    if database in _DATABASES or (scheme or uri) in _DATABRICKS:
-        return ()
-    text = f"MLflow itself does not support addresses that begin with {scheme}:"
-    fix = "export MLFLOW_TRACKING_URI=http://HOST:PORT, unless a plugin of MLflow's does"
-    return (Diagnostic("warning", f"{setting}: {text}", fix),)
+        yield Diagnostic("warning", f"{setting}: {text}", _SERVE)
+    elif kind not in (*_DATABASES, *_SERVERS):
+        text = f"MLflow itself does not support addresses that begin with {kind}:"
+        fix = "export MLFLOW_TRACKING_URI=http://HOST:PORT, unless a plugin of MLflow's does"
+        yield Diagnostic("warning", f"{setting}: {text}", fix)

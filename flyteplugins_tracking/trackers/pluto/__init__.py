@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_text
 from flyteplugins_tracking._util.record import replace
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.diagnostics import Diagnosis
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
 
 # The parameters of pluto.init that the decorator does not take by name, and that do not choose a run. A test compares.
 INIT_ARGUMENTS = frozenset({"dir", "settings", "fork_run_id", "fork_step", "inherit_config", "inherit_tags"})
 # Our own argument, for links: only the server knows the organization of a key.
 _ORGANIZATION = "organization"
 _APP = "https://pluto.trainy.ai"
+# https://github.com/Trainy-ai/pluto, _DEFAULT_URL_API of version 0.0.29.
+_API = "https://pluto-api.trainy.ai"
 # The settings with the addresses of the client's servers.
 _URLS = ("url_app", "url_api", "url_ingest", "url_py")
 
@@ -75,9 +80,41 @@ class PlutoTracker(Tracker):
         return {"id": run.run_id, "project": run.settings.project}
 
     def diagnose(self) -> Diagnosis:
-        from flyteplugins_tracking.trackers.pluto.diagnose import diagnose
+        import base64  # few ranks need it
 
-        return diagnose()
+        servers = {name: _variable(f"URL_{name}") for name in ("APP", "API", "INGEST", "PY")}
+        address = without_credentials(servers["API"] or _API)
+        data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+        file = os.path.join(data, "python_keyring", "keyring_pass.cfg")  # of `pluto login` on Linux
+        stored = None
+        with suppress(ValueError):
+            stored = base64.decodebytes(diagnostics.settings_of(file, "pluto").get("pluto", "").encode()).decode()
+        credentials = diagnostics.found_key("PLUTO_API_KEY", "MLOP_API_TOKEN", stored={file: stored})
+        folder = _variable("DIR") or os.curdir
+        text = f"Pluto keeps its files in {folder}"
+        problems = [*diagnostics.check_directory(folder, "error", text, "export PLUTO_DIR=/a/directory")]
+        if not credentials:
+            text = "there is no API key: PLUTO_API_KEY is not set, and `pluto login` has not stored a key in a file"
+            fix = "pluto login, or export PLUTO_API_KEY=..., or secret= of tracking_init"
+            problems.append(Diagnostic("error", f"Pluto: {text}", fix))
+        missing = [f"PLUTO_URL_{name}" for name, value in servers.items() if not value]
+        if missing and len(missing) < len(servers):
+            text = f"{', '.join(missing)} not set, but the others are: a part of each run goes to Pluto's own servers"
+            problems.append(
+                Diagnostic("error", f"Pluto: {text}", f"export {' '.join(f'{name}=...' for name in missing)}")
+            )
+
+        def is_pluto(status: int, _: str) -> bool:
+            return status in (200, 400, 401, 403)
+
+        return Diagnosis(
+            place=address,
+            credentials=credentials,
+            is_chosen=bool(credentials) or any(servers.values()),
+            # The client's first request: it asks for the key's owner.
+            reach=diagnostics.server("a Pluto", f"{address}/api/slug", is_pluto, data=b""),
+            diagnostics=tuple(problems),
+        )
 
     def open(self, request: RunRequest) -> Handle:
         # Imported here, so that a rank without a run does not load it.
@@ -95,6 +132,10 @@ def _app(config: TrackingConfig) -> str:
         return f"http://{settings['host']}:3000"
     variable = os.environ.get("PLUTO_URL_APP") or os.environ.get("MLOP_URL_APP")
     return str(settings.get("url_app") or variable or _APP).rstrip("/")
+
+
+def _variable(name: str) -> str | None:
+    return os.environ.get(f"PLUTO_{name}") or os.environ.get(f"MLOP_{name}")
 
 
 def _check_id(run_id: str | None, argument: str) -> None:

@@ -15,10 +15,11 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.fork import after_fork_in_child
+from flyteplugins_tracking._util.url import without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.diagnostics import Diagnosis
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, check_directory, found_key, server
 
 # The keys of the run's config that hold its status. The user's config must not have them.
 STATUS, EXIT_CODE = "status", "exit_code"
@@ -124,9 +125,22 @@ class TrackioTracker(Tracker):
         return {"id": run.id, "name": run.name, "project": run.project, "server_url": run.url}
 
     def diagnose(self) -> Diagnosis:
-        from flyteplugins_tracking.trackers.trackio.diagnose import diagnose
-
-        return diagnose()
+        url, folder = os.environ.get("TRACKIO_SERVER_URL"), default_directory()
+        if not url:
+            text, fix = f"Trackio keeps runs in {folder}", "export TRACKIO_DIR=/a/directory"
+            is_chosen = any(name.startswith("TRACKIO_") for name in os.environ)
+            return Diagnosis(folder, None, is_chosen, None, check_directory(folder, "error", text, fix))
+        address, name = without_credentials(url), "TRACKIO_WRITE_TOKEN"
+        credentials = found_key(name, stored={"TRACKIO_SERVER_URL": without_token(url)[1]})
+        text = f"Trackio: {address} wants a write token, and {name} is not set"
+        fix = f"export {name}=..., or secret= of tracking_init; `trackio show` prints it"
+        return Diagnosis(
+            place=address,
+            credentials=credentials,
+            is_chosen=True,
+            reach=server("a Trackio", f"{address}/version", lambda _, text: '"api_version"' in text),
+            diagnostics=() if credentials else (Diagnostic("error", text, fix),),
+        )
 
     def open(self, request: RunRequest) -> Handle:
         from flyteplugins_tracking.trackers.journal.local import open_or_keep

@@ -29,7 +29,9 @@ _ANSWER = re.compile(r'\s*{.*"(data|errors)"\s*:', re.DOTALL)
 
 def diagnose() -> Diagnosis:
     """Return how this tracker is set up in the environment, and what is wrong."""
-    directory = _directory()
+    base = os.path.expanduser(os.environ.get("WANDB_DIR") or os.curdir)
+    hidden = os.path.join(base, ".wandb")
+    directory = hidden if os.path.isdir(hidden) else os.path.join(base, "wandb")
     stored: dict[str, str] = {}  # what `wandb init`, `wandb login --host` and `wandb offline` store
     for folder in (os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", directory):  # the last wins
         stored |= diagnostics.settings_of(os.path.join(os.path.expanduser(folder), "settings"), "default")
@@ -39,19 +41,13 @@ def diagnose() -> Diagnosis:
     where, key = _key(address, stored)
     return Diagnosis(
         place=address if is_online else f"{'nowhere' if mode == 'disabled' else directory} ({mode})",
-        credentials=diagnostics.found_key(where, key) or where or None,
+        credentials=diagnostics.found_key(stored={where: key}) or where or None,
         is_chosen=bool(where) or any(name.startswith("WANDB_") for name in os.environ),
         reach=diagnostics.server("a W&B", f"{address}/graphql", lambda _, text: _ANSWER.match(text), _VIEWER)
         if is_online
         else None,
         diagnostics=(*_of_key(where, key, is_online), *_of_variables(mode, server, directory)),
     )
-
-
-def _directory() -> str:
-    base = os.path.expanduser(os.environ.get("WANDB_DIR") or os.curdir)
-    hidden = os.path.join(base, ".wandb")
-    return hidden if os.path.isdir(hidden) else os.path.join(base, "wandb")
 
 
 def _key(address: str, stored: Mapping[str, str]) -> tuple[str, str]:
