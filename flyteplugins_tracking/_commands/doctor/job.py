@@ -1,19 +1,26 @@
-"""What is wrong with this process's place in its job, with the id of its runs, and with the directories it needs."""
+"""This process's place in its job, the directories that it needs, and the ids and the runs of the job."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
+from typing import Any
 
-from flyteplugins_tracking._commands.doctor.plans import MOST_RANKS
-from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
+from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES, RankScope, RunMode, plan
 from flyteplugins_tracking._util.proc import Env
-from flyteplugins_tracking.errors import ConfigError, IdentityError
+from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic, check_directory
 
 _START = "torchrun --nproc-per-node=2 train.py, or: srun --ntasks=2 python train.py"
+# How many ranks are listed one by one.
+_MOST_NAMED = 4
+# No job has more. A larger number is a mistake, and planning for it would take all memory.
+_MOST_RANKS = 100_000
 
 
 def check_job(info: DistributedInfo | None, error: str | None, variables: Env, env: Env) -> Iterator[Diagnostic]:
@@ -42,7 +49,7 @@ def _check_rank(info: DistributedInfo, env: Env) -> Iterator[Diagnostic]:
         if size is not None and size > info.world_size:
             text = f"{info.launcher} reports {size} {counted}, but only {info.world_size} ranks in all"
             yield Diagnostic("warning", text, f"start with: {_START}")
-    if info.world_size > MOST_RANKS:
+    if info.world_size > _MOST_RANKS:
         yield Diagnostic("warning", f"{info.launcher} reports {info.world_size} ranks", f"start with: {_START}")
     if info.launcher == "kubeflow" and "PET_NPROC_PER_NODE" not in env and "LOCAL_RANK" not in env:
         text = f"LOCAL_RANK is not set: rank {info.rank} of {info.world_size} counts as the only process of its node"
@@ -120,3 +127,89 @@ def _check_id(tracker: Tracker, variable: str, env: Env) -> Iterator[Diagnostic]
     if value not in (env.get("KONDUKTOR_JOB_NAME"), env.get("FLYTE_INTERNAL_EXECUTION_ID")):
         text = f"{variable}={value}: every job with this variable writes to the same runs"
         yield Diagnostic("warning", text, f"unset {variable}, unless you intend this")
+
+
+def plan_rows(
+    info: DistributedInfo | None, base_id: str | None, primary_rank: int, ranks: Sequence[DistributedInfo | None]
+) -> list[dict[str, Any]]:
+    """Return one row for each mode and scope; none for more than `_MOST_RANKS` ranks.
+
+    Args:
+        info: This rank; None outside a distributed job.
+        base_id: The base id; None if it is unknown.
+        primary_rank: As for `tracking_init`.
+        ranks: All ranks; empty if they are unknown. The other workers then count as equal in size.
+    """
+    if info is not None and info.world_size > _MOST_RANKS:
+        return []
+    world = ranks or ([None] if info is None else _world(info))
+    return [_row(world, m, s, base_id or "{base}", primary_rank) for m in RUN_MODES for s in RANK_SCOPES]
+
+
+def _world(info: DistributedInfo) -> list[DistributedInfo]:
+    """Return all ranks. The number of ranks of this one's worker is known: the other workers share the rest equally."""
+    if info.worker_index is None or info.local_rank is None:
+        return [DistributedInfo(rank, info.world_size, launcher=info.launcher) for rank in range(info.world_size)]
+    size = min(info.local_world_size or math.ceil(info.world_size / (info.num_workers or 1)), info.world_size)
+    others = (info.num_workers or math.ceil(info.world_size / size)) - 1
+    rest = range(info.world_size - size if others else 0)
+    sizes = [len(rest[index::others]) for index in range(others)]
+    sizes.insert(info.worker_index, info.world_size - len(rest))
+    return list(iter_ranks([size for size in sizes if size > 0], launcher=info.launcher))
+
+
+def _row(
+    ranks: Sequence[DistributedInfo | None], run_mode: RunMode, rank_scope: RankScope, base_id: str, primary_rank: int
+) -> dict[str, Any]:
+    writers: dict[str, list[int]] = {}
+    groups: dict[str, None] = {}
+    error = None
+    try:
+        for info in ranks:
+            planned = plan(info, run_mode, rank_scope, base_id, primary_rank=primary_rank)
+            if planned.opens:
+                writers.setdefault(planned.run_id or "", []).append(info.rank if info else 0)
+            if planned.opens and planned.group:
+                groups[planned.group] = None
+    except TopologyError as refusal:
+        error, writers, groups = str(refusal), {}, {}
+    return {
+        "run_mode": run_mode,
+        "rank_scope": rank_scope,
+        "runs": len(writers),
+        "ids": _pattern(writers) or "-",
+        "groups": _pattern(groups) or None,
+        "writers": "this process" if ranks[0] is None else _writers(list(writers.values()), len(ranks)),
+        "error": error,
+    }
+
+
+def _pattern(texts: Iterable[str]) -> str:
+    """Return one pattern for texts that differ in their numbers, such as `a-{0..3}`; empty for none."""
+    parts = []
+    for column in zip(*(re.split(r"(\d+)", text) for text in texts), strict=True):
+        values = set(column)
+        parts.append(column[0] if len(values) == 1 else f"{{{min(map(int, values))}..{max(map(int, values))}}}")
+    return "".join(parts)
+
+
+def _writers(writers: Sequence[Sequence[int]], world_size: int) -> str:
+    if not writers:
+        return "-"
+    if len(writers) == world_size:
+        return "each rank its own"
+    if len(writers) == 1:
+        return f"all {world_size} ranks" if len(writers[0]) == world_size else f"rank {writers[0][0]}"
+    if sum(map(len, writers)) == world_size:
+        sizes = sorted({len(ranks) for ranks in writers})
+        return f"the {' to '.join(map(str, sizes[:1] + sizes[1:][-1:]))} ranks of each worker"
+    return f"ranks {named([ranks[0] for ranks in writers])}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks as text: `0-3` for a range, and at most four numbers otherwise."""
+    if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) <= _MOST_NAMED:
+        return ", ".join(map(str, ranks))
+    return f"{', '.join(map(str, ranks[: _MOST_NAMED - 1]))}, ..., {ranks[-1]}"

@@ -9,24 +9,24 @@ import platform
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 from flyteplugins_tracking.trackers.base import Tracker
-from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, Level
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
 
 OWN = "flyteplugins-tracking"
 _DEFAULT = "wandb"
 # How long the servers may take to answer. They are asked at the same time.
 _ANSWER_S = 5.0
-_SHOWN = re.compile(r"flytekit|flyte|torch|(flyteplugins|flytekitplugins)-.+|transformers|accelerate|lightning")
-_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*([^;\s]*)\s*;\s*extra == ['\"](\w+)['\"]")
-# Extras for development: they depend on the other extras.
-_DEVELOPMENT_EXTRAS = ("dev", "examples")
 _OTHER_DECORATORS = ("flyteplugins-wandb", "flytekitplugins-wandb", "flyteplugins-mlflow", "flyteplugins-trackio")
+_FRAMEWORKS = ("accelerate", "flyte", "flytekit", "flytekitplugins-kfpytorch", "flyteplugins-pytorch", "lightning")
+_SHOWN = sorted((*_FRAMEWORKS, "torch", "transformers", *_OTHER_DECORATORS))
+# A requirement of an extra: distribution, versions and extra. Those for development depend on the other extras.
+_REQUIREMENT = re.compile(r"^([\w.-]+)\s*([^;\s]*)\s*;\s*extra == ['\"](?!dev|examples)(\w+)['\"]$", re.MULTILINE)
 
 
 def trackers(name: str | None, *, asks: bool) -> tuple[list[dict[str, Any]], list[Diagnostic]]:
@@ -44,56 +44,45 @@ def trackers(name: str | None, *, asks: bool) -> tuple[list[dict[str, Any]], lis
     """
     if name is not None:
         find_tracker(name)
-    states, diagnoses, problems = _examined([name] if name else names_of_trackers(), "error" if name else "warning")
-    installed = [state["name"] for state in states if state["version"] is not None]
-    chosen = [state["name"] for state in states if state["is_chosen"]]
+    examined: dict[str, tuple[Tracker, Diagnosis, str | None]] = {}
+    states, problems = [], []
+    for each in [name] if name else names_of_trackers():
+        try:
+            tracker = find_tracker(each)
+            examined[each] = tracker, tracker.diagnose(), _version_of(tracker)
+        except (Exception, SystemExit) as error:  # another package's tracker may be broken
+            text = f"tracker {each!r} cannot be examined: {str(error) or type(error).__name__}"
+            problems.append(Diagnostic("error" if name else "warning", text))
+    installed = [each for each, (_, _, version) in examined.items() if version is not None]
+    chosen = [each for each, (_, diagnosis, _) in examined.items() if diagnosis.is_chosen]
     meant = [name] if name else chosen or ([_DEFAULT] if _DEFAULT in installed else installed)
-    reaches = {each: reach for each in installed if asks and each in meant and (reach := diagnoses[each].reach)}
-    answers = _ask(reaches)
-    for state in states:
-        each, title = state["name"], state["title"]
-        if each in answers:
-            state["reachable"] = answers[each] == ""
+    answers = _ask({each: examined[each][1] for each in installed if asks and each in meant})
+    for each, (tracker, diagnosis, version) in examined.items():
+        install = f"pip install {tracker.distribution or tracker.package}"
+        answer = answers.get(each)
+        state = {
+            "name": each,
+            "title": tracker.title,
+            "version": version,
+            "install": install,
+            "place": diagnosis.place,
+            "credentials": diagnosis.credentials,
+            "is_chosen": diagnosis.is_chosen,
+            "reachable": None if answer is None else answer == "",
+        }
+        states.append(state)
         if each in installed and each in meant:
-            problems += diagnoses[each].diagnostics
-        elif each == name:
-            problems.append(Diagnostic("error", f"{title} is not installed", state["install"]))
+            problems += diagnosis.diagnostics
         elif each in meant:
-            problems.append(Diagnostic("warning", f"{title} is not installed, but it is set up here", state["install"]))
-        if answers.get(each):
-            text = f"{title}: the server at {state['place']} cannot be used: {answers[each]}"
+            text = f"{tracker.title} is not installed{'' if name else ', but it is set up here'}"
+            problems.append(Diagnostic("error" if name else "warning", text, install))
+        if answer:
+            text = f"{tracker.title}: the server at {diagnosis.place} cannot be used: {answer}"
             fix = "check its address and the network (a proxy by HTTPS_PROXY); or log to local files"
             problems.append(Diagnostic("error", text, f"{fix}: if_unavailable='degrade'"))
     if not installed and name is None:
         problems.append(Diagnostic("error", "no tracker is installed", f'pip install "{OWN}[{_DEFAULT}]"'))
     return states, problems
-
-
-def _examined(
-    names: Sequence[str], level: Level
-) -> tuple[list[dict[str, Any]], dict[str, Diagnosis], list[Diagnostic]]:
-    states, diagnoses, problems = [], {}, []
-    for name in names:
-        try:
-            tracker = find_tracker(name)
-            diagnosis = tracker.diagnose()
-            state = {
-                "name": name,
-                "title": tracker.title,
-                "version": _version_of(tracker),
-                "install": f"pip install {tracker.distribution or tracker.package}",
-                "place": diagnosis.place,
-                "credentials": diagnosis.credentials,
-                "is_chosen": diagnosis.is_chosen,
-                "reachable": None,
-            }
-        except (Exception, SystemExit) as error:  # another package's tracker may be broken
-            text = f"tracker {name!r} cannot be examined: {str(error) or type(error).__name__}"
-            problems.append(Diagnostic(level, text))
-            continue
-        states.append(state)
-        diagnoses[name] = diagnosis
-    return states, diagnoses, problems
 
 
 def _version_of(tracker: Tracker) -> str | None:
@@ -102,12 +91,13 @@ def _version_of(tracker: Tracker) -> str | None:
         return ""
     if find_spec(tracker.package) is None:
         return None
-    names = [tracker.package, *(distribution for extra, distribution, _ in _requirements() if extra == tracker.name)]
+    names = [tracker.package, *(each for each, (_, extra) in _requirements().items() if extra == tracker.name)]
     return next((installed for installed in map(_version, names) if installed), "")
 
 
-def _ask(reaches: Mapping[str, Callable[[float], object]]) -> dict[str, str]:
+def _ask(diagnoses: Mapping[str, Diagnosis]) -> dict[str, str]:
     """Ask all servers at the same time. Return "" for each that can be used, else the reason why not."""
+    reaches = {name: diagnosis.reach for name, diagnosis in diagnoses.items() if diagnosis.reach is not None}
     answers = dict.fromkeys(reaches, f"it does not answer within {_ANSWER_S:.0f} s")
 
     def ask(name: str) -> None:
@@ -128,27 +118,34 @@ def _ask(reaches: Mapping[str, Callable[[float], object]]) -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, this library, and the packages that it works with."""
-    found: dict[str, str] = {}
-    for distribution in metadata.distributions():
-        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
-        if _SHOWN.fullmatch(name):
-            found.setdefault(name, distribution.version)
     own = {OWN: _version(OWN) or "not installed", "python": platform.python_version()}
-    return own | {name: found[name] for name in sorted(found) if name != OWN}
+    return own | {name: version for name in _SHOWN if (version := _version(name)) is not None}
 
 
 def check_versions(installed_versions: Mapping[str, str]) -> Iterator[Diagnostic]:
     """Yield the installed packages that do not work together."""
-    for extra, distribution, required in _requirements():
-        installed = _version(distribution)
-        if installed is not None and not _fits(installed, required):
-            text = f"{distribution} {installed} is installed, but this library needs {required}"
+    for distribution, (required, extra) in _requirements().items():
+        version = _version(distribution) or ""
+        # The extras have no other operators.
+        fits = [
+            (_numbers(version) < _numbers(bound)) is (operator == "<")
+            for operator, bound in re.findall(r"(<|>=)([\d.]+)", required)
+        ]
+        if version and not all(fits):
+            text = f"{distribution} {version} is installed, but this library needs {required}"
             yield Diagnostic("warning", text, f'pip install --upgrade "{OWN}[{extra}]"')
     for name in _OTHER_DECORATORS:
         if name in installed_versions:
             text = f"{name} is installed: do not stack its decorators with these. They do not know of each other"
             fix = "from flyteplugins_tracking.compat.wandb import wandb_init" if name.endswith("wandb") else ""
             yield Diagnostic("note", text, fix)
+
+
+def _requirements() -> dict[str, tuple[str, str]]:
+    """Return the versions that this library's extras require, and the extra, by distribution."""
+    texts = metadata.requires(OWN) or () if _version(OWN) else ()
+    # Extras that consist of others come before these: they are in the order of the alphabet, from `demo` to `wandb`.
+    return {distribution: (required, extra) for distribution, required, extra in _REQUIREMENT.findall("\n".join(texts))}
 
 
 def _version(distribution: str) -> str | None:
@@ -158,23 +155,5 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _requirements() -> Iterator[tuple[str, str, str]]:
-    """Yield the requirements of this library's extras: extra, distribution and versions."""
-    texts = metadata.requires(OWN) or [] if _version(OWN) else []
-    for match in filter(None, (_REQUIREMENT.fullmatch(text.strip()) for text in texts)):
-        if match[3] not in _DEVELOPMENT_EXTRAS:
-            yield match[3], match[1], match[2]
-
-
-def _fits(installed: str, required: str) -> bool:
-    """Whether a version meets a requirement with `<` and `>=`. The extras use no other operators."""
-    bounds = re.findall(r"(<|>=)([\d.]+)", required)
-    return all((_numbers(installed) < _numbers(bound)) is (operator == "<") for operator, bound in bounds)
-
-
 def _numbers(version: str) -> list[int]:
-    match = re.match(r"\d+(\.\d+)*", version)
-    numbers = [int(part) for part in match[0].split(".")] if match else []
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return numbers
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]

@@ -11,95 +11,86 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking._commands.doctor.plans import named
+from flyteplugins_tracking._commands.doctor.job import named
+from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 
 # The width of a line in a log.
 _WIDTH = 120
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _SHORTEST_SECRET = 8
-_ORDER = ("error", "warning", "note")
 
 
 def as_json(document: Mapping[str, Any]) -> str:
     """Return the diagnosis as one JSON document. docs/doctor.md describes it."""
-    return json.dumps(_redacted({**document, "diagnostics": _sorted(document)}), indent=2) + "\n"
+    return json.dumps(_redacted(document), indent=2) + "\n"
 
 
 def as_text(document: Mapping[str, Any]) -> str:
     """Return the diagnosis as text, for a terminal or a log."""
     detected, base_id = document["detected"], document["base_id"]
     ids = base_id["source"] if base_id["base_id"] else f"{{base}} is {base_id['source']}"
-    sections = [("Job", list(_job(detected))), (f"Runs ({ids})", _plans(document["plans"]))]
+    runs = [["run_mode", "rank_scope", "runs", "run ids", "group", "who writes"]]
+    for row in document["plans"]:
+        count, who = ("-", "refused: see the diagnostics") if row["error"] else (f"{row['runs']:,}", row["writers"])
+        runs.append([row["run_mode"], row["rank_scope"], count, row["ids"], row["groups"] or "-", who])
+    trackers = [["tracker", "version", "runs go to", "key", "server"]]
+    for state in document["trackers"]:
+        server = {None: "not asked", True: "answers", False: "see the diagnostics"}[state["reachable"]]
+        cells = [state["version"] or "installed", state["place"] or "-", state["credentials"] or "none", server]
+        trackers.append([state["name"], *(["-", state["install"], "-", "-"] if state["version"] is None else cells)])
+    diagnostics = [line for entry in document["diagnostics"] for line in _lines(entry)]
+    if document["ok"]:
+        has_warnings = any(entry["level"] == "warning" for entry in document["diagnostics"])
+        diagnostics.append("no errors: see the warnings above" if has_warnings else "nothing is wrong")
+    sections = {"Job": list(_job(detected)), f"Runs ({ids})": _aligned(runs)}
     # If the variables contradict each other, no process knows its rank, and all print: only the error matters.
     if detected["error"] is None:
         versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-        sections += [("Trackers", _trackers(document["trackers"])), ("Versions", [versions])]
-    sections.append(("Diagnostics", list(_diagnostics(document))))
-    blocks = [f"{title}\n" + "".join(_wrapped(f"  {line}") for line in lines) for title, lines in sections if lines]
+        sections |= {"Trackers": _aligned(trackers), "Versions": [versions]}
+    sections["Diagnostics"] = diagnostics
+    blocks = [f"{title}\n" + "".join(map(_wrapped, lines)) for title, lines in sections.items() if lines]
     return str(_redacted("\n".join(blocks)))
 
 
-def errors_of(document: Mapping[str, Any], rank: int) -> str:
-    """Return the errors as text, for a rank that prints them itself."""
-    entries = [entry for entry in document["diagnostics"] if entry["level"] == "error"]
-    return str(_redacted("".join(f"rank {rank}: {line}\n" for entry in entries for line in _lines(entry))))
+def own_errors(errors: Sequence[Diagnostic], rank: int) -> str:
+    """Return a rank's errors as text, for a rank that prints them itself."""
+    lines = [line for error in errors for line in _lines({**error._asdict(), "ranks": None})]
+    return str(_redacted("".join(f"rank {rank}: {line}\n" for line in lines)))
 
 
 def _job(detected: Mapping[str, Any]) -> Iterator[str]:
     job, pool, child_of = detected["job"], detected["pool"], detected["child_of"]
-
-    def of(index: int | None, size: int | None) -> str:
-        return "unknown" if index is None else f"{index} of {'?' if size is None else size}"
-
     if detected["error"] is not None:
         yield "unknown: see the diagnostics"
     elif job is not None:
-        place = of(job["local_rank"], job["local_world_size"])
         yield f"launcher   {job['launcher']}"
+        place = _place(job["local_rank"], job["local_world_size"])
         yield f"rank       {job['rank']} of {job['world_size']}; on its worker {place}"
-        yield f"worker     {of(job['worker_index'], job['num_workers'])}"
+        yield f"worker     {_place(job['worker_index'], job['num_workers'])}"
         yield f"restarts   {job['restart_count']}"
-        yield from [f"job id     {job['job_id']}"] if job["job_id"] else []
-        yield from [f"pool       {pool['name']}"] if pool is not None else []
+        if job["job_id"]:
+            yield f"job id     {job['job_id']}"
+        if pool is not None:
+            yield f"pool       {pool['name']}"
     elif pool is None and child_of is None:
         yield "none: one process"
     else:
-        yield from [f"none: a worker of {pool['name']}, since {pool['reason']}"] if pool is not None else []
+        if pool is not None:
+            yield f"none: a worker of {pool['name']}, since {pool['reason']}"
         if child_of is not None:
             yield f"none: rank {child_of} has started this process, which has a run of its own"
     if detected["variables"]:
         yield "read from  " + " ".join(f"{name}={value}" for name, value in detected["variables"].items())
 
 
-def _plans(plans: Sequence[Mapping[str, Any]]) -> list[str]:
-    table = [["run_mode", "rank_scope", "runs", "run ids", "group", "who writes"]]
-    for row in plans:
-        runs, who = ("-", "refused: see the diagnostics") if row["error"] else (f"{row['runs']:,}", row["writers"])
-        table.append([row["run_mode"], row["rank_scope"], runs, row["ids"], row["groups"] or "-", who])
-    return _aligned(table)
-
-
-def _trackers(states: Sequence[Mapping[str, Any]]) -> list[str]:
-    table = [["tracker", "version", "runs go to", "key", "server"]]
-    for state in states:
-        server = {None: "not asked", True: "answers", False: "see the diagnostics"}[state["reachable"]]
-        cells = [state["version"] or "installed", state["place"] or "-", state["credentials"] or "none", server]
-        table.append([state["name"], *(cells if state["version"] is not None else ["-", state["install"], "-", "-"])])
-    return _aligned(table)
+def _place(index: int | None, size: int | None) -> str:
+    return "unknown" if index is None else f"{index} of {'?' if size is None else size}"
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table; none if it has only its head."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table] if len(table) > 1 else []
-
-
-def _diagnostics(document: Mapping[str, Any]) -> Iterator[str]:
-    for entry in _sorted(document):
-        yield from _lines(entry)
-    if document["ok"]:
-        has_warnings = any(entry["level"] == "warning" for entry in document["diagnostics"])
-        yield "no errors: see the warnings above" if has_warnings else "nothing is wrong"
 
 
 def _lines(entry: Mapping[str, Any]) -> Iterator[str]:
@@ -112,13 +103,10 @@ def _lines(entry: Mapping[str, Any]) -> Iterator[str]:
         yield f"  -> {entry['fix']}"
 
 
-def _sorted(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return sorted(document["diagnostics"], key=lambda entry: _ORDER.index(entry["level"]))
-
-
 def _wrapped(line: str) -> str:
-    """Wrap a long line between words, so that addresses and commands stay in one piece."""
+    """Indent a line, and wrap a long one between words, so that addresses and commands stay in one piece."""
     width = shutil.get_terminal_size((_WIDTH, 0)).columns if sys.stdout.isatty() else _WIDTH
+    line = f"  {line}"
     if len(line) <= width:
         return f"{line}\n"
     indent = " " * (len(line) - len(line.lstrip()) + 4)
