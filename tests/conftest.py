@@ -15,7 +15,7 @@ from support import jobs
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from flyteplugins_tracking._util import private_dir
+from flyteplugins_tracking._util import files
 from flyteplugins_tracking.testing import RecordedRuns
 
 # A busy machine is no finding.
@@ -56,7 +56,7 @@ def shared_tmp(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
         os.chmod(path, 0o1777)
         monkeypatch.setattr(tempfile, "tempdir", path)
-        monkeypatch.setattr(private_dir, "_warn_once", private_dir.WarnOnce(private_dir.logger))
+        monkeypatch.setattr(files, "_warn_once", files.WarnOnce(files.logger))
         monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
         yield Path(path)
 

@@ -22,8 +22,8 @@ from flyteplugins_tracking._job.store import SHORT_TIMEOUT, connected_store
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import rank_variable
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.files import private_directory, read_own, replace_whole
 from flyteplugins_tracking._util.lock import locked
-from flyteplugins_tracking._util.private_dir import private_directory, read_own, replace_whole
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.warn_once import WarnOnce
 

@@ -28,9 +28,9 @@ from flyteplugins_tracking._job.board import Board, board_directory, from_text, 
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, has_job_store
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc, threads
-from flyteplugins_tracking._util.own_code import is_own
+from flyteplugins_tracking._util.modules import is_own
 from flyteplugins_tracking._util.secrets import masked
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.threads import run_with_timeout
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._job.siblings import SiblingWatcher

@@ -30,7 +30,7 @@ from flyteplugins_tracking._job import progress
 from flyteplugins_tracking._job.board import Board, from_text
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.own_code import is_own
+from flyteplugins_tracking._util.modules import is_own
 from flyteplugins_tracking._util.text import printable
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._util.checks import check_seconds
-from flyteplugins_tracking._util.threads import wait_until_asleep
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.threads import run_with_timeout, wait_until_asleep
 from flyteplugins_tracking.errors import ConfigError, TopologyError
 
 if TYPE_CHECKING:

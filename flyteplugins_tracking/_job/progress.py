@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking._util.modules import loaded
 
 # When this rank has last logged or called `heartbeat`, in seconds of `time.monotonic`; 0 if it has not.
 _last_s = 0.0

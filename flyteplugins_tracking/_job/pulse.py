@@ -27,7 +27,7 @@ from flyteplugins_tracking._job.board import Board, from_text
 from flyteplugins_tracking._job.failures import COLLECTIVES
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking._util.modules import loaded
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)

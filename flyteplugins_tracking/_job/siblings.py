@@ -23,7 +23,7 @@ from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import rank_variable
 from flyteplugins_tracking._util import proc, threads
-from flyteplugins_tracking._util.exit_codes import TERMINATED
+from flyteplugins_tracking._util.proc import TERMINATED
 
 # include/uapi/linux/pidfd.h
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11

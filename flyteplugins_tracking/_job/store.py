@@ -8,7 +8,7 @@ from typing import Any
 from flyteplugins_tracking._rank import jax
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking._util.modules import loaded
 from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking.errors import IdentityError
 

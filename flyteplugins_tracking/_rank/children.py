@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.fork import after_fork_in_child
-from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking._util.modules import loaded
+from flyteplugins_tracking._util.proc import after_fork_in_child
 
 # "{pid}-{digest}": the process that has called a decorated function as a rank, and the variables by which it is one.
 # Programs that it starts inherit it.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking._util.modules import loaded
 
 
 def world() -> DistributedInfo | None:

@@ -19,7 +19,7 @@ from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking._util.modules import loaded
 
 if TYPE_CHECKING:
     from types import FrameType

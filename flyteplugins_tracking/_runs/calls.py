@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._runs.context import ExecutionContext
-from flyteplugins_tracking._util.fork import after_fork_in_child
+from flyteplugins_tracking._util.proc import after_fork_in_child
 from flyteplugins_tracking.trackers.config import TrackingConfig
 
 if TYPE_CHECKING:

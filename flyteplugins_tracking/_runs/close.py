@@ -21,9 +21,8 @@ from flyteplugins_tracking._runs.ended import EndedRun
 from flyteplugins_tracking._runs.run import OpenRun
 from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
-from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
-from flyteplugins_tracking._util.fork import at_fork
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED, at_fork
+from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.trackers.config import TrackingConfig
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from flyteplugins_tracking._job.store import STORE_TIMEOUT, job_store
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc, threads
-from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking._util.modules import loaded
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import SigtermWatch
 from flyteplugins_tracking.trackers.config import TrackingConfig

@@ -35,8 +35,8 @@ from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.goodput import Attempts
 from flyteplugins_tracking._runs.run import OpenRun
 from flyteplugins_tracking._util.checks import check_run_id
-from flyteplugins_tracking._util.fork import after_fork_in_child
 from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking._util.proc import after_fork_in_child
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import learn
 from flyteplugins_tracking._util.warn_once import WarnOnce

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
-from flyteplugins_tracking._util.fork import after_fork_in_child
+from flyteplugins_tracking._util.proc import after_fork_in_child
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.config import merged
 

@@ -24,7 +24,7 @@ from flyteplugins_tracking._runs import monitor as monitoring
 from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.critical import critical_section
-from flyteplugins_tracking._util.fork import after_fork_in_child
+from flyteplugins_tracking._util.proc import after_fork_in_child
 
 logger = logging.getLogger(__name__)
 

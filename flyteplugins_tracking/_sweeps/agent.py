@@ -15,7 +15,7 @@ from flyteplugins_tracking._runs.calls import detached
 from flyteplugins_tracking._runs.lifecycle import exit_code_of
 from flyteplugins_tracking._runs.open import may_prompt
 from flyteplugins_tracking._sweeps.sweep import log_in, restored_session
-from flyteplugins_tracking._util.exit_codes import TERMINATED
+from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._runs.open import may_prompt, require
 from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_text, check_texts
 from flyteplugins_tracking._util.text import first_line
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import TrackingConfig, merged, plain_config
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker

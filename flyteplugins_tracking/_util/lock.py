@@ -19,9 +19,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flyteplugins_tracking._util.fork import after_fork_in_child
-from flyteplugins_tracking._util.private_dir import open_own, private_directory
-from flyteplugins_tracking._util.proc import machine, parent
+from flyteplugins_tracking._util.files import open_own, private_directory
+from flyteplugins_tracking._util.proc import after_fork_in_child, machine, parent
 
 _POLL_S = 0.1
 _SHORTEST_POLL_S = 0.001

@@ -6,7 +6,7 @@ import os
 import re
 from urllib.parse import quote
 
-from flyteplugins_tracking._util.url import CREDENTIALS
+from flyteplugins_tracking._util.text import CREDENTIALS
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 # A shorter value may be an ordinary word.

@@ -1,10 +1,13 @@
-"""Waiting for threads: for the end of one of Python's, and until those of a library have nothing to do."""
+"""Threads: waiting for the end of one of Python's, until those of a library sleep, and calls that may not return."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from collections.abc import Callable
+from contextvars import copy_context
+from typing import Any
 
 from flyteplugins_tracking._util import proc
 
@@ -34,6 +37,25 @@ def join(thread: threading.Thread, timeout_s: float | None = None) -> bool:
     while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return True
+
+
+def run_with_timeout(timeout_s: float | None, function: Callable[..., object], *args: Any, name: str = "") -> bool:
+    """Call `function` in a daemon thread, and wait for it.
+
+    The thread has a copy of the caller's context. What the function raises is printed, as for any thread.
+
+    Args:
+        timeout_s: Seconds to wait at most; None to wait without a limit.
+        function: The function to call. After the timeout it continues in its thread.
+        *args: The function's arguments.
+        name: The thread's name. By default, Python chooses one.
+
+    Returns:
+        Whether the function ended in time.
+    """
+    thread = threading.Thread(target=copy_context().run, args=(function, *args), name=name or None, daemon=True)
+    thread.start()
+    return join(thread, timeout_s)
 
 
 def wait_until_asleep(name: str, timeout_s: float) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._util.private_dir import private_directory
+from flyteplugins_tracking._util.files import private_directory
 from flyteplugins_tracking.compat._context import (
     get_wandb_context,
     get_wandb_run,

@@ -23,7 +23,7 @@ from flyteplugins_tracking._runs.calls import Task
 from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
 from flyteplugins_tracking._util.checks import check_flag
 from flyteplugins_tracking._util.record import replace
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.compat._context import get_wandb_context, get_wandb_run, get_wandb_sweep_context
 from flyteplugins_tracking.compat._downloads import (
     download_wandb_run_dir,

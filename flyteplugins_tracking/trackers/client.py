@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
 from flyteplugins_tracking._util.critical import critical_section
-from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest

@@ -25,7 +25,7 @@ from flyteplugins_tracking._commands import doctor
 from flyteplugins_tracking._commands.doctor import packages, printing
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._rank import launchers
-from flyteplugins_tracking._util.url import without_credentials
+from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic

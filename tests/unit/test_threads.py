@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flyteplugins_tracking._util import threads
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.threads import run_with_timeout
 
 THREADS = 300
 SHOWN = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="Linux alone tells of a process's threads")

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 
 import pytest
 
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.threads import run_with_timeout
 
 variable: ContextVar[str] = ContextVar("variable", default="none")
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from flyteplugins_tracking._runs.sigterm.main import SIGNAL, Postponement, SignalMask, is_watched
 from flyteplugins_tracking._runs.sigterm.wakeup import WakeupFd
-from flyteplugins_tracking._util.exit_codes import TERMINATED
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.proc import TERMINATED
+from flyteplugins_tracking._util.threads import run_with_timeout
 
 # A loop that is not blocked runs a callback, and the main thread a handler, within milliseconds.
 _ANSWER_S = 1.0

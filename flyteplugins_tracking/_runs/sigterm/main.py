@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 from flyteplugins_tracking._runs.sigterm.wakeup import WakeupFd
 from flyteplugins_tracking._util import critical, threads
-from flyteplugins_tracking._util.exit_codes import TERMINATED
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.proc import TERMINATED
+from flyteplugins_tracking._util.threads import run_with_timeout
 
 SIGNAL = signal.SIGTERM
 

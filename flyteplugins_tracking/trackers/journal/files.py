@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.fork import after_fork_in_child
-from flyteplugins_tracking._util.private_dir import open_own, read_own
+from flyteplugins_tracking._util.files import open_own, read_own
+from flyteplugins_tracking._util.proc import after_fork_in_child
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)

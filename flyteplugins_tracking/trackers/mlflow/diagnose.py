@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from flyteplugins_tracking._util.url import without_credentials
+from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.mlflow import vendor

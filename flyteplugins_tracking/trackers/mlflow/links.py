@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import quote
 
 from flyteplugins_tracking._rank.plan import Page
-from flyteplugins_tracking._util.url import without_credentials
+from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers.base import link_types
 from flyteplugins_tracking.trackers.config import TrackingConfig
 

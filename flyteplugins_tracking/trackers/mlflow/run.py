@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from flyteplugins_tracking._util.record import replace
-from flyteplugins_tracking._util.url import has_credentials, without_credentials
+from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import NOT_OPEN, ClientHandle, prefix_of, refuse_to_pickle
 from flyteplugins_tracking.trackers.journal import how_to_send, what_is_kept

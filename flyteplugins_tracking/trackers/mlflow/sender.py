@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.mlflow import vendor
 from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, UnavailableError, entities

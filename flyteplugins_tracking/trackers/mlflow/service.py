@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking._util.url import without_credentials
+from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers.mlflow import vendor
 from flyteplugins_tracking.trackers.mlflow.tables import alone_with
 

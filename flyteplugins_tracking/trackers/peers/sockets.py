@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.fork import after_fork_in_child
-from flyteplugins_tracking._util.private_dir import private_directory
+from flyteplugins_tracking._util.files import private_directory
+from flyteplugins_tracking._util.proc import after_fork_in_child
 
 Json = Mapping[str, Any]
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_text
 from flyteplugins_tracking._util.record import replace
-from flyteplugins_tracking._util.url import without_credentials
+from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker

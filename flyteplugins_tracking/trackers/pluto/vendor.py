@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from flyteplugins_tracking._util.whole_file import link_or_copy
+from flyteplugins_tracking._util.files import link_or_copy
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from flyteplugins_tracking._rank.plan import Page
-from flyteplugins_tracking._util.fork import after_fork_in_child
-from flyteplugins_tracking._util.url import without_credentials
+from flyteplugins_tracking._util.proc import after_fork_in_child
+from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.timeout import run_with_timeout
+from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.trackers.client import refuse_to_pickle
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 

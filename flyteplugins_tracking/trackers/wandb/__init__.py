@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_choice
-from flyteplugins_tracking._util.url import without_credentials
+from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, link_types
 from flyteplugins_tracking.trackers.config import TrackingConfig

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from flyteplugins_tracking._util.private_dir import open_own
+from flyteplugins_tracking._util.files import open_own
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 _warn_once = WarnOnce(logging.getLogger(__name__))

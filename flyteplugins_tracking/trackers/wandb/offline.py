@@ -14,7 +14,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.private_dir import replace_whole
+from flyteplugins_tracking._util.files import replace_whole
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal.files import Journal, stored

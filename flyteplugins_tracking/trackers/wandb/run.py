@@ -15,9 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking._util.critical import critical_section
-from flyteplugins_tracking._util.exit_codes import TERMINATED
-from flyteplugins_tracking._util.text import first_line
-from flyteplugins_tracking._util.url import without_credentials
+from flyteplugins_tracking._util.proc import TERMINATED
+from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send

@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.private_dir import is_own_directory, own_file_in
-from flyteplugins_tracking._util.url import without_credentials
-from flyteplugins_tracking._util.whole_file import link_or_copy
+from flyteplugins_tracking._util.files import is_own_directory, link_or_copy, own_file_in
+from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers.journal.files import Journal, StoredJournal, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.url import without_credentials
+from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 
 # How long `wandb.init` may wait for the server to say whose key it is.

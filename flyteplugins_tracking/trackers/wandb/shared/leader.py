@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flyteplugins_tracking._util.exit_codes import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.peers.barrier import WriterBarrier

@@ -1,4 +1,4 @@
-"""Where the files of this user lie that only its own processes read, and whether a file is this user's.
+"""Files: where those lie that only this user's processes read, whether one is this user's, and how one is kept whole.
 
 Other users of the machine can make any name in the temporary directory first: a directory, a link to the user's files,
 a FIFO that nobody writes to. So a name counts only if it is a directory of this user that nobody else can enter, and a
@@ -11,6 +11,7 @@ import errno
 import functools
 import logging
 import os
+import shutil
 import stat
 import tempfile
 import threading
@@ -170,3 +171,19 @@ def replace_whole(path: Path, text: str, mode: int = 0o600) -> None:
     with open(os.open(unfinished, flags, mode), "w") as file:
         file.write(text)
     unfinished.replace(path)
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Make the file `target` a link to `source`, or a copy if the file system has no links. An existing one stays.
+
+    Raises:
+        OSError: The file cannot be made; a FileNotFoundError if there is no `source`.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system
+        shutil.copyfile(source, target)

@@ -13,8 +13,8 @@ from support.users import as_nobody, needs_root
 
 from flyteplugins_tracking._job.board import Board, DirectoryStore, nearest_board
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._util import private_dir
-from flyteplugins_tracking._util.private_dir import open_own, private_directory, read_own, replace_whole
+from flyteplugins_tracking._util import files
+from flyteplugins_tracking._util.files import open_own, private_directory, read_own, replace_whole
 
 PATIENCE_S = 60
 NAME = f"flyteplugins_tracking-{os.geteuid()}"
@@ -65,11 +65,11 @@ def test_the_ranks_of_a_job_meet_although_another_user_has_made_the_first_names(
 
 @needs_root
 def test_another_user_who_has_made_all_names_does_not_stop_us(shared_tmp, monkeypatch, tmp_path):
-    monkeypatch.setattr(private_dir, "_NAMES", 2)
+    monkeypatch.setattr(files, "_NAMES", 2)
     as_nobody(lambda: [planted_directory(shared_tmp / name) for name in (NAME, f"{NAME}-1")])
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(private_dir, "_candidates", _without_tmp(private_dir._candidates, shared_tmp))
-    assert private_dir.is_private(private_directory("boards"))  # a directory of this process
+    monkeypatch.setattr(files, "_candidates", _without_tmp(files._candidates, shared_tmp))
+    assert files.is_private(private_directory("boards"))  # a directory of this process
     (tmp_path / ".cache").mkdir()
     assert private_directory("boards") == tmp_path / ".cache" / "flyteplugins_tracking" / "boards"
 
@@ -156,7 +156,7 @@ def test_a_file_of_another_user_is_not_read(shared_tmp):
 
 
 def test_a_link_in_the_place_of_an_unfinished_file_is_not_followed(tmp_path, monkeypatch):
-    monkeypatch.setattr(private_dir.threading, "get_ident", lambda: 7)
+    monkeypatch.setattr(files.threading, "get_ident", lambda: 7)
     (tmp_path / "key").write_text("private")
     (tmp_path / f"a.{os.getpid()}-7").symlink_to(tmp_path / "key")
     replace_whole(tmp_path / "a", "text")
