@@ -21,11 +21,12 @@ from typing import Any
 
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
 from flyteplugins_tracking._rank import jax
-from flyteplugins_tracking._rank.children import has_inherited_group
+from flyteplugins_tracking._rank.children import has_inherited_group, marked_base_id
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.ray import Trial
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.loaded import loaded
 from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking.errors import IdentityError
 
@@ -93,7 +94,13 @@ def identity_of_trial(trial: Trial) -> Identity:
 
 
 def identity_of_parent(parent: DistributedInfo, env: Env) -> Identity:
-    """Return the identity of the rank that has started this process, as far as the launcher alone gives one."""
+    """Return the identity of the rank that has started this process, as far as that rank or the launcher tells it.
+
+    For torchelastic's stores a process would have to import torch, which takes seconds: one that has not does without.
+    """
+    base_id = marked_base_id(env)
+    if base_id is not None or (parent.launcher == "torchelastic" and loaded("torch.distributed") is None):
+        return Identity(base_id)
     with suppress(IdentityError):
         return from_launcher(parent, env, agreement=False)
     return Identity(None)

@@ -19,8 +19,8 @@ from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import loaded
 from flyteplugins_tracking._util.proc import after_fork_in_child
 
-# "{pid}-{digest}": the process that has called a decorated function as a rank, and the variables by which it is one.
-# Programs that it starts inherit it.
+# "{pid}-{digest}-{base id}": the process that has called a decorated function as a rank, the variables by which it is
+# one, and the base id that it has agreed on, if it has one. Programs that it starts inherit it.
 MARK = "FLYTE_TRACKING_RANK"
 # In the command line of a process that another Python process has started to run its functions; `multiprocess` is a
 # package with the same code.
@@ -102,10 +102,16 @@ def is_child_of_rank(variables: Mapping[str, str]) -> bool:
     return has(proc.variables_at_start(parent), variables) or _is_started_by_python(parent)
 
 
-def mark(variables: Mapping[str, str]) -> None:
-    """Let the programs that this process starts know that it is a rank, by these variables."""
+def mark(variables: Mapping[str, str], base_id: str | None = None) -> None:
+    """Let the programs that this process starts know that it is a rank, by these variables, and its base id."""
     if variables:
-        os.environ[MARK] = f"{os.getpid()}-{_digest(variables)}"
+        os.environ[MARK] = "-".join([str(os.getpid()), _digest(variables), *([] if base_id is None else [base_id])])
+
+
+def marked_base_id(env: Mapping[str, str]) -> str | None:
+    """Return the base id of the rank that has started this process; None if it has told none."""
+    parts = env.get(MARK, "").split("-", 2)
+    return parts[2] if len(parts) == 3 else None
 
 
 def ancestors() -> Iterator[int]:
@@ -117,7 +123,7 @@ def ancestors() -> Iterator[int]:
 
 
 def _is_below_marked(variables: Mapping[str, str]) -> bool:
-    pid, _, digest = os.environ.get(MARK, "").partition("-")
+    pid, digest, *_ = [*os.environ.get(MARK, "").split("-", 2), ""]
     return digest == _digest(variables) and pid != str(os.getpid()) and pid in map(str, ancestors())
 
 

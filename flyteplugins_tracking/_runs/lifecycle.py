@@ -242,8 +242,23 @@ class _Start(NamedTuple):
             call = self._without_run(self.tracker.on_inactive_rank(config, info), info)
             calls.begin(call)
             return call
+        try:
+            return self._open_run(config, found, call_index, parent_run)
+        except RuntimeError as error:
+            if "start new thread" not in str(error):  # CPython's text
+                raise
+            # A limit of the machine or its container must not keep the training from its work.
+            logger.warning("%s: the function is called without a run: %s", self.tracker.name, error)
+        call = self._without_run(None, info)
+        calls.begin(call)
+        return call
+
+    def _open_run(
+        self, config: TrackingConfig, found: Detection, call_index: int, parent_run: Mapping[str, Any] | None
+    ) -> TrackedCall:
         from flyteplugins_tracking._runs import open as opening
 
+        info = found.info
         with opening.watching(self.tracker, config, self.context, info) as (watcher, failures):
             parent_id = None if parent_run is None else parent_run["id"]
             plan = opening.plan_run(config, self.tracker, self.context, found, call_index, parent_id)

@@ -24,6 +24,7 @@ from flyteplugins_tracking._job.identity import (
     identity_of_trial,
     is_elastic,
 )
+from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RunPlan, needs_shared_id, plan
 from flyteplugins_tracking._rank.pools import Pool
@@ -347,6 +348,7 @@ def _identity(
     else:
         is_shared = needs_shared_id(found.info, config.run_mode, config.rank_scope)
         identity = from_launcher(found.info, os.environ, agreement=is_shared)
+        children.mark(found.variables, identity.base_id)
     if identity.base_id is None or call_index == 1:
         return identity
     # The second call in one process gets its own run, so that it cannot hide a failure of the first.

@@ -17,7 +17,7 @@ import pytest
 from support.waiting import wait_until
 
 import flyteplugins_tracking
-from flyteplugins_tracking import tracking_init
+from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher, is_watched
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
@@ -145,3 +145,27 @@ def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before
         signal.signal(signal.SIGTERM, own)
     assert point > 200
     assert statuses == {0, 143}
+
+
+def test_without_a_thread_to_be_had_the_function_is_called_without_a_run(monkeypatch, caplog):
+    """As in a container whose limit of processes is reached: watching for SIGTERM takes a thread."""
+    tracker, called = EndsRecorder(), []
+
+    @tracking_init(tracker=tracker, project="tests", id="no-thread")
+    def train() -> str:
+        called.append(get_run())
+        return "result"
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = state()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert train() == "result"
+    monkeypatch.undo()
+    assert called == [None]
+    assert tracker.runs == []
+    assert "ends: the function is called without a run: can't start new thread" in caplog.text
+    assert state() == before
+    assert train() == "result"
+    assert called[1] is tracker.runs[0]
