@@ -1,4 +1,4 @@
-"""`python -m flyteplugins_tracking send DIRECTORY...`: send what local directories have and their services have not.
+"""`flyteplugins-tracking send DIRECTORY...`: send what local directories have and their services have not.
 
 With `--tracker NAME`, the runs are sent to another tracker, whose own variables say where that is.
 """
@@ -21,7 +21,7 @@ from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
 def main(arguments: list[str]) -> int:
     """Send the run of each directory, and return the exit status of the process. It can be repeated."""
-    parser = argparse.ArgumentParser("python -m flyteplugins_tracking send", description=__doc__)
+    parser = argparse.ArgumentParser("flyteplugins-tracking send", description=__doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
     parser.add_argument("--server", action="append", default=[], metavar="URL", help="a server that may get your key")
     parser.add_argument("--tracker", choices=names_of_trackers(), help="send the runs to this tracker")

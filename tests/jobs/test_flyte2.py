@@ -139,7 +139,7 @@ def test_a_task_degrades_to_files_if_the_server_is_unreachable(tmp_path):
     done = flyte2_pods.run("plain", tmp_path, module=MODULE, context=context, WANDB_MODE="online", **nobody)
     assert (done.error, done.outputs) == (None, ["r1-a0"]), done.output
     assert [len(run.rows) for run in done.runs] == [3]
-    assert "flyteplugins_tracking send" in done.output
+    assert "flyteplugins-tracking send" in done.output
 
 
 # Parents and children
@@ -297,7 +297,7 @@ def test_offline_rows_outlive_the_pod(tmp_path):
     done = flyte2_pods.run("plain", tmp_path, module=MODULE)
     kept = [path for path in tmp_path.rglob("*.wandb") if "raw" in path.parts]
     assert len(kept) == 1, done.output
-    assert f"flyteplugins_tracking send {kept[0].parent.name}" in done.output
+    assert f"flyteplugins-tracking send {kept[0].parent.name}" in done.output
 
 
 # Workers

@@ -39,7 +39,7 @@ def test_wandbs_viewer_shows_the_rows_of_all_nodes(tmp_path):
     (line,) = commands_in("\n".join(node.output for node in done))
     view, _, send = line.partition("; to send it: ")
     assert view == f"wandb leet {tmp_path / 'wandb'}"
-    (directory,) = re.findall(r"python -m flyteplugins_tracking\S* .*?(/\S+)", send)
+    (directory,) = re.findall(r"flyteplugins-tracking send .*?(/\S+)", send)
     assert Path(directory).parent == tmp_path / "wandb"
     assert Path(directory).name.endswith(RUN_ID)
     with Terminal(f"{PROGRAMS}/{view}", tmp_path) as viewer:

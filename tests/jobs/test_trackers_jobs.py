@@ -146,7 +146,7 @@ def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
     with pytest.raises(ValueError, match="made to fail"):
         train()
     (directory,) = (tmp_path / "tracking-offline").iterdir()
-    command = "python -m flyteplugins_tracking send"
+    command = "flyteplugins-tracking send"
     assert f"It is away. This run is logged to files. Send it when JSON lines answers: {command}" in caplog.text
     assert registered.runs("sent") == []
     (journal,) = stored(directory)

@@ -96,7 +96,7 @@ def server(directory: Path, port: int) -> Iterator[str]:
 
 def send(command: str, directory: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run the command that a job has printed."""
-    words = [sys.executable, *shlex.split(command)[1:]]
+    words = [str(Path(sys.executable).with_name("flyteplugins-tracking")), *shlex.split(command)[1:]]
     return subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True, timeout=12 * jobs.TIME_SCALE)
 
 

@@ -205,7 +205,7 @@ def test_a_missing_key_degrades_to_offline_with_the_command_to_sync(tmp_path):
     (run,) = done.runs
     assert (run.exit_code, len(run.rows)) == (0, 1)
     (directory,) = re.findall(
-        r"To send it when W&B is available, run: python -m flyteplugins_tracking send (\S+)", done.output
+        r"To send it when W&B is available, run: flyteplugins-tracking send (\S+)", done.output
     )
     assert Path(directory).samefile(run.path.parent)
 
@@ -225,7 +225,7 @@ def test_an_unreachable_server_is_reported_before_wandbs_own_timeout(tmp_path, i
         assert "Check WANDB_BASE_URL, the API key and the network; or log offline with" in done.output
     else:
         assert done.returncode == 0, done.output
-        assert done.output.count("flyteplugins_tracking send") >= 1
+        assert done.output.count("flyteplugins-tracking send") >= 1
         assert "if_unavailable='degrade'" not in done.output  # is set already
         assert [(len(run.rows), run.exit_code) for run in done.runs] == [(1, 0)]
         assert_only_offline(tmp_path / "wandb", runs=1)

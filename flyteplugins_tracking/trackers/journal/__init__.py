@@ -4,7 +4,7 @@ In the room: the journal itself (`files`), runs that are logged to files while t
 what earlier attempts have left (`earlier`), logging lines anew (`relog`), and sending what a directory has (`replay`).
 A journal has one contract: its writer adds each record once the vendor's client has it, and acknowledges what the
 service has. Who reads it later gets the pending records: the next attempt of the job, or
-`python -m flyteplugins_tracking send`.
+`flyteplugins-tracking send`.
 It may import `base`, `client` and `registry` of `trackers`. A tracker's own way to send is in the tracker's folder.
 """
 
@@ -29,7 +29,7 @@ def how_to_send(directory: str, arguments: Mapping[str, Any] | None = None) -> s
         arguments: The run's arguments, if they may name servers: the command says that these may get a key.
     """
     servers = "".join(f"--server {shlex.quote(without_credentials(one))} " for one in addresses_in(arguments or {}))
-    return f"python -m flyteplugins_tracking send {servers}{directory}"
+    return f"flyteplugins-tracking send {servers}{directory}"
 
 
 def what_is_kept(count: int, lost: int) -> str:
