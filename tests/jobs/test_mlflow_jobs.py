@@ -33,7 +33,7 @@ from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking.trackers.journal.files import stored
 from flyteplugins_tracking.trackers.journal.lines import decode
 from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender
-from flyteplugins_tracking.trackers.mlflow.service import Service
+from flyteplugins_tracking.trackers.mlflow.vendor import Service
 
 SCRIPT = jobs.PROGRAMS / "mlflow_runs.py"
 

@@ -22,7 +22,7 @@ from support.users import become_nobody, needs_root
 from flyteplugins_tracking._job.board import Board, DirectoryStore
 from flyteplugins_tracking._util import lock
 from flyteplugins_tracking._util.lock import RunLock, locked
-from flyteplugins_tracking.trackers.mlflow import tables
+from flyteplugins_tracking.trackers.mlflow import vendor
 
 LONG_S = 60.0
 PARENTS_USER = os.geteuid()
@@ -151,8 +151,8 @@ def test_a_board_whose_lock_is_held_for_good_is_an_error_and_no_hang(tmp_path, m
 
 
 def test_tables_that_another_process_makes_for_ever_are_waited_for_a_while(monkeypatch, tmp_path):
-    monkeypatch.setattr(tables, "_LONGEST_S", 0.3)
-    made = tables.alone_with(f"sqlite:///{tmp_path}/a.db", None)
+    monkeypatch.setattr(vendor, "_LONGEST_S", 0.3)
+    made = vendor.alone_with(f"sqlite:///{tmp_path}/a.db", None)
     with process(lambda: acquired(f"mlflow-tables/{tmp_path}/a.db")), made:
         pass
 

@@ -15,7 +15,7 @@ from support.jobs import TIME_SCALE
 from flyteplugins_tracking import ConfigError, get_run, tracking_config, tracking_init
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.mlflow.tables import alone_with, await_first_run
+from flyteplugins_tracking.trackers.mlflow.vendor import alone_with, await_first_run
 from flyteplugins_tracking.trackers.registry import find_tracker
 
 ADDRESS = "https://mlflow.example.com"
@@ -150,7 +150,7 @@ def test_flytekits_links_lead_to_the_experiment_if_its_id_is_known(bare_environm
 
 @pytest.mark.parametrize(("status", "body"), [(404, "default backend"), (200, "<html>log in</html>")])
 def test_a_proxys_answer_is_an_outage_if_mlflow_has_answered_before(status, body):
-    from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, UnavailableError
+    from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service, UnavailableError
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):

@@ -65,7 +65,7 @@ class MlflowTracker(Tracker):
         return {"id": handle.id, **handle.place} if isinstance(handle, MlflowHandle) else None
 
     def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
-        from flyteplugins_tracking.trackers.mlflow.tables import await_first_run
+        from flyteplugins_tracking.trackers.mlflow.vendor import await_first_run
 
         # On another node, the file may be another one, to which nobody writes.
         primary = primary_rank_of(info, config.run_mode, config.rank_scope, config.primary_rank)
@@ -105,7 +105,7 @@ class MlflowTracker(Tracker):
         from flyteplugins_tracking.trackers.client import LOCAL_FILES, new_id
         from flyteplugins_tracking.trackers.mlflow.open import open_run
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
-        from flyteplugins_tracking.trackers.mlflow.service import (
+        from flyteplugins_tracking.trackers.mlflow.vendor import (
             RejectedError,
             Service,
             UnauthorizedError,

@@ -15,7 +15,7 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import run_config, status_of
 from flyteplugins_tracking.trackers.mlflow import vendor
 from flyteplugins_tracking.trackers.mlflow.links import GROUP_TAG, ID_TAG
-from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, entities
+from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service, entities
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +116,6 @@ def new_params(request: RunRequest, opened: Opened) -> dict[str, str]:
             CONFIG_TAG,
         )
     return {key: value for key, value in new.items() if key not in kept}
-
-
-def next_step(run: Any) -> int:
-    """Return the step after the run's last one."""
-    return max(vendor.last_steps(run), default=-1) + 1
 
 
 def _chosen(request: RunRequest, service: Service) -> Any:

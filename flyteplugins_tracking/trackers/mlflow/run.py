@@ -20,9 +20,15 @@ from flyteplugins_tracking.trackers.journal.lines import encode
 from flyteplugins_tracking.trackers.journal.local import RunFile
 from flyteplugins_tracking.trackers.mlflow import fluent
 from flyteplugins_tracking.trackers.mlflow.links import run_page
-from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params, next_step
-from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender, flush_vendors, now_ms
-from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, UnavailableError
+from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params
+from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender, now_ms
+from flyteplugins_tracking.trackers.mlflow.vendor import (
+    RejectedError,
+    Service,
+    UnavailableError,
+    flush_own_rows,
+    next_step,
+)
 from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 logger = logging.getLogger(__name__)
@@ -158,7 +164,7 @@ class MlflowHandle(ClientHandle):
         until = time.monotonic() + timeout_s
         self._stop_monitor()
         status_s = min(_STATUS_S, timeout_s * _STATUS_SHARE)
-        if not flush_vendors(Service(self.uri), until - status_s - time.monotonic()):
+        if not flush_own_rows(self.uri, until - status_s - time.monotonic()):
             self._warn("has rows of MLflow's own asynchronous logging that were not sent in time")
         unsent = self._sender.flush(until - status_s)
         if not self._send_status(exit_code, until) or unsent or self._overflow is not None:

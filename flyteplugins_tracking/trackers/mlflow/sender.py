@@ -5,7 +5,6 @@ A batch can be sent twice: of two points with the same key, step, time and value
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -15,10 +14,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.trackers.mlflow import vendor
-from flyteplugins_tracking.trackers.mlflow.service import RejectedError, Service, UnavailableError, entities
+from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service, UnavailableError, entities
 
 logger = logging.getLogger(__name__)
 
@@ -233,19 +230,6 @@ class Sender:
     def _warn(self, key: str, text: str, *args: object) -> None:
         """Warn, once for each key: the cause may repeat with each batch."""
         self._warn_once(key, f"MLflow: run %s: {text}", self._label, *args)
-
-
-def flush_vendors(service: Service, timeout_s: float) -> bool:
-    """Send the rows in MLflow's queue, from the user's own calls. Returns whether they were sent in time."""
-    store = service.vendors_store
-    if vendor.own_rows_are_sent(store):
-        return True
-
-    def flush() -> None:
-        with contextlib.suppress(Exception):
-            vendor.send_own_rows(store)
-
-    return run_with_timeout(timeout_s, flush)
 
 
 def now_ms() -> int:
