@@ -26,7 +26,7 @@ from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.ray import Trial
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.loaded import loaded
+from flyteplugins_tracking._util.modules import loaded
 from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking.errors import IdentityError
 
