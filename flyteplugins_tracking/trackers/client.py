@@ -18,8 +18,8 @@ from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.peers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow
 
 logger = logging.getLogger(__name__)

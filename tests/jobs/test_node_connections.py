@@ -19,9 +19,7 @@ import pytest
 from support import jobs
 from support.users import as_nobody, needs_root
 
-from flyteplugins_tracking.trackers.peers.client import NodeClient
-from flyteplugins_tracking.trackers.peers.server import NodeServer
-from flyteplugins_tracking.trackers.peers.sockets import NodeError
+from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodeServer
 
 PROGRAM = jobs.PROGRAMS / "node_connections.py"
 PATIENCE_S = 120  # no test waits so long unless something hangs
@@ -118,7 +116,7 @@ def test_a_suspended_value_is_unused_until_it_is_published_again(name):
 
 
 def test_a_request_handler_that_suspends_does_not_delay_it(name, monkeypatch):
-    monkeypatch.setattr("flyteplugins_tracking.trackers.peers.sockets.SEND_TIMEOUT_S", 240.0)
+    monkeypatch.setattr("flyteplugins_tracking.trackers.node_group.SEND_TIMEOUT_S", 240.0)
     asked, is_paused, answered = threading.Event(), threading.Event(), threading.Event()
 
     def answer(_: str) -> None:

@@ -9,8 +9,7 @@ import socket
 import sys
 import time
 
-from flyteplugins_tracking.trackers.peers.client import NodeClient
-from flyteplugins_tracking.trackers.peers.server import NodeServer
+from flyteplugins_tracking.trackers.node_group import NodeClient, NodeServer
 
 PATIENCE_S = 120
 ENDLESS_S = 600  # longer than any test waits

@@ -8,9 +8,9 @@ import pytest
 
 from flyteplugins_tracking import DistributedInfo, RunPlan
 from flyteplugins_tracking._job.board import Board
+from flyteplugins_tracking.trackers import barrier
+from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Unwatched
-from flyteplugins_tracking.trackers.peers import barrier
-from flyteplugins_tracking.trackers.peers.barrier import WriterBarrier
 
 torch = pytest.importorskip("torch")
 

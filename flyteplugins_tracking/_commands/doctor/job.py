@@ -75,7 +75,7 @@ def check_directories() -> Iterator[Diagnostic]:
     yield from check_directory(os.curdir, "warning", text, fix)
     text = "the home directory, where trackers keep caches and settings"
     yield from check_directory("~", "warning", text, "export HOME=/a/directory")
-    from flyteplugins_tracking.trackers.peers.sockets import socket_directory
+    from flyteplugins_tracking.trackers.node_group import socket_directory
 
     try:
         socket_directory()  # of the sockets by which the ranks of a node share a run: see `trackers.peers`

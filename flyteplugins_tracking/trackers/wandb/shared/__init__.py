@@ -1,7 +1,7 @@
 """W&B runs that several ranks share: one process of each node, the leader, writes, and its followers attach to it.
 
 The leader has called `wandb.init`, and so has a wandb-core. Its followers call `wandb.attach` and log into the same
-stream. Who is who: `trackers.peers.role`. The messages: `trackers.peers`.
+stream. Who is who, and the messages: `trackers.node_group`.
 
 ```
 leader (primary or local rank 0)       socket                 followers (the other ranks of the node)
@@ -35,7 +35,7 @@ run.finish(0)
 If the leader is killed, its followers are disconnected. Their functions continue, and their rows are lost, with one
 warning. A run with leaders on several nodes is in W&B's own shared mode on all of them: another kind of writer beside
 these would lose rows (https://github.com/wandb/wandb/issues/12269). The primary waits for the other leaders through
-`trackers.peers.barrier`.
+`trackers.barrier`.
 
 In the room: the choice between opening the run and attaching to it (`open`), the leader's handle (`leader`), the
 follower's (`follower`), and their common parts (`common`). May enter: code for runs with several ranks. Must not: code

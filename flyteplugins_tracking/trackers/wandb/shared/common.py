@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.peers.barrier import WriterBarrier
-from flyteplugins_tracking.trackers.peers.role import NodeRole
+from flyteplugins_tracking.trackers.node_group import NodeRole
 from flyteplugins_tracking.trackers.rows import RowBuffer
 from flyteplugins_tracking.trackers.wandb import vendor
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.journal.files import Journal
-from flyteplugins_tracking.trackers.peers.client import NodeClient
+from flyteplugins_tracking.trackers.node_group import NodeClient
 from flyteplugins_tracking.trackers.wandb import tail, vendor
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, guard
 from flyteplugins_tracking.trackers.wandb.shared.common import make_config_read_only, rows_of, step_of

@@ -9,9 +9,7 @@ from typing import Any
 
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.peers.client import NodeClient
-from flyteplugins_tracking.trackers.peers.role import NodeRole
-from flyteplugins_tracking.trackers.peers.sockets import NodeError, NodeServerExistsError
+from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodeRole, NodeServerExistsError
 from flyteplugins_tracking.trackers.wandb import vendor
 from flyteplugins_tracking.trackers.wandb.shared.common import node_name, writer_barrier
 from flyteplugins_tracking.trackers.wandb.shared.follower import FollowerHandle, attached
