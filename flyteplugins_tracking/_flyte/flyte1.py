@@ -27,7 +27,7 @@ from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.registry import find_tracker
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.ended import EndedRun
+    from flyteplugins_tracking._runs.run import EndedRun
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from flyteplugins_tracking.trackers.config import TrackingConfig, merged
 from flyteplugins_tracking.trackers.registry import find_tracker, propagated_to
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.ended import EndedRun
+    from flyteplugins_tracking._runs.run import EndedRun
     from flyteplugins_tracking.trackers.base import Tracker
 
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"

@@ -15,7 +15,7 @@ from typing import Any
 
 from flyteplugins_tracking._job.board import Board, from_text, job_board
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._runs.ended import EndedRun
+from flyteplugins_tracking._runs.run import EndedRun
 
 TITLE = "Tracking"
 # How long the first primary waits for the end of the others' runs.

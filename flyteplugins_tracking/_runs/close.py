@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -17,8 +18,7 @@ from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._runs import calls, goodput
 from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
-from flyteplugins_tracking._runs.ended import EndedRun
-from flyteplugins_tracking._runs.run import OpenRun
+from flyteplugins_tracking._runs.run import EndedRun, OpenRun
 from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED, at_fork
@@ -79,8 +79,29 @@ def close(call: TrackedCall, run: OpenRun, exit_code: int, failure: Failure | No
             call.watcher.stop()
 
 
-def end_with_process(run: OpenRun) -> None:
-    """End a run whose function has not returned when the process ends: with status 1, or 143 after a SIGTERM."""
+def close_at_exit() -> None:
+    """Close the runs that are open when the process ends: the vendors' own hooks would end them as finished.
+
+    Such a run is that of a function in a daemon thread, or in an asyncio task that was left behind. It is called when a
+    run was opened: hooks are called in the reverse order of their registration, so this one is before the vendor's.
+    """
+    atexit.unregister(_close_open_runs)
+    atexit.register(_close_open_runs)
+
+
+def _close_open_runs() -> None:
+    for run in calls.open_runs():
+        if not run.context.is_simulated:
+            logger.warning(
+                "%s: the process ends before the decorated function has returned, and with it run %s",
+                run.tracker,
+                run.handle.id,
+            )
+            _close_with_process(run)
+
+
+def _close_with_process(run: OpenRun) -> None:
+    """Close a run whose function has not returned: with status 1, or 143 after a SIGTERM."""
     run.has_ended_with_process = True
     if _terminated_at() is not None:
         _finish(run, TERMINATED, None)

@@ -13,7 +13,7 @@ from flyteplugins_tracking._util.record import Record
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.calls import TrackedCall
-    from flyteplugins_tracking._runs.ended import EndedRun
+    from flyteplugins_tracking._runs.run import EndedRun
     from flyteplugins_tracking.trackers.base import Tracker
 
 # What a platform has not set.

@@ -29,7 +29,7 @@ from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RunPlan, needs_shared_id, plan
 from flyteplugins_tracking._rank.pools import Pool
 from flyteplugins_tracking._rank.topology import Detection
-from flyteplugins_tracking._runs import at_exit, calls
+from flyteplugins_tracking._runs import calls
 from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs.calls import Override, TrackedCall
 from flyteplugins_tracking._runs.context import ExecutionContext
@@ -136,7 +136,7 @@ class Opener:
             request = self._request(run_plan, watch, deadline, attempts or Uncounted())
             require(self.tracker)
             handle = self.tracker.open(request)
-            at_exit.watch()
+            closing.close_at_exit()
             if attempts is not None:
                 attempts.begin(handle, request.is_retry)
         except BaseException:

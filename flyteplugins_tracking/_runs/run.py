@@ -1,4 +1,4 @@
-"""A run that this process has open. A rank without a run does not load it."""
+"""A run that this process has open, and one that has ended. A rank without a run does not load them."""
 
 from __future__ import annotations
 
@@ -75,3 +75,30 @@ class OpenRun:
     def is_in_use(self) -> bool:
         """Whether a call still uses the run."""
         return self.opener_exit_code is None or self.joined > 0
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """The values that a platform needs to show a run that has ended.
+
+    Attributes:
+        tracker: The tracker's name.
+        id: The run's id.
+        url: The run's page; None if it has none.
+        exit_code: The status that the run ended with.
+        summary: The run's last values.
+        info: The rank that had the run; None outside a distributed job.
+        is_first: Whether it is the job's first run, whose primary reports those of all ranks.
+        other_runs: The number of runs that the job has besides the first.
+        attempt: The attempt of the task, from 0.
+    """
+
+    tracker: str
+    id: str
+    url: str | None
+    exit_code: int
+    summary: Mapping[str, Any]
+    info: DistributedInfo | None
+    is_first: bool
+    other_runs: int
+    attempt: int

@@ -7,7 +7,7 @@ import pytest
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._flyte import report
 from flyteplugins_tracking._job.board import Board, DirectoryStore
-from flyteplugins_tracking._runs.ended import EndedRun
+from flyteplugins_tracking._runs.run import EndedRun
 
 
 @pytest.fixture

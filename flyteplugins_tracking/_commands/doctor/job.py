@@ -78,7 +78,7 @@ def check_directories() -> Iterator[Diagnostic]:
     from flyteplugins_tracking.trackers.node_group import socket_directory
 
     try:
-        socket_directory()  # of the sockets by which the ranks of a node share a run: see `trackers.peers`
+        socket_directory()  # of the sockets by which the ranks of a node share a run: see `trackers.node_group`
     except OSError as error:
         text = f"run_mode='shared' needs a directory for temporary files: {error.strerror}"
         yield Diagnostic("warning", text, "export TMPDIR=/a/directory")
