@@ -1,4 +1,4 @@
-"""Adapt the target of a decorator: a function, or a task object of Flyte."""
+"""What is common to both SDKs of Flyte: the target of a decorator, and the context of a call."""
 
 from __future__ import annotations
 
@@ -173,3 +173,15 @@ def _is_generator_function(target: Any) -> bool:
     import inspect
 
     return inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target)
+
+
+def workers_of(elastic: Any) -> NodeRequest:
+    """Return the nodes that an `Elastic` configuration of either SDK requests."""
+    min_nodes, _, max_nodes = str(elastic.nnodes).partition(":")
+    nproc = str(elastic.nproc_per_node)
+    return NodeRequest(int(min_nodes), int(max_nodes or min_nodes), int(nproc) if nproc.isdecimal() else 1)
+
+
+def class_names(target: Any) -> set[str]:
+    """Return the names of an object's classes: an SDK that is not loaded has made none of them."""
+    return {f"{t.__module__}.{t.__qualname__}" for t in type(target).__mro__}

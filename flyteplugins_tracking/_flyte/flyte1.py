@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._flyte.elastic import class_names, workers_of
+from flyteplugins_tracking._flyte.context import class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, Page, pages
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.calls import Task

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._flyte.elastic import class_names, workers_of
+from flyteplugins_tracking._flyte.context import class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.calls import Task
