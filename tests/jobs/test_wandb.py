@@ -204,9 +204,7 @@ def test_a_missing_key_degrades_to_offline_with_the_command_to_sync(tmp_path):
     assert done.returncode == 0, done.output
     (run,) = done.runs
     assert (run.exit_code, len(run.rows)) == (0, 1)
-    (directory,) = re.findall(
-        r"To send it when W&B is available, run: flyteplugins-tracking send (\S+)", done.output
-    )
+    (directory,) = re.findall(r"To send it when W&B is available, run: flyteplugins-tracking send (\S+)", done.output)
     assert Path(directory).samefile(run.path.parent)
 
 
