@@ -12,10 +12,12 @@ _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGN
 # A shorter value may be an ordinary word.
 _SHORTEST = 8
 _HIDDEN = "***"
-_PATTERNS = (
+_ADDRESSES = (
     # A user and a password, or a token, in an address. Other text may follow: digits and a slash are a port.
     (re.compile(r"(?<=://)[^\s/@:]*:(?!\d+(?:[/?#\s]|$))[^\n\"'<>]*@"), f"{_HIDDEN}@"),
     (re.compile(r"(?<=://)(?:[^/\s@]*@)+"), f"{_HIDDEN}@"),
+)
+_FORMS = (
     # `api_key=...`, `"token": "..."`, `Authorization: Bearer ...`
     (
         re.compile(
@@ -44,15 +46,22 @@ def learn(key: str) -> None:
         _known.update({key.strip(), quote(key.strip(), safe="")})
 
 
-def masked(text: str) -> str:
-    """Return `text` without keys: those that this process has learnt or has in its environment, or of known forms."""
-    values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _SHORTEST}
+def masked(text: str, *, with_forms: bool = True) -> str:
+    """Return `text` without keys: those that this process has learnt or has in its environment, and in addresses.
+
+    Args:
+        text: The text.
+        with_forms: Whether to mask also what has the form of a key, as in `api_key: ...`. Not for our own sentences.
+    """
+    # A key with a line end around it is printed without that.
+    keys = {value.strip() for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    values = {key for key in keys if len(key) >= _SHORTEST}
     for value in os.environ.values():
         found = CREDENTIALS.search(value)
         password = (found[0][:-1].partition(":")[2] or found[0][:-1]) if found else ""
         values |= {password} if len(password) >= _SHORTEST else set()
     for value in sorted(values | _known, key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
-    for pattern, hidden in _PATTERNS:
+    for pattern, hidden in (*_ADDRESSES, *_FORMS) if with_forms else _ADDRESSES:
         text = pattern.sub(hidden, text)
     return text

@@ -376,7 +376,7 @@ BY_VARIABLES = {
 @pytest.mark.parametrize("place", ["files", "variables", "addresses"])
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_key_is_never_printed(ask, tmp_path, monkeypatch, place, form):
-    monkeypatch.setattr(printing, "_redacted", lambda printed: printed)  # the second safeguard must not be needed
+    monkeypatch.setattr(printing, "masked", lambda printed, **_: printed)  # the second safeguard must not be needed
     variables = BY_VARIABLES if place == "variables" else {}
     if place == "files":
         store_keys(tmp_path, CANARY)
@@ -424,6 +424,9 @@ def test_text_that_looks_like_a_key_is_redacted(ask):
     job_id = f"x {CANARY} http://u:pass@host/ y"
     _, out, _ = ask("--offline", MY_TOKEN=CANARY, **{**LAUNCHERS["torchelastic"], "TORCHELASTIC_RUN_ID": job_id})
     assert "job id     x *** http://***@host/ y" in out
+    # A key with a line end is masked where it is printed without it.
+    _, out, _ = ask("--offline", MY_TOKEN=f"{CANARY}\n", **{**LAUNCHERS["torchelastic"], "TORCHELASTIC_RUN_ID": CANARY})
+    assert "job id     ***" in out
 
 
 @pytest.mark.usefixtures("pluto")

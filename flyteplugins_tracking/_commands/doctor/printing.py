@@ -1,10 +1,8 @@
-"""The diagnosis as text and as JSON. It holds no key; as a second safeguard, text that looks like a key is removed."""
+"""The diagnosis as text and as JSON. It holds no key; as a second safeguard, keys are masked."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import sys
 import textwrap
@@ -12,17 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking._commands.doctor.job import named
+from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 
 # The width of a line in a log.
 _WIDTH = 120
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
-_SHORTEST_SECRET = 8
 
 
 def as_json(document: Mapping[str, Any]) -> str:
     """Return the diagnosis as one JSON document. docs/doctor.md describes it."""
-    return json.dumps(_redacted(document), indent=2) + "\n"
+    return json.dumps(_masked(document), indent=2) + "\n"
 
 
 def as_text(document: Mapping[str, Any]) -> str:
@@ -49,13 +46,13 @@ def as_text(document: Mapping[str, Any]) -> str:
         sections |= {"Trackers": _aligned(trackers), "Versions": [versions]}
     sections["Diagnostics"] = diagnostics
     blocks = [f"{title}\n" + "".join(map(_wrapped, lines)) for title, lines in sections.items() if lines]
-    return str(_redacted("\n".join(blocks)))
+    return masked("\n".join(blocks), with_forms=False)
 
 
 def own_errors(errors: Sequence[Diagnostic], rank: int) -> str:
     """Return a rank's errors as text, for a rank that prints them itself."""
     lines = [line for error in errors for line in _lines({**error._asdict(), "ranks": None})]
-    return str(_redacted("".join(f"rank {rank}: {line}\n" for line in lines)))
+    return masked("".join(f"rank {rank}: {line}\n" for line in lines), with_forms=False)
 
 
 def _job(detected: Mapping[str, Any]) -> Iterator[str]:
@@ -113,16 +110,10 @@ def _wrapped(line: str) -> str:
     return textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) + "\n"
 
 
-def _redacted(value: Any) -> Any:
-    """Remove the values of variables whose names suggest a key, and the credentials in addresses. Keep dicts' keys."""
+def _masked(value: Any) -> Any:
+    """Mask the keys in the texts of a JSON value. The keys of dicts stay."""
     if isinstance(value, Mapping):
-        return {key: _redacted(inner) for key, inner in value.items()}
+        return {key: _masked(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_redacted(inner) for inner in value]
-    if not isinstance(value, str):
-        return value
-    secrets = {secret.strip() for name, secret in os.environ.items() if _SECRET.search(name)}
-    for secret in sorted(secrets, key=len, reverse=True):
-        if len(secret) >= _SHORTEST_SECRET:
-            value = value.replace(secret, "***")
-    return re.sub(r"(?<=://)[^\s\"]*@", "***@", value)
+        return [_masked(inner) for inner in value]
+    return masked(value, with_forms=False) if isinstance(value, str) else value

@@ -39,13 +39,14 @@ def diagnose() -> Diagnosis:
     server = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or vendor.default_server(_SERVER)
     address, is_online = without_credentials(server), mode not in _NOT_ONLINE
     where, key = _key(address, stored)
+    reach = None
+    if is_online:
+        reach = diagnostics.server("a W&B", f"{address}/graphql", lambda _, text: _ANSWER.match(text), _VIEWER)
     return Diagnosis(
         place=address if is_online else f"{'nowhere' if mode == 'disabled' else directory} ({mode})",
         credentials=diagnostics.found_key(stored={where: key}) or where or None,
         is_chosen=bool(where) or any(name.startswith("WANDB_") for name in os.environ),
-        reach=diagnostics.server("a W&B", f"{address}/graphql", lambda _, text: _ANSWER.match(text), _VIEWER)
-        if is_online
-        else None,
+        reach=reach,
         diagnostics=(*_of_key(where, key, is_online), *_of_variables(mode, server, directory)),
     )
 
