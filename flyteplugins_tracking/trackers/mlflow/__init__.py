@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page, has_primary, primary_rank_of
 from flyteplugins_tracking._util.checks import check_flag, check_text
-from flyteplugins_tracking._util.text import has_credentials
+from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, link_types
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+# The tags by which runs are found.
+ID_TAG = "flyteplugins_tracking.run_id"
+GROUP_TAG = "flyteplugins_tracking.group"
 _TEXTS = ("tracking_uri", "experiment_name", "link_host")
 # These characters would end the text in a condition of MLflow's search.
 _NOT_IN_AN_ID = "'\"`\\%"
@@ -49,14 +55,38 @@ class MlflowTracker(Tracker):
         _check_id(config.group)
 
     def page(self, config: TrackingConfig, page: Page | None) -> str | None:
-        from flyteplugins_tracking.trackers.mlflow import links
-
-        return links.page(config, page)
+        # The server makes the ids of runs, so a run's own page is not known before the run exists. Its address is the
+        # experiment's list of runs, filtered by the tag.
+        host, experiment_id = _host(config), _experiment_id(config)
+        if host is None or experiment_id is None:
+            return host
+        address = f"{host}/#/experiments/{_quoted(experiment_id)}/runs"
+        if page is None:
+            return address
+        tag, value = (GROUP_TAG, config.group or page.id) if page.kind == "group" else (ID_TAG, page.id)
+        return f"{address}?searchFilter={_quoted(f'tags.`{tag}` = ')}{_quoted(f'{chr(39)}{value}{chr(39)}')}"
 
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
-        from flyteplugins_tracking.trackers.mlflow import links
-
-        return links.link(config, pages)
+        host, experiment_id = _host(config), _experiment_id(config)
+        if host is None:
+            return {}
+        if experiment_id is None:
+            types = ["tracking-mlflow-host"]
+        elif pages is None:
+            types = ["tracking-mlflow-experiment"]
+        else:
+            types = list(dict.fromkeys(link_types("mlflow", config, pages)))
+        of_known_group = any(kind.startswith("tracking-mlflow-group-id") for kind in types)
+        values = {
+            "host": host,
+            "experiment_id": experiment_id,
+            "id": config.id,
+            "group": config.group or config.id if of_known_group else None,
+        }
+        return {
+            "link_type": ",".join(types),
+            **{f"mlflow_{name}": str(value) for name, value in values.items() if value is not None},
+        }
 
     def export_run(self, run: Any) -> Mapping[str, Any] | None:
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
@@ -65,16 +95,12 @@ class MlflowTracker(Tracker):
         return {"id": handle.id, **handle.place} if isinstance(handle, MlflowHandle) else None
 
     def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
-        from flyteplugins_tracking.trackers.mlflow.vendor import await_first_run
+        from flyteplugins_tracking.trackers.mlflow import vendor
 
         # On another node, the file may be another one, to which nobody writes.
         primary = primary_rank_of(info, config.run_mode, config.rank_scope, config.primary_rank)
         if info is not None and has_primary(info, config.rank_scope, primary, os.environ):
-            await_first_run(config.options, config.init_timeout_s)
-        if "mlflow" not in sys.modules:
-            return None
-        from flyteplugins_tracking.trackers.mlflow import vendor
-
+            vendor.await_first_run(config.options, config.init_timeout_s)
         return vendor.without_autologging()
 
     def diagnose(self) -> Diagnosis:
@@ -84,24 +110,24 @@ class MlflowTracker(Tracker):
 
     def open(self, request: RunRequest) -> Handle:
         # Imported here, so that a rank without a run does not load it.
-        from flyteplugins_tracking.trackers.journal.local import LocalHandle, open_or_keep
-        from flyteplugins_tracking.trackers.mlflow import fluent, vendor
-        from flyteplugins_tracking.trackers.mlflow.run import to_be_sent
+        from contextlib import ExitStack
+
+        from flyteplugins_tracking.trackers.journal.local import open_or_keep
+        from flyteplugins_tracking.trackers.mlflow import vendor
+        from flyteplugins_tracking.trackers.mlflow.run import to_be_sent, use_credentials
 
         _check_id(request.plan.run_id)
         vendor.PARTS.require()
-        uri, place = _place(request.config.options.get("tracking_uri"))
-        undo = fluent.use_credentials(request.read_secret())
-        try:
-            handle = open_or_keep(to_be_sent(request, place), self, lambda: self._open(request, uri, undo))
-        except BaseException:
-            undo()
-            raise
-        if isinstance(handle, LocalHandle):
-            undo()
-        return handle
+        import mlflow
 
-    def _open(self, request: RunRequest, uri: str, undo: Callable[[], object]) -> Any:
+        uri, place = str(request.config.options.get("tracking_uri") or mlflow.get_tracking_uri()), {}
+        if not request.config.options.get("tracking_uri") and vendor.uri_set_by_program() and not has_credentials(uri):
+            place = {"tracking_uri": uri}  # no argument and no variable tells it to the process that sends rows later
+        with ExitStack() as undo:
+            undo.callback(use_credentials(request.read_secret()))
+            return open_or_keep(to_be_sent(request, place), self, lambda: self._open(request, uri, undo))
+
+    def _open(self, request: RunRequest, uri: str, undo: ExitStack) -> Any:
         from flyteplugins_tracking.trackers.client import LOCAL_FILES, new_id
         from flyteplugins_tracking.trackers.mlflow.open import open_run
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
@@ -133,17 +159,6 @@ class MlflowTracker(Tracker):
         return MlflowHandle(request, self, uri, opened, run_id, undo)
 
 
-def _place(argument: str | None) -> tuple[str, dict[str, str]]:
-    """Return the tracking URI; and as an argument too if the program has set it, and no argument or variable has."""
-    import mlflow
-
-    from flyteplugins_tracking.trackers.mlflow import vendor
-
-    uri = str(mlflow.get_tracking_uri())
-    is_set = argument is None and vendor.uri_set_by_program() is not None and not has_credentials(uri)
-    return argument or uri, {"tracking_uri": uri} if is_set else {}
-
-
 def _check_addresses(options: Mapping[str, Any]) -> None:
     host = options.get("link_host")
     if host is not None and not host.startswith(("https://", "http://")):
@@ -167,6 +182,33 @@ def _check_experiment(options: Mapping[str, Any]) -> None:
 def _check_id(run_id: str | None) -> None:
     if run_id is not None and any(character in run_id for character in _NOT_IN_AN_ID):
         raise ConfigError(f"the id {run_id!r} must not contain any of {_NOT_IN_AN_ID}: it is a tag of the MLflow run")
+
+
+def run_page(config: TrackingConfig, uri: str, experiment_id: str, run_id: str) -> str | None:
+    """Return the page of a run by the server's id; None if the address of the UI is not known."""
+    host = _host(config, uri)
+    return None if host is None else f"{host}/#/experiments/{experiment_id}/runs/{run_id}"
+
+
+def _host(config: TrackingConfig, uri: str | None = None) -> str | None:
+    """Return the address of the web pages: `link_host=`, or the tracking server."""
+    server = uri or config.options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or ""
+    address = str(config.options.get("link_host") or server).rstrip("/")
+    return without_credentials(address) if address.startswith(("https://", "http://")) else None
+
+
+def _experiment_id(config: TrackingConfig) -> str | None:
+    """Return the experiment's id if it is known. The UI has no pages by name."""
+    options = config.options
+    if options.get("experiment_id") is not None:
+        return str(options["experiment_id"])
+    is_named = options.get("experiment_name") or config.project or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    return None if is_named else os.environ.get("MLFLOW_EXPERIMENT_ID")
+
+
+def _quoted(text: str) -> str:
+    """Quote a text for an address. Braces stay: Flyte replaces templates in them."""
+    return quote(text, safe="{}")
 
 
 TRACKER = MlflowTracker()

@@ -13,8 +13,7 @@ from typing import Any
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import run_config, status_of
-from flyteplugins_tracking.trackers.mlflow import vendor
-from flyteplugins_tracking.trackers.mlflow.links import GROUP_TAG, ID_TAG
+from flyteplugins_tracking.trackers.mlflow import GROUP_TAG, ID_TAG, vendor
 from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service, entities
 
 logger = logging.getLogger(__name__)
@@ -144,19 +143,22 @@ def _experiment_id(request: RunRequest, service: Service) -> str:
     name = name or env.get("MLFLOW_EXPERIMENT_NAME")
     if not name:
         return "0"
-    experiment = service.until(lambda: service.call("get_experiment_by_name", name) or _new_experiment(service, name))
+
+    def find_or_create() -> Any:
+        experiment = service.call("get_experiment_by_name", name)
+        if experiment is not None:
+            return experiment
+        try:
+            service.call("create_experiment", name, None, [])
+        except RejectedError as error:
+            if error.code != "RESOURCE_ALREADY_EXISTS":  # another rank has created it
+                raise
+        return service.call("get_experiment_by_name", name)
+
+    experiment = service.until(find_or_create)
     if experiment.lifecycle_stage == "deleted":
         raise ConfigError(f"the experiment {name!r} is deleted: restore it, or choose another one")
     return str(experiment.experiment_id)
-
-
-def _new_experiment(service: Service, name: str) -> Any:
-    try:
-        service.call("create_experiment", name, None, [])
-    except RejectedError as error:
-        if error.code != "RESOURCE_ALREADY_EXISTS":  # another rank has created it
-            raise
-    return service.call("get_experiment_by_name", name)
 
 
 def _parent(request: RunRequest, service: Service, experiment_id: str) -> Any:
@@ -166,18 +168,16 @@ def _parent(request: RunRequest, service: Service, experiment_id: str) -> Any:
         return None
     if group == os.environ.get(RUN_ID_VARIABLE):
         parent = service.persist("get_run", group)
-    elif _is_first(request):
+    elif (
+        request.info is None
+        or (request.info.local_rank if request.config.rank_scope == "worker" else request.info.rank) == 0
+    ):
         parent, _ = _find_or_create(service, experiment_id, (PARENT_TAG, group), group, {PARENT_TAG: group})
     else:
         parent = _awaited(request, service, experiment_id, PARENT_TAG, group)
     if parent.info.status != "RUNNING":
         _set_status(service, parent, "RUNNING")
     return parent
-
-
-def _is_first(request: RunRequest) -> bool:
-    info = request.info
-    return info is None or (info.local_rank if request.config.rank_scope == "worker" else info.rank) == 0
 
 
 def _end_parent(service: Service, parent_id: str, experiment_id: str) -> None:
@@ -255,17 +255,15 @@ def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, 
     config = request.config
     tags = dict(tag.partition("=")[::2] for tag in config.tags or ())
     group = config.group or request.plan.group
+    # The whole config as JSON. If that is too long for a tag, without the user's config, which is in the params.
+    text = json.dumps(run_config(request))
+    if len(text) > _LONGEST_TAG:
+        text = json.dumps(dict(request.run_metadata))[:_LONGEST_TAG]
     ours = {
         ID_TAG: run_id,
         GROUP_TAG: group,
-        CONFIG_TAG: _config_tag(request),
+        CONFIG_TAG: text,
         _PARENT_ID_TAG: parent_id,
         _NOTE_TAG: config.notes,
     }
     return {**tags, **{key: value for key, value in ours.items() if value is not None}}
-
-
-def _config_tag(request: RunRequest) -> str:
-    """Return the whole config as JSON. If that is too long for a tag, leave out the user's config: params have it."""
-    text = json.dumps(run_config(request))
-    return text if len(text) <= _LONGEST_TAG else json.dumps(dict(request.run_metadata))[:_LONGEST_TAG]

@@ -5,21 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import posixpath
+import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
+from flyteplugins_tracking._util.threads import run_with_timeout
+from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import NOT_OPEN, ClientHandle, prefix_of, refuse_to_pickle
 from flyteplugins_tracking.trackers.journal import how_to_send, what_is_kept
 from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
 from flyteplugins_tracking.trackers.journal.lines import encode
 from flyteplugins_tracking.trackers.journal.local import RunFile
-from flyteplugins_tracking.trackers.mlflow import fluent
-from flyteplugins_tracking.trackers.mlflow.links import run_page
+from flyteplugins_tracking.trackers.mlflow import run_page, vendor
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params
 from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender, now_ms
 from flyteplugins_tracking.trackers.mlflow.vendor import (
@@ -41,11 +45,16 @@ _LARGEST_STEP = 2**63 - 1
 _MAX_TAG = 5000
 # The tag of `save_state`.
 _STATE_TAG = "flyteplugins_tracking.state"
-# The options that concern the rank itself. The process that sends kept rows later does not need them.
-_LOCAL_OPTIONS = ("log_system_metrics",)
-
+# The longest name of a metric.
+_LONGEST_NAME = 250
+# The longest wait for the monitor's last sample, in seconds.
+_STOP_S = 2.0
 # The methods of the run object by which params and tags are logged.
 _METHODS: Mapping[Literal["params", "tags"], str] = {"params": "log_params", "tags": "set_tags"}
+
+_warn_once = WarnOnce(logger)
+# The runs that are open here, each with the stack of active runs that has it. Only the decorator ends them.
+_open: list[tuple[Any, list[Any]]] = []
 
 
 class MlflowHandle(ClientHandle):
@@ -58,7 +67,7 @@ class MlflowHandle(ClientHandle):
         uri: str,
         opened: Opened,
         run_id: str,
-        undo_credentials: Callable[[], object],
+        undo: ExitStack,
     ) -> None:
         """Make the run active.
 
@@ -68,7 +77,7 @@ class MlflowHandle(ClientHandle):
             uri: The tracking URI.
             opened: The run on the server.
             run_id: Our id of the run.
-            undo_credentials: Called when the run has ended.
+            undo: Undoes what was done to the process. The handle takes it over, and closes it when the run has ended.
         """
         values = MetricSanitizer(
             tracker.title, prefix_of(request), "not shown in charts: MLflow keeps NaN, and keeps an infinity as 1.8e308"
@@ -89,11 +98,14 @@ class MlflowHandle(ClientHandle):
         self._earlier = EarlierAttempts.of(request, tracker, run_id)
         self._begin_file()
         self._send_earlier()
-        self._undo: list[Callable[[], object]] = [undo_credentials]
+        self._undo = undo.pop_all()
         try:
-            self._activate()
+            activate(self.run, uri, opened.run.info.experiment_id, self._undo)
+            if request.plan.primary and (params := new_params(request, opened)):
+                self.put("params", params)
+            self._monitor = start_monitor(request, opened.run.info.run_id, is_resumed=self.is_resumed)
         except BaseException:
-            self._deactivate()
+            self._undo.close()
             self._send_status(1, time.monotonic() + _STATUS_S)
             raise
 
@@ -162,7 +174,8 @@ class MlflowHandle(ClientHandle):
     def end(self, exit_code: int) -> None:
         timeout_s = self.request.config.finish_timeout_s
         until = time.monotonic() + timeout_s
-        self._stop_monitor()
+        if self._monitor is not None:  # in an outage, its last request takes minutes
+            run_with_timeout(_STOP_S, self._monitor.finish)
         status_s = min(_STATUS_S, timeout_s * _STATUS_SHARE)
         if not flush_own_rows(self.uri, until - status_s - time.monotonic()):
             self._warn("has rows of MLflow's own asynchronous logging that were not sent in time")
@@ -181,22 +194,7 @@ class MlflowHandle(ClientHandle):
                 self._keep(unsent, exit_code)
             self._file.remove()
         finally:
-            self._deactivate()
-
-    def _deactivate(self) -> None:
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
-    def _activate(self) -> None:
-        """Make it MLflow's active run, with the metrics of the system that the user wants."""
-        request, info = self.request, self.opened.run.info
-        self._undo.append(fluent.activate(self.run, self.uri, info.experiment_id))
-        if request.plan.primary:
-            params = new_params(request, self.opened)
-            if params:
-                self.put("params", params)
-        self._stop_monitor = fluent.system_metrics(request, info.run_id, is_resumed=self.is_resumed)
+            self._undo.close()
 
     def _write_at(self, row: Mapping[str, Any], step: Any, time_ms: int) -> None:
         at = self._step(step)
@@ -278,7 +276,8 @@ class MlflowHandle(ClientHandle):
     def _name(self, key: str) -> str:
         name = self._names.get(key)
         if name is None:
-            name = self._names[key] = fluent.metric_name(key)
+            name = posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", key)).lstrip("/").replace("../", "")
+            name = self._names[key] = (name if name not in ("", ".", "..") else "_")[:_LONGEST_NAME]
             if name != key:
                 self._values.warn_once(key, f"MLflow does not take this name of a metric: it is logged as {name!r}")
         return name
@@ -340,7 +339,9 @@ def _item(line: Mapping[str, Any]) -> Item | None:
 
 def to_be_sent(request: RunRequest, place: Mapping[str, Any]) -> RunRequest:
     """Return the request for rows in files, which another process sends later to `place`."""
-    config, left_out = request.config, {*_LOCAL_OPTIONS, *(("experiment_name",) if "experiment_id" in place else ())}
+    config, left_out = request.config, {"log_system_metrics"}  # that process runs on another machine
+    if "experiment_id" in place:
+        left_out.add("experiment_name")
     options = {name: value for name, value in config.options.items() if name not in left_out}
     return replace(request, config=replace(config, options={**options, **place}))
 
@@ -422,3 +423,96 @@ def run_class() -> Any:
     import mlflow
 
     return type("MlflowRun", (Logging, mlflow.ActiveRun), {})
+
+
+# MLflow's own functions in this process: `mlflow.log_metric`, autologging and the monitor.
+
+
+def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
+    """Make `run` the active run of this thread, with its server and experiment. `undo` gets what undoes that."""
+    vendor.leave_end_to_us(_is_open)
+    _use_server(uri, undo)
+    undo.callback(vendor.use_experiment(experiment_id))
+    undo.callback(_set_variables({"MLFLOW_RUN_ID": None}))  # mlflow.start_run(nested=True) would resume that run
+    stack = vendor.active_runs()
+    entry = (run, stack)
+    stack.append(run)
+    _open.append(entry)
+
+    def deactivate() -> None:
+        _open.remove(entry)
+        stack[:] = [other for other in stack if other is not run]
+
+    undo.callback(deactivate)
+
+
+def _is_open(run_id: str) -> bool:
+    """Whether the run is open here. `mlflow.end_run()` has just taken such a run off its stack: put it back."""
+    is_open = False
+    for run, stack in tuple(_open):
+        if run.info.run_id == run_id:
+            is_open = True
+            if run not in stack:
+                stack.append(run)
+                _warn_once(
+                    run_id,
+                    "MLflow: run %s: mlflow.end_run() does not end it, and it stays the active run until the decorated "
+                    "function ends. So a loop that calls mlflow.end_run() while there is an active run never ends",
+                    run.id,
+                )
+    return is_open
+
+
+def _use_server(uri: str, undo: ExitStack) -> None:
+    import mlflow
+
+    before, variable = vendor.uri_set_by_program(), os.environ.get("MLFLOW_TRACKING_URI")
+    if mlflow.get_tracking_uri() == uri:
+        return
+    mlflow.set_tracking_uri(uri)
+
+    def put_back() -> None:
+        if vendor.uri_set_by_program() == uri:
+            mlflow.set_tracking_uri(before)
+            _set_variables({"MLFLOW_TRACKING_URI": variable})
+
+    undo.callback(put_back)
+
+
+def use_credentials(key: str | None) -> Callable[[], object]:
+    """Give the API key, or "user:password", to MLflow, by variables of this process. Returns what undoes that."""
+    if not key:
+        return lambda: None
+    user, colon, password = key.strip().partition(":")
+    names = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+    values = (user, password, None) if colon else (None, None, user)
+    return _set_variables(dict(zip(names, values, strict=True)))
+
+
+def _set_variables(values: Mapping[str, str | None]) -> Callable[[], object]:
+    """Set variables of this process; None removes one. Returns what puts back those that this has changed."""
+    before = {name: os.environ.get(name) for name, value in values.items() if os.environ.get(name) != value}
+    for name in before:
+        value = values[name]
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+    return lambda: _set_variables(before)
+
+
+def start_monitor(request: RunRequest, run_id: str, *, is_resumed: bool) -> Any:
+    """Start the monitor of this node, if the user wants it and this rank runs it. Returns None if not."""
+    from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+
+    info, is_on = request.info, request.config.options.get("log_system_metrics")
+    if is_on is None:
+        is_on = MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get()
+    if not is_on or not request.leads_node:
+        return None
+    worker = None if info is None or info.worker_index is None else f"worker-{info.worker_index}"
+    try:
+        return vendor.start_monitor(run_id, worker, is_resumed=is_resumed)
+    except ImportError:
+        logger.warning("MLflow: system metrics need psutil: pip install psutil")
+        return None

@@ -482,6 +482,7 @@ def active_runs() -> list[Any]:
     return stack
 
 
+@functools.lru_cache(maxsize=1)
 def leave_end_to_us(is_ours: Callable[[str], bool]) -> None:
     """Have MLflow's client leave the status of our open runs: frameworks and `mlflow.end_run` set it."""
     from mlflow import MlflowClient
