@@ -197,7 +197,7 @@ class Agreement:
     def look(self, board: Board) -> None:  # noqa: ARG002 that of `begin`, with this topic
         """Answer a proposal, or make one if this rank is asked to stop."""
         now = time.monotonic()
-        self._pace.note(now, self.counter.count)
+        self._pace.add(now, self.counter.count)
         if self.committed is not None or self._board is None:
             return
         if self._proposal is None and self._board.count("claimed") >= self._next:
@@ -242,7 +242,7 @@ class Agreement:
                 self._read(proposal, json.loads(text), now)
         decision = proposal.board.get(f"decision/{proposal.number}")
         if decision is not None:
-            self._decided(proposal, json.loads(decision))
+            self._apply(proposal, json.loads(decision))
         elif not proposal.is_read:
             if now > proposal.seen_at + PROPOSAL_S:  # its rank has ended
                 self._decide(proposal, "abandon", why="the rank that has claimed a proposal has not made it")
@@ -273,9 +273,9 @@ class Agreement:
     def _decide(self, proposal: _Proposal, verdict: Verdict, **more: Any) -> None:
         """Decide a proposal, unless somebody was faster."""
         text = json.dumps({"verdict": verdict, **more})
-        self._decided(proposal, json.loads(proposal.board.put_first(f"decision/{proposal.number}", text)))
+        self._apply(proposal, json.loads(proposal.board.put_first(f"decision/{proposal.number}", text)))
 
-    def _decided(self, proposal: _Proposal, decision: dict[str, Any]) -> None:
+    def _apply(self, proposal: _Proposal, decision: dict[str, Any]) -> None:
         if self._proposal is not proposal:
             return  # this rank has decided it, and has read that
         self._proposal = None
@@ -383,7 +383,7 @@ class _Pace:
     def __init__(self) -> None:
         self._counts: deque[tuple[float, int]] = deque()
 
-    def note(self, now: float, count: int) -> None:
+    def add(self, now: float, count: int) -> None:
         self._counts.append((now, count))
         while len(self._counts) > 2 and self._counts[1][0] < now - _PACE_S:
             self._counts.popleft()

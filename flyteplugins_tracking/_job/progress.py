@@ -18,7 +18,7 @@ _ignored_thread = 0
 
 
 def heartbeat() -> None:
-    """Report progress that is not a row: an evaluation, a compilation, a checkpoint, a step on a rank without a run.
+    """Count progress that is not a row: an evaluation, a compilation, a checkpoint, a step on a rank without a run.
 
     `hang_timeout_s` counts from the last row or heartbeat of a rank. With `pulse_s` the heartbeats are the rank's steps
     if torch's optimizers make none. It costs some 50 ns, and does nothing else.
@@ -28,7 +28,7 @@ def heartbeat() -> None:
     _heartbeats += 1
 
 
-def note_row() -> None:
+def count_row() -> None:
     """Count a row that this rank is about to log, unless it is of the thread that is ignored."""
     global _last_s, _rows
     if threading.get_ident() != _ignored_thread:

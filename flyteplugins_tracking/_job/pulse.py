@@ -242,7 +242,7 @@ class StepClock:
 
         Args:
             now: The time, in seconds of `time.monotonic`.
-            kind: What counts as a step: another kind begins anew.
+            kind: What counts as a step: another kind begins from 0.
             count: How many steps there have been.
         """
         self.steps = count

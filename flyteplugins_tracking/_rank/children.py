@@ -51,7 +51,7 @@ _fork: _Fork | None = None
 
 
 @after_fork_in_child
-def _note_fork() -> None:
+def _remember_fork() -> None:
     global _fork
     _fork = _Fork()
 

@@ -39,7 +39,7 @@ class RunPlan(Record):
         primary: Whether the run ends when this rank ends. One rank of each run is primary.
         label: This rank's name among the writers of its run, for instance "worker-0". None outside a distributed job.
         writers: How many ranks write to the run; 0 if this rank has no run. None if the launcher does not set it.
-        first: Whether this rank prints and reports what concerns the whole job: it is the primary of the job's first
+        first: Whether this rank prints and shows what concerns the whole job: it is the primary of the job's first
             run.
     """
 

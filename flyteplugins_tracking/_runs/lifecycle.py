@@ -41,7 +41,7 @@ _announced: list[tuple[Failure, DistributedInfo]] = []
 _DOCTOR = "To see what each rank detects, start this instead of the script: python -m flyteplugins_tracking"
 
 
-class RunScope:
+class CallLifecycle:
     """Runs a block with its tracking run open, if this rank has one, and ends the run with the block's status.
 
     The status is 0 for a return, 1 for an exception, the code of a SystemExit, 130 for a KeyboardInterrupt, and 143
@@ -112,11 +112,11 @@ def _tracked(
     finally:
         try:
             if call.stopping is not None:
-                call.stopping.function_ended()
+                call.stopping.before_close()
             _close(call, exit_code, failure)
         finally:
             if call.stopping is not None:
-                call.stopping.closed()
+                call.stopping.after_close()
             if token is not None:
                 with suppress(ValueError):  # a coroutine that is left behind is closed in another context
                     calls.current.reset(token)

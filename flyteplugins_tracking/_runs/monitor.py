@@ -36,7 +36,7 @@ _TOPIC = "ranks"
 _STOP_S = 5.0
 # The monitor of this process.
 _current: Monitor | None = None
-# The board of the last monitor, and its process, if the next call can use it: connecting anew for each call costs time.
+# The board of the last monitor, and its process, if the next call can use it: a new connection for each call costs time.
 # torch asks for the names of both ends' hosts at each connection, and a busy name server answers after seconds.
 _kept: tuple[int, Board] | None = None
 
@@ -246,7 +246,7 @@ class ProgressWatch:
 
     def before_row(self) -> None:
         """Count the row, and install our handler again."""
-        progress.note_row()
+        progress.count_row()
         self._watch.before_row()
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:

@@ -88,7 +88,7 @@ class EndedRun:
         exit_code: The status that the run ended with.
         summary: The run's last values.
         info: The rank that had the run; None outside a distributed job.
-        is_first: Whether it is the job's first run, whose primary reports those of all ranks.
+        is_first: Whether it is the job's first run, whose primary shows those of all ranks.
         other_runs: The number of runs that the job has besides the first.
         attempt: The attempt of the task, from 0.
     """

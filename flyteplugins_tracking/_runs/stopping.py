@@ -118,7 +118,7 @@ class Stopping:
 
     # For SIGTERM
 
-    def requested(self) -> None:
+    def on_sigterm(self) -> None:
         """Ask the ranks to stop, because SIGTERM has come."""
         if self._signalled_at is None:
             self._signalled_at = time.monotonic()
@@ -134,11 +134,11 @@ class Stopping:
     def _on_commit(self, stop: Stop) -> None:
         """A SIGTERM to one rank is one to all: they end in the same way, at the same step."""
         if stop.reason == SIGTERM and self._signalled_at is None and self._call.watcher is not None:
-            self._call.watcher.terminate()
+            self._call.watcher.signal_self()
 
     # Called by the function's lifecycle
 
-    def function_ended(self) -> None:
+    def before_close(self) -> None:
         """Keep with the run what there is to tell of its stop. Called before the run is closed."""
         if self._call.pid != os.getpid():
             return
@@ -159,7 +159,7 @@ class Stopping:
         elif isinstance(self._ranks, Agreement):
             self._monitor.remove(self._ranks)
 
-    def closed(self) -> None:
+    def after_close(self) -> None:
         """Forget the function. Called when its run has been closed."""
         global _current, _counter, _on_step
         if self._call.pid != os.getpid() or _current is not self:

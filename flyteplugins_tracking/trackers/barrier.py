@@ -102,7 +102,7 @@ class WriterBarrier:
                 self._ends = self._board.count("ends")
 
     def leave(self) -> None:
-        """Report that this writer has written all its rows, or, on the primary, that the run has ended."""
+        """Tell the others that this writer has written all its rows, or, on the primary, that the run has ended."""
         if self._board is None:
             return
         with suppress(RuntimeError):

@@ -185,7 +185,7 @@ class AsyncioSigtermWatcher:
         """Have a signal that comes from now on wait for this; for nothing, with None."""
         self._postponement = postponement
 
-    def terminate(self) -> None:
+    def signal_self(self) -> None:
         """Do nothing: a function outside of the main thread has no other ranks."""
 
     def stop(self) -> None:
@@ -261,11 +261,11 @@ class AsyncioSigtermWatcher:
             self._acted = True
         elif self._signalled_at is None:
             self._signalled_at, self._is_due = time.monotonic(), True
-            threading.Thread(target=self._terminate, args=(handler,), name=__name__, daemon=True).start()
+            threading.Thread(target=self._end_runs, args=(handler,), name=__name__, daemon=True).start()
 
     # In a thread
 
-    def _terminate(self, handler: _ChainedHandler) -> None:
+    def _end_runs(self, handler: _ChainedHandler) -> None:
         left = self._left
         self._let_functions_end()
         try:
@@ -279,7 +279,7 @@ class AsyncioSigtermWatcher:
     def _let_functions_end(self) -> None:
         """Wait as long as a function may end by itself."""
         while (postponement := self._postponement) is not None:
-            postponement.requested()
+            postponement.on_sigterm()
             if not postponement.lasts():
                 return
             time.sleep(_POLL_S)

@@ -56,7 +56,7 @@ _ELASTIC = "torch.distributed.elastic."
 class Postponement(Protocol):
     """The delay of the signal for a function whose loop ends by itself: it calls `should_stop()`."""
 
-    def requested(self) -> None:
+    def on_sigterm(self) -> None:
         """SIGTERM has come. Takes no lock: also called in the signal's handler. May be called more than once."""
 
     def lasts(self) -> bool:
@@ -213,7 +213,7 @@ class SigtermWatcher:
         """Have a signal that comes from now on wait for this; for nothing, with None."""
         self._postponement = postponement
 
-    def terminate(self) -> None:
+    def signal_self(self) -> None:
         """Do as if SIGTERM had come, from any thread. Nothing happens if our handler is not installed."""
         if self._signalled_at is None:
             self._signal_main_thread()
@@ -341,7 +341,7 @@ class SigtermWatcher:
                     self._wakeup.add(SIGNAL)  # the function may have set another wakeup fd
         self._answered = True
         if self._postponement is not None:
-            self._postponement.requested()
+            self._postponement.on_sigterm()
         if self._current_handler() is not handler:
             # Called by the handler that has replaced it, as Lightning's does to have all ranks end the same batch. That
             # handler decides how the function ends.
@@ -415,17 +415,17 @@ class SigtermWatcher:
                 self._in_sync.set()
             if SIGNAL in signals and self._terminator is None:
                 # In a thread of its own: other signals are forwarded meanwhile.
-                self._terminator = threading.Thread(target=self._terminate, daemon=True)
+                self._terminator = threading.Thread(target=self._end_runs, daemon=True)
                 self._terminator.start()
 
-    def _terminate(self) -> None:
+    def _end_runs(self) -> None:
         if self._signalled_at is None:
             self._signalled_at = self._due_at = time.monotonic()
         if self._postponement is not None:
             self._let_function_end(self._postponement)
         handler = self._current_handler()
         if handler is not None and handler.ends_process:
-            self._terminate_process()
+            self._finish_and_exit()
         else:
             self._call_user_handler(handler)
         # A row that is logged from here on opens a run again: finish it too, before the launcher kills.
@@ -434,8 +434,8 @@ class SigtermWatcher:
             self._finish_on_signal(TERMINATED)
 
     def _let_function_end(self, postponement: Postponement) -> None:
-        """Wait as long as the function may end by itself. If it does not, the signal comes anew."""
-        postponement.requested()
+        """Wait as long as the function may end by itself. If it does not, the signal comes again."""
+        postponement.on_sigterm()
         while self._is_postponed:
             if self._left.wait(_POLL_S):
                 return
@@ -444,7 +444,7 @@ class SigtermWatcher:
             self._answered = False  # where the main thread was then says nothing about where it is now
             self._signal_main_thread()
 
-    def _terminate_process(self) -> None:
+    def _finish_and_exit(self) -> None:
         """Finish the runs and exit, unless the main thread unwinds and closes them itself."""
         if self._signal_until(_ANSWER_S, lambda: self._answered):
             since_s = time.monotonic() - (self._signalled_at or 0.0)

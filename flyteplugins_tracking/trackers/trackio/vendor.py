@@ -350,10 +350,10 @@ class _KeepsRows:
                 return self.flush()
             except Exception as error:
                 if time.monotonic() + _RETRY_S > deadline:
-                    return self._report_delay(error)
+                    return self._warn_of_delay(error)
             time.sleep(_RETRY_S)
 
-    def _report_delay(self, error: Exception) -> None:
+    def _warn_of_delay(self, error: Exception) -> None:
         if self.tracking is not None:
             self.tracking.warn_of_delay(error)
 
@@ -366,7 +366,7 @@ class _KeepsRows:
             try:
                 self.flush()
             except Exception as error:
-                self._report_delay(error)
+                self._warn_of_delay(error)
             pause_s = min(max(_FLUSH_S, (time.monotonic() - began) / _SHARE), _MOST_PAUSE_S)
 
     _init_client_background = _local_batch_sender
