@@ -304,12 +304,16 @@ class Agreement:
     def _propose(self, board: Board, now: float) -> None:
         request = min(self._requests, key=lambda one: one.timeout_s is None)  # the urgent ones first
         if board.is_of_machine and self._info.local_world_size != self._info.world_size:
-            self._stop_alone(request)
+            # The job has other nodes, and no store in which they could be asked: only this rank stops.
+            self._commit(Stop(request.reason, self._info.rank, self.counter.count + 1))
+            self.counter.limit = 0
             return
         members = board.get_all([f"member/{rank}" for rank in range(self._info.world_size)])
         self._missing = [rank for rank, name in enumerate(members) if name in (None, _LEFT)]
         if self._missing:
-            self._warn_of_missing(request, now)
+            if now > request.made_at + PROPOSAL_S and not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s; waiting", _not_agreed(request.reason, _missing_text(self._missing)))
             return
         number = board.count("claimed", 1)
         count, per_s = self._fastest
@@ -326,16 +330,6 @@ class Agreement:
         if number == self._next:
             self._proposal = _Proposal(number, board, now)
             self._follow(self._proposal, now)
-
-    def _stop_alone(self, request: StopRequest) -> None:
-        """Stop this rank only: the job has other nodes, and no store in which they could be asked."""
-        self._commit(Stop(request.reason, self._info.rank, self.counter.count + 1))
-        self.counter.limit = 0
-
-    def _warn_of_missing(self, request: StopRequest, now: float) -> None:
-        if now > request.made_at + PROPOSAL_S and not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s; waiting", _not_agreed(request.reason, _missing_text(self._missing)))
 
     def _expire(self, request: StopRequest) -> None:
         """Give an urgent request up; but not if the others have agreed in the last moment."""

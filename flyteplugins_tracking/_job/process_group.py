@@ -86,7 +86,9 @@ def process_group(
     hook_before = sys.excepthook
     rank_device = _create(dist, backend, timeout_s, device, info)
     group, hook = dist.group.WORLD, sys.excepthook
-    _keep_until_the_next(group)
+    if not _left:
+        atexit.register(_let_go)
+    _left[:] = [group]
     try:
         yield rank_device
     except BaseException as error:
@@ -97,12 +99,6 @@ def process_group(
         dist.destroy_process_group()
     if sys.excepthook is hook:  # torch's prefixes errors with the rank. After an exception it stays, to do that.
         sys.excepthook = hook_before
-
-
-def _keep_until_the_next(group: Any) -> None:
-    if not _left:
-        atexit.register(_let_go)
-    _left[:] = [group]
 
 
 def _let_go() -> None:

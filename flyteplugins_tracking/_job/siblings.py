@@ -211,14 +211,10 @@ def _by_order(info: DistributedInfo, children: Sequence[int], by_variable: Mappi
     programs: list[list[str]] = [[""], []] if info.rank in by_variable else [own_program, [""], []]
     named = set(by_variable.values())
     ranks = [pid for pid in children if pid in named or proc.command_line(pid)[:1] in programs]
-    ranks = [pid for pid in ranks if not _is_tracker(pid)]
+    ranks = [pid for pid in ranks if "resource_tracker" not in " ".join(proc.command_line(pid))]
     if len(ranks) != info.local_world_size or info.local_rank is None or ranks[info.local_rank] != os.getpid():
         return {}
     return {info.rank - info.local_rank + index: pid for index, pid in enumerate(ranks)}
-
-
-def _is_tracker(pid: int) -> bool:
-    return "resource_tracker" in " ".join(proc.command_line(pid))
 
 
 def _status(descriptor: int, pid: int) -> int | None:

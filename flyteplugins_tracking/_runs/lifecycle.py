@@ -183,10 +183,6 @@ class _Start(NamedTuple):
         return None if self.task is None else self.task.has_workers
 
     @property
-    def _has_report(self) -> bool:
-        return self.context.has_report if self.task is None else self.task.has_report
-
-    @property
     def _timeout_s(self) -> float | None:
         """The time that the platform gives the task. In a local execution, nothing ends it."""
         return None if self.task is None or not self.context.on_cluster else self.task.timeout_s
@@ -270,7 +266,7 @@ class _Start(NamedTuple):
                 self.context,
                 watcher,
                 failures,
-                self._has_report,
+                self.context.has_report if self.task is None else self.task.has_report,
                 pool=found.pool,
                 timeout_s=self._timeout_s,
             )

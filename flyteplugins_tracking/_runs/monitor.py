@@ -36,7 +36,7 @@ _TOPIC = "ranks"
 _STOP_S = 5.0
 # The monitor of this process.
 _current: Monitor | None = None
-# The board of the last monitor, and its process, if the next call can use it: a new connection for each call costs time.
+# The board of the last monitor, and its process, if the next call can use it: a new connection for each costs time.
 # torch asks for the names of both ends' hosts at each connection, and a busy name server answers after seconds.
 _kept: tuple[int, Board] | None = None
 
@@ -78,7 +78,7 @@ class Monitor:
             info, os.environ, _TOPIC, timeout=STORE_TIMEOUT
         )
         # The store of the process group that the board is in. Not held: it ends with its group, and so does its port.
-        self._group_store: Callable[[], Any] = _nothing
+        self._group_store: Callable[[], Any] = lambda: None
         self._stopped = threading.Event()
         self._woken = threading.Event()  # set when the duties change, and at the end
         self._has_failed = False
@@ -193,10 +193,6 @@ def _kept_board() -> Board | None:
     global _kept
     kept, _kept = _kept, None
     return kept[1] if kept is not None and kept[0] == os.getpid() else None
-
-
-def _nothing() -> None:
-    return None
 
 
 def start_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None:

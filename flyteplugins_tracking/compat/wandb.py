@@ -108,7 +108,8 @@ def wandb_init(function: Any = None, /, *, secret: Any = None, api_host: str | N
         options["secret"] = _ClusterSecret(secret) if callable(secret) else secret
     if api_host is not None and api_host.rstrip("/") != _API:
         options["settings"] = _with_server(options.get("settings"), api_host)
-    wrap = _wrap if _is_name(options.get("dir")) else tracked_function
+    directory = options.get("dir")
+    wrap = _wrap if isinstance(directory, str) and directory.isidentifier() else tracked_function
     decorate = decorator_of(TrackingConfig.from_arguments(options), wrap)
     return decorate if function is None else decorate(function)
 
@@ -317,18 +318,16 @@ def _with_server(settings: Any, address: str) -> Any:
     return settings.model_copy(update={"base_url": address})
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and value.isidentifier()
-
-
 def _wrap(config: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
     """Return the tracked function. If `dir` is the name of a parameter, each call has its own directory."""
     if config.options["dir"] not in inspect.signature(function).parameters:
         return tracked_function(config, function, task)
 
     def tracked_for_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        call_config = replace(config, options=_options_of_call(config.options, function, args, kwargs))
-        return tracked_function(call_config, function, task)
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        options = {**config.options, "dir": bound.arguments[config.options["dir"]]}
+        return tracked_function(replace(config, options=options), function, task)
 
     if inspect.iscoroutinefunction(function):
 
@@ -343,12 +342,3 @@ def _wrap(config: TrackingConfig, function: Callable[..., Any], task: Task | Non
         return tracked_for_call(args, kwargs)(*args, **kwargs)
 
     return tracked
-
-
-def _options_of_call(
-    options: Mapping[str, Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Return `options` with the value of the parameter whose name is in `dir`."""
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return {**options, "dir": bound.arguments[options["dir"]]}

@@ -334,16 +334,15 @@ def _is_inner(call: TrackedCall | None) -> bool:
 def _one_by_one(ranks: Iterator[_Rank]) -> tuple[RankResult, ...]:
     """Call the ranks in order: in this thread, or in a new one if this thread has a running event loop."""
     if asyncio._get_running_loop() is None:
-        return tuple(_with_variables(rank) for rank in ranks)
+        results = []
+        for rank in ranks:
+            os.environ.update(rank.variables)
+            results.append(rank.run())
+        return tuple(results)
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(copy_context().run, _one_by_one, ranks).result()
-
-
-def _with_variables(rank: _Rank) -> RankResult:
-    os.environ.update(rank.variables)
-    return rank.run()
 
 
 def _in_threads(ranks: Iterator[_Rank], timeout_s: float) -> tuple[RankResult, ...]:

@@ -227,7 +227,9 @@ class AsyncioSigtermWatcher:
         loop = _main_threads_loop()
         if loop is None:
             return False
-        self._reset_for(handler := _ChainedHandler(self, loop))
+        handler, lock = _ChainedHandler(self, loop), self._lock
+        self._reset()
+        self._lock, self._handler = lock, handler
         with suppress(RuntimeError):  # closed since
             loop.call_soon_threadsafe(handler.install)
             if handler.tried.wait(_ANSWER_S) and handler.is_installed:
@@ -236,11 +238,6 @@ class AsyncioSigtermWatcher:
             self._uninstall()
         self._handler = None
         return False
-
-    def _reset_for(self, handler: _ChainedHandler) -> None:
-        lock = self._lock
-        self._reset()
-        self._lock, self._handler = lock, handler
 
     def _uninstall(self) -> None:
         handler, self._handler = self._handler, None
