@@ -337,7 +337,7 @@ def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):
 
 
 def test_the_uploader_finds_the_standard_library_before_the_users_modules(monkeypatch, tmp_path):
-    from flyteplugins_tracking.trackers.pluto.process import UploaderProcess
+    from flyteplugins_tracking.trackers.pluto.uploader import UploaderProcess
 
     (tmp_path / "logging.py").write_text("raise RuntimeError('the wrong one')")
     monkeypatch.syspath_prepend(tmp_path)

@@ -22,8 +22,8 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import LOCAL_FILES, missing_key_error, run_config
 from flyteplugins_tracking.trackers.pluto import rows, vendor
-from flyteplugins_tracking.trackers.pluto.process import UploaderProcess
 from flyteplugins_tracking.trackers.pluto.queues import Queue, remove_directory
+from flyteplugins_tracking.trackers.pluto.uploader import UploaderProcess
 
 logger = logging.getLogger(__name__)
 
