@@ -21,7 +21,7 @@ from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import LOCAL_FILES, missing_key_error, run_config
-from flyteplugins_tracking.trackers.pluto import rows, vendor
+from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.queues import Queue, remove_directory
 from flyteplugins_tracking.trackers.pluto.uploader import UploaderProcess
 
@@ -146,7 +146,8 @@ def _stored_key() -> str | None:
     return key
 
 
-def _http_client(settings: Any) -> Any:
+def http_client(settings: Any) -> Any:
+    """Return a client for requests to the service, with the user's proxy and certificates."""
     import httpx
 
     proxy = settings.http_proxy or settings.https_proxy or None
@@ -162,7 +163,7 @@ def _await_service(settings: Any, request: RunRequest) -> None:
         TrackerUnavailableError: The service does not answer, or refuses the key.
     """
     why, hopeless_since = "no answer", None
-    with _http_client(settings) as client:
+    with http_client(settings) as client:
         while (left_s := request.deadline - time.monotonic()) > 0:
             obstacle = _ask_for_run(client, settings, request, left_s)
             if obstacle is None:
@@ -283,8 +284,6 @@ def _complete(op: Any, request: RunRequest, queue: Queue) -> Sending:
         sync_process_batch_size=max(1000, op.settings.sync_process_batch_size),
     )
     uploader = UploaderProcess(op.settings.sync_process_db_path, names, stderr)
-    if not request.plan.primary or op.resumed:
-        _continue_steps(op.settings, request, queue.last_step())
     _warn_about_ignored_name(op, request)
     if request.plan.primary and request.config.notes is not None:
         vendor.post_notes(op, request.config.notes)
@@ -293,30 +292,6 @@ def _complete(op: Any, request: RunRequest, queue: Queue) -> Sending:
     if not disable_console:
         vendor.capture_console(op)
     return Sending(queue, uploader)
-
-
-def _continue_steps(settings: Any, request: RunRequest, last_step_here: int) -> None:
-    """Ask for the last step of a run that exists: rows with its steps would replace its rows in charts.
-
-    The service does not know the steps of rows that it has not received: `last_step_here` is the last one of those.
-    """
-    timeout_s = min(REQUEST_S / 2, request.deadline - time.monotonic())
-    run_id = str(request.plan.run_id)
-    if rows.has_steps(run_id) or timeout_s <= 0:
-        return
-    try:
-        with _http_client(settings) as client:
-            headers = vendor.request_headers(settings)
-            answer = client.post(f"{settings.url_ingest}/step", headers=headers, timeout=timeout_s)
-        rows.continue_after(run_id, max(last_step_here, int(answer.json()["step"])))
-    except Exception as error:
-        rows.continue_after(run_id, last_step_here)
-        logger.warning(
-            "Pluto: the service does not say the last step of run %s (%s): rows that are logged without step= may "
-            "replace an earlier attempt's rows in charts",
-            run_id,
-            type(error).__name__,
-        )
 
 
 def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:

@@ -18,8 +18,8 @@ from flyteplugins_tracking.trackers.client import ClientHandle, Status, prefix_o
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
 from flyteplugins_tracking.trackers.pluto import vendor
-from flyteplugins_tracking.trackers.pluto.open import REQUEST_S, Sending, open_op
-from flyteplugins_tracking.trackers.pluto.rows import PlutoSanitizer, StepCounter
+from flyteplugins_tracking.trackers.pluto.open import REQUEST_S, Sending, http_client, open_op
+from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,10 @@ _TITLE = "Pluto"
 _STATUS_S = 2.0
 # The codes that the client takes: signal numbers for a run that was killed, which the service calls TERMINATED.
 _CODES: Mapping[Status, int] = {"finished": 0, "failed": 1, "killed": 15}
+# Larger integers are not JSON numbers to the service.
+_LARGEST_INT = 2**63
+# The last step of each run's rows in this process. The process that sends several ranks' files has several handles.
+_last_steps: dict[str, int] = {}
 
 
 def open_run(request: RunRequest, tracker: Tracker) -> PlutoHandle:
@@ -49,7 +53,7 @@ class PlutoHandle(ClientHandle):
         self._sending = sending
         self._kept: list[str] = []  # the directories of rows that were not sent in time
         self._steps = StepCounter(request, self.id)
-        self._redirect_calls(op)
+        self._take_over(op, request)
         self._send_earlier()
 
     @property
@@ -119,7 +123,7 @@ class PlutoHandle(ClientHandle):
         request = replace(self.request, config=config, deadline=deadline, read_secret=lambda: key)
         reopened, self._sending = open_op(request, self._tracker)
         vars(self.run).update(vars(reopened))
-        self._redirect_calls(self.run)
+        self._take_over(self.run, request)
         if self._sending is not None:
             self._sending.queue.adopt(self.run)
 
@@ -133,9 +137,15 @@ class PlutoHandle(ClientHandle):
         earlier.log(self.id, self._title)
         earlier.acknowledged()  # the queue is on the disk too
 
-    def _redirect_calls(self, op: Any) -> None:
-        """Have calls on the client's run object come here if they would end the run or write to it."""
+    def _take_over(self, op: Any, request: RunRequest) -> None:
+        """Have calls on the client's run object come here if they would end the run or write to it.
+
+        Rows that are logged without a step continue after the run's last one.
+        """
         import pluto
+
+        if self._sending is not None and (not request.plan.primary or op.resumed):
+            self._steps.continue_run(op.settings, request, self._sending.queue.last_step())
 
         op.log = self._log
         op.finish = op.close = _do_nothing
@@ -190,3 +200,99 @@ class _Ending:
         unsent = sending.uploader.stop(self._deadline - time.monotonic() - min(_STATUS_S, self._timeout_s / 4))
         queue.close()
         return unsent
+
+
+class PlutoSanitizer(MetricSanitizer):
+    """Makes rows of what a rank logs, and warns about values that Pluto's client drops silently."""
+
+    def __init__(self, title: str, prefix: str) -> None:
+        super().__init__(title, prefix, odd_floats="stored, and left out of Pluto's charts and statistics")
+
+    def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        row = super().clean(data)
+        return {key: plain for key, value in row.items() if (plain := self._accepted(key, value)) is not None}
+
+    def _accepted(self, key: str, value: Any) -> Any:
+        if not (key.isascii() and key.isprintable()):
+            self.warn_once(key, "Pluto replaces each character of a key that is not printable ASCII by '-'")
+        if isinstance(value, int) and abs(value) >= _LARGEST_INT:
+            return float(value)
+        return value if isinstance(value, (int, float)) else self._text_or_media(key, value)
+
+    def _text_or_media(self, key: str, value: Any) -> Any:
+        from pluto import Data, File
+
+        items = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and any(isinstance(item, (int, float)) for item in items):
+            self.warn_once(key, "Pluto keeps only the last number of a list")
+        if items and all(isinstance(item, (int, float, str, File, Data)) for item in items):
+            return value
+        kind = type(value).__name__
+        self.warn_once(key, f"the value is left out: Pluto takes numbers, texts and its media classes, not {kind}")
+        return None
+
+
+class StepCounter:
+    """Gives a step to rows that are logged without one.
+
+    Pluto's charts have one value for a key and a step, the latest. So the steps continue where an earlier attempt has
+    stopped. Where ranks share a run without a prefix, each takes steps that no other rank takes.
+    """
+
+    def __init__(self, request: RunRequest, run_id: str) -> None:
+        info, config = request.info, request.config
+        is_interleaved = info is not None and config.run_mode == "shared" and not config.rank_prefix
+        self._run_id = run_id
+        self._stride = (request.plan.writers or 1) if is_interleaved else 1
+        position = (info.local_rank if config.rank_scope == "worker" else info.rank) if info is not None else 0
+        self._offset = (position or 0) % self._stride
+
+    @property
+    def last(self) -> int:
+        """The run's last step in this process."""
+        return _last_steps.get(self._run_id, 0)
+
+    def step_of(self, step: Any, sanitizer: MetricSanitizer) -> int:
+        """Return `step` if Pluto takes it, or the next one."""
+        if step is not None:
+            number = _whole(step)
+            if number is not None:
+                _last_steps[self._run_id] = max(number, _last_steps.get(self._run_id, 0))
+                return number
+            sanitizer.warn_once(
+                f"step={step!r}", "Pluto takes whole numbers from 0 on as steps: the row gets the next step"
+            )
+        last = _last_steps.get(self._run_id, 0)
+        following = (last // self._stride + 1) * self._stride + self._offset
+        _last_steps[self._run_id] = following
+        return following
+
+    def continue_run(self, settings: Any, request: RunRequest, last_step_here: int) -> None:
+        """Ask for the last step of a run that exists: rows with its steps would replace its rows in charts.
+
+        The service does not know the steps of rows that it has not received: `last_step_here` is the last one of those.
+        """
+        timeout_s = min(REQUEST_S / 2, request.deadline - time.monotonic())
+        if _last_steps.get(self._run_id) or timeout_s <= 0:
+            return
+        _last_steps[self._run_id] = last_step_here
+        try:
+            with http_client(settings) as client:
+                headers = vendor.request_headers(settings)
+                answer = client.post(f"{settings.url_ingest}/step", headers=headers, timeout=timeout_s)
+            _last_steps[self._run_id] = max(last_step_here, int(answer.json()["step"]))
+        except Exception as error:
+            logger.warning(
+                "Pluto: the service does not say the last step of run %s (%s): rows that are logged without step= may "
+                "replace an earlier attempt's rows in charts",
+                self._run_id,
+                type(error).__name__,
+            )
+
+
+def _whole(step: Any) -> int | None:
+    try:
+        number = int(step)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if number == step and 0 <= number < 2**63 else None
