@@ -152,14 +152,14 @@ def read_own(path: Path, limit: int) -> bytes:
     return data
 
 
-def replace_whole(path: Path, text: str, mode: int = 0o600) -> None:
-    """Replace the text of a file, or make the file: a reader, and a kill, finds the old text or the new one.
+def replace_whole(path: Path, content: str | bytes, mode: int = 0o600) -> None:
+    """Replace the content of a file, or make the file: a reader, and a kill, finds the old content or the new one.
 
     Threads and processes may do so at the same time.
 
     Args:
         path: The file.
-        text: Its new text.
+        content: Its new content.
         mode: Its permissions, less the process's umask.
 
     Raises:
@@ -168,9 +168,13 @@ def replace_whole(path: Path, text: str, mode: int = 0o600) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     unfinished.unlink(missing_ok=True)  # of a process that was killed, or planted
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(unfinished, flags, mode), "w") as file:
-        file.write(text)
-    unfinished.replace(path)
+    try:
+        with open(os.open(unfinished, flags, mode), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        unfinished.replace(path)
+    except OSError:  # a full disk gets its room back
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:

@@ -149,6 +149,19 @@ def test_a_directory_of_another_user_is_none_of_a_run(directories):
     assert tail.directories_of(directories[0].parent, "train") == [directories[2]]
 
 
+@pytest.mark.parametrize("torn", [0, 3, 2000])
+def test_records_are_added_behind_those_that_are_whole(tmp_path, torn):
+    """Records of each length from none to several blocks: they are split where W&B's client splits them."""
+    path = tmp_path / "run-x.wandb"
+    first, more = ([bytes([number]) * (number * 701) for number in range(start, start + 60)] for start in (1, 100))
+    datastore.add(path, first)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size - torn])
+    datastore.add(path, more)
+    assert list(datastore.records(path)) == [*first[: -1 if torn else None], *more]
+    datastore.add(path, [b""])
+    assert list(datastore.records(path))[-1] == b""
+
+
 def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
     """In the same block if the damaged record's length is whole, and in the next block in any case."""
     path = tmp_path / "run-x.wandb"

@@ -19,7 +19,7 @@ from wandb_files import read_runs
 
 from flyteplugins_tracking import TrackerNotInstalledError
 from flyteplugins_tracking.trackers import vendor_parts
-from flyteplugins_tracking.trackers.wandb import datastore, vendor
+from flyteplugins_tracking.trackers.wandb import datastore, tail, vendor
 
 wandb = pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 ROOM = Path(inspect.getfile(vendor)).parent
@@ -118,6 +118,17 @@ def test_rows_and_records_have_every_part(run, no_warning):
     assert [record.run_id for kind, record in records if kind == "run"] == ["contract"]
     metrics = [(record.glob_name, record.step_metric) for kind, record in records if kind == "metric"]
     assert ("*", "my_step") in metrics
+    assert vendor.parse_record(vendor.serialized("history", history)) == ("history", history)
+    made = vendor.new_run(tail.Place("http://server", "e", "p", "i"))
+    assert (made.run_id, made.entity, made.project) == ("i", "e", "p")
+
+
+def test_a_run_that_has_ended_knows_its_last_step(tmp_path, monkeypatch, no_warning):
+    ended = open_run("ended", tmp_path, monkeypatch)
+    ended.log({"loss": 1})
+    ended.log({"loss": 1}, step=7)
+    ended.finish()
+    assert vendor.last_step(ended) == 7
 
 
 def test_wandb_core_has_every_part(run, no_warning):

@@ -64,6 +64,7 @@ class Journal:
     Attributes:
         directory: Where its files are.
         added: How many records were added, kept or not.
+        most_segments: How many segments are kept; None for all.
     """
 
     def __init__(self, directory: Path, name: str, header: Mapping[str, Any], segments: int | None = None) -> None:
@@ -80,7 +81,7 @@ class Journal:
         self.added = 0
         self._kept = 0  # how many of them are in the files, or were
         self._base = f"{directory / name}{SUFFIX}"
-        self._header, self._most = dict(header), segments
+        self._header, self.most_segments = dict(header), segments
         self._segments: list[tuple[str, int]] = []  # the paths, and how many records were added before each
         self._count = 0  # segments that were begun
         self._acknowledged = 0
@@ -156,7 +157,7 @@ class Journal:
             self._give_up(error)
         if self._is_closed:
             return False
-        while self._most is not None and len(self._segments) > self._most:
+        while self.most_segments is not None and len(self._segments) > self.most_segments:
             _remove(self._segments.pop(0)[0])
         return True
 

@@ -1,4 +1,4 @@
-"""Read a `.wandb` file: the records that wandb-core has written, also from the end of a file.
+"""Read a `.wandb` file, also from its end, and write more records behind those of wandb-core.
 
 The file is a log in the format of LevelDB after a header of 7 bytes. wandb has no reader for Python.
 https://github.com/google/leveldb/blob/main/doc/log_format.md
@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from flyteplugins_tracking._util.files import open_own
+from flyteplugins_tracking._util.files import open_own, replace_whole
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 _warn_once = WarnOnce(logging.getLogger(__name__))
-_HEADER, _BLOCK = 7, 32 * 1024
+_START = b":W&B\xe1\xbe\x00"
+_HEADER, _BLOCK = len(_START), 32 * 1024
 _FRAGMENT = struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
@@ -72,6 +73,27 @@ def records(path: Path, block: int = 0) -> Iterator[bytes]:
         if kind in (_FULL, _LAST) and is_begun:
             yield parts
             is_begun = False
+
+
+def add(path: Path, more: Sequence[bytes]) -> None:
+    """Write records behind those of a file that nobody writes anymore. What is torn or damaged in it is left out.
+
+    Raises:
+        OSError: The file cannot be read or written. It stays as it was.
+    """
+    content = bytearray(_START)
+    for record in (*(records(path) if path.exists() else ()), *more):
+        rest, is_first = record, True
+        while is_first or rest:
+            left = _BLOCK - len(content) % _BLOCK
+            if left < _FRAGMENT.size:
+                content += bytes(left)
+                continue
+            part, rest = rest[: left - _FRAGMENT.size], rest[left - _FRAGMENT.size :]
+            kind = (_MIDDLE if rest else _LAST) if not is_first else (_FIRST if rest else _FULL)
+            content += _FRAGMENT.pack(zlib.crc32(bytes([kind]) + part), len(part), kind) + part
+            is_first = False
+    replace_whole(path, bytes(content), 0o644)
 
 
 def _fragment_at(data: bytes, start: int) -> tuple[int, bytes]:

@@ -133,9 +133,7 @@ def _open_own(request: RunRequest) -> Any:
 def _open_degraded(request: RunRequest, unavailable: TrackerUnavailableError, failed: Sequence[Path] = ()) -> Any:
     if request.config.if_unavailable == "raise":
         raise unavailable
-    run = _init_offline(request)
-    if request.config.run_mode != "shared" and not NodeRole.of(request).has_peers:
-        offline.begin(run, request)
+    run = _init_offline(request, request.config.run_mode != "shared" and not NodeRole.of(request).has_peers)
     remove_failed_runs(failed)
     logger.warning(
         "%s This run is logged offline. To send it when W&B is available, run: %s",
@@ -152,7 +150,11 @@ def _is_disabled(request: RunRequest) -> bool:
 
 
 def _init(
-    request: RunRequest, mode: str | None = None, rewind_to: int | None = None, failed: list[Path] | None = None
+    request: RunRequest,
+    mode: str | None = None,
+    rewind_to: int | None = None,
+    failed: list[Path] | None = None,
+    is_automatic: bool = False,
 ) -> Any:
     """Call `wandb.init`. `failed` gets the run directories of an online run that could not be opened."""
     import wandb
@@ -163,7 +165,9 @@ def _init(
             arguments.pop("resume", None)
             arguments["resume_from"] = f"{request.plan.run_id}?_step={rewind_to}"
         if not _is_online(arguments):
-            return wandb.init(**arguments)
+            run = wandb.init(**arguments)
+            offline.begin(run, request, is_automatic)
+            return run
         with _opening, vendor.identity_resolved_once(request.deadline):
             settings = arguments["settings"]
             # If the user's settings have a longer timeout than our argument, the difference is added.
@@ -314,7 +318,7 @@ def _resuming(request: RunRequest, run: Any) -> RunRequest:
     )
 
 
-def _init_offline(request: RunRequest) -> Any:
+def _init_offline(request: RunRequest, is_automatic: bool = False) -> Any:
     """Open the run offline after an attempt online. wandb-core has that attempt's id, and would refuse it."""
     if not vendor.restart_service() and request.plan.run_id is not None:
         run_id = f"{request.plan.run_id}-{os.urandom(3).hex()}"
@@ -324,7 +328,7 @@ def _init_offline(request: RunRequest) -> Any:
             run_id,
         )
         request = replace(request, plan=replace(request.plan, run_id=run_id))
-    return _init(request, mode="offline")
+    return _init(request, mode="offline", is_automatic=is_automatic)
 
 
 def _is_online(arguments: Mapping[str, Any]) -> bool:

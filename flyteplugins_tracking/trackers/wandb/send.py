@@ -16,7 +16,7 @@ from typing import Any
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import how_to_send, require_server
-from flyteplugins_tracking.trackers.journal.files import stored
+from flyteplugins_tracking.trackers.journal.files import StoredJournal, stored
 from flyteplugins_tracking.trackers.journal.lines import exit_code_in
 from flyteplugins_tracking.trackers.wandb import datastore, offline, tail, vendor
 
@@ -49,11 +49,13 @@ def send(directories: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
     failed: list[str] = []
     for directory in sorted(directories):
         try:
+            is_unsent = offline.is_offline(directory) and not offline.is_moved(directory)
+            journals = _complete(directory) if is_unsent else ()
             described = _description(directory)
             if described is None:
                 yield f"{directory} has no rows: its process was killed while it opened the run"
             elif offline.is_offline(directory) and not offline.is_moved(directory):
-                yield _sync(directory, described)
+                yield _sync(directory, described, journals)
             else:
                 yield _send(directory, described, servers)
         except TrackerUnavailableError as error:
@@ -62,9 +64,32 @@ def send(directories: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
         raise TrackerUnavailableError("\n".join(failed))
 
 
-def _sync(directory: Path, described: Any) -> str:
+def _complete(directory: Path) -> Sequence[StoredJournal]:
+    """Add what only its journals have to the file of a run that was logged offline. Returns the journals.
+
+    Raises:
+        TrackerUnavailableError: A process is writing it, or the file cannot be written.
+    """
+    if any(journal.is_open() for journal in stored(directory)):
+        raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
+    try:
+        if not any(directory.glob("*.synced")):
+            return offline.complete(directory)
+        # `wandb sync` has sent the file, and does not send it again: the rest is placed behind what W&B has.
+        described = _description(directory)
+        in_place = None if described is None else _stored(_configured_place(described))
+        if in_place is not None:
+            offline.move_rest(directory, in_place.last_step + 1)
+    except OSError as error:
+        raise TrackerUnavailableError(
+            f"{directory} was not sent: the rows of its journals cannot be added to its file: {error}"
+        ) from error
+    return ()
+
+
+def _sync(directory: Path, described: Any, journals: Sequence[StoredJournal]) -> str:
     """Send what was logged offline: of W&B, only the client can do that. Its exit status does not tell what arrived."""
-    place = _place(directory, described)
+    place = _configured_place(described)  # not the journal's: `wandb sync` sends to the server that is set up here
     file = datastore.file_in(directory)
     rows = sum(vendor.parse_record(data)[0] == "history" for data in datastore.records(file)) if file else 0
     before = _rows_stored(place)
@@ -81,13 +106,19 @@ def _sync(directory: Path, described: Any) -> str:
                 f"stays, send it again: wandb sync --include-synced {directory}"
             )
         time.sleep(_POLL_S)
+    for journal in journals:
+        journal.remove()
     return f"sent {directory}: W&B has the {rows} rows"
 
 
 def _rows_stored(place: tail.Place) -> int | None:
     """Return how many rows of a run W&B counts; None if it does not have the run, or does not answer."""
-    stored = vendor.stored_run("/".join(filter(None, place[1:])), place.server)
-    return None if stored is None else stored.rows
+    found = _stored(place)
+    return None if found is None else found.rows
+
+
+def _stored(place: tail.Place) -> vendor.Stored | None:
+    return vendor.stored_run("/".join(filter(None, place[1:])), place.server)
 
 
 def _send(directory: Path, described: Any, servers: Sequence[str]) -> str:
@@ -98,19 +129,19 @@ def _send(directory: Path, described: Any, servers: Sequence[str]) -> str:
     attempts = [*tail.pending(place, directory), _read(directory, place)]
     if any(attempt.is_open() for attempt in attempts):
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
-    stored = vendor.stored_run("/".join(filter(None, place[1:])), place.server)
+    found = _stored(place)
     last_step, exit_code = max(attempt.last_step for attempt in attempts), attempts[-1].exit_code
     marker = directory / _SENDING
     is_left_open = exit_code is not None or marker.exists()  # by us, and not by a job that continues it
-    is_ended = stored is not None and (stored.state != "running" or not is_left_open)
-    if stored is not None and is_ended and stored.last_step >= last_step:
+    is_ended = found is not None and (found.state != "running" or not is_left_open)
+    if found is not None and is_ended and found.last_step >= last_step:
         for attempt in attempts:
             attempt.acknowledged()
         return f"W&B has all of {directory}: run {place.run_id}"
     if exit_code is None:
-        exit_code = 1 if stored is None else _STATES.get(stored.state, 1)
+        exit_code = 1 if found is None else _STATES.get(found.state, 1)
     marker.touch()
-    count = _send_rest(place, attempts, vendor.description(described) if stored is None else None, exit_code)
+    count = _send_rest(place, attempts, vendor.description(described) if found is None else None, exit_code)
     for attempt in attempts:
         attempt.acknowledged()
     marker.unlink()
@@ -203,6 +234,10 @@ def _place(directory: Path, described: Any) -> tail.Place:
     """Return which run it is: what its journal says, or else of the server and entity that are set up here."""
     for journal in stored(directory):
         return tail.Place(*journal.header["place"])
+    return _configured_place(described)
+
+
+def _configured_place(described: Any) -> tail.Place:
     return tail.Place(
         without_credentials(vendor.default_settings().base_url), described.entity, described.project, described.run_id
     )

@@ -94,6 +94,7 @@ class Attempt:
         directory: The directory.
         journals: Its journals.
         rows: The rows from a step on, by their steps.
+        only_kept: The steps of those that only its journals have.
         others: The records of other kinds from about there on.
         last_step: The step of the last row; -1 if there is none.
         exit_code: None if the run was not ended.
@@ -103,6 +104,7 @@ class Attempt:
     directory: Path
     journals: Sequence[StoredJournal]
     rows: dict[int, Any] = field(default_factory=dict)
+    only_kept: list[int] = field(default_factory=list)
     others: list[tuple[str, Any]] = field(default_factory=list)
     last_step: int = -1
     exit_code: int | None = None
@@ -125,7 +127,7 @@ class Attempt:
         for key, value in {**line["row"], **own}.items():
             add_value(record.item, key, value)
         self.rows[self.last_step] = record
-        self.others = [("summary", _summary(record))]
+        self.others = [("summary", summary(record))]
 
     def acknowledged(self) -> None:
         """Remove the journals: the service has everything."""
@@ -462,8 +464,9 @@ def _add_missing(
         attempt.last_step = max(attempt.last_step, step)
         if step >= starting_step:
             attempt.rows[step] = _record(row, {"_step": step, "_runtime": runtime_s})
+            attempt.only_kept.append(step)
             if not has_own_summary:
-                attempt.others.append(("summary", _summary(attempt.rows[step])))
+                attempt.others.append(("summary", summary(attempt.rows[step])))
 
 
 def _record(row: _Row, own: Mapping[str, Any]) -> Any:
@@ -489,7 +492,8 @@ def key_of(item: Any) -> str:
     return key
 
 
-def _summary(row: Any) -> Any:
+def summary(row: Any) -> Any:
+    """Return the record of the summary that a row leaves."""
     record = vendor.new_record("SummaryRecord")
     for item in row.item:
         update = record.update.add()

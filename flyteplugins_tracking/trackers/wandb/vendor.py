@@ -471,6 +471,14 @@ def on_rows(run: Any, keep: Callable[[bytes], None], is_only: bool = False) -> N
         interface._publish_partial_history = published
 
 
+def last_step(run: Any) -> int | None:
+    """The step of the last row of a run that has ended, as wandb-core has counted. None without it."""
+    with _optional("a warning of a full disk does not say which steps are lost"):
+        items = run._final_summary.item
+        return next((int(item.value_json) for item in items if "_step" in (item.key, *item.nested_key)), None)
+    return None
+
+
 def next_step(run: Any) -> int | None:
     """The step of the next row, as Python counts. None without it: rows of earlier steps are dropped by wandb then."""
     with _optional("after a restart from a checkpoint, rows of steps that the run has already are dropped"):
@@ -515,6 +523,11 @@ def parse_record(data: bytes) -> tuple[str, Any]:
     record.ParseFromString(data)
     kind = record.WhichOneof("record_type") or ""
     return kind, getattr(record, kind, None)
+
+
+def serialized(kind: str, content: Any) -> bytes:
+    """Return a record of this kind as a `.wandb` file has it."""
+    return _records().Record(**{kind: content}).SerializeToString()  # type: ignore[no-any-return]
 
 
 def parse_row(data: bytes) -> Any:
@@ -606,6 +619,11 @@ def directory_of_runs(settings: Any, directory: str | None) -> str:
 def new_record(kind: str) -> Any:
     """Return an empty "HistoryRecord" or "SummaryRecord"."""
     return getattr(_records(), kind)()
+
+
+def new_run(place: Any) -> Any:
+    """Return the record of a run of which only the place is known."""
+    return _records().RunRecord(run_id=place.run_id, entity=place.entity, project=place.project)
 
 
 def step_metric_record(column: str) -> Any:

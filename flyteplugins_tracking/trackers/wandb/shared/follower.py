@@ -87,6 +87,7 @@ class FollowerHandle(Handle):
                 self._warn_once()
             self._flush(min(self._request.config.finish_timeout_s, _FLUSH_S))
             self._has_left = True
+        self._close_journal()
         self._client.leave()
         self._let_go()
 
@@ -142,6 +143,7 @@ class FollowerHandle(Handle):
         """Keep a row that this attempt of the job cannot send. The next one does."""
         self._warn_once()
         if self._journal is not None:
+            self._journal.most_segments = None  # no file of W&B's has these rows
             vendor.on_rows(self.run, self._journal.add, is_only=True)
             self._log(self.run, row)
 
@@ -218,9 +220,15 @@ class FollowerHandle(Handle):
     def _keep_journal(self, published: Mapping[str, Any]) -> None:
         """Keep this rank's rows beside the leader's, in the directory of the run."""
         if published["directory"] != self._journal_in:
+            self._close_journal()
             self._journal_in = published["directory"]
             if self._journal_in is not None:
                 self._journal = tail.begin_guest(self.run, self._journal_in, published["place"], self._client.rank)
+
+    def _close_journal(self) -> None:
+        """Let others read it: a journal that is open is not sent."""
+        if self._journal is not None:
+            self._journal.close()
 
     # In the thread of the connection to the leader
 

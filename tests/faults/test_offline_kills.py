@@ -1,0 +1,145 @@
+"""A job that logs offline: what it has logged is in its directories after kills, and arrives when these are sent."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+from support.harness import Job, Outcome, ends, job, python, torchrun
+from support.kills import journals_left, kill_process, kill_with_children, moments
+
+OFFLINE = {"WANDB_MODE": "offline"}
+SETTINGS: dict[str, Any] = {"tracking": {"id": jobs.RUN_ID}}
+_moments = random.Random(28)
+
+
+def directories(directory: Path) -> list[str]:
+    return sorted(str(path) for path in (directory / "wandb").glob("offline-run-*"))
+
+
+def send(started: Job, command: str = "flyteplugins_tracking send") -> jobs.Done:
+    folder = started.directory
+    return jobs.run([sys.executable, "-m", *command.split(), *directories(folder)], folder, started.server.environment)
+
+
+def assert_each_once(found: Outcome) -> None:
+    """Assert that the server has each row once: also one that a process was logging when it was killed, or not that."""
+    last = {pid: max(number for other, number in found.logged if other == pid) for pid, _ in found.logged}
+    assert found.logged <= found.arrived
+    assert found.arrived - found.logged <= {(pid, number + 1) for pid, number in last.items()}
+    assert found.duplicates == 0
+    assert list(found.steps) == list(range(len(found.steps)))
+
+
+def test_an_offline_run_that_ends_leaves_no_journal(tmp_path):
+    with job(tmp_path) as started:
+        process = started.start(python(), OFFLINE, **ends("loop", **SETTINGS))
+        started.wait_for("ready 0 0")
+        assert journals_left(tmp_path)
+        started.signal(process.pid)
+        process.communicate()
+        assert not journals_left(tmp_path)
+        assert send(started).returncode == 0
+        assert_each_once(started.outcome())
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [kill_with_children, pytest.param(kill_process, marks=pytest.mark.full)],
+    ids=["all processes", "the process"],
+)
+@pytest.mark.parametrize("by", ["send", "wandb sync after another attempt"])
+def test_rows_of_offline_attempts_that_were_killed_arrive_once(tmp_path, kill, by):
+    """With another attempt, `wandb sync` sends all rows too: that attempt has completed the files."""
+    with job(tmp_path) as started:
+        for count in range(1, moments(2) + 1):
+            process = started.start(python(), OFFLINE, **ends("loop", attempts=99, **SETTINGS))
+            started.wait_for("ready 0 0", count)
+            time.sleep(_moments.random())
+            kill(process.pid)
+            process.communicate()
+        if by != "send":
+            jobs.finish(started.start(python(), OFFLINE, **ends("return", **SETTINGS)), tmp_path)
+            assert not journals_left(tmp_path)
+        done = send(started) if by == "send" else send(started, "wandb sync --yes")
+        assert done.returncode == 0, done.output
+        again = send(started)
+        assert again.returncode == 0, again.output
+        assert_each_once(started.outcome())
+    assert not journals_left(tmp_path)
+
+
+def test_rows_of_a_killed_wandb_core_arrive_once(tmp_path):
+    with job(tmp_path) as started:
+        process = started.start(python(), OFFLINE, **ends("loop", attempts=99, **SETTINGS))
+        started.wait_for("ready 0 0")
+        for _ in range(moments(2)):
+            time.sleep(_moments.random())
+            for pid in started.pids("wandb-core"):
+                kill_process(pid)
+            started.log_more(rows=20)
+        started.signal(process.pid)
+        process.communicate()
+        assert not journals_left(tmp_path)
+        assert send(started).returncode == 0
+        assert_each_once(started.outcome())
+
+
+def test_rows_that_wandb_sync_could_not_know_are_sent_behind_the_others(tmp_path):
+    with job(tmp_path) as started:
+        process = started.start(python(), OFFLINE, **ends("loop", attempts=99, **SETTINGS))
+        started.wait_for("ready 0 0")
+        started.log_more(rows=20)
+        for pid in started.pids("wandb-core"):
+            started.signal(pid, signal.SIGSTOP)
+        started.log_more(rows=20)
+        kill_with_children(process.pid)
+        process.communicate()
+        assert send(started, "wandb sync --yes").returncode == 0
+        arrived = len(started.server.runs[0].rows)
+        for _ in range(2):
+            done = send(started)
+            assert done.returncode == 0, done.output
+        found = started.outcome()
+    assert len(found.arrived) >= arrived + 20
+    assert_each_once(found)
+    assert not journals_left(tmp_path)
+
+
+@pytest.mark.parametrize("restarts", [1, 0])
+def test_rows_of_a_shared_run_whose_writer_is_killed_arrive_once(tmp_path, restarts):
+    """What the other rank has logged after that is in its journal only."""
+    settings = {"tracking": {"run_mode": "shared", "id": jobs.RUN_ID}, "rows": 20}
+    with job(tmp_path) as started:
+        process = started.start(torchrun(f"--max-restarts={restarts}"), OFFLINE, **ends("loop", **settings))
+        (writer,) = started.wait_for("ready 0 0")
+        started.wait_for("ready 1 0")
+        started.signal(writer, signal.SIGKILL)
+        process.communicate()
+        done = send(started)
+        assert done.returncode == 0, done.output
+        assert_each_once(started.outcome())
+    assert not journals_left(tmp_path)
+
+
+def test_a_full_disk_costs_rows_that_are_told_and_no_others(tmp_path):
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *python()]
+    with job(tmp_path) as started:
+        process = started.start(limited, OFFLINE, **ends("return", rows=300, value="x" * 1000, **SETTINGS))
+        output = jobs.finish(process, tmp_path).output
+        said = re.search(
+            r" has (\d+) rows, up to step (\d+). The run went on to step 299: .* after step \2 is lost", output
+        )
+        assert said is not None, output
+        assert send(started).returncode == 0
+        found = started.outcome()
+    assert (found.returncode, len(found.steps)) == (0, int(said[1]))
+    assert list(found.steps) == list(range(int(said[2]) + 1))
+    assert len(found.steps) < 300
