@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 from urllib.parse import quote
 
-from flyteplugins_tracking._util.text import without_credentials
+from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
@@ -326,7 +326,7 @@ def _value_of(point: Any) -> tuple[int, int, str]:
 
 
 def _first_line(text: str) -> str:
-    return (text.strip().splitlines() or ["no reason given"])[0].rstrip(".")[:500]
+    return first_line(text.strip() or "no reason given")[:500]
 
 
 def entities(kind: str, values: Mapping[str, Any]) -> Sequence[Any]:
@@ -364,13 +364,6 @@ def tags_of_start_run(tags: Mapping[str, str]) -> dict[str, str]:
     from mlflow.tracking.context.registry import resolve_tags
 
     return dict(resolve_tags(dict(tags)))
-
-
-def last_steps(run: Any) -> list[int]:
-    """Return the last step of each metric."""
-    if not PARTS.has("data._metric_objs", run.data):
-        return []
-    return [metric.step for metric in run.data._metric_objs]
 
 
 # Stores that are a SQLite file. The first client creates the tables; two clients at once break them.
