@@ -162,7 +162,7 @@ class ClientHandle(Handle):
         """
         raise NotImplementedError
 
-    def note_end(self, exit_code: int) -> None:
+    def keep_end(self, exit_code: int) -> None:
         """Keep the end of a run that is sent from files, before its rows: if sending is killed, it stays known."""
 
     def await_writers(self, exit_code: int) -> None:

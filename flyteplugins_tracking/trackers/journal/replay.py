@@ -158,7 +158,7 @@ def _send_attempt(files: Sequence[list[Any]], directory: str) -> set[Path]:
     opened = [(_open(lines[0]), lines[1:]) for lines in in_order]
     opened[0][0].ends_run = True
     for handle, lines in opened:
-        handle.note_end(exit_code_in(lines))
+        handle.keep_end(exit_code_in(lines))
         relog(handle, lines, directory)
     for handle, lines in reversed(opened):
         handle.finish(exit_code_in(lines))

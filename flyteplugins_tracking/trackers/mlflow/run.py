@@ -168,7 +168,7 @@ class MlflowHandle(ClientHandle):
         self.request.watch.before_row()
         self._put(Item(kind, dict(data), 0, now_ms()))
 
-    def note_end(self, exit_code: int) -> None:
+    def keep_end(self, exit_code: int) -> None:
         self._file.end(exit_code)
 
     def end(self, exit_code: int) -> None:

@@ -93,7 +93,7 @@ class PlutoHandle(ClientHandle):
         if self._sending is not None:
             self._sending.queue.take(self.run, directory, written_in)
 
-    def note_end(self, exit_code: int) -> None:
+    def keep_end(self, exit_code: int) -> None:
         if self._sending is not None:
             self._sending.queue.file.end(exit_code)
 

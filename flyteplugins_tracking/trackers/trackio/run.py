@@ -77,7 +77,7 @@ class TrackioHandle(ClientHandle):
         """The step of the last row."""
         return max(0, self._next_step - 1)
 
-    def note_end(self, exit_code: int) -> None:
+    def keep_end(self, exit_code: int) -> None:
         self._file.end(exit_code)
 
     def end(self, exit_code: int) -> None:
