@@ -41,7 +41,7 @@ from flyteplugins_tracking._util.proc import after_fork_in_child
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import learn
 from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackerUnavailableError
+from flyteplugins_tracking.errors import ConfigError, TrackerNotInstalledError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Uncounted
 from flyteplugins_tracking.trackers.config import TrackingConfig
 
@@ -334,8 +334,12 @@ def _identity(
         return Identity(forced_run_id or config.id)
     from_env = from_variables(os.environ, tracker.run_id_variables)
     if from_env is not None:
-        tracker.check(replace(config, id=from_env.base_id))
-        check_run_id(" or ".join(tracker.run_id_variables), from_env.base_id)
+        variable = next(name for name in tracker.run_id_variables if os.environ.get(name, "").strip())
+        check_run_id(variable, from_env.base_id)
+        try:
+            tracker.check(replace(config, id=from_env.base_id))
+        except ConfigError as error:
+            raise ConfigError(f"{variable}: {error}") from None
         return from_env if found.parent is None else _identity_beside(tracker, from_env, found)
     if context.base_id is not None:
         identity = Identity(context.base_id, context.group)
