@@ -9,14 +9,16 @@ their signature counts, stand in the body of `VendorParts.optional` or `VendorPa
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerNotInstalledError
+from flyteplugins_tracking.trackers.diagnostics import Diagnostic
 
 logger = logging.getLogger(__name__)
 # What a missing module, a missing attribute and a changed signature raise.
@@ -48,12 +50,16 @@ class VendorParts:
     """The private names that one tracker uses.
 
     Attributes:
-        requirement: The client's versions that were tested, as `pip install` takes them.
+        requirement: The client's version that was tested, as `pip install` takes it.
         parts: The names, by their paths.
+        later: What the oldest versions cannot do, and the first version that can.
     """
 
-    def __init__(self, title: str, requirement: str, parts: Sequence[Part] = ()) -> None:
+    def __init__(
+        self, title: str, requirement: str, parts: Sequence[Part] = (), later: Mapping[str, str] | None = None
+    ) -> None:
         self.requirement = requirement
+        self.later = later or {}
         self.parts = {part.path: part for part in parts}
         self._title = title
         self._warn_once = WarnOnce(logger)
@@ -65,8 +71,9 @@ class VendorParts:
             TrackerNotInstalledError: The installed version lacks one of them.
         """
         for part in self._required():
-            if part.is_static and not _is_there(part):
-                raise self._error(part)
+            error = _failure(part) if part.is_static else None
+            if error is not None:
+                raise self._not_importable(error) or self._error(part) from error
 
     def require_of(self, kind: str, vendor_object: Any) -> None:
         """Look up the names that `vendor_object` must have, which the table calls `kind`.
@@ -87,10 +94,22 @@ class VendorParts:
             vendor_object: The object that should have it, unless the path begins with a module.
         """
         part = self.parts[path]
-        is_there = _is_there(part) if part.is_static else hasattr(vendor_object, path.partition(".")[2])
+        is_there = _failure(part) is None if part.is_static else hasattr(vendor_object, path.partition(".")[2])
         if not is_there:
             self._warn(path, f"lost: {part.loss}", self._absence(part))
         return is_there
+
+    def limits(self) -> Iterator[Diagnostic]:
+        """Yield what is known of the installed version: what it cannot do, and that it was not tested yet."""
+        installed = self._version()
+        for ability, first in self.later.items():
+            if installed and numbers(installed) < numbers(first):
+                yield Diagnostic(
+                    "note", f"{self._title}: {self._installed()} is limited ({ability})", self._fix(ability)
+                )
+        if numbers(installed) > numbers(self.requirement.partition("==")[2]):
+            text = f"{self._title}: {self._installed()} is newer than {self.requirement}, which was tested"
+            yield Diagnostic("note", text)
 
     @contextmanager
     def optional(self, consequence: str) -> Iterator[None]:
@@ -110,15 +129,18 @@ class VendorParts:
         try:
             yield
         except CHANGED as error:
+            not_importable = self._not_importable(error)
+            if not_importable is not None:
+                raise not_importable from error
             cause = f"{self._installed()} does not support {feature} ({error})"
-            raise TrackerNotInstalledError(f"{self._title}: {cause}. {self._fix()}") from error
+            raise TrackerNotInstalledError(f"{self._title}: {cause}. {self._fix(feature)}") from error
 
     def lose(self, consequence: str, cause: object) -> None:
         """Warn once that the client lacks an optional part, for which `cause` is the reason."""
         self._warn(consequence, consequence, f"{self._installed()} lacks what is needed here ({cause})")
 
     def _warn(self, key: str, consequence: str, cause: str) -> None:
-        self._warn_once(key, "%s: %s. %s. %s", self._title, consequence, cause, self._fix())
+        self._warn_once(key, "%s: %s. %s. %s", self._title, consequence, cause, self._fix(consequence))
 
     def _required(self) -> Iterator[Part]:
         return (part for part in self.parts.values() if not part.loss)
@@ -128,28 +150,51 @@ class VendorParts:
             f"{self._title}: {self._absence(part)}, which is needed: {part.use}. {self._fix()}"
         )
 
+    def _not_importable(self, error: Exception) -> TrackerNotInstalledError | None:
+        """Return the error to raise if a package that the client needs is the cause: None if it is the client's own."""
+        package = self._distribution.partition("-")[0]  # as in pluto-ml
+        if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] == package:
+            return None
+        text = f"{self._title}: {self._installed()} cannot be imported: {type(error).__name__}: {error}"
+        return TrackerNotInstalledError(f"{text}. See which of the packages that it needs are missing: pip check")
+
     def _absence(self, part: Part) -> str:
         return f"{self._installed()} has no {part.path.replace(':', '.')}"
 
     def _installed(self) -> str:
+        return f"{self._distribution} {self._version()}".rstrip()
+
+    def _version(self) -> str:
         from importlib.metadata import PackageNotFoundError, version
 
-        distribution = self.requirement.partition(">")[0]
-        try:
-            return f"{distribution} {version(distribution)}"
-        except PackageNotFoundError:
-            return distribution
+        for name in (self._distribution, f"{self._distribution}-skinny"):  # of MLflow, it is enough
+            with suppress(PackageNotFoundError):
+                return version(name)
+        return ""
 
-    def _fix(self) -> str:
+    @property
+    def _distribution(self) -> str:
+        return self.requirement.partition("=")[0]
+
+    def _fix(self, ability: str = "") -> str:
+        first = self.later.get(ability)
+        if first:
+            return f'Version {first} and later ones can: pip install "{self._distribution}>={first}"'
         return f'Install a version that was tested: pip install "{self.requirement}"'
 
 
-def _is_there(part: Part) -> bool:
+def _failure(part: Part) -> Exception | None:
+    """Return why a name cannot be looked up; None if it is there."""
     module, _, names = part.path.partition(":")
     try:
         value: Any = import_module(module)
         for name in names.split("."):
             value = getattr(value, name)
-    except (ImportError, AttributeError):
-        return False
-    return True
+    except (ImportError, AttributeError) as error:
+        return error
+    return None
+
+
+def numbers(version: str) -> list[int]:
+    """Return a version's numbers, which can be compared."""
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]

@@ -539,23 +539,49 @@ def test_a_registered_tracker_is_diagnosed_and_a_broken_one_stops_nothing(ask, m
 @pytest.mark.parametrize(
     ("distribution", "installed", "required"),
     [
-        ("wandb", "0.31.9", ""),
-        ("wandb", "0.30.9", ">=0.31"),
-        ("wandb", "0.32", "<0.32"),
-        ("torch", "2.5.0+cpu", ""),
-        ("torch", "2.4", ">=2.5"),
+        ("wandb", "0.19.11", ""),
+        ("wandb", "0.19.10", ">=0.19.11"),
+        ("wandb", "99.0", ""),
+        ("torch", "2.2.0+cpu", ""),
+        ("torch", "2.1", ">=2.2"),
     ],
 )
 def test_a_version_that_the_extras_exclude_is_a_warning(ask, monkeypatch, tmp_path, distribution, installed, required):
     info = tmp_path / "site" / f"{distribution}-{installed}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Name: {distribution}\nVersion: {installed}\n")
+    own = info.with_name("flyteplugins_tracking-0.1.0.dist-info")  # the installed one may be older than pyproject.toml
+    own.mkdir()
+    extras = {"demo": "flyteplugins-tracking[wandb,torch]", "torch": "torch>=2.2", "wandb": "wandb>=0.19.11"}
+    needs = "".join(f"Requires-Dist: {text}; extra == '{name}'\n" for name, text in extras.items())
+    (own / "METADATA").write_text(f"Name: flyteplugins-tracking\nVersion: 0.1.0\n{needs}")
     monkeypatch.syspath_prepend(info.parent)
     shown = diagnostics(ask("--json", "--offline")[1], "warning")
     assert (f"{distribution} {installed} is installed, but this library needs" in shown) is bool(required)
     assert shown.count(f"{distribution} {installed}") == int(bool(required))  # some extras include others
     assert (f"flyteplugins-tracking[{distribution}]" in shown) is bool(required)
     assert required in shown
+
+
+@pytest.mark.parametrize(
+    ("installed", "known"),
+    [
+        ("0.31.0", []),
+        ("0.27.2", []),
+        ("0.25.0", ["-> Version 0.26 and later ones can"]),
+        ("0.20.1", ["-> Version 0.22 and", "-> Version 0.26 and"]),
+        ("99.0", ["wandb 99.0 is newer than wandb==0.31.0, which was tested"]),
+    ],
+)
+def test_the_doctor_says_what_is_known_of_the_installed_version(ask, monkeypatch, tmp_path, installed, known):
+    info = tmp_path / "site" / f"wandb-{installed}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Name: wandb\nVersion: {installed}\n")
+    monkeypatch.syspath_prepend(info.parent)
+    notes = diagnostics(ask("--json", "--offline", WANDB_API_KEY=KEY)[1], "note").splitlines()
+    shown = [note for note in notes if f"W&B: wandb {installed} is" in note]
+    assert len(shown) == len(known)
+    assert all(part in note for part, note in zip(known, shown, strict=True))
 
 
 def test_the_console_script_is_what_python_runs():

@@ -9,6 +9,7 @@ import logging
 import multiprocessing.process
 import multiprocessing.util
 import os
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,7 +193,7 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     effective = vendor.effective_settings(settings)
     assert (effective.init_timeout, effective.finish_timeout, effective.run_notes) == (3, 4, "n")
     asked: list[object] = []
-    vendor.on_stop_request(settings, asked.append)
+    vendor.on_stop_request(settings, asked.append, has_others=True)
     settings.stop_fn()
     assert [function.__name__ for function in asked] == ["interrupt_main"]
     assert vendor.is_set(settings, "init_timeout")
@@ -268,13 +269,81 @@ def test_a_wandb_without_a_part_loses_a_feature_or_raises_with_the_tested_versio
     monkeypatch.setattr(vendor.PARTS._warn_once, "_logged", set())
     call, expected = WITHOUT[name]
     if expected is TrackerNotInstalledError:
-        with pytest.raises(TrackerNotInstalledError, match=r"wandb \S+ does not support .*: pip install \"wandb>="):
+        with pytest.raises(TrackerNotInstalledError, match=r"wandb \S+ does not support .*: pip install \"wandb[>=]="):
             call()
         return
     with caplog.at_level(logging.WARNING):
         assert [call(), call()] == [expected] * 2
     (record,) = caplog.records
     assert "lacks what is needed here" in record.getMessage()
+
+
+@pytest.fixture
+def without_setting(monkeypatch):
+    """A wandb whose settings lack a name: pydantic refuses it, and our lookup does not find it."""
+
+    def remove(name):
+        has = vendor._has_setting
+        monkeypatch.setattr(vendor, "_has_setting", lambda each: each != name and has(each))
+        monkeypatch.setattr(vendor.PARTS._warn_once, "_logged", set())
+
+    return remove
+
+
+def test_a_setting_that_this_wandb_does_not_know_is_not_set(without_setting, caplog):
+    assert not vendor._has_setting("x_gone")
+    settings = vendor.new_settings(init_timeout=3, x_gone=1)
+    vendor.set_default(settings, settings, "x_gone", 1)
+    assert settings.init_timeout == 3
+    assert not hasattr(settings, "x_gone")
+    assert caplog.records == []
+
+
+def test_a_lost_ability_is_told_to_those_that_use_it_with_the_version_that_has_it(without_setting, caplog):
+    without_setting("stop_fn")
+    vendor.on_stop_request(SimpleNamespace(), print, has_others=False)
+    assert caplog.records == []
+    vendor.on_stop_request(SimpleNamespace(), print, has_others=True)
+    (record,) = caplog.records
+    assert record.getMessage().endswith('pip install "wandb>=0.26"')
+    assert all(
+        text.endswith(f'pip install "wandb>={first}"') for text, first in zip(shown, ("0.26", "0.31"), strict=True)
+    )
+
+
+def test_the_end_of_a_run_has_a_limit_with_a_wandb_that_knows_none(without_setting, monkeypatch):
+    vendor.finish_within(0.01, RUN, lambda: time.sleep(0.1))  # wandb's own limit
+    without_setting("finish_timeout")
+    stopped: list[bool] = []
+    monkeypatch.setattr(vendor, "restart_service", lambda: stopped.append(run._is_finished))
+    run, never = SimpleNamespace(), threading.Event()
+    vendor.finish_within(5, run, lambda: None)
+    with pytest.raises(ConnectionError, match="gone"):
+        vendor.finish_within(5, run, gone)
+    assert stopped == []
+    with pytest.raises(TimeoutError):
+        vendor.finish_within(0.01, run, never.wait)
+    assert stopped == [True]
+    never.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ModuleNotFoundError("No module named 'pkg_resources'", name="pkg_resources"), "cannot be imported"),
+        (ImportError("cannot import name 'x' from 'wandb.y'", name="wandb.y"), "does not support this"),
+    ],
+)
+def test_a_client_that_cannot_be_imported_is_refused_with_the_true_cause(error, text):
+    with (
+        pytest.raises(TrackerNotInstalledError, match=rf"W&B: wandb \S+ {text}.*{error.msg}"),
+        vendor._required("this"),
+    ):
+        raise error
+
+
+def gone():
+    raise ConnectionError("gone")
 
 
 def private_names(path: Path) -> set[str]:

@@ -17,6 +17,7 @@ from typing import Any
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
+from flyteplugins_tracking.trackers.vendor_parts import numbers
 
 OWN = "flyteplugins-tracking"
 _DEFAULT = "wandb"
@@ -92,6 +93,7 @@ def _version_of(tracker: Tracker) -> str | None:
     if find_spec(tracker.package) is None:
         return None
     names = [tracker.package, *(each for each, (_, extra) in _requirements().items() if extra == tracker.name)]
+    names.append(f"{tracker.package}-skinny")  # of MLflow, it is enough
     return next((installed for installed in map(_version, names) if installed), "")
 
 
@@ -128,7 +130,7 @@ def check_versions(installed_versions: Mapping[str, str]) -> Iterator[Diagnostic
         version = _version(distribution) or ""
         # The extras have no other operators.
         fits = [
-            (_numbers(version) < _numbers(bound)) is (operator == "<")
+            (numbers(version) < numbers(bound)) is (operator == "<")
             for operator, bound in re.findall(r"(<|>=)([\d.]+)", required)
         ]
         if version and not all(fits):
@@ -153,7 +155,3 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]

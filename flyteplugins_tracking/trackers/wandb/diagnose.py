@@ -47,7 +47,11 @@ def diagnose() -> Diagnosis:
         credentials=diagnostics.found_key(stored={where: key}) or where or None,
         is_chosen=bool(where) or any(name.startswith("WANDB_") for name in os.environ),
         reach=reach,
-        diagnostics=(*_of_key(where, key, is_online), *_of_variables(mode, server, directory)),
+        diagnostics=(
+            *_of_key(where, key, is_online),
+            *_of_variables(mode, server, directory),
+            *vendor.PARTS.limits(),
+        ),
     )
 
 

@@ -427,8 +427,11 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
         vendor.set_default(settings, effective, name, value)
     if _dies_with_pod(request):
         vendor.set_default(settings, effective, "x_file_stream_transmit_interval", _PROMPT_S)
-    vendor.on_stop_request(settings, request.ask_to_stop)
-    if (mode or effective.mode) not in _NOT_ONLINE:
+    info, is_online = request.info, (mode or effective.mode) not in _NOT_ONLINE
+    vendor.on_stop_request(
+        settings, request.ask_to_stop, has_others=is_online and info is not None and info.world_size > 1
+    )
+    if is_online:
         _authenticate(settings, effective, request)
     return settings
 
@@ -440,9 +443,7 @@ def _dies_with_pod(request: RunRequest) -> bool:
 
 
 def _given_settings(request: RunRequest) -> Any:
-    import wandb
-
-    settings = wandb.Settings(
+    settings = vendor.new_settings(
         init_timeout=request.config.init_timeout_s,
         finish_timeout=request.config.finish_timeout_s,
         finish_timeout_raises=True,

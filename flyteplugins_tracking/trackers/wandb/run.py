@@ -372,10 +372,11 @@ class WandbHandle(Handle):
                 self.run.summary.update(waiting)
             if exit_code == TERMINATED and self._request.plan.primary:
                 self.run.mark_preempting()
-            self.run.finish(exit_code=exit_code)
+            vendor.finish_within(self._request.config.finish_timeout_s, self.run, lambda: self._end(exit_code))
             tail.remove_sent(self.run)
         except TimeoutError:
             self._timed_out = True
+            tail.mark_ended(self.run, exit_code)
             logger.warning(
                 "W&B: run %s was not sent completely within %s. Nothing is lost. To send the rest, run: %s",
                 self.id,
@@ -387,6 +388,10 @@ class WandbHandle(Handle):
                 self._be_global()
             self._ender = 0
             self._ended.set()
+
+    def _end(self, exit_code: int) -> None:
+        self._ender = threading.get_ident()  # it may be another thread than `_finish_run`'s
+        self.run.finish(exit_code=exit_code)
 
     @critical_section(_PATIENCE_S)
     def _reopen(self) -> None:

@@ -52,9 +52,9 @@ def send(directories: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
             is_unsent = offline.is_offline(directory) and not offline.is_moved(directory)
             journals = _complete(directory) if is_unsent else ()
             described = _description(directory)
-            if described is None:
+            if described is None and (offline.is_offline(directory) or not stored(directory)):
                 yield f"{directory} has no rows: its process was killed while it opened the run"
-            elif offline.is_offline(directory) and not offline.is_moved(directory):
+            elif is_unsent:
                 yield _sync(directory, described, journals)
             else:
                 yield _send(directory, described, servers)
@@ -141,7 +141,8 @@ def _send(directory: Path, described: Any, servers: Sequence[str]) -> str:
     if exit_code is None:
         exit_code = 1 if found is None else _STATES.get(found.state, 1)
     marker.touch()
-    count = _send_rest(place, attempts, vendor.description(described) if found is None else None, exit_code)
+    description = vendor.description(described) if described is not None else {}
+    count = _send_rest(place, attempts, description if found is None else None, exit_code)
     for attempt in attempts:
         attempt.acknowledged()
     marker.unlink()

@@ -12,6 +12,7 @@ A journal is removed when its run has ended, and so has arrived. While a run's d
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import logging
@@ -42,6 +43,8 @@ SEGMENTS = 2
 _SURELY_WRITTEN_S = 30.0
 # How many rows are handed over before one is waited for.
 _AT_ONCE = 100
+# The file that has the exit code of a run whose end was not sent in time: wandb-core may not have written it.
+_ENDED = "flyteplugins-tracking-ended"
 # The file that says of a directory that its run was rewound later.
 _REWOUND = "rewound"
 # The records besides rows that are sent again.
@@ -233,6 +236,12 @@ def keep_unsent(run: Any) -> None:
         journal.journal.close()
 
 
+def mark_ended(run: Any, exit_code: int) -> None:
+    """Note the exit code of a run whose end was not sent in time."""
+    with contextlib.suppress(OSError):
+        (run_directory(run) / _ENDED).write_text(str(exit_code))
+
+
 def mark_rewound(run: Any) -> None:
     """Note in the directories of earlier attempts that W&B has dropped rows of theirs, which must not be sent again."""
     own = run_directory(run)
@@ -369,6 +378,8 @@ def read(directory: Path, journals: Sequence[StoredJournal], starting_step: int)
     missing = [row for row in kept if not _is_taken(in_file, row.stamp)]
     _add_missing(attempt, missing, last, starting_step, journals)
     attempt.last_step = max(attempt.last_step, max(attempt.rows, default=-1))
+    if attempt.exit_code is None and (directory / _ENDED).exists():
+        attempt.exit_code = int((directory / _ENDED).read_text())
     return attempt
 
 

@@ -9,12 +9,15 @@ every function with the installed wandb.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -31,8 +34,11 @@ _LAST_RECORDS_S = 1.0
 _LAST_RECORDS_AT_EXIT_S = 10.0
 # The process that ends its wandb-core itself: see `end_service_with_process`.
 _ends_with = 0
-# All names show only when they are used: the functions say what for.
-PARTS = VendorParts("W&B", "wandb>=0.31,<0.32")
+_NO_STOP_BUTTON = "W&B's Stop button interrupts the rank that has the run, and no other"
+_ONE_WRITER = "runs with several writers"
+# All names show only when they are used: the functions say what for. Of what older versions lack, here is the first
+# version that has it.
+PARTS = VendorParts("W&B", "wandb==0.31.0", later={_ONE_WRITER: "0.22", _NO_STOP_BUTTON: "0.26"})
 _optional, _required = PARTS.optional, PARTS.required
 
 
@@ -42,7 +48,8 @@ _optional, _required = PARTS.optional, PARTS.required
 def session() -> Any:
     """Wandb's object for this process, with its settings and its wandb-core. Required by every run."""
     with _required("this version of flyteplugins-tracking"):
-        return importlib.import_module("wandb.sdk.wandb_setup").singleton()
+        setup = importlib.import_module("wandb.sdk.wandb_setup")
+        return setup.singleton() or setup._setup(start_service=False)  # None before 0.20, if there is none yet
 
 
 def has_active_run() -> bool:
@@ -77,6 +84,9 @@ def identity_resolved_once(deadline: float) -> Iterator[None]:
     `wandb.init` takes longer while the server is silent.
     """
     current = session()
+    if not hasattr(current, "_resolve_identity"):
+        yield  # before 0.28, wandb.init asks once
+        return
     with _optional("wandb.init may exceed init_timeout_s while the server does not answer"):
         if current._connection is None:
             with without_error_reports():
@@ -105,7 +115,9 @@ def without_error_reports() -> Iterator[None]:
         yield
         return
     with _optional("the process may end 10 s later while the server does not answer"):
-        importlib.import_module("wandb.analytics.opentelemetry").opentelemetry_proxy.disable()
+        if find_spec("wandb.analytics.opentelemetry") is not None:  # the variable is enough before 0.28
+            reports = importlib.import_module("wandb.analytics.opentelemetry").opentelemetry_proxy
+            getattr(reports, "disable", lambda: None)()  # from 0.30 on
     os.environ["WANDB_ERROR_REPORTING"] = "false"
     try:
         yield
@@ -142,8 +154,13 @@ def restart_service(limit_s: float = _LAST_RECORDS_S) -> bool:
     return False
 
 
+def _process_of(connection: Any) -> Any:
+    """The process of wandb-core: `_internal_proc` before 0.21."""
+    return getattr(connection._proc, "_process", None) or connection._proc._internal_proc
+
+
 def _is_alive(connection: Any) -> bool:
-    return bool(connection._proc._process.poll() is None)
+    return bool(_process_of(connection).poll() is None)
 
 
 def _end(connection: Any, limit_s: float) -> None:
@@ -151,8 +168,14 @@ def _end(connection: Any, limit_s: float) -> None:
 
     It also waits for what it cannot send now, so it gets a limit.
     """
+    process = _process_of(connection)
+    if not hasattr(connection, "_finalizer"):  # before 0.28: its own end, which has no limit
+        threading.Thread(target=_tear_down, args=(connection,), daemon=True).start()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(limit_s)
+        process.kill()
+        return
     connection._finalizer.close()
-    process = connection._proc._process
     if _is_alive(connection):
         with contextlib.suppress(Exception):  # its socket may be closed
             request = importlib.import_module("wandb.proto.wandb_server_pb2").ServerRequest()
@@ -164,6 +187,11 @@ def _end(connection: Any, limit_s: float) -> None:
     connection._torn_down = True
     connection._cleanup()
     connection._proc.join()
+
+
+def _tear_down(connection: Any) -> None:
+    with contextlib.suppress(Exception):  # wandb-core was killed
+        connection.teardown(0)
 
 
 def end_service_with_process() -> None:
@@ -199,7 +227,8 @@ def service_address() -> str:
     """The address of this process's wandb-core, as WANDB_SERVICE has it. Required by run_mode='shared'."""
     with _required("run_mode='shared'"):
         process = getattr(session()._connection, "_proc", None)
-        return str(process.token.env_value) if process is not None else os.environ.get("WANDB_SERVICE", "")
+        value = getattr(getattr(process, "token", None), "env_value", None)
+        return str(value or os.environ.get("WANDB_SERVICE", ""))  # before 0.26, the variable alone
 
 
 def has_service_died(timeout_s: float = 1.0) -> bool:
@@ -211,7 +240,7 @@ def has_service_died(timeout_s: float = 1.0) -> bool:
         connection = session()._connection
         if connection is None or connection._proc is None:
             return False
-        process = connection._proc._process
+        process = _process_of(connection)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout_s)
         return process.poll() is not None
@@ -258,8 +287,9 @@ def detach(run: Any, connection: Any) -> None:
     with contextlib.suppress(Exception), _optional("an attached run keeps its connection until the process ends"):
         run._wl.remove_active_run(run)
         run._unregister_telemetry_import_hooks(run.id)
-        connection._finalizer.close()
-        connection._asyncer.run(connection._client.close)
+        if hasattr(connection, "_finalizer"):  # before 0.28, it ends with the process
+            connection._finalizer.close()
+            connection._asyncer.run(connection._client.close)
 
 
 # Errors
@@ -280,12 +310,12 @@ def service_gone(run: Any) -> tuple[type[BaseException], ...]:
 
 def _is_client_ended(run: Any) -> bool:
     """Whether `wandb.teardown` has ended the run's client."""
-    return bool(getattr(getattr(getattr(run, "_interface", None), "_asyncer", None), "_joined", False))
+    return bool(getattr(getattr(_interface(run), "_asyncer", None), "_joined", False))
 
 
 def _torn_down_error() -> Any:
     """The error after `wandb.teardown`, which has sent all rows. `wandb.agent` calls it before each trial."""
-    return _loaded("wandb.sdk.lib.asyncio_manager", "AlreadyJoinedError")
+    return getattr(sys.modules.get("wandb.sdk.lib.asyncio_manager"), "AlreadyJoinedError", None)  # from 0.21 on
 
 
 def _loaded(module: str, name: str) -> Any:
@@ -309,7 +339,7 @@ def was_torn_down(run: Any, error: BaseException, timeout_s: float) -> bool:
         if connection is None or connection._proc is None or not connection._torn_down:
             return False
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return bool(connection._proc._process.wait(timeout_s) == 0)
+            return bool(_process_of(connection).wait(timeout_s) == 0)
     return False
 
 
@@ -319,6 +349,45 @@ def was_torn_down(run: Any, error: BaseException, timeout_s: float) -> bool:
 ENDINGS = ("finish", "_finish")
 # What the run's summary and config call when they change.
 CALLBACKS = ("_summary_update_callback", "_config_callback")
+
+
+def _interface(run: Any) -> Any:
+    """What hands records to wandb-core: an attribute of the run's `_backend` before 0.26."""
+    interface = getattr(run, "_interface", None)
+    return getattr(getattr(run, "_backend", None), "interface", None) if interface is None else interface
+
+
+def _set_step(run: Any, step: int) -> None:
+    run._starting_step = step
+    setattr(run, "_local_step" if hasattr(run, "_local_step") else "_step", step)  # from 0.27.1 on
+
+
+def finish_within(timeout_s: float, run: Any, finish: Callable[[], object]) -> None:
+    """Call `finish`, which ends the run. wandb before 0.27 knows no limit: it gets ours, and wandb-core is stopped.
+
+    Raises:
+        TimeoutError: The limit has passed. What was not sent is in the local files.
+    """
+    if _has_setting("finish_timeout"):
+        finish()
+        return
+    errors: list[BaseException] = []
+
+    def ended() -> None:
+        try:
+            finish()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ended, daemon=True, name="flyteplugins-tracking-finish")
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        set_finished(run)
+        restart_service()
+        raise TimeoutError(f"the run was not sent within {timeout_s:g} s")
+    if errors:
+        raise errors[0]
 
 
 def row_method(kind: Any) -> Callable[..., Any] | None:
@@ -384,7 +453,7 @@ def is_only_run(run: Any) -> bool:
 def set_rewound(run: Any, step: int) -> None:
     """Have Python know the next step of a rewound run, and that the run is resumed. Required by `rollback="rewind"`."""
     with _required("rollback='rewind'"):
-        run._starting_step = run._local_step = step
+        _set_step(run, step)
         run._settings.resumed = True
 
 
@@ -443,7 +512,7 @@ def flush(run: Any, timeout_s: float) -> None:
     """
     # Errors are dropped: a timeout, or wandb-core has died.
     with contextlib.suppress(Exception), _optional("the last rows of a rank that is killed may be lost"):
-        run._interface.deliver_get_summary().wait_or(timeout=timeout_s)
+        _interface(run).deliver_get_summary().wait_or(timeout=timeout_s)
 
 
 # Records: what Python hands to wandb-core, and what wandb-core writes to its file
@@ -460,7 +529,7 @@ def on_rows(run: Any, keep: Callable[[bytes], None], is_only: bool = False) -> N
         is_only: Whether wandb-core shall not get the row, since it has died.
     """
     with _optional(_LOSS):
-        interface = run._interface
+        interface = _interface(run)
         publish = type(interface)._publish_partial_history
 
         def published(row: Any) -> None:
@@ -482,7 +551,7 @@ def last_step(run: Any) -> int | None:
 def next_step(run: Any) -> int | None:
     """The step of the next row, as Python counts. None without it: rows of earlier steps are dropped by wandb then."""
     with _optional("after a restart from a checkpoint, rows of steps that the run has already are dropped"):
-        step: int = run._local_step
+        step: int = run._local_step if hasattr(run, "_local_step") else run._step
         return step
     return None
 
@@ -497,8 +566,9 @@ def skip_to(run: Any, step: int) -> None:
     records = _records()
     row = records.PartialHistoryRequest()
     row.step.num = step
-    type(run._interface)._publish_partial_history(run._interface, row)
-    run._starting_step = run._local_step = step
+    interface = _interface(run)
+    type(interface)._publish_partial_history(interface, row)
+    _set_step(run, step)
 
 
 def publish(run: Any, kind: str, record: Any, waits: bool = True) -> None:
@@ -510,11 +580,12 @@ def publish(run: Any, kind: str, record: Any, waits: bool = True) -> None:
         record: The record of this kind.
         waits: Whether to return, or raise, when wandb-core has it and all before it, and not at once.
     """
-    interface = run._interface
+    interface = _interface(run)
     if waits:
         getattr(interface, f"_publish_{kind}")(record)
     else:
-        interface._publish(interface._make_record(**{kind: record}), nowait=True)
+        is_new = "nowait" in inspect.signature(interface._publish).parameters  # before 0.22, it only writes to a socket
+        interface._publish(interface._make_record(**{kind: record}), **({"nowait": True} if is_new else {}))
 
 
 def parse_record(data: bytes) -> tuple[str, Any]:
@@ -666,6 +737,18 @@ def set_global_run(run: Any) -> None:
 # Settings
 
 
+@functools.cache
+def _has_setting(name: str) -> bool:
+    return name in importlib.import_module("wandb").Settings.model_fields
+
+
+def new_settings(**values: Any) -> Any:
+    """Return a `wandb.Settings` with those of the values that it has a setting for. Required by every run."""
+    with _required("this version of flyteplugins-tracking"):
+        known = {name: value for name, value in values.items() if _has_setting(name)}
+    return importlib.import_module("wandb").Settings(**known)
+
+
 def effective_settings(settings: Any) -> Any:
     """`settings` over those of the session, which come from the environment and the files. Required by every run."""
     current = session()
@@ -690,17 +773,15 @@ def is_set(settings: Any, name: str) -> bool:
 
 def set_default(settings: Any, effective: Any, name: str, value: Any) -> None:
     """Set one of wandb's undocumented settings, unless the user has. Without it, wandb's own default applies."""
-    if is_set(effective, name):
+    if is_set(effective, name) or not _has_setting(name):
         return
-    try:
+    with contextlib.suppress(ValueError):  # pydantic's, for a type that it does not know
         setattr(settings, name, value)
-    except (AttributeError, ValueError) as error:  # pydantic's, for a name or a type that it does not know
-        PARTS.lose(f"rows may be lost in an outage: there is no setting {name}", type(error).__name__)
 
 
 def set_required(settings: Any, **values: Any) -> None:
     """Set undocumented settings. Required by runs with several writers, whose rows or files would mix otherwise."""
-    with _required("runs with several writers"):
+    with _required(_ONE_WRITER):
         for name, value in values.items():
             try:
                 setattr(settings, name, value)
@@ -708,12 +789,19 @@ def set_required(settings: Any, **values: Any) -> None:
                 raise AttributeError(f"no setting {name}") from error
 
 
-def on_stop_request(settings: Any, function: Callable[[Callable[[], object]], object]) -> None:
+def on_stop_request(settings: Any, function: Callable[[Callable[[], object]], object], *, has_others: bool) -> None:
     """Call `function` when somebody has pressed the run's Stop button, with what wandb does by itself: Ctrl-C.
 
     The user's own `stop_fn` takes precedence. Without it, wandb interrupts the rank that has the run, and no other.
+
+    Args:
+        settings: Those of the run.
+        function: Takes what wandb does by itself.
+        has_others: Whether the job has other ranks, which are not interrupted without it.
     """
-    with _optional("W&B's Stop button interrupts the rank that has the run, and no other"):
+    if not has_others and not _has_setting("stop_fn"):
+        return
+    with _optional(_NO_STOP_BUTTON):
         if settings.stop_fn is None:
             interrupt = importlib.import_module("wandb.sdk.lib.interrupt").interrupt_main
             settings.stop_fn = lambda: function(interrupt)
@@ -724,6 +812,8 @@ def on_stop_request(settings: Any, function: Callable[[Callable[[], object]], ob
 
 def use_key(key: str, host: str, app_url: str | None) -> None:
     """Have the session use this key, as `wandb.init` does later. Without it, nobody asks early whose key it is."""
+    if find_spec("wandb.sdk.lib.wbauth") is None:  # before 0.24, the setting api_key is enough
+        return
     with _optional("the account's defaults may not apply"):
         wbauth = importlib.import_module("wandb.sdk.lib.wbauth")
         auth = wbauth.AuthApiKey(host=wbauth.HostUrl(host, app_url=app_url), api_key=key)
@@ -736,8 +826,10 @@ def has_credentials(host: str) -> bool:
     Without it, `wandb.init` reports a missing key itself.
     """
     with _optional("a missing API key is reported by wandb itself"):
-        wbauth = importlib.import_module("wandb.sdk.lib.wbauth")
-        return wbauth.authenticate_session(host=host, source="tracking_init", prompt=False) is not None
+        auth = find_spec("wandb.sdk.lib.wbauth") and importlib.import_module("wandb.sdk.lib.wbauth")
+        if not auth or "prompt" not in inspect.signature(auth.authenticate_session).parameters:  # before 0.30
+            return bool(importlib.import_module("wandb").api.api_key)
+        return auth.authenticate_session(host=host, source="tracking_init", prompt=False) is not None
     return True
 
 
