@@ -15,6 +15,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._flyte.context import class_names, workers_of
@@ -176,7 +177,7 @@ class Flyte1Context(ExecutionContext):
             on_cluster=execution is not None,
             can_persist=is_pod,
             can_render_report=True,
-            has_report=bool(getattr(flytekit.current_context(), "enable_deck", False)),
+            has_report=_has_deck(flytekit.current_context()),
             can_publish_files=runs_a_task,
             success_exceptions=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
         )
@@ -301,3 +302,10 @@ def _pickle_like_a_function_for_cloudpickle() -> None:
         return function.by_value()
 
     cloudpickle.CloudPickler.dispatch_table[TaskFunction] = reduce
+
+
+def _has_deck(context: Any) -> bool:
+    """Whether the task has a deck. Before 1.15 its context does not say so, and refuses the question."""
+    with suppress(AssertionError):
+        return bool(getattr(context, "enable_deck", False))
+    return False

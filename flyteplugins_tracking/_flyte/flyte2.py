@@ -194,7 +194,7 @@ class Flyte2Context(ExecutionContext):
         if getattr(getattr(controllers, "_ControllerState", None), "controller", None) is None:
             raise RuntimeError("this process of the task has no controller to record a trace with")
         function = _trace_of_files(directory, is_async)
-        return sys.modules["flyte"].trace(function)(run_id, task_context().attempt_number)
+        return sys.modules["flyte"].trace(function)(run_id, _attempt_of(task_context()))
 
     def read_secret(self, secret: Any) -> str | None:
         """Return the value of a `flyte.Secret`. Outside a cluster it may be missing."""
@@ -332,11 +332,16 @@ def _run_metadata(task: Any, action: Any) -> dict[str, Any]:
         "project": action.project,
         "domain": action.domain,
         "task": os.environ.get("FLYTE_INTERNAL_TASK_NAME"),
-        "attempt": task.attempt_number,
+        "attempt": _attempt_of(task),
         "url": os.environ.get("FLYTE_EXECUTION_URL") or _url(action),
     }
     known = {name: value for name, value in values.items() if value is not None}
-    return {"flyte": known, "attempt_number": task.attempt_number}
+    return {"flyte": known, "attempt_number": _attempt_of(task)}
+
+
+def _attempt_of(task: Any) -> int:
+    """The number of earlier attempts: 0 with the first versions of Flyte 2, which do not say it."""
+    return getattr(task, "attempt_number", 0)
 
 
 def _url(action: Any) -> str | None:

@@ -32,7 +32,7 @@ _DIRECTORY = "mlflow.store.tracking.file_store:FileStore"
 _ASYNC = "rows of MLflow's own asynchronous logging that are not sent when the run ends"
 PARTS = VendorParts(
     "MLflow",
-    "mlflow-skinny>=3.1,<3.18",
+    "mlflow==3.17.2",
     [
         Part(f"{_UTILS}:_get_store", "gives the store of runs behind a tracking URI"),
         Part(f"{_STORE}._call_endpoint", "sends a request once and in time: MLflow tries for 4 minutes"),
@@ -339,8 +339,10 @@ def entities(kind: str, values: Mapping[str, Any]) -> Sequence[Any]:
 def flush_own_rows(uri: str, timeout_s: float) -> bool:
     """Have MLflow send the rows of its own asynchronous logging. Returns whether it did so in time."""
     store = store_of(uri)
-    if getattr(store, "_async_logging_queue", None) is None or store._async_logging_queue.is_idle():
-        return True  # not every store has one
+    queue = getattr(store, "_async_logging_queue", None)
+    is_idle = getattr(queue, "is_idle", lambda: False)  # from 2.13 on
+    if queue is None or is_idle():  # not every store has one
+        return True
     if not PARTS.has("vendors_store.flush_async_logging", store):
         return True
 
@@ -471,8 +473,9 @@ def active_runs() -> list[Any]:
         return []
     from mlflow.tracking import fluent
 
-    stack: list[Any] = fluent._active_run_stack.get()
-    return stack
+    stack: Any = fluent._active_run_stack
+    runs: list[Any] = stack if isinstance(stack, list) else stack.get()  # before 2.18, one for all threads
+    return runs
 
 
 @functools.lru_cache(maxsize=1)
