@@ -38,7 +38,7 @@ _TESTED = {
     "torch": "torch",
     "W&B": "wandb",
     "Pluto": "pluto-ml",
-    "MLflow": "mlflow-skinny",
+    "MLflow": "mlflow",
     "Trackio": "trackio",
     "Flyte 1": "flytekit",
     "Flyte 2": "flyte",

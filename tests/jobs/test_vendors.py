@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from support import jobs
 from support.backends import BACKENDS
-from support.vendors import CLIENTS, requirement_of
+from support.vendors import CLIENTS, ROOT, requirement_of
 
 from flyteplugins_tracking.trackers.mlflow import vendor as mlflow
 from flyteplugins_tracking.trackers.pluto import vendor as pluto
@@ -34,9 +35,12 @@ def test_every_private_name_exists_or_its_absence_warns(tracker, tmp_path):
 
 
 @pytest.mark.parametrize("tracker", [*PARTS, "wandb"])
-def test_the_extra_allows_the_versions_that_were_tested(tracker):
-    parts = {**PARTS, "wandb": wandb.PARTS}
-    assert parts[tracker].requirement == requirement_of(tracker)
+def test_the_extra_has_a_minimum_and_no_maximum_and_allows_the_version_that_was_tested(tracker):
+    requirement = {**PARTS, "wandb": wandb.PARTS}[tracker].requirement
+    assert f"{requirement}\n" in (ROOT / "constraints.txt").read_text()
+    (minimum,) = Requirement(requirement_of(tracker)).specifier
+    assert minimum.operator == ">="
+    assert requirement.partition("==")[2] in Requirement(requirement_of(tracker)).specifier
 
 
 @pytest.mark.parametrize("tracker", PARTS)

@@ -18,9 +18,9 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 # The distribution whose versions are tested, by tracker.
-CLIENTS = {"wandb": "wandb", "pluto": "pluto-ml", "mlflow": "mlflow-skinny", "trackio": "trackio"}
+CLIENTS = {"wandb": "wandb", "pluto": "pluto-ml", "mlflow": "mlflow", "trackio": "trackio"}
 # What is installed with it: the tests' server is of the same version as the client.
-_WITH = {"mlflow": ("mlflow", "mlflow-tracing")}
+_WITH = {"mlflow": ("mlflow-skinny", "mlflow-tracing")}
 # What its server needs in an older version, though it does not say so: MLflow 3.1 imports a name that 2.1 has removed.
 _OLDER = {"mlflow": ("sqlalchemy<2.1",)}
 

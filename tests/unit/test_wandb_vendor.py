@@ -306,9 +306,6 @@ def test_a_lost_ability_is_told_to_those_that_use_it_with_the_version_that_has_i
     vendor.on_stop_request(SimpleNamespace(), print, has_others=True)
     (record,) = caplog.records
     assert record.getMessage().endswith('pip install "wandb>=0.26"')
-    assert all(
-        text.endswith(f'pip install "wandb>={first}"') for text, first in zip(shown, ("0.26", "0.31"), strict=True)
-    )
 
 
 def test_the_end_of_a_run_has_a_limit_with_a_wandb_that_knows_none(without_setting, monkeypatch):

@@ -31,7 +31,7 @@ _STORE = "pluto.sync.store"
 _PROCESS = "pluto.sync.process"
 PARTS = VendorParts(
     "Pluto",
-    "pluto-ml>=0.0.29,<0.0.30",
+    "pluto-ml==0.0.29",
     [
         Part("pluto.op:login", "keeps the client from writing the API key to a file and from asking for one"),
         Part("pluto.op:Op.log", "writes a row, with the time at which it was logged"),

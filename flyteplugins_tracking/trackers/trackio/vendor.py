@@ -27,7 +27,7 @@ _CPU_METRICS, _GPU_METRICS = (
 )
 PARTS = VendorParts(
     "Trackio",
-    "trackio>=0.43,<0.44",
+    "trackio==0.43.0",
     [
         Part("trackio.run:Run._take_queued_batches", "takes the queued rows"),
         Part("trackio.run:Run._complete_batch", "takes written rows out of the queue"),
