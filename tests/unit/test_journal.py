@@ -6,7 +6,9 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import warnings
+import zlib
 from collections import Counter
 from random import Random
 from types import SimpleNamespace
@@ -399,6 +401,12 @@ def test_opening_waits_until_the_count_is_what_was_acknowledged(tmp_path, monkey
     assert len(calls) == asked
 
 
+def test_opening_does_not_wait_for_a_log_that_nobody_writes(tmp_path, log):
+    log.unlink()
+    os.mkfifo(log)
+    late_count.await_count(tmp_path, "x", lambda: pytest.fail("W&B was asked"), float("inf"))
+
+
 def test_a_request_without_an_answer_may_have_arrived(log):
     with log.open("a") as file:
         file.write('\n{"msg":"filestream: sending request","history_offset":10,"history_lines":6}\n')
@@ -408,3 +416,24 @@ def test_a_request_without_an_answer_may_have_arrived(log):
 def test_opening_does_not_wait_for_what_was_sent_long_ago(tmp_path, log):
     os.utime(log, (1, 1))
     late_count.await_count(tmp_path, "x", lambda: pytest.fail("W&B was asked"), float("inf"))
+
+
+def test_heads_that_are_right_and_records_that_are_not_cost_no_time(tmp_path):
+    journal = Journal(tmp_path, "a", {})
+    journal.add(b"first")
+    journal.close()
+    head = files._HEAD.pack(files._MARK, files._RECORD, 1, 0.0, 1_000_000, 1)
+    frame = head + files._CHECKSUM.pack(zlib.crc32(head))
+    path = tmp_path / "a.journal.0"
+    path.write_bytes(path.read_bytes() + frame * (2_000_000 // len(frame)))
+    began_s = time.process_time()
+    (journal,) = files.stored(tmp_path)
+    assert [entry.data for entry in journal.pending()] == [b"first"]
+    assert time.process_time() - began_s < 5  # it was minutes
+
+
+def test_a_journal_whose_header_says_nothing_is_none(tmp_path):
+    path = tmp_path / "a.journal.0"
+    head = files._HEAD.pack(files._MARK, files._HEADER, 0, 0.0, 2, zlib.crc32(b"[]"))
+    path.write_bytes(head + files._CHECKSUM.pack(zlib.crc32(head)) + b"[]")
+    assert files.stored(tmp_path) == []

@@ -281,6 +281,11 @@ def stored(directory: Path) -> list[StoredJournal]:
     return [journal for journal in journals if journal is not None]
 
 
+def has_records(directory: Path) -> bool:
+    """Whether a directory has a journal's file that is not empty. It may be damaged, or another user's."""
+    return any(path.lstat().st_size for path in directory.glob(f"*{SUFFIX}*"))
+
+
 def remove_torn(directory: Path) -> None:
     """Remove the files of journals whose writers were killed before they had written anything."""
     for path in directory.glob(f"*{SUFFIX}*"):
@@ -294,7 +299,8 @@ def _stored(paths: Sequence[Path]) -> StoredJournal | None:
         header = next((frame for frame in _frames(path) if frame is not None and frame.kind == _HEADER), None)
         if header is not None:
             with suppress(OSError, ValueError, RecursionError):
-                return StoredJournal(json.loads(header.data), paths)
+                described = json.loads(header.data)
+                return StoredJournal(described, paths) if isinstance(described, dict) else None
     return None
 
 
@@ -304,6 +310,7 @@ class _Frame(NamedTuple):
     time_s: float
     data: bytes
     end: int
+    is_whole: bool
 
 
 def _frames(path: Path) -> Iterator[_Frame | None]:
@@ -319,28 +326,28 @@ def _frames(path: Path) -> Iterator[_Frame | None]:
         _warn_once(f"{path} unread", "%s is left out: %s", path, error)
         return
     position = 0
+    is_damaged = False
     while 0 <= position < len(data):
         frame = _frame_at(data, position)
-        yield frame
-        if frame is not None:
-            position = frame.end
-        else:  # the next frame may be behind it
-            position = data.find(_MARK, position + 1)
-            while position >= 0 and _frame_at(data, position) is None:
-                position = data.find(_MARK, position + 1)
+        # The next frame may be behind what is none.
+        position = data.find(_MARK, position + 1) if frame is None else frame.end
+        is_whole = frame is not None and frame.is_whole
+        if is_whole or not is_damaged:
+            yield frame if is_whole else None
+        is_damaged = not is_whole
 
 
 def _frame_at(data: bytes, start: int) -> _Frame | None:
-    """Return the frame at this place; None if there is none, or if it is damaged."""
+    """Return the frame at this place, whose record may be damaged; None if its head is damaged, or its end missing."""
     head_end = start + _HEAD.size
     begin = head_end + _CHECKSUM.size
     if begin > len(data) or zlib.crc32(data[start:head_end]) != _CHECKSUM.unpack_from(data, head_end)[0]:
         return None
     mark, kind, number, time_s, size, checksum = _HEAD.unpack_from(data, start)
-    record = data[begin : begin + size]
-    if mark != _MARK or len(record) != size or zlib.crc32(record) != checksum:
+    if mark != _MARK or begin + size > len(data):
         return None
-    return _Frame(kind, number, time_s, record, begin + size)
+    record = data[begin : begin + size]
+    return _Frame(kind, number, time_s, record, begin + size, zlib.crc32(record) == checksum)
 
 
 def _remove(path: str) -> None:

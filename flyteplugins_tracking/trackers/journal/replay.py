@@ -16,7 +16,7 @@ from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.journal import addresses_in, how_to_send, require_server
-from flyteplugins_tracking.trackers.journal.files import StoredJournal, remove_torn, stored
+from flyteplugins_tracking.trackers.journal.files import StoredJournal, has_records, remove_torn, stored
 from flyteplugins_tracking.trackers.journal.lines import decode_all, exit_code_in
 from flyteplugins_tracking.trackers.journal.relog import relog
 from flyteplugins_tracking.trackers.registry import find_tracker
@@ -74,7 +74,7 @@ def send(directory: Path, servers: Sequence[str]) -> str | None:
 
 def is_empty(directory: Path) -> bool:
     """Whether a directory has nothing of any run: its process was killed before it had logged anything."""
-    return directory.is_dir() and not (directory / _SENT).exists() and not stored(directory)
+    return directory.is_dir() and not (directory / _SENT).exists() and not has_records(directory)
 
 
 def _remove_rest(directory: Path) -> None:
