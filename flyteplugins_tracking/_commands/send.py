@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
         is_replay = given.tracker is not None
         for text in (_replay if is_replay else _send)(given.directories, given.tracker if is_replay else given.server):
             sys.stdout.write(f"{text}\n")
-    except (TrackingError, ValueError) as error:
+    except (TrackingError, ValueError, OSError) as error:
         sys.stderr.write(f"cannot send: {error}\n")
         return 1
     return 0

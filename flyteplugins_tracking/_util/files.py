@@ -103,6 +103,15 @@ def is_own_directory(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
+def is_own_file(path: Path) -> bool:
+    """Whether `path` is a regular file of this user, and no link to one."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+
 def own_file_in(directory: Path, name: str) -> Path | None:
     """Return the file of this name in a directory; None if it is not there, lies elsewhere, or is another user's.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from support import jobs
 from support.loopback import Fault
+from support.users import NOBODY, needs_root
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking._commands.send import main
@@ -55,6 +57,26 @@ def test_processes_that_were_killed_while_they_opened_their_runs_do_not_keep_oth
         assert f"{directory} has no rows" in done.output
     for directory, rows in zip(directories, (5, 7), strict=True):
         assert f"sent {directory}: W&B has the {rows} rows" in done.output
+
+
+@needs_root
+def test_a_file_of_another_user_is_named_and_does_not_keep_others_from_being_sent(tmp_path):
+    directories = offline_runs(tmp_path, 5)
+    planted = stub(directories[0], 7)
+    os.chown(next(planted.glob("*.wandb")), NOBODY, NOBODY)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "rank-0.journal.0").write_bytes(bytes(100))
+    os.chown(kept / "rank-0.journal.0", NOBODY, NOBODY)
+    with WandbServer() as server:
+        done = send(tmp_path, server.environment, planted, *directories)
+        assert len(server.run("run-0").rows) == 5
+        unread = send(tmp_path, server.environment, kept)
+    assert (done.returncode, unread.returncode) == (1, 1), done.output + unread.output
+    assert f"cannot send: {planted} was not sent: its .wandb file is not a file of this user" in done.output
+    assert "Traceback" not in done.output + unread.output
+    assert "has no rows" not in done.output + unread.output
+    assert f"cannot send: {kept} has nothing of a run" in unread.output
 
 
 def test_a_run_whose_rows_do_not_arrive_is_not_called_sent(tmp_path, bare_environment, monkeypatch, capsys):

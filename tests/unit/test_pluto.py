@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import shutil
@@ -17,9 +18,11 @@ from typing import Any
 
 import pytest
 from support.pluto_server import KEY
+from support.users import NOBODY, needs_root
 
 from flyteplugins_tracking import ConfigError, tracking_init
 from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.journal.files import Journal
 from flyteplugins_tracking.trackers.pluto import TRACKER, queues, vendor
 
 
@@ -183,6 +186,28 @@ def test_a_queue_whose_rank_was_killed_at_once_has_nothing(tmp_path):
     assert vendor.move_queue(op, str(tmp_path / "empty.db"), "", "") == 0
     assert vendor.move_queue(op, str(tmp_path / "none.db"), "", "") == 0
     assert not (tmp_path / "none.db").exists()
+
+
+@needs_root
+@pytest.mark.parametrize("changed", ["sync.db", "sync.db-wal", "."])
+def test_what_another_user_has_put_among_the_queues_is_not_sent(tmp_path, changed):
+    directory = tmp_path / "i-rank-0-attempt-0-x"
+    directory.mkdir()
+    journal = Journal(directory, "queue", {"id": "i", "place": "p"})
+    journal.add(b"{}")
+    journal.close()
+    for name in ("sync.db", "sync.db-wal"):
+        (directory / name).touch()
+    own = SimpleNamespace(directory=str(tmp_path / "own"), _run_id="i", _place="p")
+    assert [path for path, _ in queues.Queue._others(own)] == [str(directory)]
+    os.chown(directory / changed, NOBODY, NOBODY)
+    assert not list(queues.Queue._others(own))
+
+
+def test_a_fifo_in_the_place_of_a_queues_lock_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "uploader.lock")
+    with queues.uploading(str(tmp_path)):
+        pass
 
 
 def test_a_queue_is_free_when_its_uploader_has_ended(tmp_path):

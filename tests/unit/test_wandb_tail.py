@@ -11,12 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 from support.offline_wandb import open_run
+from support.users import NOBODY, needs_root
 from wandb_files import StoredRun, read_run
 
 from flyteplugins_tracking.trackers.base import Uncounted, Unwatched
 from flyteplugins_tracking.trackers.journal import files
 from flyteplugins_tracking.trackers.journal.files import Journal
-from flyteplugins_tracking.trackers.wandb import datastore, tail, vendor
+from flyteplugins_tracking.trackers.wandb import datastore, offline, tail, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 
 wandb = pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
@@ -160,6 +161,42 @@ def test_records_are_added_behind_those_that_are_whole(tmp_path, torn):
     assert list(datastore.records(path)) == [*first[: -1 if torn else None], *more]
     datastore.add(path, [b""])
     assert list(datastore.records(path))[-1] == b""
+
+
+@needs_root
+def test_a_file_of_another_user_in_a_runs_directory_is_not_taken_for_its_rows(directories):
+    directory = directories[0]
+    os.mkfifo(directory / "0.wandb")
+    (directory / "1.wandb").write_bytes(b"")
+    for name in ("0.wandb", "1.wandb"):
+        os.chown(directory / name, NOBODY, NOBODY)
+    assert datastore.file_in(directory) == directory / "run-train.wandb"
+    assert tail.directories_of(directory.parent, "train") == [directory, directories[2]]
+
+
+@needs_root
+def test_an_offline_attempt_of_another_user_is_not_read(run):
+    parent = tail.run_directory(run).parent
+    for number, kind in enumerate(("link", "file")):
+        planted = parent / f"offline-run-2099010{number}_000000-{run.id}"
+        planted.mkdir()
+        file = planted / f"run-{run.id}.wandb"
+        file.symlink_to("/dev/zero") if kind == "link" else file.write_bytes(bytes(7))
+        os.lchown(file, NOBODY, NOBODY)
+        os.chown(planted, NOBODY, NOBODY)
+    assert offline.earlier_summary(run, "key") is None
+    run.finish()
+
+
+def test_an_events_file_takes_the_place_of_a_planted_link(run, tmp_path):
+    own = tmp_path / "own"
+    own.write_text("mine")
+    handle = handle_of(run)
+    (Path(run.dir) / "failure.txt").symlink_to(own)
+    handle.record_event("failure", {}, "text")
+    assert own.read_text() == "mine"
+    assert (Path(run.dir) / "failure.txt").read_text() == "text"
+    handle.finish(0)
 
 
 def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):

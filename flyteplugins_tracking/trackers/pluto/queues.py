@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.files import is_own_directory, is_own_file, open_own
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.journal import how_to_send
@@ -117,7 +118,9 @@ class Queue:
     def _others(self) -> Iterator[tuple[str, list[StoredJournal]]]:
         """Yield the other queues of this run, with their journals. Those of other runs in this process are left out."""
         for path in sorted(Path(self.directory).parent.glob(f"{glob.escape(self._run_id)}-rank-*")):
-            journals = [] if str(path) == self.directory else stored(path)
+            # Others may have made the directory, or its database, which names files that are sent.
+            is_own = is_own_directory(path) and all(map(is_own_file, path.glob(f"{_DATABASE}*")))
+            journals = stored(path) if is_own and str(path) != self.directory else []
             if any((one.header["id"], one.header.get("place")) == (self._run_id, self._place) for one in journals):
                 yield str(path), journals
 
@@ -147,7 +150,7 @@ def uploading(directory: str, timeout_s: float = 0.0) -> Iterator[bool]:
     """
     deadline = time.monotonic() + timeout_s
     try:
-        file = os.open(os.path.join(directory, _LOCK), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = open_own(Path(directory, _LOCK), os.O_WRONLY | os.O_CREAT)
     except OSError:
         yield os.path.isdir(directory)
         return

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from flyteplugins_tracking._util.files import open_own, replace_whole
+from flyteplugins_tracking._util.files import is_own_file, open_own, replace_whole
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 _warn_once = WarnOnce(logging.getLogger(__name__))
@@ -23,8 +23,8 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def file_in(directory: Path) -> Path | None:
-    """Return the `.wandb` file of a run's directory; None if there is none."""
-    return next(directory.glob("*.wandb"), None)
+    """Return this user's `.wandb` file in a run's directory; None if there is none. Others may have made more there."""
+    return next(filter(is_own_file, sorted(directory.glob("*.wandb"))), None)
 
 
 def windows(path: Path, first_blocks: int = 8) -> Iterator[tuple[list[bytes], bool]]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flyteplugins_tracking._util.files import open_own
 from flyteplugins_tracking.trackers.wandb import tail
 
 # How long after the last acknowledged rows a count may still be wrong.
@@ -46,8 +48,8 @@ def acknowledged_lines(log: Path) -> int:
     A request that was not answered before the kill counts: W&B may have it.
     """
     lines, sent = 0, None
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+    with contextlib.suppress(OSError), open(open_own(log), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
         for text in file.read().decode(errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 entry = json.loads(text)

@@ -12,7 +12,6 @@ Moved rows keep their own step in a column, as after a rollback, if the function
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
 import logging
@@ -212,8 +211,8 @@ def _warn_of_loss(run: Any, directory: Path) -> None:
 def earlier_summary(run: Any, key: str) -> str | None:
     """Return a text from the summary of the last attempt on this disk that was logged offline; None for none."""
     own = tail.run_directory(run)
-    others = own.parent.glob(f"{_PREFIX}run-*-{glob.escape(run.id)}")
-    for file in map(datastore.file_in, sorted((other for other in others if other != own), reverse=True)):
+    others = [other for other in tail.directories_of(own.parent, run.id, _PREFIX) if other != own]
+    for file in map(datastore.file_in, reversed(others)):
         for data, _ in itertools.islice(datastore.windows(file), _MOST_WINDOWS) if file is not None else ():
             summaries = (content for kind, content in map(vendor.parse_record, data) if kind == "summary")
             texts = [item.value_json for one in summaries for item in one.update if tail.key_of(item) == key]

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.files import read_own
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line
@@ -55,6 +56,8 @@ _SAFER_SETTINGS = {
 # How often rows are sent if the next attempt could not send them, in seconds, or if one was killed: wandb's 15 s is
 # what a kill would lose, or leave to be sent again.
 _PROMPT_S = 2.0
+# The largest log, and the largest file of rows, of a run that could not be opened.
+_LONGEST_FILE = 1 << 26
 # How long `wandb.init` may run beyond its own timeout.
 _INIT_GRACE_S = 0.5
 # How long W&B may take to say how many rows a run has.
@@ -204,10 +207,10 @@ def _noting_failed(directory: Path, run_id: str | None, failed: list[Path]) -> I
         yield
     except BaseException:
         # Other processes may open runs here too. A log has the id of the process before the place in the code.
-        mark = f":{os.getpid()} ["
+        mark = f":{os.getpid()} [".encode()
         for path in directories() - before:
             with contextlib.suppress(OSError):
-                if f"-{run_id or ''}" in path.name and mark in (path / "logs" / "debug.log").read_text():
+                if f"-{run_id or ''}" in path.name and mark in read_own(path / "logs" / "debug.log", _LONGEST_FILE):
                     failed.append(path)
         raise
 
@@ -226,7 +229,7 @@ def remove_failed_runs(directories: Sequence[Path]) -> None:
 
 def has_rows(directory: Path) -> bool:
     """Whether a run directory's transaction log has rows."""
-    return any(key in log.read_bytes() for log in directory.glob("*.wandb") for key in _ROW_KEYS)
+    return any(key in read_own(log, _LONGEST_FILE) for log in directory.glob("*.wandb") for key in _ROW_KEYS)
 
 
 def _is_linked(directory: Path) -> bool:

@@ -12,9 +12,11 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.critical import critical_section
+from flyteplugins_tracking._util.files import replace_whole
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
@@ -116,10 +118,9 @@ class WandbHandle(Handle):
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self.run.summary.update(dict(values))
         if self.files is not None:
-            path = os.path.join(self.files, f"{name}.txt")
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-            self.run.save(path, base_path=self.files, policy="now")
+            path = Path(self.files, f"{name}.txt")
+            replace_whole(path, text, 0o666)
+            self.run.save(str(path), base_path=self.files, policy="now")
 
     def save_state(self, text: str) -> None:
         self._state = {_STATE: text}

@@ -29,7 +29,7 @@ _STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
 
 def is_run_directory(directory: Path) -> bool:
     """Whether W&B's client has written this directory."""
-    return datastore.file_in(directory) is not None
+    return any(directory.glob("*.wandb"))
 
 
 def send(directories: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
@@ -58,8 +58,8 @@ def send(directories: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
                 yield _sync(directory, described, journals)
             else:
                 yield _send(directory, described, servers)
-        except TrackerUnavailableError as error:
-            failed.append(str(error))
+        except (TrackerUnavailableError, OSError, ValueError) as error:
+            failed.append(f"{directory} was not sent: {error}" if isinstance(error, OSError) else str(error))
     if failed:
         raise TrackerUnavailableError("\n".join(failed))
 
@@ -217,9 +217,11 @@ def _description(directory: Path) -> Any:
     """Return the record with which the run was opened; None if its process was killed before it had written any.
 
     Raises:
-        TrackerUnavailableError: It is damaged.
+        TrackerUnavailableError: It is damaged, or another user's.
     """
     file = datastore.file_in(directory)
+    if file is None and is_run_directory(directory):
+        raise TrackerUnavailableError(f"{directory} was not sent: its .wandb file is not a file of this user")
     kinds = []
     for data in () if file is None else datastore.records(file):
         kind, record = vendor.parse_record(data)
