@@ -335,11 +335,11 @@ def _identity(
     from_env = from_variables(os.environ, tracker.run_id_variables)
     if from_env is not None:
         variable = next(name for name in tracker.run_id_variables if os.environ.get(name, "").strip())
-        check_run_id(variable, from_env.base_id)
         try:
             tracker.check(replace(config, id=from_env.base_id))
         except ConfigError as error:
-            raise ConfigError(f"{variable}: {error}") from None
+            raise ConfigError(f"{error}. The id is from {variable}") from None
+        check_run_id(variable, from_env.base_id)
         return from_env if found.parent is None else _identity_beside(tracker, from_env, found)
     if context.base_id is not None:
         identity = Identity(context.base_id, context.group)
