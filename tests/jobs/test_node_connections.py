@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from random import Random
 
 import psutil
 import pytest
@@ -250,6 +251,30 @@ def test_a_follower_that_sends_no_valid_message_is_dropped(name, directory, sent
     follower.leave()
     assert server.wait(PATIENCE_S) == []
     server.close()
+
+
+def test_200_damaged_conversations_harm_neither_the_leader_nor_the_next_follower(name, directory):
+    """A real follower's lines with bytes changed, left out or doubled, at random places."""
+    random = Random(28)
+    good = b'{"rank": 1}\n{"request": "rows"}\n{"request": {"nested": [1, 2.5, null]}}\n'
+    server = NodeServer(name, on_request=lambda _: None)
+    (path,) = directory.iterdir()
+    for _ in range(200):
+        sent = bytearray(good)
+        for _ in range(random.randint(1, 8)):
+            at = random.randrange(len(sent))
+            sent[at : at + random.randint(0, 3)] = random.choice([b"", random.randbytes(2), bytes(sent[: at + 1])])
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(path))
+            with contextlib.suppress(OSError):  # the leader has hung up
+                connection.sendall(sent)
+    server.publish({"n": 1})
+    follower = NodeClient.connect(name, 2, time.monotonic() + PATIENCE_S, 10)
+    assert follower.value == {"n": 1}
+    follower.leave()
+    assert server.wait(PATIENCE_S) == []
+    server.close()
+    assert threading.active_count() < 10
 
 
 def test_an_endless_line_is_ended_and_the_leader_goes_on(name, directory):
