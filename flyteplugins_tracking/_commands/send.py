@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.files import replace_whole
 from flyteplugins_tracking.errors import TrackingError
 from flyteplugins_tracking.trackers.journal import replay
 from flyteplugins_tracking.trackers.pluto import queues
@@ -63,7 +64,7 @@ def _replay(paths: Sequence[Path], tracker: str) -> Iterator[str]:
                 wandb_files.replay(lines)
             else:
                 replay.replay(lines, tracker, max(first, 0))
-            _marker(path, tracker).write_text(json.dumps({**replayed, str(number): rows}))
+            replace_whole(_marker(path, tracker), json.dumps({**replayed, str(number): rows}))
             yield f"sent {rows - max(first, 0)} rows of {path} to {tracker}, as run {lines[0]['id']}"
 
 

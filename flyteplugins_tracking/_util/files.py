@@ -147,6 +147,15 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     raise PermissionError(errno.EPERM, "not a regular file of this user alone", str(path))
 
 
+def touch_own(path: Path) -> None:
+    """Make an empty file of this user, or leave the one that is there as it is.
+
+    Raises:
+        OSError: As `open_own`.
+    """
+    os.close(open_own(path, os.O_WRONLY | os.O_CREAT))
+
+
 def read_own(path: Path, limit: int) -> bytes:
     """Return the contents of a file of this user, of at most `limit` bytes.
 

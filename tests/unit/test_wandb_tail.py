@@ -144,6 +144,13 @@ def test_runs_whose_ids_begin_alike_are_told_apart(directories):
     assert tail.directories_of(directories[0].parent, "trai") == []
 
 
+def test_a_mark_is_not_written_through_a_link(directories, tmp_path):
+    """Another user could have planted it, in a directory in which others can write."""
+    (directories[0] / "rewound").symlink_to(tmp_path / "elsewhere")
+    tail.mark_rewound(SimpleNamespace(id="train", dir=str(directories[2] / "files")))
+    assert not (tmp_path / "elsewhere").exists()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="a directory of another user is made by root only")
 def test_a_directory_of_another_user_is_none_of_a_run(directories):
     os.chown(directories[0], 65534, -1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._rank.plan import RunPlan
+from flyteplugins_tracking._util.files import touch_own
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
@@ -56,7 +57,7 @@ def send(directory: Path, servers: Sequence[str]) -> str | None:
     for lines in files.values():
         for address in addresses_in(lines[0]["arguments"]):
             require_server(directory, address, [*os.environ.values(), *servers])
-    (directory / _SENT).touch()
+    touch_own(directory / _SENT)
     kept_again = {directory}
     with _claimed([journal for journal, _ in journals.values()]):
         for numbers in _attempts(files):

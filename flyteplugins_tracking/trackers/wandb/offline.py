@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.files import replace_whole
+from flyteplugins_tracking._util.files import replace_whole, touch_own
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal.files import Journal, StoredJournal, stored
@@ -96,7 +96,7 @@ class OfflineAttempt(tail.Attempt):
         super().acknowledged()
         file = datastore.file_in(self.directory)
         if file is not None:
-            Path(f"{file}.synced").touch()  # for `wandb sync`, which would send it again
+            touch_own(Path(f"{file}.synced"))  # for `wandb sync`, which would send it again
 
 
 def is_offline(directory: Path) -> bool:

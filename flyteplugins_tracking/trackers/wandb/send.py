@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.files import touch_own
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import how_to_send, require_server
@@ -140,7 +141,7 @@ def _send(directory: Path, described: Any, servers: Sequence[str]) -> str:
         return f"W&B has all of {directory}: run {place.run_id}"
     if exit_code is None:
         exit_code = 1 if found is None else _STATES.get(found.state, 1)
-    marker.touch()
+    touch_own(marker)
     description = vendor.description(described) if described is not None else {}
     count = _send_rest(place, attempts, description if found is None else None, exit_code)
     for attempt in attempts:

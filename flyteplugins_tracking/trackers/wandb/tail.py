@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.files import is_own_directory, link_or_copy, own_file_in
+from flyteplugins_tracking._util.files import is_own_directory, link_or_copy, own_file_in, replace_whole, touch_own
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers.journal.files import Journal, StoredJournal, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
@@ -239,7 +239,7 @@ def keep_unsent(run: Any) -> None:
 def mark_ended(run: Any, exit_code: int) -> None:
     """Note the exit code of a run whose end was not sent in time."""
     with contextlib.suppress(OSError):
-        (run_directory(run) / _ENDED).write_text(str(exit_code))
+        replace_whole(run_directory(run) / _ENDED, str(exit_code))
 
 
 def mark_rewound(run: Any) -> None:
@@ -247,7 +247,8 @@ def mark_rewound(run: Any) -> None:
     own = run_directory(run)
     for directory in directories_of(own.parent, run.id):
         if directory != own:
-            (directory / _REWOUND).touch()
+            with contextlib.suppress(OSError):  # which the training must not end for
+                touch_own(directory / _REWOUND)
 
 
 def is_rewound(directory: Path) -> bool:
