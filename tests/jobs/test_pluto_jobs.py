@@ -240,9 +240,11 @@ def test_rows_that_a_mute_service_has_not_taken_are_kept_and_can_be_sent(mute):
     server, done, told = mute
     assert told["end"]["took"] < 3 * jobs.TIME_SCALE  # kill_after_s=6
     assert server.run("kept").statuses == []
-    (command,) = {match[1] for match in re.finditer(r"when the service answers: (python .+)$", done.output, re.M)}
+    found = re.finditer(r"when the service answers: flyteplugins-tracking (.+)$", done.output, re.M)
+    (arguments,) = {match[1] for match in found}
     server.fault = None
-    sent = jobs.run([sys.executable, *shlex.split(command)[1:]], done.directory, pluto_environment(server))
+    command = [sys.executable, "-m", "flyteplugins_tracking", *shlex.split(arguments)]
+    sent = jobs.run(command, done.directory, pluto_environment(server))
     assert sent.returncode == 0, sent.output
     run = server.run("kept")
     assert sorted(point.value for point in run.charted["x"].values()) == list(range(150))
