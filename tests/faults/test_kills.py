@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
+import shlex
 import signal
 import sys
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import jobs
-from support.harness import ENDS, Job, Outcome, ends, job, python
+from support.harness import ENDS, Job, Outcome, ends, job, python, torchrun
 from support.kills import Kill, journals_left, kill_process, kill_with_children, moments, send_in_spite_of_kills
 from support.loopback import Fault
 from support.memory import memory_limit
@@ -308,4 +310,41 @@ def test_every_row_of_each_nodes_run_arrives_once_when_a_node_is_killed(tmp_path
         steps = [row["_step"] for row in run.rows]
         assert steps == list(range(len(steps)))
         assert (run.exit_codes[-1], run.state) == (0, "finished")
+    assert not journals_left(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("run_mode", ["shared", "auto"])
+@pytest.mark.parametrize("when", ["it starts", "it opens the run"])
+def test_wandb_cores_that_die_while_a_run_ends_cost_no_row(tmp_path, run_mode, when):
+    """Four of them. The rows arrive, or one command is printed that sends all of them."""
+    settings = {"tracking": {"run_mode": run_mode, "id": jobs.RUN_ID}, "rows": 7}
+    killed: set[int] = set()
+    with job(tmp_path) as started:
+        process = started.start(torchrun() if run_mode == "shared" else python(), **ends("until go", **settings))
+        started.wait_for("ready 0 0")
+        with started.server.failing(Fault.slow(0.5)):
+            started.go()
+            started.wait_for("returns")
+            while len(killed) < 4 and process.poll() is None:
+                is_due = when == "it starts" or len(list(tmp_path.rglob("*.wandb"))) > len(killed)
+                for pid in set(started.pids("wandb-core")) - killed if is_due else ():
+                    with contextlib.suppress(ProcessLookupError):
+                        kill_process(pid)
+                        killed.add(pid)
+                time.sleep(0.01)
+        output = jobs.finish(process, tmp_path).output
+        command = re.search(r"To send what .*, run: flyteplugins-tracking (.*)", output)
+        if command is not None:
+            sent = jobs.run(
+                [sys.executable, "-m", "flyteplugins_tracking", *shlex.split(command[1])],
+                tmp_path,
+                started.server.environment,
+            )
+            assert sent.returncode == 0, sent.output
+        found = started.outcome()
+    assert command is not None or found.state == "finished", output
+    assert found.logged <= found.arrived
+    assert found.duplicates == 0
+    assert found.state != "running"
     assert not journals_left(tmp_path)

@@ -264,6 +264,16 @@ def test_a_run_that_is_reopened_offline_keeps_its_rows_and_leaves_no_empty_direc
     assert (tmp_path / "wandb" / "latest-run").resolve(strict=True) == offline.path.parent
 
 
+@pytest.mark.parametrize("run_mode", ["shared", pytest.param("auto", marks=pytest.mark.full)])
+def test_a_run_ends_in_spite_of_four_wandb_cores_that_die_while_it_ends(tmp_path, run_mode):
+    with WandbServer() as server:
+        done = jobs.python(tmp_path, RUNS, "dies_while_it_ends", run_mode, env=server.environment)
+        assert done.returncode == 0, done.output
+        (run,) = server.runs
+        assert [row["x"] for row in run.rows] == list(range(14)), done.output
+        assert (run.exit_codes, run.state) == ([0], "finished")
+
+
 def test_the_directory_of_a_failed_run_stays_if_it_has_rows_or_a_link_leads_there(tmp_path):
     (run,) = train(tmp_path).runs
     assert has_rows(run.path.parent)

@@ -235,6 +235,32 @@ def goes_offline_beside_another_run() -> None:
     other.log({"x": 3})
 
 
+def kill_core() -> None:
+    core: Any = wandb.sdk.wandb_setup.singleton().ensure_service()._proc._process
+    os.kill(core.pid, signal.SIGKILL)
+    core.wait()
+
+
+def dies_while_it_ends(run_mode: str) -> None:
+    """Each of the first four wandb-cores is killed when the run is to be ended in it."""
+    deaths, end = [kill_core] * 4, wandb.Run._on_finish
+
+    def dying_end(run: Any) -> None:
+        if deaths:
+            deaths.pop()()
+        end(run)
+
+    wandb.Run._on_finish = dying_end
+
+    @tracking_init(project="tests", id="dying", run_mode=run_mode)
+    def train() -> None:
+        for x in range(14):
+            get_run().log({"x": x})
+
+    train()
+    assert not deaths
+
+
 def reopens_offline() -> None:
     """When the file `refusing` is there, wandb-core is killed and rows are logged that open the run again."""
 
@@ -244,9 +270,7 @@ def reopens_offline() -> None:
         run.log({"x": 1})
         while not Path("refusing").exists():
             time.sleep(0.05)
-        core: Any = wandb.sdk.wandb_setup.singleton().ensure_service()._proc._process
-        os.kill(core.pid, signal.SIGKILL)
-        core.wait()
+        kill_core()
         for x in range(2, 200):
             run.log({"x": x})
 

@@ -352,17 +352,22 @@ class WandbHandle(Handle):
     def _finish_alive(self, exit_code: int, stays_global: bool = False) -> None:
         """End the run. If its wandb-core is gone, a new one sends the rest and ends the run.
 
-        `wandb.teardown` has ended it with a status of its own. A launcher's SIGTERM may reach wandb-core before us.
+        `wandb.teardown` has ended it with a status of its own. A launcher's SIGTERM may reach wandb-core before us. The
+        new one may die too: what it leaves has the next one send.
         """
-        try:
-            self._finish_run(exit_code, stays_global)
-        except vendor.service_gone(self.run) as error:
-            self._ended.clear()
-            self._notice_death(error, self._openings)
-            self._reopen()
-            if not self._lost:
-                self._closing = True
+        until = time.monotonic() + self._request.config.finish_timeout_s
+        while not self._lost:
+            try:
                 self._finish_run(exit_code, stays_global)
+                return
+            except vendor.service_gone(self.run) as error:
+                self._ended.clear()
+                self._notice_death(error, self._openings)
+                if time.monotonic() < until:
+                    self._reopen()
+                    self._closing = True
+                else:
+                    self._give_up()
 
     def _finish_run(self, exit_code: int, stays_global: bool = False) -> None:
         self._ender = threading.get_ident()
@@ -375,6 +380,12 @@ class WandbHandle(Handle):
                 self.run.mark_preempting()
             vendor.finish_within(self._request.config.finish_timeout_s, self.run, lambda: self._end(exit_code))
             tail.remove_sent(self.run)
+            if self.run.offline and not self._offline:
+                logger.warning(
+                    "W&B: run %s has continued offline. To send what W&B has not got, run: %s",
+                    self.id,
+                    how_to_send(" ".join(self.unsent())),
+                )
         except TimeoutError:
             self._timed_out = True
             tail.mark_ended(self.run, exit_code)
@@ -401,18 +412,27 @@ class WandbHandle(Handle):
             return
         self._ender = threading.get_ident()
         try:
-            self._adopt(self._open_again(self.run, self._offline or self._timed_out))
-        except Exception:
-            self._lost = True
-            logger.warning(
-                "W&B: run %s has ended and cannot be opened again: what is logged from now on is lost. To send what it "
-                "has, run: %s",
-                self.id,
-                " ; ".join(map(how_to_send, self._abandoned or [directory(self.run)])),
-                exc_info=True,
-            )
+            for is_last in (False, False, True):  # a new wandb-core may die too
+                try:
+                    self._adopt(self._open_again(self.run, self._offline or self._timed_out))
+                    return
+                except Exception:
+                    tail.keep_unsent(self.run)
+                    if is_last:
+                        self._give_up()
         finally:
             self._ender = 0
+
+    def _give_up(self) -> None:
+        """Leave what the run has to the user: it cannot be opened again."""
+        self._lost = True
+        logger.warning(
+            "W&B: run %s has ended and cannot be opened again: what is logged from now on is lost. To send what it "
+            "has, run: %s",
+            self.id,
+            " ; ".join(map(how_to_send, self._abandoned or [directory(self.run)])),
+            exc_info=True,
+        )
 
     @critical_section(_PATIENCE_S)
     def _rewind(self, step: int) -> str | None:

@@ -34,7 +34,7 @@ def is_run_directory(directory: Path) -> bool:
 
 
 def send(directories: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
-    """Send these directories in the order of their names, with those of other attempts of their runs beside them.
+    """Send these directories in the order of their start, with those of other attempts of their runs beside them.
 
     Args:
         directories: The directories.
@@ -48,7 +48,8 @@ def send(directories: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
             one. All others were sent.
     """
     failed: list[str] = []
-    for directory in sorted(directories):
+    # By their times: a run that was online goes on offline behind that.
+    for directory in sorted(directories, key=lambda one: one.name.removeprefix("offline-")):
         try:
             is_unsent = offline.is_offline(directory) and not offline.is_moved(directory)
             journals = _complete(directory) if is_unsent else ()
