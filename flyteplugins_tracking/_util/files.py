@@ -87,29 +87,27 @@ def _is_made(path: Path) -> bool:
 
 def is_private(path: Path) -> bool:
     """Whether `path` is a directory, and no link to one, that belongs to this user and that no other can enter."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+    mode = _own_mode(path)
+    return stat.S_ISDIR(mode) and not mode & 0o077
 
 
 def is_own_directory(path: Path) -> bool:
     """Whether `path` is a directory of this user, and no link to one. Others may be able to enter it."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return stat.S_ISDIR(_own_mode(path))
 
 
 def is_own_file(path: Path) -> bool:
     """Whether `path` is a regular file of this user, and no link to one."""
+    return stat.S_ISREG(_own_mode(path))
+
+
+def _own_mode(path: Path) -> int:
+    """Return the mode of what is there, links not followed; 0 if nothing is there, or something of another user."""
     try:
         status = os.lstat(path)
     except OSError:
-        return False
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+        return 0
+    return status.st_mode if status.st_uid == os.geteuid() else 0
 
 
 def own_file_in(directory: Path, name: str) -> Path | None:
