@@ -8,11 +8,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import yaml
 from support import jobs
 from support.waiting import wait_for_file, wait_until
@@ -99,7 +101,7 @@ def test_the_pulse_names_the_rank_that_loads_its_data_slowly(tmp_path):
 @pytest.mark.parametrize(
     ("name", "package", "checkpoint"),
     [
-        ("stopping.py", "torch", "checkpoint.pt"),
+        ("checkpoints.py", "torch", "checkpoint.pt"),
         ("stopping_hf_trainer.py", "transformers", "output/checkpoint-*/trainer_state.json"),
         ("stopping_accelerate.py", "accelerate", "checkpoint/model.safetensors"),
         ("stopping_lightning.py", "lightning", "last.ckpt"),
@@ -116,23 +118,47 @@ def test_a_time_limit_stops_both_ranks_with_a_checkpoint(tmp_path, name, package
 
 
 @pytest.mark.full
-def test_elastic_checkpoint_goes_on_with_run_and_training_when_a_rank_is_killed(tmp_path, server):
-    command = jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")
+def test_checkpoints_go_on_with_run_and_training_when_a_rank_is_killed(tmp_path, server):
+    """The node gets no SIGTERM: what counts is what is saved every 100 steps."""
     env = {**server.environment, "WANDB_RUN_ID": "elastic", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    checkpoint = tmp_path / "checkpoint.pt"
-    job = jobs.start([*command, EXAMPLES / "elastic_checkpoint.py", checkpoint], tmp_path, env)
-    wait_for_file(checkpoint, job)
+    job = jobs.start(checkpoints(tmp_path, 1500, options=["--max-restarts=1"]), tmp_path, env)
+    wait_for_file(tmp_path / "checkpoint.pt", job)
     rank(job.pid, 1).send_signal(signal.SIGKILL)
     done = jobs.finish(job, tmp_path)
     assert done.returncode == 0, done.output
     run = server.run("elastic")
-    attempts = [[int(row["train_step"]) for row in run.rows if row["restarts"] == attempt] for attempt in (0, 1)]
-    assert attempts[0] == list(range(len(attempts[0])))
-    assert attempts[1] == list(range(attempts[1][0], 20))
-    assert attempts[1][0] % 5 == 0
-    assert 5 <= attempts[1][0] <= len(attempts[0])
+    steps = [int(row["train_step"]) for row in run.rows]
+    second = next(at for at, (one, other) in enumerate(pairwise(steps), start=1) if other <= one)
+    assert steps[:second] == list(range(second))
+    assert steps[second:] == list(range(steps[second], 1500))
+    assert steps[second] % 100 == 0
+    assert 100 <= steps[second] <= second
     assert (run.exit_codes[-1], run.state, run.rows_overwritten) == (0, "finished", 0)
     assert [other.id for other in server.runs].count("elastic") == 1
+
+
+@pytest.mark.parametrize(
+    ("argument", "mode"),
+    [
+        ("", "offline"),
+        ("", "disabled"),
+        pytest.param('run_mode="shared"', "offline", marks=pytest.mark.full),
+        pytest.param('run_mode="new"', "offline", marks=pytest.mark.full),
+        pytest.param("primary_rank=-1", "offline", marks=pytest.mark.full),
+    ],
+)
+def test_rank_0_alone_saves_the_checkpoint_whoever_has_a_run(tmp_path, argument, mode):
+    """And the next job continues from it: its first step is the one after the last that was saved."""
+    env = {"WANDB_MODE": mode}
+    for steps, saved, last in ((250, ["0 100", "0 200"], 200), (320, ["0 300"], 300)):
+        done = jobs.run(checkpoints(tmp_path, steps, argument), tmp_path, env)
+        assert done.returncode == 0, done.output
+        assert re.findall("saved by (.+)", done.output) == saved, done.output
+        assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == last
+    with_rows = [[row["train_step"] for row in run.rows] for run in done.runs if run.rows]
+    ranks = {'run_mode="shared"': 2, 'run_mode="new"': 2}.get(argument, 1) if mode == "offline" else 0
+    trained = sorted([*range(250), *range(200, 320)] * ranks)
+    assert sorted(step for steps in with_rows for step in steps) == trained
 
 
 def test_fsdp_has_one_run_with_the_statistics_of_all_ranks(tmp_path):
@@ -158,17 +184,34 @@ def test_an_evaluation_by_itself_has_a_run(tmp_path):
 def test_a_preempted_training_continues_where_it_stopped(tmp_path):
     """A SIGTERM before a rank has called `should_stop()` interrupts it: so the test waits for some rows."""
     env = {"WANDB_RUN_ID": "preempted"}
-    command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), EXAMPLES / "preemptible.py", "checkpoint.pt"]
-    job = jobs.start(command, tmp_path, env)
+    job = jobs.start(checkpoints(tmp_path, 10_000), tmp_path, env)
     wait_until(lambda: any(run.rows[4:] for run in read_runs(tmp_path / "wandb")), job)
     job.send_signal(signal.SIGTERM)
     preempted = jobs.finish(job, tmp_path)
     (stopped,) = preempted.runs
     assert (stopped.exit_code, stopped.summary["stop/reason"]) == (143, "SIGTERM"), preempted.output
-    continued = jobs.run(command, tmp_path, env)
+    steps = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] + 20
+    continued = jobs.run(checkpoints(tmp_path, steps), tmp_path, env)
     assert continued.returncode == 0, continued.output
     assert [(run.id, run.exit_code) for run in continued.runs] == [("preempted", 143), ("preempted", 0)]
-    assert [row["train_step"] for run in continued.runs for row in run.rows] == list(range(100))
+    assert [row["train_step"] for run in continued.runs for row in run.rows] == list(range(steps))
+
+
+def checkpoints(directory: Path, steps: int, argument: str = "", options: Sequence[str] = ()) -> list[str]:
+    """The command of `checkpoints.py` with so many steps and one more argument. It prints who saves, and what."""
+    code, changes = (
+        (EXAMPLES / "checkpoints.py").read_text(),
+        {
+            "10_000": str(steps),
+            'tracking_init(project="examples"': f'tracking_init({argument}{", " * bool(argument)}project="examples"',
+            "torch.save(state": 'print("saved by", info.rank, state["step"], flush=True), torch.save(state',
+        },
+    )
+    for old, new in changes.items():
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    (directory / "checkpoints.py").write_text(code)
+    return [*jobs.torchrun("--standalone", "--nproc-per-node=2", *options), str(directory / "checkpoints.py")]
 
 
 def rank(agent: int, number: int) -> psutil.Process:
