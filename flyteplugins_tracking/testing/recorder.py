@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,9 +14,8 @@ from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import new_id, prefix_of, refuse_to_pickle, run_config
 from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.rows import NextRow, RowBuffer
-
-logger = logging.getLogger(__name__)
 
 Status = Literal["running", "finished", "failed", "killed"]
 
@@ -429,7 +427,7 @@ class _Handle(Handle):
         self._prefix = prefix_of(request)
         self._next_row = NextRow()
         self._pending_row: dict[str, Any] = {}
-        self._finished = False
+        self._gate = Gate(tracker.title, state.id, request.watch, lambda: None)
         is_shared = request.config.run_mode == "shared" and request.info is not None
         # In W&B's shared runs `step=` becomes a column.
         self._step_metric = request.config.step_metric if is_shared and tracker.name == "wandb" else None
@@ -460,9 +458,9 @@ class _Handle(Handle):
             raise TypeError(f"log() needs a mapping of text to values, got {data!r:.100}")
         self._steps.row_logged(data, step)
         data = _snapshot(data)
-        if self._finished:
-            logger.warning("run %s has ended with its function: this call of log() is lost", self.id)
-        elif self._step_metric is not None:
+        if self._gate.refuses():
+            return
+        if self._step_metric is not None:
             self._rows.log(lambda row: self._add(row, row.get(self._step_metric)), data, step, commit)
         else:
             self._pending_row.update({self._prefix + key: value for key, value in data.items()})
@@ -476,11 +474,13 @@ class _Handle(Handle):
         self._state.summary.update(values)
 
     def finish(self, exit_code: int) -> None:
+        self._gate.finish(lambda: self._end(exit_code))
+
+    def _end(self, exit_code: int) -> None:
         self._rows.commit(lambda row: self._add(row, row.get(self._step_metric)))
         if self._pending_row:
             self._add(self._pending_row, None)
         self._state.summary.update(self._next_row.take())
-        self._finished = True
         if self._is_primary:
             self._state.exit_codes.append(exit_code)
 

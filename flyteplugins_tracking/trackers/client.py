@@ -6,28 +6,21 @@ A tracker implements three methods, `write`, `end` and `resume`. This module dec
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import sys
-import threading
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
-from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow
 
 logger = logging.getLogger(__name__)
-
-# How long a signal waits for a row to be written: an exception in the middle would leave half of it.
-_PATIENCE_S = 1.0
-
-NOT_OPEN = "is not open in this process: its function has ended, or another process opened it. Rows are lost"
 
 # The column of an attempt's number: of its first row, or after a rollback of each of its rows.
 RESTART_COUNT = "restart_count"
@@ -84,14 +77,10 @@ class ClientHandle(Handle):
         prefix = prefix_of(request)
         self._values = values or MetricSanitizer(title, prefix)
         self._barrier = WriterBarrier.of_ranks(request, title)
-        self._lock = threading.RLock()  # held while the run is written to, ended or resumed
-        self._holding = threading.RLock()  # held to read the state and the held rows together
-        self._held: list[tuple[dict[str, Any], Any, dict[str, Any]]] = []  # rows that are logged while the run ends
-        self._ending = self._ended = self._finished = False
+        self._gate = Gate(title, self.id, request.watch, self.resume, one_at_a_time=True)
         self._next_row = NextRow()
         self._last_step: Any = None  # the last `step=` of a row
         self._warn_once = WarnOnce(logger)
-        self._pid = os.getpid()
         self._restart_count = restart_count_of(request) if request.plan.primary else 0
 
     @abstractmethod
@@ -111,34 +100,14 @@ class ClientHandle(Handle):
         Raises:
             TypeError: `data` is not a mapping of strings to values.
         """
-        if self._finished or os.getpid() != self._pid:  # in a forked child, the locks may be held forever
-            self._warn(NOT_OPEN)
+        if self._gate.refuses():
             return
         self.request.watch.before_row()
         row = self._values.clean(data)
         if self._next_row.waiting:
             row = {**self._next_row.take(), **row}
-        with self._holding:
-            is_held = self._ending
-            if is_held:
-                self._held.append((row, step, kwargs))
-        if not is_held:
-            if self._ended:
-                self.request.watch.wait_for_user_handler()
-            self._log_open(row, step, kwargs)
+        self._gate.row(lambda: self._write(row, step, kwargs))
         self.request.steps.row_logged(data, step)
-
-    @critical_section(_PATIENCE_S)
-    def _log_open(self, row: dict[str, Any], step: Any, kwargs: dict[str, Any]) -> None:
-        """Log a row, and open the run again for it if it has ended early."""
-        with self._lock:
-            if self._finished:  # while this thread waited for the lock
-                self._warn(NOT_OPEN)
-                return
-            self._resume_and_write_held()
-            if self._restart_count:  # once: a column that tells the attempts apart costs each service a value
-                row, self._restart_count = {**row, RESTART_COUNT: self._restart_count}, 0
-            self._write(row, step, kwargs)
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         self._next_row.add(values)
@@ -150,8 +119,7 @@ class ClientHandle(Handle):
 
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:  # noqa: ARG002 not every service takes a time
         """Log a row that was kept in files since `time_s`, in seconds since the epoch."""
-        with self._lock:
-            self.write(row, step)
+        self.write(row, step)
 
     def replay_queue(self, directory: str, written_in: str) -> None:
         """Log what the client's own files in a directory have. For services whose clients have such files.
@@ -170,62 +138,31 @@ class ClientHandle(Handle):
             self._barrier.wait_for_run(self.request, self._title)
 
     def finish(self, exit_code: int) -> None:
-        with self._lock:
-            try:
-                if self._held:
-                    self._resume_and_write_held()
-                if not self._ended:
-                    self._write_waiting()
-                    self._finish(exit_code)
-            finally:
-                self._finished = True
-                if self._barrier is not None:
-                    self._barrier.leave()
-                    if exit_code == 0:
-                        self._barrier.stay(self.request.config.finish_timeout_s, self.request.watch)
+        try:
+            self._gate.finish(lambda: self._end(exit_code))
+        finally:
+            if self._barrier is not None:
+                self._barrier.leave()
+                if exit_code == 0:
+                    self._barrier.stay(self.request.config.finish_timeout_s, self.request.watch)
 
     def finish_on_signal(self, exit_code: int) -> None:
-        with self._lock:
-            if self._held:  # while an earlier signal ended the run, and nothing was logged after that
-                self._resume_and_write_held()
-            if self._ended:
-                return
-            with self._holding:
-                self._ending = True
-            self._write_waiting()
-            self._finish(exit_code)
+        self._gate.end(lambda: self._end(exit_code))
 
-    def _resume_and_write_held(self) -> None:
-        if self._ended:
-            self._ended = False
-            try:
-                self.resume()
-            except Exception:
-                self._warn("has ended, and could not be opened again. Rows that are logged now are lost")
-        with self._holding:
-            held, self._held = self._held, []
-        for row, step, kwargs in held:
-            self._write(row, step, kwargs)
-
-    def _write_waiting(self) -> None:
-        """Log what waits for a next row that does not come: at the step of the last one."""
-        if self._next_row.waiting:
+    def _end(self, exit_code: int) -> None:
+        if self._next_row.waiting:  # for a next row that does not come
             self._write(self._next_row.take(), self.last_step, {})
+        self.end(exit_code)
 
     def _write(self, row: Mapping[str, Any], step: Any, kwargs: Mapping[str, Any]) -> None:
         if step is not None:
             self._last_step = step
+        if self._restart_count:  # once: a column that tells the attempts apart costs each service a value
+            row, self._restart_count = {**row, RESTART_COUNT: self._restart_count}, 0
         try:
             self.write(row, step, **kwargs)
         except Exception:
             self._warn("could not be logged to. A row is lost")
-
-    def _finish(self, exit_code: int) -> None:
-        try:
-            self.end(exit_code)
-        finally:
-            with self._holding:
-                self._ended, self._ending = True, False
 
     def _warn(self, text: str) -> None:
         """Warn about the run, once: the training's loop may repeat the cause."""

@@ -336,7 +336,7 @@ def test_all_unsent_rows_are_kept_at_the_end(server, tmp_path, monkeypatch, bare
             run.set_tags({"number": Decimal(1)})
             run.log({"a": Decimal("0.5")})
             run._handle.end(0)
-            run._handle._ended = True
+            run._handle._gate.state = "ended"
 
     train()
     (journal,) = stored(tmp_path / "tracking-offline" / "mlflow-left")

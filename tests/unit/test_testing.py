@@ -420,7 +420,7 @@ def test_what_is_logged_after_the_end_is_lost_with_a_warning(caplog):
     tracking_init(tracker=recorder)(lambda: kept.append(get_run()))()
     kept[0].log({"late": 1})
     assert (recorder.runs[0].rows, recorder.runs[0].status, len(recorder.runs)) == ((), "finished", 1)
-    assert "has ended with its function: this call of log() is lost" in caplog.text
+    assert "is not open in this process: its function has ended" in caplog.text
     with pytest.raises(TypeError, match="log\\(\\) needs a mapping"):
         kept[0].log("late")
 

@@ -18,7 +18,7 @@ from flyteplugins_tracking._util.text import has_credentials, without_credential
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import NOT_OPEN, ClientHandle, prefix_of, refuse_to_pickle
+from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of, refuse_to_pickle
 from flyteplugins_tracking.trackers.journal import how_to_send, what_is_kept
 from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
 from flyteplugins_tracking.trackers.journal.lines import encode
@@ -135,7 +135,7 @@ class MlflowHandle(ClientHandle):
         self._put(Item("tags", tags, 0, now_ms()))
 
     def save_state(self, text: str) -> None:
-        if not (self._ending or self._ended or self._finished):
+        if self._gate.state == "open":
             self._put(Item("tags", {_STATE_TAG: text}, 0, now_ms()))
 
     def saved_state(self) -> str | None:
@@ -154,16 +154,14 @@ class MlflowHandle(ClientHandle):
         return max(0, self._next_step - 1)
 
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:
-        with self._lock:
-            until = time.monotonic() + self.request.config.finish_timeout_s
-            if not self._sender.has_room and (unsent := self._sender.flush(until)):
-                self._keep(unsent, None)
-            self._write_at(row, step, round(time_s * 1000))
+        until = time.monotonic() + self.request.config.finish_timeout_s
+        if not self._sender.has_room and (unsent := self._sender.flush(until)):
+            self._keep(unsent, None)
+        self._write_at(row, step, round(time_s * 1000))
 
     def put(self, kind: Literal["params", "tags"], data: Mapping[str, Any]) -> None:
         """Send params or tags in the background, in order with the rows."""
-        if self._finished or os.getpid() != self._pid:
-            self._warn(NOT_OPEN)
+        if self._gate.refuses():
             return
         self.request.watch.before_row()
         self._put(Item(kind, dict(data), 0, now_ms()))

@@ -86,8 +86,7 @@ class PlutoHandle(ClientHandle):
         return self._steps.last
 
     def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:
-        with self._lock:
-            self.write(row, step, timestamp=time_s)
+        self.write(row, step, timestamp=time_s)
 
     def replay_queue(self, directory: str, written_in: str) -> None:
         if self._sending is not None:
