@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.modules import loaded
-from flyteplugins_tracking._util.proc import after_fork_in_child
 
 # "{pid}-{digest}-{base id}": the process that has called a decorated function as a rank, the variables by which it is
 # one, and the base id that it has agreed on, if it has one. Programs that it starts inherit it.
@@ -44,26 +44,29 @@ class _Fork:
     def __init__(self) -> None:
         self.variables: Mapping[str, str] = dict(os.environ)
         self.group = default_group()
-        self.parent_is_child = _fork is not None or _multiprocessing_parent() is not None
+        self.parent_is_child = _birth.fork is not None or _multiprocessing_parent() is not None
 
 
-_fork: _Fork | None = None
+class _Birth(PerProcess):
+    """How this process has begun: by this fork, or None."""
+
+    fork: _Fork | None = None
+
+    def after_fork_in_child(self) -> None:
+        self.fork = _Fork()
 
 
-@after_fork_in_child
-def _remember_fork() -> None:
-    global _fork
-    _fork = _Fork()
+_birth = register(_Birth())
 
 
 def is_forked() -> bool:
     """Return whether this process was forked after this library had been imported."""
-    return _fork is not None
+    return _birth.fork is not None
 
 
 def variables_at_birth() -> Mapping[str, str]:
     """Return the environment that this process got from its parent."""
-    return _initial_variables() if _fork is None else _fork.variables
+    return _initial_variables() if _birth.fork is None else _birth.fork.variables
 
 
 def has_inherited_group() -> bool:
@@ -71,7 +74,8 @@ def has_inherited_group() -> bool:
 
     Its connections are the parent's: nothing may be sent through them here.
     """
-    return _fork is not None and _fork.group is not None and _fork.group is default_group()
+    fork = _birth.fork
+    return fork is not None and fork.group is not None and fork.group is default_group()
 
 
 def default_group() -> Any:
@@ -93,9 +97,9 @@ def is_child_of_rank(variables: Mapping[str, str]) -> bool:
         return False  # set in this process, as by Elastic's workers
     if _is_below_marked(variables):
         return True
-    if _fork is not None:
+    if _birth.fork is not None:
         # A forked process shows the environment that its parent was started with.
-        return _fork.parent_is_child or has(_initial_variables(), variables)
+        return _birth.fork.parent_is_child or has(_initial_variables(), variables)
     parent = _multiprocessing_parent()
     if parent is None:
         return False  # a launcher's, or one of a shell or of a program between the launcher and the rank

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._runs.context import ExecutionContext
-from flyteplugins_tracking._util.proc import after_fork_in_child
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking.trackers.config import TrackingConfig
 
 if TYPE_CHECKING:
@@ -105,17 +105,36 @@ class TrackedCall:
         self.timeout_s = timeout_s
 
 
-# The call of this thread or task; and all calls of this process, for threads that a decorated function starts: they do
-# not inherit the context.
+# The call of this thread or task.
 current: ContextVar[TrackedCall | None] = ContextVar("flyteplugins_tracking_call", default=None)
-_running: list[TrackedCall] = []
-# The runs that the last of their calls is closing.
-_closing: list[OpenRun] = []
-_call_counts: Counter[str] = Counter()
+
+
+class _State(PerProcess):
+    """The calls of this process, also for threads that a decorated function starts: they do not inherit the context.
+
+    Attributes:
+        running: The calls that have not ended.
+        closing: The runs that the last of their calls is closing.
+        call_counts: The number of calls so far, by tracker.
+        lock: Held while these change.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[TrackedCall] = []
+        self.closing: list[OpenRun] = []
+        self.call_counts: Counter[str] = Counter()
+        self.lock = threading.Lock()
+
+    def after_fork_in_child(self) -> None:
+        """Forget the calls: they and their runs are the parent's."""
+        super().after_fork_in_child()
+        current.set(None)
+
+
+_state = register(_State())
 # The override of this thread or task; and all overrides, the last one for threads that do not inherit the context.
 _thread_override: ContextVar[Override | None] = ContextVar("flyteplugins_tracking_override", default=None)
 _overrides: list[Override] = []
-_lock = threading.Lock()
 
 
 def get_run(tracker: str | None = None) -> Any:
@@ -138,13 +157,13 @@ def get_run(tracker: str | None = None) -> Any:
 def here() -> TrackedCall | None:
     """Return the call that this thread or task is in; None outside of a decorated function. See `get_run`."""
     call = current.get()
-    return _innermost() if call is None and _running else call
+    return _innermost() if call is None and _state.running else call
 
 
 def find_simulated(call: TrackedCall) -> list[TrackedCall]:
     """Return the running calls of the simulation that `call` belongs to."""
-    with _lock:
-        return [running for running in _running if running.override is call.override]
+    with _state.lock:
+        return [running for running in _state.running if running.override is call.override]
 
 
 @contextmanager
@@ -165,8 +184,8 @@ def override(doubles: Override) -> Iterator[None]:
         yield
     finally:
         _overrides.remove(doubles)
-        with _lock:  # a call may still run, in a thread that waits in vain: no later call must join it
-            _running[:] = [call for call in _running if call.override is not doubles]
+        with _state.lock:  # a call may still run, in a thread that waits in vain: no later call must join it
+            _state.running[:] = [call for call in _state.running if call.override is not doubles]
 
 
 @contextmanager
@@ -190,16 +209,16 @@ def active_override() -> Override | None:
 
 def count(tracker: str, call_counts: Counter[str] | None) -> int:
     """Count one more call, in `call_counts` or else in this process, and return the number of calls."""
-    counts = _call_counts if call_counts is None else call_counts
-    with _lock:
+    counts = _state.call_counts if call_counts is None else call_counts
+    with _state.lock:
         counts[tracker] += 1
         return counts[tracker]
 
 
 def begin(call: TrackedCall) -> None:
     """Register a call as running."""
-    with _lock:
-        _running.append(call)
+    with _state.lock:
+        _state.running.append(call)
 
 
 def end(call: TrackedCall, exit_code: int) -> bool:
@@ -208,9 +227,9 @@ def end(call: TrackedCall, exit_code: int) -> bool:
     Returns:
         Whether it had a run that no other call uses any more.
     """
-    with _lock:
-        if call in _running:
-            _running.remove(call)
+    with _state.lock:
+        if call in _state.running:
+            _state.running.remove(call)
         if call.run is None:
             return False
         if call.is_opener:
@@ -219,34 +238,34 @@ def end(call: TrackedCall, exit_code: int) -> bool:
             call.run.joined -= 1
         if call.run.is_in_use:
             return False
-        _closing.append(call.run)
+        _state.closing.append(call.run)
         return True
 
 
 def mark_closed(run: OpenRun) -> None:
     """Unregister a run that has been closed, after `end` has returned True."""
-    with _lock:
-        if run in _closing:
-            _closing.remove(run)
+    with _state.lock:
+        if run in _state.closing:
+            _state.closing.remove(run)
     run.closed.set()
 
 
 def await_closing(tracker: str, run_id: str, timeout_s: float) -> None:
     """Wait until this process does not close a run of this id any more: wandb-core refuses the id until then."""
-    with _lock:
-        closing = [run for run in _closing if run.tracker == tracker and run.handle.id == run_id]
+    with _state.lock:
+        closing = [run for run in _state.closing if run.tracker == tracker and run.handle.id == run_id]
     for run in closing:
         run.closed.wait(timeout_s)
 
 
 def open_runs() -> list[OpenRun]:
     """Return the runs that running calls use, of all threads."""
-    with _lock:
+    with _state.lock:
         return _open_runs()
 
 
 def _open_runs() -> list[OpenRun]:
-    return list({id(call.run): call.run for call in _running if call.run is not None}.values())
+    return list({id(call.run): call.run for call in _state.running if call.run is not None}.values())
 
 
 def join_enclosing(parent: TrackedCall | None, tracker: str) -> TrackedCall | None:
@@ -255,11 +274,11 @@ def join_enclosing(parent: TrackedCall | None, tracker: str) -> TrackedCall | No
     Returns:
         The call whose run, if it has one, is joined. None if all have ended: a task or thread may outlive its starter.
     """
-    with _lock:
+    with _state.lock:
         enclosing = _nearest(parent, tracker)
         while enclosing is not None:
             run = enclosing.run
-            if enclosing in _running or (run is not None and run.is_in_use):
+            if enclosing in _state.running or (run is not None and run.is_in_use):
                 if run is not None:
                     run.joined += 1
                 return enclosing
@@ -269,7 +288,7 @@ def join_enclosing(parent: TrackedCall | None, tracker: str) -> TrackedCall | No
 
 def join_open_run(tracker: str, run_id: str) -> OpenRun | None:
     """Join the run if this process has it open: a container may run several tasks, of one parent or with it."""
-    with _lock:
+    with _state.lock:
         for run in _open_runs():
             if run.tracker == tracker and run.handle.id == run_id:
                 run.joined += 1
@@ -279,7 +298,7 @@ def join_open_run(tracker: str, run_id: str) -> OpenRun | None:
 
 def _innermost() -> TrackedCall | None:
     """Return the running call for a thread without a context; None if several trainings run at once."""
-    running = _running[:]  # a copy without the lock: threads ask for each row that they log
+    running = _state.running[:]  # a copy without the lock: threads ask for each row that they log
     last = running[-1] if running else None
     if len(running) > 1 and any(call is not last and not _encloses(call, last) for call in running):
         return None
@@ -296,16 +315,3 @@ def _nearest(call: TrackedCall | None, tracker: str) -> TrackedCall | None:
     while call is not None and call.tracker != tracker:
         call = call.parent
     return call
-
-
-@after_fork_in_child
-def _reset_after_fork() -> None:
-    """Forget the calls in a forked child: the runs are the parent's, and a lost thread may hold the lock."""
-    global _lock
-    _lock = threading.Lock()
-    for run in _open_runs():
-        run.lock.release()
-    _running.clear()
-    _closing.clear()
-    _call_counts.clear()
-    current.set(None)

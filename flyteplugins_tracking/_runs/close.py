@@ -21,7 +21,8 @@ from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.run import EndedRun, OpenRun
 from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
-from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED, at_fork
+from flyteplugins_tracking._util.fork import register
+from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.trackers.config import TrackingConfig
 
@@ -307,12 +308,5 @@ def _finish_on_signal(run: OpenRun, exit_code: int, failure: Failure | None = No
         _persist(run)
 
 
-WATCHER = SigtermWatcher(finish_on_signal)
-_ASYNCIO_WATCHER = AsyncioSigtermWatcher(finish_on_signal)
-
-for watcher in (WATCHER, _ASYNCIO_WATCHER):
-    at_fork(
-        before=watcher.before_fork,
-        after_in_parent=watcher.after_fork_in_parent,
-        after_in_child=watcher.after_fork_in_child,
-    )
+WATCHER = register(SigtermWatcher(finish_on_signal))
+_ASYNCIO_WATCHER = register(AsyncioSigtermWatcher(finish_on_signal))

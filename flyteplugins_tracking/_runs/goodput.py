@@ -12,13 +12,13 @@ import json
 import logging
 import math
 import numbers
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyteplugins_tracking._util.critical import critical_section
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Attempt(NamedTuple):
     last_step: float | None
 
 
-class Attempts:
+class Attempts(PerProcess):
     """The attempts of a run. This process makes the last one. The `steps` of a `RunRequest`."""
 
     def __init__(self, step_metric: str) -> None:
@@ -64,7 +64,6 @@ class Attempts:
         self.continues = False  # whether another attempt shall follow, even if this one succeeds
         self._column = step_metric
         self._handle: Handle | None = None
-        self._pid = os.getpid()
         self._warn_once = WarnOnce(logger)
         self._to_epoch = time.time() - time.monotonic()  # one clock for the attempt: the other one may be set
         self._save_at = 0.0
@@ -77,6 +76,11 @@ class Attempts:
         self._is_passed = False  # whether `should_stop` was passed a step: from then on the rows' do not count
         self._rows_until = 0.0  # when the last row was logged
         self._ended_until: float | None = None  # the last row that the last `end` has seen
+        register(self)
+
+    def after_fork_in_child(self) -> None:
+        """Save nothing: the run is the parent's."""
+        self._handle = None
 
     def begin(self, handle: Handle, is_retry: bool) -> None:
         """Read what earlier attempts have saved in the run, which is open now. From here on, this one is saved too.
@@ -163,9 +167,8 @@ class Attempts:
         return attempts[-_MOST_ATTEMPTS:]
 
     def _save_while_running(self, now: float) -> None:
-        if os.getpid() == self._pid:
-            self._save_at = now + min(_LONGEST_S, max(_SHORTEST_S, now - self._seen_from))
-            self._save(is_over=False)
+        self._save_at = now + min(_LONGEST_S, max(_SHORTEST_S, now - self._seen_from))
+        self._save(is_over=False)
 
     @critical_section(_PATIENCE_S)
     def _save(self, is_over: bool) -> None:

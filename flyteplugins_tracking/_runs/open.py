@@ -36,8 +36,8 @@ from flyteplugins_tracking._runs.context import ExecutionContext
 from flyteplugins_tracking._runs.goodput import Attempts
 from flyteplugins_tracking._runs.run import OpenRun
 from flyteplugins_tracking._util.checks import check_run_id
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.lock import RunLock
-from flyteplugins_tracking._util.proc import after_fork_in_child
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import learn
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -52,8 +52,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _warn_once = WarnOnce(logger)
-# Vendors' clients are not set up safely by several threads: one could see wandb's settings half read.
-_opening = threading.RLock()
+
+
+class _Opening(PerProcess):
+    """Vendors' clients are not set up safely by several threads: one could see wandb's settings half read."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+
+_opening = register(_Opening())
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Opener:
             TrackerNotInstalledError: The vendor's package is missing.
             TrackerUnavailableError: The service, or a key for it, is missing.
         """
-        with _opening:
+        with _opening.lock:
             run = self._join_run()
             is_opener = run is None
             call = TrackedCall(
@@ -411,10 +419,3 @@ def _secret_of(secret: Any, context: ExecutionContext) -> str | None:
     if value is not None and not isinstance(value, str):
         raise TrackerUnavailableError(f"secret= must return the API key as a string, got a {type(value).__name__}")
     return value
-
-
-@after_fork_in_child
-def _reset_after_fork() -> None:
-    """Replace the lock in a forked child: a thread that does not exist there may hold it."""
-    global _opening
-    _opening = threading.RLock()

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
-from flyteplugins_tracking._util.proc import after_fork_in_child
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.config import merged
 
@@ -52,7 +52,16 @@ _in_block: ContextVar[_Block | None] = ContextVar("flyteplugins_tracking_propaga
 _blocks: list[_Block] = []
 _exported: dict[str, str | None] = {}
 _outside: dict[str, str | None] = {}
-_lock = threading.Lock()
+
+
+class _Guard(PerProcess):
+    """The lock of the state above. A forked child is in its parent's blocks, and keeps them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+_guard = register(_Guard())
 
 
 def read(key: str, custom_context: Mapping[str, str] | None) -> dict[str, Any]:
@@ -67,7 +76,7 @@ def read(key: str, custom_context: Mapping[str, str] | None) -> dict[str, Any]:
     Raises:
         ConfigError: One of the texts is not a JSON object.
     """
-    with _lock:
+    with _guard.lock:
         _record_outside_changes()
         variable = _outside.get(key) if _blocks else os.environ.get(key)
         # Blocks of other tasks in this process do not reach a task.
@@ -129,18 +138,11 @@ def write(value: Mapping[str, Any], name: str) -> str:
         ) from None
 
 
-@after_fork_in_child
-def _new_lock() -> None:
-    """Replace the lock in a forked child: a thread of the parent may have held it."""
-    global _lock
-    _lock = threading.Lock()
-
-
 @contextmanager
 def propagate(values: Mapping[str, str]) -> Iterator[None]:
     """Propagate `values` to the functions that are called, and the processes that are started, in the block."""
     older_threads = weakref.WeakSet(threading.enumerate())
-    with _lock:
+    with _guard.lock:
         parent = _current_block()
         block = _Block(parent, older_threads, {**({} if parent is None else parent.values), **values})
         _record_outside_changes()
@@ -150,7 +152,7 @@ def propagate(values: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     finally:
-        with _lock:
+        with _guard.lock:
             _record_outside_changes()
             _blocks.remove(block)
             _export()

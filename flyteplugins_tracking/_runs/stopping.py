@@ -24,7 +24,7 @@ from flyteplugins_tracking._runs import monitor as monitoring
 from flyteplugins_tracking._runs.calls import TrackedCall
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.critical import critical_section
-from flyteplugins_tracking._util.proc import after_fork_in_child
+from flyteplugins_tracking._util.fork import PerProcess, register
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ def should_stop(step: int | None = None) -> bool:
             restarted, how much of its time has made steps that were kept, even if the run's rows have no step.
     """
     # As `CallCounter.next`, without one more call.
-    counter = _counter
+    counter = _state.counter
     counter.count = count = counter.count + 1
     should = count >= counter.limit and counter.at_limit(count)
     if step is not None:
-        _on_step(step)
+        _state.on_step(step)
     return should
 
 
@@ -77,7 +77,7 @@ def request_stop(reason: str = "request_stop") -> None:
         for rank in calls.find_simulated(call):
             rank.stop_reason = reason
     else:
-        stopping = _current or _start(call)
+        stopping = _state.stopping or _start(call)
         stopping.request(reason)
 
 
@@ -161,10 +161,9 @@ class Stopping:
 
     def after_close(self) -> None:
         """Forget the function. Called when its run has been closed."""
-        global _current, _counter, _on_step
-        if self._call.pid != os.getpid() or _current is not self:
+        if self._call.pid != os.getpid() or _state.stopping is not self:
             return
-        _current, _counter, _on_step = None, _first_counter(), _ignore
+        _state.forget()
         if self._call.watcher is not None:
             self._call.watcher.postpone(None)
         if self._has_usr1 and signal.getsignal(signal.SIGUSR1) == self._on_usr1:
@@ -242,7 +241,7 @@ def request_of_service(service: str, otherwise: Callable[[], object]) -> None:
         service: The tracker's name.
         otherwise: Called if the function does not call `should_stop()`, or if the ranks do not agree.
     """
-    stopping = _current
+    stopping = _state.stopping
     if stopping is None:
         otherwise()
     else:
@@ -251,12 +250,11 @@ def request_of_service(service: str, otherwise: Callable[[], object]) -> None:
 
 @critical_section(_PATIENCE_S)
 def _start(call: TrackedCall) -> Stopping:
-    global _current, _counter, _on_step
-    with _starting:
-        if _current is None:
-            call.stopping = _current = Stopping(call)
-            _counter, _on_step = _current.counter, _current.on_step
-        return _current
+    with _state.starting:
+        if _state.stopping is None:
+            call.stopping = _state.stopping = Stopping(call)
+            _state.counter, _state.on_step = call.stopping.counter, call.stopping.on_step
+        return _state.stopping
 
 
 def _first_call(_: int) -> bool:
@@ -278,17 +276,27 @@ def _ignore(_: object) -> None:
 
 
 _functions = 0  # how many functions of this process have called `should_stop()`
-_current: Stopping | None = None
-_counter = _first_counter()
-_on_step: Callable[[object], object] = _ignore
-_starting = threading.RLock()
 
 
-@after_fork_in_child
-def _reset() -> None:
-    """Forget the parent's function in a forked child, and let SIGUSR1 end the child."""
-    global _current, _counter, _on_step, _starting
-    if _current is not None and _current._has_usr1:
-        with suppress(ValueError):  # forked off the main thread
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    _current, _counter, _on_step, _starting = None, _first_counter(), _ignore, threading.RLock()
+class _State(PerProcess):
+    """The function of this process that calls `should_stop()`."""
+
+    def __init__(self) -> None:
+        self.starting = threading.RLock()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again: the function has ended."""
+        self.stopping: Stopping | None = None
+        self.counter = _first_counter()
+        self.on_step: Callable[[object], object] = _ignore
+
+    def after_fork_in_child(self) -> None:
+        """Forget the parent's function, and let SIGUSR1 end the child."""
+        if self.stopping is not None and self.stopping._has_usr1:
+            with suppress(ValueError):  # forked off the main thread
+                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        super().after_fork_in_child()
+
+
+_state = register(_State())

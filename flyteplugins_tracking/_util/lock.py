@@ -20,22 +20,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flyteplugins_tracking._util.files import open_own, private_directory
-from flyteplugins_tracking._util.proc import after_fork_in_child, machine, parent
+from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.proc import machine, parent
 
 _POLL_S = 0.1
 _SHORTEST_POLL_S = 0.001
 # struct flock
 _REQUEST = struct.Struct("hhqqi4x")
-# The descriptors of the locks that this process holds, by the path of the file.
-_held: dict[Path, int] = {}
-_changing = threading.RLock()
+
+
+class _Held(PerProcess):
+    """The locks that this process holds: the descriptors, by the path of the file."""
+
+    def __init__(self) -> None:
+        self.descriptors: dict[Path, int] = {}
+        self.changing = threading.RLock()
+
+    def after_fork_in_child(self) -> None:
+        """Close the files of the parent, which keeps the locks."""
+        for descriptor in self.descriptors.values():
+            os.close(descriptor)
+        super().after_fork_in_child()
+
+
+_held = register(_Held())
 
 
 class RunLock:
     """A lock by name among this user's processes on this machine."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path, self._pid = path, os.getpid()
+        self._path = path
 
     @classmethod
     def acquire(cls, name: str, timeout_s: float = 0) -> RunLock | None:
@@ -65,7 +80,7 @@ class RunLock:
 
     def release(self) -> None:
         """Release the lock. It does nothing in a forked child: the parent keeps the lock."""
-        if self._path is not None and self._pid == os.getpid():
+        if self._path is not None:
             _free(self._path)
         self._path = None
 
@@ -92,26 +107,26 @@ def locked(path: Path, timeout_s: float) -> Iterator[None]:
 
 def _hold(path: Path) -> int | None:
     """Lock a file. Returns None, or the process that holds the lock: 0 if it has just ended or is unknown."""
-    with _changing:
-        if path in _held:
+    with _held.changing:
+        if path in _held.descriptors:
             return os.getpid()
         while True:
             descriptor = open_own(path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_at(path, descriptor):
-                    _held[path] = descriptor
+                    _held.descriptors[path] = descriptor
                     return None
             except (BlockingIOError, PermissionError):
                 return _holder(descriptor)
             finally:
-                if path not in _held:
+                if path not in _held.descriptors:
                     os.close(descriptor)
 
 
 def _free(path: Path) -> None:
-    with _changing:
-        descriptor = _held.pop(path, None)
+    with _held.changing:
+        descriptor = _held.descriptors.pop(path, None)
         if descriptor is not None:
             with contextlib.suppress(OSError):
                 os.unlink(path)  # while it is locked: who has opened it looks whether it is still there
@@ -139,13 +154,3 @@ def _is_family(pid: int) -> bool:
     while ancestors[-1] > 1:
         ancestors.append(parent(ancestors[-1]))
     return pid > 0 and (pid in ancestors or (pid > 1 and parent(pid) == os.getppid() > 1))
-
-
-@after_fork_in_child
-def _forget() -> None:
-    """Close the parent's files: the locks are the parent's alone."""
-    global _changing
-    _changing = threading.RLock()
-    for descriptor in _held.values():
-        os.close(descriptor)
-    _held.clear()

@@ -1,4 +1,4 @@
-"""Processes: exit codes of signals, functions that run at a fork, and values from Linux's /proc.
+"""Processes: exit codes of signals, and values from Linux's /proc.
 
 On a system without /proc, its values are empty or 0.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from glob import glob
 
 Env = Mapping[str, str]
@@ -18,22 +18,6 @@ Env = Mapping[str, str]
 # same on every POSIX system: 15 for SIGTERM, 2 for SIGINT (Ctrl-C).
 TERMINATED = 143
 INTERRUPTED = 130
-
-
-def at_fork(**hooks: Callable[[], object]) -> None:
-    """Register functions for each later fork. On a platform without `fork`, it does nothing.
-
-    Args:
-        **hooks: `before`, `after_in_parent` and `after_in_child`, as `os.register_at_fork` takes them.
-    """
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(**hooks)
-
-
-def after_fork_in_child(function: Callable[[], object]) -> Callable[[], object]:
-    """Call `function` in each child that is forked from now on. Can be used as a decorator."""
-    at_fork(after_in_child=function)
-    return function
 
 
 def machine() -> str:

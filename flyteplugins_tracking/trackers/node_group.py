@@ -35,7 +35,7 @@ from typing import Any, Literal
 
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.files import private_directory
-from flyteplugins_tracking._util.proc import after_fork_in_child
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking.trackers.base import RunRequest
 
 Json = Mapping[str, Any]
@@ -46,12 +46,27 @@ _MAX_PATH = 107
 SEND_TIMEOUT_S = 1.0
 _RETRY_S = 0.05
 
-# The tokens of the servers that this process has received a value from.
-_seen_servers: set[str] = set()
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 # What a follower may send: a number or a question a line. A node has a few hundred followers at most.
 _LONGEST_LINE = 1 << 20
 _MOST_REQUESTS = 500
+
+
+class _Connected(PerProcess):
+    """The sockets of this process, and the tokens of the servers that it has received a value from."""
+
+    def __init__(self) -> None:
+        self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self.seen_servers: set[str] = set()
+
+    def after_fork_in_child(self) -> None:
+        """Close the parent's connections: copies in a child would keep them open after the parent's end."""
+        for connection in list(self.sockets):
+            with contextlib.suppress(OSError):
+                connection.close()
+        super().after_fork_in_child()
+
+
+_connected = register(_Connected())
 
 
 class NodeError(Exception):
@@ -334,9 +349,9 @@ class NodeClient:
                 if "reject" in message:
                     raise NodeError(str(message["reject"]))
                 if "publish" in message:
-                    if message["server"] in _seen_servers:
+                    if message["server"] in _connected.seen_servers:
                         raise ConnectionRefusedError
-                    _seen_servers.add(message["server"])
+                    _connected.seen_servers.add(message["server"])
                     connection.settimeout(None)
                     return cls(rank, message["server"], connection, reader, message["publish"], messages[i + 1 :])
 
@@ -369,7 +384,7 @@ class NodeClient:
             will_return: It could not use the value, and will connect to the same server again.
         """
         if will_return:
-            _seen_servers.discard(self._server)
+            _connected.seen_servers.discard(self._server)
         _close(self._connection)
 
     def _receive(self, handlers: Mapping[str, Callable[[Any], None]], on_disconnect: Callable[[], None]) -> None:
@@ -465,7 +480,7 @@ def _close(connection: socket.socket) -> None:
 
 def _track(connection: socket.socket) -> socket.socket:
     """Close this socket in children that are forked from now on."""
-    _sockets.add(connection)
+    _connected.sockets.add(connection)
     return connection
 
 
@@ -547,12 +562,3 @@ def _is_refused(path: str) -> bool:
         except OSError:
             pass
     return False
-
-
-@after_fork_in_child
-def _close_parents_sockets() -> None:
-    """Close the parent's connections: copies in a child would keep them open after the parent's end."""
-    for connection in list(_sockets):
-        with contextlib.suppress(OSError):
-            connection.close()
-    _seen_servers.clear()

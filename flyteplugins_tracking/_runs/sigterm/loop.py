@@ -19,6 +19,7 @@ from typing import Any
 
 from flyteplugins_tracking._runs.sigterm.main import SIGNAL, Postponement, SignalMask, is_watched
 from flyteplugins_tracking._runs.sigterm.wakeup import WakeupFd
+from flyteplugins_tracking._util.fork import PerProcess
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.threads import run_with_timeout
 
@@ -105,7 +106,7 @@ class _ChainedHandler:
         wakeup.forward(bytes(number for number in wakeup.received() if number != SIGNAL))
 
 
-class AsyncioSigtermWatcher:
+class AsyncioSigtermWatcher(PerProcess):
     """Watches for SIGTERM while other threads than the main one are in decorated functions that have a run."""
 
     def __init__(self, finish_on_signal: Callable[[int], None]) -> None:

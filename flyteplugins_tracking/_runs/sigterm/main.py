@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from flyteplugins_tracking._runs.sigterm.wakeup import WakeupFd
 from flyteplugins_tracking._util import critical, threads
+from flyteplugins_tracking._util.fork import PerProcess
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.threads import run_with_timeout
 
@@ -96,7 +97,7 @@ class _ChainedHandler:
         return self.previous is signal.SIG_DFL or module.startswith(_ELASTIC)
 
 
-class SigtermWatcher:
+class SigtermWatcher(PerProcess):
     """Watches for SIGTERM while the main thread is in decorated functions that have a run."""
 
     def __init__(self, finish_on_signal: Callable[[int], None]) -> None:

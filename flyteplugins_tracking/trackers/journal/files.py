@@ -15,7 +15,6 @@ import re
 import struct
 import threading
 import time
-import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util.files import open_own, read_own
-from flyteplugins_tracking._util.proc import after_fork_in_child
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
@@ -47,8 +46,6 @@ _RECORD, _HEADER, _ACKNOWLEDGED = range(3)
 _warn_once = WarnOnce(logger)
 # The journals that this process writes. Reading one would release its lock.
 _live: set[str] = set()
-# All journals of this process: a forked child must leave them alone.
-_journals: weakref.WeakSet[Journal] = weakref.WeakSet()
 
 
 class Entry(NamedTuple):
@@ -58,7 +55,7 @@ class Entry(NamedTuple):
     data: bytes
 
 
-class Journal:
+class Journal(PerProcess):
     """One writer's journal. Its first record creates it.
 
     Attributes:
@@ -89,7 +86,7 @@ class Journal:
         self._room = 0  # bytes until the segment is full; without a segment there are none
         self._is_closed = False
         self._lock = threading.RLock()  # held while segments change. Reentrant: a signal handler may log
-        _journals.add(self)
+        register(self)
 
     def add(self, record: bytes) -> None:
         """Keep a record. Called for each row: a full disk costs the record, with one warning, and raises nothing."""
@@ -131,8 +128,8 @@ class Journal:
                 _remove(path)
             self._segments.clear()
 
-    def forget(self) -> None:
-        """Keep nothing from now on, in a forked child: the lock may be held forever, and the files are the parent's."""
+    def after_fork_in_child(self) -> None:
+        """Keep nothing from now on: the lock may be held forever, and the files are the parent's."""
         self._lock = threading.RLock()
         self._segments = []
         self.close()
@@ -355,9 +352,3 @@ def _remove(path: str) -> None:
         os.unlink(path)
     except OSError:
         logger.debug("cannot remove %s", path, exc_info=True)
-
-
-@after_fork_in_child
-def _forget_all() -> None:
-    for journal in list(_journals):
-        journal.forget()

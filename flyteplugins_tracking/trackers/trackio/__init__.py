@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from flyteplugins_tracking._rank.plan import Page
-from flyteplugins_tracking._util.proc import after_fork_in_child
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
@@ -68,7 +68,7 @@ _ONLY = {
 _UNUSED = "settings"
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(PerProcess, Tracker):
     """Opens Trackio runs.
 
     Attributes:
@@ -91,7 +91,7 @@ class TrackioTracker(Tracker):
     )
 
     def __init__(self) -> None:
-        self.reset_start()
+        self.reset_start()  # in a forked child too: Elastic forks new workers for each attempt
 
     def reset_start(self) -> None:
         """Count rows from now on as rows of this attempt."""
@@ -216,6 +216,4 @@ def check_project(project: str | None) -> None:
         )
 
 
-TRACKER = TrackioTracker()
-
-after_fork_in_child(TRACKER.reset_start)  # Elastic forks new workers for each attempt
+TRACKER = register(TrackioTracker())

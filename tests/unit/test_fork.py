@@ -1,0 +1,83 @@
+"""What a forked child has of its parent's objects."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from flyteplugins_tracking._util import fork
+from flyteplugins_tracking._util.fork import PerProcess, register
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+class State(PerProcess):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open: list[int] = []
+
+
+class Noting(PerProcess):
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        register(self)
+
+    def before_fork(self) -> None:
+        self.calls.append("before")
+
+    def after_fork_in_parent(self) -> None:
+        self.calls.append("parent")
+
+    def after_fork_in_child(self) -> None:
+        self.calls.append("child")
+
+
+class Broken(PerProcess):
+    def after_fork_in_child(self) -> None:
+        raise OSError("made to fail")
+
+
+def in_child(holds: Callable[[], bool]) -> bool:
+    """Whether `holds()` in a forked child."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if holds() else 1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_child_starts_with_an_empty_state_whose_lock_is_free():
+    state = register(State())
+    state.open.append(1)
+    with state.lock:  # as by a thread that the child does not have
+        assert in_child(lambda: state.open == [] and state.lock.acquire(timeout=10))
+    assert state.open == [1]
+
+
+def test_a_live_object_is_called_before_and_after_a_fork():
+    calls: list[str] = []
+    noting = Noting(calls)
+    assert in_child(lambda: noting.calls == ["before", "child"])
+    assert calls == ["before", "parent"]
+
+
+def test_an_object_that_is_gone_is_not_known_any_more():
+    gc.collect()
+    before = len(fork._registered)
+    noting = Noting([])
+    assert len(fork._registered) == before + 1
+    del noting
+    gc.collect()
+    assert len(fork._registered) == before
+
+
+def test_an_object_that_fails_keeps_no_other_from_its_new_start(caplog):
+    broken, state = register(Broken()), register(State())
+    state.open.append(1)
+    with caplog.at_level(logging.CRITICAL):
+        assert in_child(lambda: state.open == [])
+    assert broken is not None
