@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from flyteplugins_tracking._util.text import CREDENTIALS
 
@@ -13,8 +13,12 @@ _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGN
 _SHORTEST = 8
 _HIDDEN = "***"
 _ADDRESSES = (
-    # A user and a password, or a token, in an address. Other text may follow: digits and a slash are a port.
-    (re.compile(r"(?<=://)[^\s/@:]*:(?!\d+(?:[/?#\s]|$))[^\n\"'<>]*@"), f"{_HIDDEN}@"),
+    # A user and a password, or a token, in an address. Other text may follow: digits are a port, and no password, if no
+    # @ is in the same word. Longer ones are not looked for: the time would grow with the square of a line.
+    (
+        re.compile(r"(?<=://)[^\s/:]{0,300}:(?!\d+(?:[/?#][^\s@]*)?(?:\s|$))[^\n\"'<>]{0,300}@"),
+        f"{_HIDDEN}@",
+    ),
     (re.compile(r"(?<=://)(?:[^/\s@]*@)+"), f"{_HIDDEN}@"),
 )
 _FORMS = (
@@ -43,7 +47,7 @@ _known: set[str] = set()
 def learn(key: str) -> None:
     """Have `masked` replace this key from now on."""
     if len(key.strip()) >= _SHORTEST:
-        _known.update({key.strip(), quote(key.strip(), safe="")})
+        _known.add(key.strip())
 
 
 def masked(text: str, *, with_forms: bool = True) -> str:
@@ -59,8 +63,9 @@ def masked(text: str, *, with_forms: bool = True) -> str:
     for value in os.environ.values():
         found = CREDENTIALS.search(value)
         password = (found[0][:-1].partition(":")[2] or found[0][:-1]) if found else ""
-        values |= {password} if len(password) >= _SHORTEST else set()
-    for value in sorted(values | _known, key=len, reverse=True):
+        values |= {form for form in (password, unquote(password)) if len(form) >= _SHORTEST}
+    printed = {form for value in values | _known for form in (value, quote(value, safe=""), repr(value)[1:-1])}
+    for value in sorted(printed, key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
     for pattern, hidden in (*_ADDRESSES, *_FORMS) if with_forms else _ADDRESSES:
         text = pattern.sub(hidden, text)

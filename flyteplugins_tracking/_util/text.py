@@ -6,9 +6,9 @@ import re
 
 # All but tabs and line ends. A terminal obeys some of them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-# A user, with a password that may have any character but a line end, as those of databases and of careless users have;
-# or a token. Not an @ in a path.
-CREDENTIALS = re.compile(r"(?<=://)(?:[^\s/@:]*:.*@|(?:[^/\s@]*@)+)")
+# A user, such as a mail address, with a password that may have any character, as those of databases and of careless
+# users have; or a token. Not an @ in a path.
+CREDENTIALS = re.compile(r"(?<=://)(?:[^/:]*:.*@|(?:[^/\s@]*@)+)", re.DOTALL)
 
 
 def printable(text: str) -> str:

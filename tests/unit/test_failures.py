@@ -272,6 +272,32 @@ def test_a_password_in_an_address_is_masked_whatever_it_has(monkeypatch, passwor
     assert masked(f"got 'long-{password}'") == "got '***'"
 
 
+@pytest.mark.parametrize("password", ["word", "p/ss", "p ss", "p@s/s"])
+def test_a_user_may_be_a_mail_address(monkeypatch, password):
+    address = f"https://me@example.com:{password}@host/path"
+    assert masked(f"cannot reach {address}: no route") == "cannot reach https://***@host/path: no route"
+    assert has_credentials(address)
+    assert without_credentials(address) == "https://host/path"
+
+
+def test_a_password_that_begins_as_a_port_is_masked():
+    assert masked("see postgresql://me:80/secret@host/db") == "see postgresql://***@host/db"
+
+
+@pytest.mark.parametrize("key", ["two\nlines-of-a-key", "a-quote'and\"another", "back\\slash-of-a-key", "ключ-из-букв"])
+def test_a_key_is_masked_as_it_is_and_as_a_literal(monkeypatch, key):
+    monkeypatch.setenv("SOME_TOKEN", key)
+    monkeypatch.setenv("SOME_URL", f"https://me:{quote('long-' + key, safe='')}@host")
+    for printed in (key, quote(key, safe=""), repr(key)[1:-1], f"long-{key}"):
+        assert "key" not in masked(f"got {printed}, refused").replace("ключ", "key")
+
+
+def test_masking_takes_no_time_that_grows_with_the_square_of_a_line():
+    started = time.process_time()
+    masked("://a:" * 50_000)
+    assert time.process_time() - started < 3.0
+
+
 @pytest.mark.parametrize(
     "address", ["https://host/@me/x", "http://host", "sqlite:////tmp/a@b/x.db", "file:///a:b@c", "~/x"]
 )
