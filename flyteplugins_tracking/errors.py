@@ -14,7 +14,12 @@ from __future__ import annotations
 
 
 class TrackingError(Exception):
-    """The base of all exceptions of this library."""
+    """The base of all exceptions of this library. Its text shows no key that this process has, and no password."""
+
+    def __init__(self, *texts: str) -> None:
+        from flyteplugins_tracking._util.secrets import masked
+
+        super().__init__(*(masked(str(text), with_forms=False) for text in texts))
 
 
 class TopologyError(TrackingError):
@@ -42,8 +47,7 @@ class TrackerUnavailableError(TrackingError):
 
     def __init__(self, reason: str, alternative: str = "") -> None:
         super().__init__(reason, alternative)
-        self.reason = reason
-        self.alternative = alternative
+        self.reason, self.alternative = self.args
 
     def __str__(self) -> str:
         return f"{self.reason.rstrip('.')}; or {self.alternative}." if self.alternative else self.reason

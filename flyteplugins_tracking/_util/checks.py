@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterable
 
+from flyteplugins_tracking._util.text import has_credentials
 from flyteplugins_tracking.errors import ConfigError
 
 
@@ -43,6 +44,21 @@ def check_seconds(name: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ConfigError(f"{name} must be a positive number of seconds, got {value!r}")
+
+
+def check_no_password(name: str, address: object, fix: str) -> None:
+    """Refuse an `address` with a user or a password before its host: arguments are pickled with the task.
+
+    Args:
+        name: What the error names.
+        address: The value.
+        fix: What to do instead, as a part of a sentence.
+
+    Raises:
+        ConfigError: It has one.
+    """
+    if isinstance(address, str) and has_credentials(address):
+        raise ConfigError(f"{name} holds a password, which would be pickled with the task: {fix}")
 
 
 def check_flag(name: str, value: object) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import pickle
 from pathlib import Path
 
 import pytest
 
-from flyteplugins_tracking import ConfigError, tracking_init
+from flyteplugins_tracking import ConfigError, TrackerUnavailableError, tracking_init
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig, plain_config
 
 
@@ -125,6 +126,40 @@ def test_a_key_in_place_of_a_secret_is_refused_and_not_shown(key):
     with pytest.raises(ConfigError, match="secret must be a flytekit Secret or a callable") as caught:
         tracking_init(secret=key)
     assert "0123456789" not in str(caught.value)
+
+
+ADDRESS = "https://me@example.com:se/cret@host/path"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tracker": "wandb", "host": ADDRESS},
+        {"tracker": "wandb", "settings": {"base_url": ADDRESS}},
+        {"tracker": "wandb", "settings": {"https_proxy": ADDRESS}},
+        {"tracker": "mlflow", "tracking_uri": ADDRESS},
+        {"tracker": "mlflow", "link_host": ADDRESS},
+        {"tracker": "mlflow", "link_host": "ftp://me:se/cret@host"},
+        {"tracker": "trackio", "server_url": ADDRESS},
+        {"tracker": "trackio", "server_url": "https://me:se/cret@host"},
+        {"tracker": "pluto", "settings": {"url_api": ADDRESS}},
+        {"tracker": "pluto", "settings": {"http_proxy": ADDRESS}},
+    ],
+)
+def test_an_address_with_a_password_is_refused_and_not_shown(arguments):
+    with pytest.raises(ConfigError, match="would be pickled with the task") as refused:
+        tracking_init(**arguments)
+    assert "se/cret" not in str(refused.value)
+
+
+def test_no_error_shows_a_key_or_a_password(monkeypatch):
+    monkeypatch.setenv("PLUTO_API_KEY", "key-of-pluto")
+    error = TrackerUnavailableError(f"{ADDRESS} refuses key-of-pluto", f"use {ADDRESS}")
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert (str(one), one.reason) == (
+            "https://***@host/path refuses ***; or use https://***@host/path.",
+            "https://***@host/path refuses ***",
+        )
 
 
 def test_a_key_in_the_settings_is_refused_and_not_shown():

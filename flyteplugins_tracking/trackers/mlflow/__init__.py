@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page, has_primary, primary_rank_of
-from flyteplugins_tracking._util.checks import check_flag, check_text
+from flyteplugins_tracking._util.checks import check_flag, check_no_password, check_text
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, link_types
@@ -160,15 +160,12 @@ class MlflowTracker(Tracker):
 
 
 def _check_addresses(options: Mapping[str, Any]) -> None:
+    for name in ("tracking_uri", "link_host"):
+        fix = "pass secret=..., or set MLFLOW_TRACKING_URI where the task runs"
+        check_no_password(f"{name}=", options.get(name), fix)
     host = options.get("link_host")
     if host is not None and not host.startswith(("https://", "http://")):
         raise ConfigError(f"link_host={host!r} must begin with https:// or http://, as in 'https://mlflow.example.com'")
-    for name in ("tracking_uri", "link_host"):
-        if options.get(name) and has_credentials(options[name]):
-            raise ConfigError(
-                f"{name}= holds a password, which would be pickled with the task: pass secret=..., or set "
-                "MLFLOW_TRACKING_URI where the task runs"
-            )
 
 
 def _check_experiment(options: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from flyteplugins_tracking._rank.plan import Page
-from flyteplugins_tracking._util.checks import check_text
+from flyteplugins_tracking._util.checks import check_no_password, check_text
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
@@ -60,6 +60,9 @@ class PlutoTracker(Tracker):
             )
         for name in ("host", *_URLS):
             check_text(f"settings[{name!r}]", settings.get(name))
+        for name, value in settings.items():
+            variable = f"{'' if 'proxy' in name else 'PLUTO_'}{name.upper()}"
+            check_no_password(f"settings[{name!r}]", value, f"set {variable} where the task runs")
 
     def page(self, config: TrackingConfig, page: Page | None) -> str:  # noqa: ARG002 no page has an address with our ids
         """Return the project's page, or the host.

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.text import without_credentials
+from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
@@ -166,10 +166,7 @@ def page_address(address: str, project: str | None, run_id: str | None) -> str:
 
 def without_token(url: str) -> tuple[str, str | None]:
     """Split an address into the part that may be shown, and the write token in its query."""
-    parts = urlsplit(url.strip())
-    query = dict(parse_qsl(parts.query))
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", "")), query.get("write_token")
+    return without_credentials(url), dict(parse_qsl(urlsplit(url.strip()).query)).get("write_token")
 
 
 def check_address(url: object) -> None:
@@ -194,7 +191,7 @@ def check_server(url: object) -> None:
     if url is None:
         return
     check_address(url)
-    if "write_token" in str(url) or "@" in urlsplit(str(url)).netloc:
+    if "write_token" in str(url) or has_credentials(str(url)):
         raise ConfigError(
             "server_url= holds a token, which would be pickled with the task: pass secret=..., or set "
             "TRACKIO_WRITE_TOKEN or TRACKIO_SERVER_URL where the task runs"

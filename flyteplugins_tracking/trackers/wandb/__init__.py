@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from flyteplugins_tracking._rank.plan import Page
-from flyteplugins_tracking._util.checks import check_choice
+from flyteplugins_tracking._util.checks import check_choice, check_no_password
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, link_types
@@ -85,10 +85,14 @@ class WandbTracker(Tracker):
         settings = options.get("settings")
         if settings is not None and not isinstance(settings, Mapping) and not hasattr(settings, "model_fields_set"):
             raise ConfigError(f"settings= must be a mapping or a wandb.Settings, got {type(settings).__name__}")
-        if _has_api_key(settings):
+        given = dict(settings) if isinstance(settings, Mapping) else vars(settings) if settings else {}
+        if given.get("api_key"):
             raise ConfigError(
                 "settings= must not hold an API key, because it is pickled with the task: pass secret=... instead"
             )
+        for name in ("base_url", "http_proxy", "https_proxy"):
+            variable = f"{'' if 'proxy' in name else 'WANDB_'}{name.upper()}"
+            check_no_password(f"settings[{name!r}]", given.get(name), f"set {variable} where the task runs")
 
     def page(self, config: TrackingConfig, page: Page | None) -> str:
         host, entity, project = app(config), config.options.get("entity"), config.project
@@ -170,13 +174,14 @@ def _check_characters(subject: str, text: str | None, place: str) -> None:
 
 
 def check_host(host: object) -> None:
-    """Refuse a `host=` that is not an address.
+    """Refuse a `host=` that is not an address, or holds a password.
 
     Raises:
         ConfigError: It is not.
     """
     if host is not None and not (isinstance(host, str) and host.startswith(("https://", "http://"))):
         raise ConfigError(f"host= must be an address such as 'https://wandb.example.com', got {host!r}")
+    check_no_password("host=", host, "set WANDB_BASE_URL where the task runs")
 
 
 def app(config: TrackingConfig) -> str:
@@ -206,12 +211,6 @@ def _link_types(config: TrackingConfig, pages: Sequence[Page] | None) -> Iterato
         yield "tracking-wandb-project"
     else:
         yield from link_types("wandb", config, pages)
-
-
-def _has_api_key(settings: Any) -> bool:
-    if isinstance(settings, Mapping):
-        return bool(settings.get("api_key"))
-    return bool(getattr(settings, "api_key", None))
 
 
 TRACKER = WandbTracker()
