@@ -96,13 +96,13 @@ def check_name(name: str, value: object, longest: int = 500) -> None:
         raise ConfigError(f"{name} has {len(value)} characters, and at most {longest} can be used: {value[:40]!r}...")
 
 
-def check_run_id(name: str, value: object) -> None:
+def check_run_id(name: str, value: object, longest: int = 100) -> None:
     """Refuse a `value` that is neither None nor a string that can be a run's id, and so a part of a file's name.
 
     Raises:
         ConfigError: The value is anything else.
     """
-    check_name(name, value, longest=100)  # services take 128, and the ids of ranks have a suffix
+    check_name(name, value, longest)  # services take 128, and the ids of ranks have a suffix
     if isinstance(value, str) and (re.search(r"[/\\\x00-\x1f\x7f]", value) or value.strip(".") == ""):
         raise ConfigError(f"{name}={value!r} cannot be a run id: use letters, digits, '-', '_' and '.'")
 

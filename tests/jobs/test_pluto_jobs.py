@@ -21,6 +21,8 @@ from support.loopback import Fault
 from support.pluto_server import KEY, PlutoServer, RecordedRun
 from support.waiting import wait_for_file, wait_until
 
+from flyteplugins_tracking.trackers.journal.files import Journal
+from flyteplugins_tracking.trackers.journal.lines import encode
 from flyteplugins_tracking.trackers.pluto import INIT_ARGUMENTS
 
 SCRIPT = jobs.PROGRAMS / "pluto_runs.py"
@@ -300,6 +302,20 @@ def test_rows_of_a_killed_rank_and_uploader_arrive_once(tmp_path, how):
             assert run.statuses == ["COMPLETED"]
     assert run.duplicates == 0
     assert not (tmp_path / ".pluto").exists()
+
+
+def test_a_proxy_that_only_the_data_names_gets_no_key(tmp_path):
+    with PlutoServer() as server, PlutoServer() as proxy:
+        header = {"tracker": "pluto", "id": "kept", "group": None, "primary": True, "attempt": 0, "run_metadata": {}}
+        arguments = {"project": "p", "settings": {"http_proxy": proxy.url, "x_log_level": 10}}
+        journal = Journal(tmp_path / "kept", "0000-1-0-rank-0-a", {**header, "arguments": arguments})
+        journal.add(encode({"row": {"x": 1}, "step": 1, "time": 1.0}))
+        journal.close()
+        command = [sys.executable, "-m", "flyteplugins_tracking", "send", tmp_path / "kept"]
+        with proxy.failing(Fault.status(500)) as fault:
+            done = jobs.run(command, tmp_path, pluto_environment(server))
+        assert (done.returncode, fault.hits) == (0, 0), done.output
+        assert len(server.run("kept").charted["x"]) == 1
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from support import jobs
 from support.loopback import Fault
 from support.users import NOBODY, needs_root
@@ -15,6 +16,7 @@ from support.wandb_server import WandbServer
 
 from flyteplugins_tracking._commands.send import main
 from flyteplugins_tracking.trackers.journal.files import Journal
+from flyteplugins_tracking.trackers.journal.lines import encode
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
 
@@ -113,6 +115,53 @@ def test_a_key_goes_to_no_server_that_only_the_data_names(tmp_path):
         assert f"{directory} is of the server {named.url}, for which this process is not set up" in done.output
         told = send(tmp_path, own.environment, "--server", named.url, directory)
         assert told.returncode == 0, told.output
+
+
+def kept_run(directory: Path, tracker: str, **changes: object) -> Path:
+    """The directory of a run that was logged to files, whose header has these values too."""
+    header = {"tracker": tracker, "id": "kept", "group": None, "primary": True, "attempt": 0, "run_metadata": {}}
+    journal = Journal(directory, "0000-1-0-rank-0-a", {**header, "arguments": {}, **changes})
+    journal.add(encode({"row": {"x": 1}, "step": 1, "time": 1.0}))
+    journal.close()
+    return directory
+
+
+OWN = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("tracker", "arguments"),
+    [
+        ("mlflow", {"tracking_uri": "http://example.com"}),
+        ("mlflow", {"tracking_uri": f"http://example.com\\@{OWN[7:]}"}),  # requests would go to example.com
+        ("mlflow", {"tracking_uri": f"http://me@{OWN[7:]}"}),
+        ("mlflow", {"tracking_uri": "sqlite:////tmp/other.db"}),
+        ("pluto", {"settings": {"url_api": "http://example.com"}}),
+        ("pluto", {"settings": {"host": "example.com"}}),
+        ("trackio", {"server_url": "http://example.com"}),
+        ("wandb", {"settings": {"base_url": "http://example.com"}}),
+        ("wandb", {"host": "http://example.com"}),
+    ],
+)
+def test_a_server_that_only_the_data_names_is_refused_wherever_it_is_named(
+    tmp_path, monkeypatch, capsys, tracker, arguments
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", OWN)
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "sqlite:////tmp/own.db")
+    directory = kept_run(tmp_path / "kept", tracker, arguments=arguments)
+    assert main([str(directory)]) == 1
+    assert "it gets no key of this process. If the server is right: flyteplugins-tracking send --server " in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    "changes", [{"id": "../../x"}, {"id": 5}, {"attempt": "x"}, {"arguments": []}, {"run_metadata": None}]
+)
+def test_a_header_that_names_no_run_is_refused_in_words(tmp_path, capsys, changes):
+    assert main([str(kept_run(tmp_path / "kept", "trackio", **changes))]) == 1
+    assert "cannot send: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
 def test_a_module_in_the_working_directory_is_not_run(tmp_path):

@@ -115,6 +115,33 @@ def test_the_last_line_of_a_run_in_files_says_how_to_send_it(monkeypatch, tmp_pa
     assert f"{Path('tracking-offline', 'away-local')}, or with --tracker trackio" in line
 
 
+def test_a_command_in_a_message_is_one_for_a_shell_whatever_the_id_is(monkeypatch, tmp_path, caplog):
+    class UnavailableTracker(Tracker):
+        name, title = "away", "Away"
+
+        def open(self, request: RunRequest) -> Handle:
+            return open_or_keep(request, self, self.open_at_service)
+
+        def open_at_service(self) -> ClientHandle:
+            raise TrackerUnavailableError("Away does not answer.")
+
+    run_id = "a b; touch c $(touch d) `e` 'f'"
+
+    @tracking_init(tracker=UnavailableTracker(), project="p", id=run_id, if_unavailable="degrade")
+    def train() -> None:
+        pass
+
+    monkeypatch.chdir(tmp_path)
+    train()
+    (message,) = [record.message for record in caplog.records if "flyteplugins-tracking send" in record.message]
+    command = message.partition("Away answers: ")[2]
+    assert shlex.split(command) == [
+        "flyteplugins-tracking",
+        "send",
+        str(tmp_path / "tracking-offline" / f"away-{run_id}"),
+    ]
+
+
 @pytest.mark.parametrize(("run_mode", "warnings"), [("auto", 1), ("new", 1), ("shared", 0)])
 def test_a_rank_prefix_that_has_no_effect_is_reported_once(caplog, run_mode, warnings):
     for number in range(4):

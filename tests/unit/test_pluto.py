@@ -153,7 +153,7 @@ def rows_of(database: Path, query: str) -> list[tuple[Any, ...]]:
         return connection.execute(query).fetchall()
 
 
-def test_what_another_queue_has_not_sent_is_copied_once_with_its_files(tmp_path):
+def test_what_another_queue_has_not_sent_is_copied_once_with_the_files_in_its_directory(tmp_path):
     # As on another machine: the rank wrote to `was`, and the directory is `other` now.
     was, own = tmp_path / "was", tmp_path / "own"
     other = make_queue(
@@ -163,10 +163,14 @@ def test_what_another_queue_has_not_sent_is_copied_once_with_its_files(tmp_path)
         ROW + "('x', 5, '{\"cpu\": 3}', 1003, 3, 0, 3.0)",
         FILE + f"('x', '{was}/files/a.png', 'a', 1, 0, 1.0)",
         FILE + f"('x', '{was}/files/gone.png', 'gone', 1, 0, 1.0)",
+        FILE + f"('x', '{tmp_path}/key', 'outside', 1, 0, 1.0)",
+        FILE + f"('x', '{was}/files/link.png', 'link', 1, 0, 1.0)",
         FILE + f"('x', '{was}/files/sent.png', 'sent', 1, 2, 1.0)",
     )
     (tmp_path / "other" / "files").mkdir()
     (tmp_path / "other" / "files" / "a.png").write_text("image")
+    (tmp_path / "key").write_text("private")
+    (tmp_path / "other" / "files" / "link.png").symlink_to(tmp_path / "key")
     mine = make_queue(own, ROW + "('y', 0, '{\"a\": 9}', 1009, 9, 0, 9.0)")
     op = SimpleNamespace(_sync_manager=SimpleNamespace(db_path=str(mine), run_id="y"))
     assert vendor.last_step_in(str(other)) == 2

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import secrets
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -200,7 +199,7 @@ class LocalHandle(ClientHandle):
         return how_to_send(directory, self.request.config.options)
 
     def how_to_view(self) -> str:
-        command = self.how_to_send(shlex.quote(self.directory))
+        command = self.how_to_send(self.directory)
         return f"{command}, or with --tracker trackio to look at it without {self._title}"
 
 

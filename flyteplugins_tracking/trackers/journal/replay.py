@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._rank.plan import RunPlan
+from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.files import touch_own
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.journal import addresses_in, how_to_send, require_server
+from flyteplugins_tracking.trackers.journal import addresses_in, arguments_to_send, how_to_send, require_server
 from flyteplugins_tracking.trackers.journal.files import StoredJournal, has_records, remove_torn, stored
 from flyteplugins_tracking.trackers.journal.lines import decode_all, exit_code_in
 from flyteplugins_tracking.trackers.journal.relog import relog
@@ -26,6 +27,12 @@ from flyteplugins_tracking.trackers.registry import find_tracker
 _SENT = "sent"
 # The arguments that are not of one tracker.
 _OF_EVERY_TRACKER = ("project", "name", "group", "tags", "notes", "config")
+# What the header of a run's journal has, with its types.
+_HEADER: Mapping[str, type | tuple[type, ...]] = {
+    **{"tracker": str, "id": str, "group": (str, type(None)), "primary": bool, "attempt": int},
+    **dict.fromkeys(("arguments", "run_metadata"), dict),
+}
+_LONGEST_ID = 200
 
 
 def send(directory: Path, servers: Sequence[str]) -> str | None:
@@ -67,9 +74,7 @@ def send(directory: Path, servers: Sequence[str]) -> str | None:
     _remove_rest(directory)
     unsent = sorted(str(path) for path in kept_again if stored(path))
     if unsent:
-        raise TrackerUnavailableError(
-            f"a part of the run could not be sent. Send it later: {how_to_send(' '.join(unsent))}"
-        )
+        raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent)}")
     return str(next(iter(files.values()))[0]["id"])
 
 
@@ -135,8 +140,16 @@ def _claimed(journals: Sequence[StoredJournal]) -> Iterator[None]:
 
 
 def _lines(journal: StoredJournal) -> list[Any]:
-    """Return the header of a journal, and its pending lines."""
-    return [journal.header, *decode_all(journal.pending())]
+    """Return the header of a journal, and its pending lines.
+
+    Raises:
+        ValueError: It is not that of a run.
+    """
+    header = journal.header
+    if not all(isinstance(header.get(name), kind) for name, kind in _HEADER.items()):
+        raise ValueError(f"{journal.paths[0]} does not say which run it is of")
+    check_run_id("id", header["id"], longest=_LONGEST_ID)
+    return [{**header, "arguments": arguments_to_send(header["arguments"])}, *decode_all(journal.pending())]
 
 
 def _attempts(files: Mapping[int, Sequence[Any]]) -> Iterator[list[int]]:

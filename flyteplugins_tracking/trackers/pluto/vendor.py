@@ -13,10 +13,11 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from flyteplugins_tracking._util.files import link_or_copy
+from flyteplugins_tracking._util.files import link_or_copy, own_file_in
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
 logger = logging.getLogger(__name__)
@@ -439,7 +440,7 @@ def _copy_files(connection: sqlite3.Connection, run_id: str, places: tuple[str, 
     for path, *columns in list(connection.execute(query, (_COMPLETED, _ABANDONED))):
         linked = _linked(path, *places)
         if linked is None:
-            logger.warning("Pluto: %s is not sent: this machine does not have the file", path)
+            logger.warning("Pluto: %s is not sent: the run's directory does not have the file", path)
         else:
             connection.execute(_ADD_FILE, (run_id, linked, *columns))
 
@@ -447,12 +448,10 @@ def _copy_files(connection: sqlite3.Connection, run_id: str, places: tuple[str, 
 def _linked(path: str, other: str, written_in: str, directory: str) -> str | None:
     """Return where a file of another queue is from now on: its queue may be removed; None if there is no such file."""
     inside = os.path.relpath(path, written_in)
-    if inside.startswith(os.pardir):
-        return path if os.path.exists(path) else None
-    source, target = os.path.join(other, inside), os.path.join(directory, os.path.basename(other), inside)
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    try:
-        link_or_copy(source, target)
-    except FileNotFoundError:
+    source = own_file_in(Path(other), inside)  # the client has copied the files there, and makes no links
+    if source is None or source.is_symlink():
         return None
+    target = os.path.join(directory, os.path.basename(other), inside)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    link_or_copy(source, target)
     return target

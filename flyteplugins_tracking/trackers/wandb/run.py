@@ -142,7 +142,7 @@ class WandbHandle(Handle):
             return ""
         path = directory(self.run)
         # The viewer of the directory above shows the run's other nodes and ranks too, the newest run first.
-        return f"wandb leet {shlex.quote(os.path.dirname(path))}; to send it: {how_to_send(shlex.quote(path))}"
+        return f"wandb leet {shlex.quote(os.path.dirname(path))}; to send it: {how_to_send(path)}"
 
     def finish(self, exit_code: int) -> None:
         self._rest_sent.wait(self._request.config.finish_timeout_s)
@@ -384,7 +384,7 @@ class WandbHandle(Handle):
                 logger.warning(
                     "W&B: run %s has continued offline. To send what W&B has not got, run: %s",
                     self.id,
-                    how_to_send(" ".join(self.unsent())),
+                    how_to_send(self.unsent()),
                 )
         except TimeoutError:
             self._timed_out = True

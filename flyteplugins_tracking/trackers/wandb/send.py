@@ -5,6 +5,7 @@ wandb's own `sync` refuses the directory of a run that was online, or appends al
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -105,7 +106,7 @@ def _sync(directory: Path, described: Any, journals: Sequence[StoredJournal]) ->
             raise TrackerUnavailableError(
                 f"W&B has not confirmed {directory}: it counts {count or 0} rows of run {place.run_id}, and should "
                 f"count {wanted}. Keep the directory, and look again: {how_to_send(str(directory))}. If the count "
-                f"stays, send it again: wandb sync --include-synced {directory}"
+                f"stays, send it again: wandb sync --include-synced {shlex.quote(str(directory))}"
             )
         time.sleep(_POLL_S)
     for journal in journals:

@@ -210,10 +210,9 @@ def _published(run: Any) -> dict[str, Any]:
 
 def _log_merge_command(run: Any) -> None:
     """Log the command that sends the directories of all nodes, one after the other in the order of their start."""
-    directories = os.path.join(shlex.quote(os.path.dirname(os.path.dirname(run.dir))), "offline-run-*")
     logger.warning(
         "W&B: run %s was logged offline, by each node into its own directory. Copy these to one machine, and send them "
         "all with: %s",
         run.id,
-        how_to_send(f"{directories}-{shlex.quote(run.id)}*"),
+        f"{how_to_send(os.path.dirname(os.path.dirname(run.dir)))}/offline-run-*-{shlex.quote(run.id)}*",
     )
