@@ -1,9 +1,10 @@
-"""Modules: whether one is imported already, for code that must not import it, and whether a file is of this package."""
+"""Modules: whether one is imported already, which version is installed, and whether a file is of this package."""
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))  # without `pathlib`, which a rank without a run does not load
@@ -18,3 +19,13 @@ def loaded(name: str) -> Any:
 def is_own(file: str) -> bool:
     """Whether a source file is this package's."""
     return file.startswith(_PACKAGE)
+
+
+def installed_version(*distributions: str) -> str | None:
+    """Return the version of the first of these distributions that is installed; None if none is."""
+    from importlib.metadata import PackageNotFoundError, version  # slow, and few ranks need it
+
+    for name in distributions:
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return None

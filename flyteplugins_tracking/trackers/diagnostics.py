@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 Level = Literal["error", "warning", "note"]
@@ -31,7 +33,7 @@ class Diagnosis(NamedTuple):
 
     Attributes:
         place: Where runs go: an address without credentials, or a directory.
-        credentials: Where a key was found, as `found_key` describes it.
+        credentials: Where a key was found, and its length: a `Key` as a string.
         is_chosen: Whether this tracker is set up here: by a key, a server or another variable.
         reach: Asks the server, without a key, within the seconds that it is called with. It raises an error that says
             why the server cannot be used. None if there is no server.
@@ -45,15 +47,30 @@ class Diagnosis(NamedTuple):
     diagnostics: tuple[Diagnostic, ...] = ()
 
 
-def found_key(*variables: str, stored: Mapping[str, str | None] | None = None) -> str | None:
-    """Describe the first key without showing a part of it: where it was found, and its length. None if there is none.
+class Key(NamedTuple):
+    """A key that was found. As a string, it shows no part of it.
+
+    Attributes:
+        place: Where it was found: a variable or a file.
+        value: The key; empty for a token of another kind, which has no length worth showing.
+    """
+
+    place: str
+    value: str
+
+    def __str__(self) -> str:
+        return f"{self.place} ({len(self.value)} characters)" if self.value else self.place
+
+
+def find_key(*variables: str, elsewhere: Mapping[str, str | None]) -> Key | None:
+    """Return the first key; None if there is none.
 
     Args:
         *variables: The variables that may hold a key.
-        stored: The keys that were found elsewhere, by their place.
+        elsewhere: What was found in other places, by the place: None where nothing was.
     """
-    keys = {**{name: os.environ.get(name) for name in variables}, **(stored or {})}
-    return next((f"{where} ({len(key)} characters)" for where, key in keys.items() if key), None)
+    found = {**{name: os.environ.get(name) or None for name in variables}, **elsewhere}
+    return next((Key(place, value) for place, value in found.items() if value is not None), None)
 
 
 def settings_of(path: str, section: str) -> dict[str, str]:
@@ -61,24 +78,24 @@ def settings_of(path: str, section: str) -> dict[str, str]:
     import configparser  # slow, and few ranks need it
 
     parser = configparser.RawConfigParser()
-    try:
+    with suppress(configparser.Error, OSError, ValueError):
         if os.path.isfile(path):  # reading a pipe or a device might never end
             parser.read(path)
-        return dict(parser.items(section))
-    except (configparser.Error, OSError, ValueError):
-        return {}
+            return {name: value for name, value in parser.items(section) if value}
+    return {}
 
 
 def server(
-    service: str, url: str, is_right: Callable[[int, str], object], data: bytes | None = None
+    service: str, url: str, answer: str, *, data: bytes | None = None, keys: str = ""
 ) -> Callable[[float], None]:
     """Return a function for `Diagnosis.reach`, which sends one request without credentials.
 
     Args:
         service: What the server should be, such as "a W&B".
         url: The address to ask.
-        is_right: Whether the status and the text of an answer are such a server's.
+        answer: The regular expression of such a server's answers: the status, a space and the text.
         data: The body of a POST; None for a GET.
+        keys: The variables that a server needs which refuses a request without a key; empty if one is set.
 
     Returns:
         A function that raises a ConnectionError: the server does not answer, or not as it should.
@@ -93,18 +110,19 @@ def server(
             raise ConnectionError("the address must begin with https:// or http://")
         headers = {"Content-Type": "application/json", "User-Agent": "flyteplugins-tracking"}
         try:
-            try:
-                answer = urlopen(Request(url, data, headers), timeout=timeout_s)  # noqa: S310 the scheme is checked
-            except HTTPError as error:
-                answer = error
-            with answer:
-                status, text = answer.status, answer.read(_MOST_BYTES).decode(errors="replace")
+            response = urlopen(Request(url, data, headers), timeout=timeout_s)  # noqa: S310 the scheme is checked
+        except HTTPError as error:
+            response = error
         except (OSError, ValueError, HTTPException) as error:
             raise ConnectionError(f"it does not answer: {getattr(error, 'reason', None) or error}") from None
-        if status >= 500:  # a proxy answers so for a server that has failed
-            raise ConnectionError(f"it answers HTTP {status}")
-        if not is_right(status, text):
-            raise ConnectionError(f"it answers HTTP {status}, and not as {service} server does")
+        with response:
+            text = f"{response.status} {response.read(_MOST_BYTES).decode(errors='replace')}"
+        if response.status >= 500:  # a proxy answers so for a server that has failed
+            raise ConnectionError(f"it answers HTTP {response.status}")
+        if response.status in (401, 403) and keys:
+            raise ConnectionError(f"it wants credentials (HTTP {response.status}): set {keys}")
+        if not re.match(answer, text, re.DOTALL):
+            raise ConnectionError(f"it answers HTTP {response.status}, and not as {service} server does")
 
     return reach
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerNotInstalledError
 from flyteplugins_tracking.trackers.diagnostics import Diagnostic
@@ -165,12 +166,7 @@ class VendorParts:
         return f"{self._distribution} {self._version()}".rstrip()
 
     def _version(self) -> str:
-        from importlib.metadata import PackageNotFoundError, version
-
-        for name in (self._distribution, f"{self._distribution}-skinny"):  # of MLflow, it is enough
-            with suppress(PackageNotFoundError):
-                return version(name)
-        return ""
+        return installed_version(self._distribution, f"{self._distribution}-skinny") or ""  # mlflow-skinny is enough
 
     @property
     def _distribution(self) -> str:

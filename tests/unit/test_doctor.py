@@ -22,7 +22,7 @@ from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import __main__ as commands
 from flyteplugins_tracking._commands import doctor
-from flyteplugins_tracking._commands.doctor import packages, printing
+from flyteplugins_tracking._commands.doctor import examine, printing
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._rank import launchers
 from flyteplugins_tracking._util.text import without_credentials
@@ -273,7 +273,7 @@ def test_a_missing_directory_for_temporary_files_or_for_work_is_reported(ask, mo
 
 
 def test_a_server_of_another_kind_is_not_accepted(ask, monkeypatch):
-    monkeypatch.setattr(packages, "_ANSWER_S", 5 * TIME_SCALE)
+    monkeypatch.setattr(examine, "_ANSWER_S", 5 * TIME_SCALE)
     with WandbServer() as server:
         variables = {**server.environment, "TRACKIO_SERVER_URL": server.url, "TRACKIO_WRITE_TOKEN": "t"}
         status, out, _ = ask("--json", **variables)
@@ -289,7 +289,7 @@ def test_a_server_of_another_kind_is_not_accepted(ask, monkeypatch):
         assert "it answers HTTP 404, and not as a W&B server does" in ask("--tracker", "wandb")[1].replace(
             "\n     ", ""
         )
-        monkeypatch.setattr(packages, "_ANSWER_S", 0.5)
+        monkeypatch.setattr(examine, "_ANSWER_S", 0.5)
         server.fault = Fault.mute()
         _, out, _ = ask("--json")
         assert diagnostics(out, "error").count("it does not answer") == 2
@@ -300,7 +300,7 @@ def test_a_server_of_another_kind_is_not_accepted(ask, monkeypatch):
 
 def test_servers_are_asked_at_the_same_time(ask, monkeypatch):
     """The server answers no request before it has two. The doctor would give up the first if it asked in turn."""
-    monkeypatch.setattr(packages, "_ANSWER_S", 5 * TIME_SCALE)
+    monkeypatch.setattr(examine, "_ANSWER_S", 5 * TIME_SCALE)
     with WandbServer() as server:
         both_wait = Fault.mute()
         server.fault = both_wait
@@ -604,14 +604,16 @@ def test_other_versions_and_silent_ranks_are_reported_and_all_ranks_exit_with_on
     assert ask("--offline", **{**job, "RANK": "1", "LOCAL_RANK": "1", "SLURM_JOB_ID": "1"}) == (7, "", "")
     message = json.loads(board.get("text/1"))
     message["versions"] |= {"flyteplugins-tracking": "9.9", "python": "3.0"}
+    message["trackers"][0]["version"] = "0.1"
     board.put("text/1", json.dumps(message))
-    later = {"info": {"rank": 3, "colour": "red"}, "versions": {"flyteplugins-tracking": "9.9"}, "diagnostics": []}
-    board.append(json.dumps(later))
+    later = {"detected": {"job": {"rank": 3, "colour": "red"}}, "versions": {"flyteplugins-tracking": "9.9"}}
+    board.append(json.dumps({**later, "diagnostics": []}))
     monkeypatch.setattr(doctor, "_OTHERS_S", 0.5)
     status, printed, err = ask("--offline", **job)
     assert (status, err, board.of_topic("doctor/0/status").texts()) == (1, "", ["7", "1"])
     assert "error: ranks 1, 3 (worker 0): flyteplugins-tracking is 9.9 there" in printed
     assert "warning: rank 1 (worker 0): python is 3.0 there" in printed
+    assert "warning: rank 1 (worker 0): wandb is 0.1 there" in printed
     assert "==" not in printed.partition("Diagnostics")[2]  # pip has no python, and rank 0 may have none
     assert "warning: rank 2: no report within 0.5 s" in printed
 
@@ -620,7 +622,8 @@ def test_the_plan_is_for_the_workers_that_the_ranks_are_on(ask, board):
     job = {**LAUNCHERS["torchelastic"], "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}
     for rank in (1, 2, 3):
         place = {"rank": rank, "local_rank": rank - 1, "local_world_size": 3, "worker_index": 1, "num_workers": 2}
-        board.append(json.dumps({"info": {"world_size": 4, **place}, "versions": {}, "diagnostics": []}))
+        found = {"detected": {"job": {"world_size": 4, **place}}, "versions": {}, "diagnostics": []}
+        board.append(json.dumps(found))
     _, out, _ = ask("--json", "--offline", **job)
     assert plans_of(out)[1][3] == "ranks 0-1"
     assert json.loads(out)["ranks_heard"] == 4

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from urllib.parse import urlsplit
 
-from flyteplugins_tracking._util.text import without_credentials
+from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
 
@@ -18,6 +17,8 @@ _DEFAULT = "sqlite:///mlflow.db"
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SERVERS = ("http", "https", "databricks", "databricks-uc")
 _SERVE = "mlflow server --host 0.0.0.0, then export MLFLOW_TRACKING_URI=http://HOST:5000"
+# https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/server/__init__.py
+_VERSION = r"40[13] |200 \s*\d+\.\d+\S*\s*$"
 
 
 def diagnose() -> Diagnosis:
@@ -25,27 +26,19 @@ def diagnose() -> Diagnosis:
     variable = os.environ.get("MLFLOW_TRACKING_URI")
     uri = variable or _DEFAULT
     place, file = without_credentials(uri), os.path.expanduser("~/.mlflow/credentials")
-    credentials = diagnostics.found_key("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
-    if credentials is None and "@" in uri.partition("://")[2]:
-        credentials = "MLFLOW_TRACKING_URI"
-    credentials = credentials or diagnostics.found_key(
-        stored={file: diagnostics.settings_of(file, "mlflow").get("mlflow_tracking_password")}
-    )
-
-    def is_mlflow(status: int, text: str) -> bool:
-        """https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/server/__init__.py."""
-        if status in (401, 403) and credentials is None:
-            names = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-            raise ConnectionError(f"it wants credentials (HTTP {status}): set {names}")
-        return status in (401, 403) or (status == 200 and bool(re.fullmatch(r"\d+\.\d+\S*", text.strip())))
-
+    elsewhere = {
+        "MLFLOW_TRACKING_URI": "" if has_credentials(uri) else None,
+        file: diagnostics.settings_of(file, "mlflow").get("mlflow_tracking_password"),
+    }
+    key = diagnostics.find_key("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", elsewhere=elsewhere)
     setting = f"MLFLOW_TRACKING_URI={place}" if variable else f"MLFLOW_TRACKING_URI is not set, and runs go to {place}"
+    names = "" if key else "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
     is_http = uri.lower().startswith(("https://", "http://"))
     return Diagnosis(
         place=place,
-        credentials=credentials,
-        is_chosen=bool(variable or credentials),
-        reach=diagnostics.server("an MLflow", f"{place}/version", is_mlflow) if is_http else None,
+        credentials=key and str(key),
+        is_chosen=bool(variable or key),
+        reach=diagnostics.server("an MLflow", f"{place}/version", _VERSION, keys=names) if is_http else None,
         diagnostics=tuple(_of_place(uri, place, f"MLflow: {setting}")),
     )
 

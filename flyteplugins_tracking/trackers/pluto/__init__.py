@@ -86,36 +86,30 @@ class PlutoTracker(Tracker):
         import base64  # few ranks need it
 
         servers = {name: _variable(f"URL_{name}") for name in ("APP", "API", "INGEST", "PY")}
-        address = without_credentials(servers["API"] or _API)
+        address, folder = without_credentials(servers["API"] or _API), _variable("DIR") or os.curdir
         data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
         file = os.path.join(data, "python_keyring", "keyring_pass.cfg")  # of `pluto login` on Linux
-        stored = None
+        stored = ""
         with suppress(ValueError):
             stored = base64.decodebytes(diagnostics.settings_of(file, "pluto").get("pluto", "").encode()).decode()
-        credentials = diagnostics.found_key("PLUTO_API_KEY", "MLOP_API_TOKEN", stored={file: stored})
-        folder = _variable("DIR") or os.curdir
-        text = f"Pluto keeps its files in {folder}"
-        problems = [*diagnostics.check_directory(folder, "error", text, "export PLUTO_DIR=/a/directory")]
-        if not credentials:
+        key = diagnostics.find_key("PLUTO_API_KEY", "MLOP_API_TOKEN", elsewhere={file: stored or None})
+        text, fix = f"Pluto keeps its files in {folder}", "export PLUTO_DIR=/a/directory"
+        problems = [*diagnostics.check_directory(folder, "error", text, fix)]
+        if key is None:
             text = "there is no API key: PLUTO_API_KEY is not set, and `pluto login` has not stored a key in a file"
             fix = "pluto login, or export PLUTO_API_KEY=..., or secret= of tracking_init"
             problems.append(Diagnostic("error", f"Pluto: {text}", fix))
         missing = [f"PLUTO_URL_{name}" for name, value in servers.items() if not value]
         if missing and len(missing) < len(servers):
             text = f"{', '.join(missing)} not set, but the others are: a part of each run goes to Pluto's own servers"
-            problems.append(
-                Diagnostic("error", f"Pluto: {text}", f"export {' '.join(f'{name}=...' for name in missing)}")
-            )
-
-        def is_pluto(status: int, _: str) -> bool:
-            return status in (200, 400, 401, 403)
-
+            fix = f"export {' '.join(f'{name}=...' for name in missing)}"
+            problems.append(Diagnostic("error", f"Pluto: {text}", fix))
         return Diagnosis(
             place=address,
-            credentials=credentials,
-            is_chosen=bool(credentials) or any(servers.values()),
+            credentials=key and str(key),
+            is_chosen=key is not None or any(servers.values()),
             # The client's first request: it asks for the key's owner.
-            reach=diagnostics.server("a Pluto", f"{address}/api/slug", is_pluto, data=b""),
+            reach=diagnostics.server("a Pluto", f"{address}/api/slug", "(200|400|401|403) ", data=b""),
             diagnostics=tuple(problems),
         )
 

@@ -19,7 +19,7 @@ from flyteplugins_tracking._util.text import has_credentials, without_credential
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, check_directory, found_key, server
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, check_directory, find_key, server
 
 # The keys of the run's config that hold its status. The user's config must not have them.
 STATUS, EXIT_CODE = "status", "exit_code"
@@ -131,15 +131,15 @@ class TrackioTracker(PerProcess, Tracker):
             is_chosen = any(name.startswith("TRACKIO_") for name in os.environ)
             return Diagnosis(folder, None, is_chosen, None, check_directory(folder, "error", text, fix))
         address, name = without_credentials(url), "TRACKIO_WRITE_TOKEN"
-        credentials = found_key(name, stored={"TRACKIO_SERVER_URL": without_token(url)[1]})
+        key = find_key(name, elsewhere={"TRACKIO_SERVER_URL": without_token(url)[1]})
         text = f"Trackio: {address} wants a write token, and {name} is not set"
         fix = f"export {name}=..., or secret= of tracking_init; `trackio show` prints it"
         return Diagnosis(
             place=address,
-            credentials=credentials,
+            credentials=key and str(key),
             is_chosen=True,
-            reach=server("a Trackio", f"{address}/version", lambda _, text: '"api_version"' in text),
-            diagnostics=() if credentials else (Diagnostic("error", text, fix),),
+            reach=server("a Trackio", f"{address}/version", '200 .*"api_version"'),
+            diagnostics=() if key else (Diagnostic("error", text, fix),),
         )
 
     def open(self, request: RunRequest) -> Handle:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import netrc
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
-from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
+from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, Key, Level
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.wandb import vendor
 
@@ -24,7 +23,6 @@ _MODES = (*_NOT_ONLINE, "online", "shared", "run")
 _SHORTEST_KEY = 40
 # Every W&B server answers this question, whose key it is, also without a key.
 _VIEWER = b'{"query": "query Viewer { viewer { id } }"}'
-_ANSWER = re.compile(r'\s*{.*"(data|errors)"\s*:', re.DOTALL)
 
 
 def diagnose() -> Diagnosis:
@@ -38,56 +36,52 @@ def diagnose() -> Diagnosis:
     mode = os.environ.get("WANDB_MODE") or stored.get("mode") or "online"
     server = os.environ.get("WANDB_BASE_URL") or stored.get("base_url") or vendor.default_server(_SERVER)
     address, is_online = without_credentials(server), mode not in _NOT_ONLINE
-    where, key = _key(address, stored)
-    reach = None
-    if is_online:
-        reach = diagnostics.server("a W&B", f"{address}/graphql", lambda _, text: _ANSWER.match(text), _VIEWER)
+    netrc_file = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")
+    elsewhere = {
+        "WANDB_IDENTITY_TOKEN_FILE": "" if os.environ.get("WANDB_IDENTITY_TOKEN_FILE") else None,
+        netrc_file: _netrc_key(netrc_file, urlsplit(address).netloc),
+        "W&B's settings file": stored.get("api_key") or None,
+    }
+    key = diagnostics.find_key("WANDB_API_KEY", elsewhere=elsewhere)
+    url, is_wandb = f"{address}/graphql", r'\d+ \s*{.*"(data|errors)"\s*:'
     return Diagnosis(
         place=address if is_online else f"{'nowhere' if mode == 'disabled' else directory} ({mode})",
-        credentials=diagnostics.found_key(stored={where: key}) or where or None,
-        is_chosen=bool(where) or any(name.startswith("WANDB_") for name in os.environ),
-        reach=reach,
-        diagnostics=(
-            *_of_key(where, key, is_online),
-            *_of_variables(mode, server, directory),
-            *vendor.PARTS.limits(),
-        ),
+        credentials=key and str(key),
+        is_chosen=key is not None or any(name.startswith("WANDB_") for name in os.environ),
+        reach=diagnostics.server("a W&B", url, is_wandb, data=_VIEWER) if is_online else None,
+        diagnostics=(*_of_key(key, is_online), *_of_mode(mode, directory), *vendor.PARTS.limits()),
     )
 
 
-def _key(address: str, stored: Mapping[str, str]) -> tuple[str, str]:
-    """Return where the key was found, and the key. The key is empty for a token of another kind."""
-    if os.environ.get("WANDB_API_KEY"):
-        return "WANDB_API_KEY", os.environ["WANDB_API_KEY"]
-    if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return "WANDB_IDENTITY_TOKEN_FILE", ""
-    path = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")
+def _netrc_key(file: str, host: str) -> str | None:
     with suppress(OSError, netrc.NetrcParseError, ValueError):
-        if os.path.isfile(path):  # reading a pipe might never end
-            host, known = urlsplit(address).netloc, netrc.netrc(path)
+        if os.path.isfile(file):  # reading a pipe might never end
+            known = netrc.netrc(file)
             entry = known.authenticators(host) or known.authenticators(_OTHER_NAMES.get(host, host))
-            if entry and entry[2]:
-                return path, entry[2]
-    return ("W&B's settings file", stored["api_key"]) if stored.get("api_key") else ("", "")
+            return entry[2] or None if entry else None
+    return None
 
 
-def _of_key(where: str, key: str, is_online: bool) -> Iterator[Diagnostic]:
-    secret = key.strip().partition("-")[2] or key.strip()
-    if not where and is_online:
+def _of_key(key: Key | None, is_online: bool) -> Iterator[Diagnostic]:
+    value = key.value.strip() if key else ""
+    secret = value.partition("-")[2] or value
+    if key is None and is_online:
         text = "there is no API key: WANDB_API_KEY is not set, and no netrc file has one for its server"
         fix = "wandb login, or export WANDB_API_KEY=..., or secret= of tracking_init; or WANDB_MODE=offline"
         yield Diagnostic("error", f"W&B: {text}", fix)
-    elif key and len(secret) < _SHORTEST_KEY and secret.count(".") != 2:
-        text = f"the API key of {where} has {len(key.strip())} characters, and W&B requires at least {_SHORTEST_KEY}"
+    elif key and value and len(secret) < _SHORTEST_KEY and secret.count(".") != 2:
+        text = f"the API key of {key.place} has {len(value)} characters, and W&B requires at least {_SHORTEST_KEY}"
         fix = "copy it again from https://wandb.ai/authorize, then wandb login --relogin"
         yield Diagnostic("error", f"W&B: {text}", fix)
-    elif key != key.strip():
-        text = f"the API key of {where} has spaces or a line end around it, which W&B refuses"
-        fix = f'export WANDB_API_KEY="$(echo ${where})"' if where == "WANDB_API_KEY" else "wandb login --relogin"
-        yield Diagnostic("warning", f"W&B: {text}", fix)
+    levels: dict[str, Level] = {"WANDB_API_KEY": "warning", "WANDB_BASE_URL": "error"}
+    for name, level in levels.items():
+        value = os.environ.get(name, "")
+        if value != value.strip():
+            text = f"W&B: {name} has spaces or a line end around it, which W&B refuses"
+            yield Diagnostic(level, text, f'export {name}="$(echo ${name})"')
 
 
-def _of_variables(mode: str, server: str, directory: str) -> Iterator[Diagnostic]:
+def _of_mode(mode: str, directory: str) -> Iterator[Diagnostic]:
     if mode not in _MODES:
         text = f"WANDB_MODE must be one of {', '.join(sorted(_MODES))}, got {mode}"
         yield Diagnostic("error", f"W&B: {text}", "unset WANDB_MODE")
@@ -97,9 +91,6 @@ def _of_variables(mode: str, server: str, directory: str) -> Iterator[Diagnostic
         text = f"W&B: WANDB_MODE={mode}: runs stay in {directory} and nothing is sent"
         fix = f"unset WANDB_MODE, or wandb online; afterwards: {how_to_send(directory)}/offline-run-*"
         yield Diagnostic("warning", text, fix)
-    if server != server.strip():
-        text = "W&B: WANDB_BASE_URL has spaces or a line end around it, which W&B refuses"
-        yield Diagnostic("error", text, 'export WANDB_BASE_URL="$(echo $WANDB_BASE_URL)"')
     if os.environ.get("WANDB_SERVICE"):
         text = (
             "W&B: WANDB_SERVICE is set: a process above this one has W&B open. This library's runs do not use it; "
