@@ -10,8 +10,8 @@ from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._rank.plan import PrimaryRank, RankScope, RunMode
-from flyteplugins_tracking._runs.calls import Task
-from flyteplugins_tracking._runs.lifecycle import CallLifecycle, publish_files
+from flyteplugins_tracking._runs.call import Call
+from flyteplugins_tracking._runs.context import Task
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.config import IfUnavailable, Rollback, TrackingConfig
@@ -143,9 +143,10 @@ def tracked_function(config: TrackingConfig, function: Callable[..., Any], task:
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
-            with _lifecycle(config, task) as call:
+            with _call_of(config, task) as call:
                 result = await function(*args, **kwargs)
-            published = publish_files(call, is_async=True)
+                call.context.on_return(call)
+            published = call.publish_files(is_async=True)
             if published is not None:
                 await published
             return result
@@ -154,10 +155,11 @@ def tracked_function(config: TrackingConfig, function: Callable[..., Any], task:
 
     @functools.wraps(function)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        with _lifecycle(config, task) as call:
+        with _call_of(config, task) as call:
             result = function(*args, **kwargs)
             _refuse_body_to_come(function, result)
-        publish_files(call)
+            call.context.on_return(call)
+        call.publish_files()
         return result
 
     return tracked
@@ -187,8 +189,8 @@ def _refuse_body_to_come(function: Callable[..., Any], result: Any) -> None:
     )
 
 
-def _lifecycle(config: TrackingConfig, task: Task | None) -> CallLifecycle:
-    """Return the lifecycle of one call, with the propagated arguments for those that the decorator does not set."""
+def _call_of(config: TrackingConfig, task: Task | None) -> Call:
+    """Return one call, with the propagated arguments for those that the decorator does not set."""
     context = flyte_context.current_context()
     config = propagated_to(config, context.propagated)
-    return CallLifecycle(config, find_tracker(config.tracker), context, task)
+    return Call(config, find_tracker(config.tracker), context, task)

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from flyteplugins_tracking._rank.plan import NodeRequest
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._runs.calls import Task
-from flyteplugins_tracking._runs.context import ExecutionContext, ProcessContext
+from flyteplugins_tracking._runs.context import ExecutionContext, ProcessContext, Task
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.config import TrackingConfig
 

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._flyte.context import class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, Page, pages
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._runs.calls import Task
-from flyteplugins_tracking._runs.context import ExecutionContext
+from flyteplugins_tracking._runs.context import ExecutionContext, Task
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.registry import find_tracker
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.run import EndedRun
+    from flyteplugins_tracking._runs.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -182,10 +181,10 @@ class Flyte1Context(ExecutionContext):
             success_exceptions=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
         )
 
-    def render_report(self, run: EndedRun) -> None:
+    def render_report(self, run: Run, exit_code: int, summary: Mapping[str, Any]) -> None:
         from flyteplugins_tracking._flyte import report
 
-        report.show_run(_show, run)
+        report.show_run(_show, run, exit_code, summary)
 
     def persist(self, directory: str) -> str:
         """Copy a local directory below the raw output prefix, and return its address."""

@@ -20,15 +20,14 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._flyte.context import class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._runs.calls import Task
-from flyteplugins_tracking._runs.context import ExecutionContext
+from flyteplugins_tracking._runs.context import ExecutionContext, Task
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import TrackingConfig, merged
 from flyteplugins_tracking.trackers.registry import find_tracker, propagated_to
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.run import EndedRun
+    from flyteplugins_tracking._runs.run import Run
     from flyteplugins_tracking.trackers.base import Tracker
 
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"
@@ -172,10 +171,10 @@ class Flyte2Context(ExecutionContext):
         runs = {**_runs(custom_context() or {}), tracker.name: exported}
         return propagate({propagation.RUNS: propagation.write(runs, "the open run")})
 
-    def render_report(self, run: EndedRun) -> None:
+    def render_report(self, run: Run, exit_code: int, summary: Mapping[str, Any]) -> None:
         from flyteplugins_tracking._flyte import report
 
-        report.show_run(_show, run)
+        report.show_run(_show, run, exit_code, summary)
 
     def persist(self, directory: str) -> str:
         """Copy a local directory to the run's raw data, and return its address."""

@@ -11,11 +11,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._job.board import Board, from_text, job_board
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._runs.run import EndedRun
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.run import Run
 
 TITLE = "Tracking"
 # How long the first primary waits for the end of the others' runs.
@@ -56,21 +58,32 @@ class Outcome:
         return cls(run_id, rank, exit_code, url, dict(list(shown.items())[:_MAX_VALUES]))
 
 
-def show_run(show: Callable[[str, str], None], run: EndedRun) -> None:
+def show_run(show: Callable[[str, str], None], run: Run, exit_code: int, summary: Mapping[str, Any]) -> None:
     """On the first run's primary, show the runs of all ranks; on the others, send this rank's run to it.
 
     Args:
         show: Shows HTML in a tab of the task's report or deck, by its title.
         run: This rank's run.
+        exit_code: The status that it has ended with.
+        summary: Its last values.
     """
-    info = run.info
-    outcome = Outcome.of(run.id, run.url, 0 if info is None else info.rank, run.exit_code, run.summary)
-    board = _board(info, _topic(run.tracker, info)) if info is not None and run.other_runs else None
-    if not run.is_first:
+    info, name, other_runs = run.opener.info, run.tracker.name, _other_runs(run)
+    outcome = Outcome.of(run.handle.id, run.handle.url, 0 if info is None else info.rank, exit_code, summary)
+    board = _board(info, _topic(name, info)) if info is not None and other_runs else None
+    if not run.plan.first:
         send(board, outcome)
         return
-    others = gather(board, run.other_runs) if board is not None else []
-    show(TITLE, page(run.tracker, info, run.attempt, [outcome, *others], run.other_runs - len(others)))
+    others = gather(board, other_runs) if board is not None else []
+    attempt = run.opener.context.run_metadata.get("attempt_number", 0)
+    show(TITLE, page(name, info, attempt, [outcome, *others], other_runs - len(others)))
+
+
+def _other_runs(run: Run) -> int:
+    """Return the number of runs that the job has besides the first."""
+    config, info = run.opener.config, run.opener.info
+    if info is None or (config.run_mode != "new" and config.rank_scope == "global"):
+        return 0
+    return (info.world_size if config.run_mode == "new" else info.num_workers or 1) - 1
 
 
 def _board(info: DistributedInfo, topic: str) -> Board | None:

@@ -1,4 +1,4 @@
-"""The execution context of a call: what the platform that runs the function knows and can do."""
+"""The platform's side: what is known of a task when it is decorated, and what the platform can do for a call."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._util.record import Record
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.calls import TrackedCall
-    from flyteplugins_tracking._runs.run import EndedRun
+    from flyteplugins_tracking._runs.call import Call
+    from flyteplugins_tracking._runs.run import Run
     from flyteplugins_tracking.trackers.base import Tracker
 
 # What a platform has not set.
 _NOTHING: Mapping[str, Any] = {}
+
+
+class Task(NamedTuple):
+    """The facts about a Flyte task that are known when it is decorated.
+
+    Attributes:
+        has_workers: Whether it asks for workers of its own; None if that is unknown and makes no difference.
+        has_report: Whether it has a report (Flyte 2) or a deck (Flyte 1).
+        timeout_s: How long an attempt may run, in seconds; None for no limit.
+    """
+
+    has_workers: bool | None
+    has_report: bool
+    timeout_s: float | None = None
 
 
 class ExecutionContext(Record, ABC):
@@ -67,8 +81,14 @@ class ExecutionContext(Record, ABC):
             TrackerUnavailableError: The secret is missing on a cluster.
         """
 
-    def render_report(self, run: EndedRun) -> None:
-        """Show a run that has ended in the task's report or deck."""
+    def render_report(self, run: Run, exit_code: int, summary: Mapping[str, Any]) -> None:
+        """Show a run that has ended in the task's report or deck.
+
+        Args:
+            run: The run.
+            exit_code: The status that it has ended with.
+            summary: Its last values.
+        """
         raise NotImplementedError
 
     def persist(self, directory: str) -> str:
@@ -89,8 +109,8 @@ class ExecutionContext(Record, ABC):
         """Let the tasks that are called in the block continue `run`."""
         return nullcontext()
 
-    def on_return(self, call: TrackedCall) -> None:
-        """Hook for the moment when the function has returned and its run is open. An error here is the function's."""
+    def on_return(self, call: Call) -> None:
+        """Called when the function has returned, and its run is open. An error here is the function's."""
 
 
 class ProcessContext(ExecutionContext):

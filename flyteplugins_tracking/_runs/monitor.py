@@ -21,7 +21,7 @@ from flyteplugins_tracking._job import hang, progress, pulse
 from flyteplugins_tracking._job.board import Board, job_board, nearest_board
 from flyteplugins_tracking._job.store import STORE_TIMEOUT, job_store
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._runs.calls import TrackedCall
+from flyteplugins_tracking._runs.call import Call
 from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.modules import loaded
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -195,7 +195,7 @@ def _kept_board() -> Board | None:
     return kept[1] if kept is not None and kept[0] == os.getpid() else None
 
 
-def start_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None:
+def start_monitor(call: Call, config: TrackingConfig) -> Monitor | None:
     """Start the monitor of a call that has begun. None if a function around it, or in another thread, has one."""
     info = call.info or _alone()
     duties: list[Callable[[threading.Event], Duty]] = []
@@ -208,22 +208,20 @@ def start_monitor(call: TrackedCall, config: TrackingConfig) -> Monitor | None:
     return _start(info, duties, "hang_timeout_s and pulse_s are ignored")
 
 
-def _roll_call_duty(
-    call: TrackedCall, info: DistributedInfo, timeout_s: float, stopped: threading.Event
-) -> hang.RollCallDuty:
+def _roll_call_duty(call: Call, info: DistributedInfo, timeout_s: float, stopped: threading.Event) -> hang.RollCallDuty:
     """Return the duty of a call that has begun. On the first primary it shows the answers with the run."""
     run = call.run
 
     def show(roll_call: hang.RollCall) -> None:
         if run is not None:
-            logger.error("%s: %s", run.tracker, roll_call.verdict)
+            logger.error("%s: %s", run.tracker.name, roll_call.verdict)
             run.handle.record_event("hang", {"hang/verdict": roll_call.verdict}, roll_call.text)
 
     is_first = run is not None and run.plan.first
     return hang.RollCallDuty(info, timeout_s, show if is_first else None, has_run=run is not None, stopped=stopped)
 
 
-def _pulse_duty(call: TrackedCall, info: DistributedInfo, pulse_s: float, _: threading.Event) -> pulse.PulseDuty:
+def _pulse_duty(call: Call, info: DistributedInfo, pulse_s: float, _: threading.Event) -> pulse.PulseDuty:
     """Return the duty of a call that has begun. On the first primary it logs with the run."""
     run = call.run
     return pulse.PulseDuty(info, pulse_s, run.handle.add_to_next_row if run is not None and run.plan.first else None)

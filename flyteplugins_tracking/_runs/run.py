@@ -1,104 +1,417 @@
-"""A run that this process has open, and one that has ended. A rank without a run does not load them."""
+"""A run that this process has open: how it is opened, ended early and closed. Only ranks with a run load this module.
+
+Three verbs end a run. `finish` is the vendor's: the handle ends the run at the service. `close` is ours: no call uses
+the run any more. `end_early` is a finish that comes while a function may still log: the next row opens the run again.
+"""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import threading
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flyteplugins_tracking._job.failures import Failure, FailureReader
+from flyteplugins_tracking._rank import jax
+from flyteplugins_tracking._rank.launchers import detect_process_group
+from flyteplugins_tracking._rank.plan import RunPlan
+from flyteplugins_tracking._runs import ended, goodput
+from flyteplugins_tracking._runs.call import Call, state
+from flyteplugins_tracking._runs.goodput import Attempts
+from flyteplugins_tracking._runs.request import plan_of, request_of
+from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
+from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
+from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.record import replace
+from flyteplugins_tracking.errors import TrackerNotInstalledError
+from flyteplugins_tracking.trackers.base import Uncounted
+
 if TYPE_CHECKING:
-    from flyteplugins_tracking._job.failures import FailureReader
-    from flyteplugins_tracking._rank.info import DistributedInfo
-    from flyteplugins_tracking._rank.plan import RunPlan
-    from flyteplugins_tracking._runs.context import ExecutionContext
-    from flyteplugins_tracking._runs.goodput import Attempts
-    from flyteplugins_tracking._util.lock import RunLock
-    from flyteplugins_tracking.trackers.base import Handle
-    from flyteplugins_tracking.trackers.config import TrackingConfig
+    from flyteplugins_tracking.trackers.base import Handle, SigtermWatch, Tracker
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class OpenRun:
-    """A run that this process has open.
+class _Opening(PerProcess):
+    """Vendors' clients are not set up safely by several threads: one could see wandb's settings half read."""
 
-    The call that opened it and the calls that joined it share it. The last of them finishes it, with the status of the
-    opener.
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+
+_opening = register(_Opening())
+
+
+def open_run(call: Call) -> Run:
+    """Open the run of a call, or join it if this process has it open. SIGTERM is watched from here on.
+
+    Raises:
+        TrackerNotInstalledError: The vendor's package is missing.
+        TrackerUnavailableError: The service, or a key for it, is missing.
+        IdentityError: The ranks cannot agree on an id.
+    """
+    config, tracker, info = call.config, call.tracker, call.info
+    start_watching(call, config.finish_timeout_s)
+    with ExitStack() as undo:
+        # From here on, and not when the run is open: that may take seconds, and a rank may die meanwhile.
+        is_alone = call.is_simulated or info is None or info.world_size == 1
+        failures = FailureReader(info, is_alone=is_alone, is_own_run=config.run_mode == "new")
+        undo.callback(failures.stop)
+        planned = plan_of(call)
+        with _opening.lock:
+            joined = _join_callers_run(call, planned)
+            if joined is not None:
+                return joined
+            _warn_of_unused_arguments(call, planned)
+            deadline = time.monotonic() + config.init_timeout_s
+            run_plan, lock = _lock_run(call, planned)
+            undo.callback(lock.release)
+            # Only one rank keeps the attempts of a run, and only if another attempt can find it.
+            can_continue = run_plan.run_id is not None and run_plan.primary and not call.is_simulated
+            attempts = Attempts(config.step_metric) if can_continue else None
+            request = request_of(call, planned, run_plan, _watch_of(call), attempts or Uncounted(), deadline)
+            require(tracker)
+            handle = tracker.open(request)
+            run = Run(call, run_plan, handle, attempts, failures, undo.pop_all())
+            # Called once a run is open: hooks run in the reverse order of their registration, and the vendor's would
+            # end the run as finished.
+            atexit.unregister(_close_with_process)
+            atexit.register(_close_with_process)
+            if attempts is not None:
+                attempts.begin(handle, request.is_retry)
+            with state.lock:
+                state.runs.append(run)
+            return run
+
+
+def _join_callers_run(call: Call, planned: RunPlan) -> Run | None:
+    """Join the run of the calling task if this process has it open: a container may run several tasks."""
+    if planned.primary or call.info is not None:
+        return None
+    with state.lock:
+        own = [run for run in state.runs if (run.tracker.name, run.handle.id) == (call.tracker.name, planned.run_id)]
+        for run in own:
+            if run.users > 0:
+                run.users += 1
+                return run
+    for run in own:  # wandb-core refuses the id until the run is closed
+        run.closed.wait(call.config.init_timeout_s)
+    return None
+
+
+def _warn_of_unused_arguments(call: Call, planned: RunPlan) -> None:
+    if not planned.first:
+        return
+    config, warning = call.config, f"{call.tracker.name}: %s is ignored: %s"
+    if config.rank_prefix and config.run_mode != "shared":
+        reason = f"with run_mode={config.run_mode!r} each run has one writer. Use run_mode='shared'"
+        logger.warning(warning, "rank_prefix=True", reason)
+    if config.rollback == "rewind":
+        more = "Rows that are logged again after a restart are kept"
+        if config.run_mode == "shared":
+            logger.warning(warning, "rollback='rewind'", f"several ranks write to the run. {more}")
+        elif not getattr(call.tracker, "rewinds", False):
+            logger.warning(warning, "rollback='rewind'", f"the service cannot do that. {more}")
+    if config.download_logs and call.info is not None:
+        reason = f"the training has {call.info.world_size} ranks, and a task's output comes from one process"
+        logger.warning(warning, "download_logs=True", reason)
+    elif config.download_logs and not call.context.can_publish_files:
+        logger.warning(warning, "download_logs=True", "the function does not run as a Flyte task")
+
+
+def _lock_run(call: Call, planned: RunPlan) -> tuple[RunPlan, RunLock]:
+    """Lock the run against other processes and threads of this machine: two writers would lose each other's rows.
+
+    A child process has the variables of its rank, and the user's id may be in use. If the lock is taken, the run gets
+    another id. An earlier attempt that is still ending is waited for.
+    """
+    if planned.run_id is None or not planned.primary or call.is_simulated:
+        return planned, RunLock()
+    config, name = call.config, call.tracker.name
+    lock = RunLock.acquire(f"{name}/{config.project}/{planned.run_id}", timeout_s=config.init_timeout_s / 2)
+    if lock is not None:
+        return planned, lock
+    new_id = f"{planned.run_id}-{os.urandom(3).hex()}"
+    logger.warning("%s: run %s is open in another process or thread: this one is %s", name, planned.run_id, new_id)
+    return replace(planned, run_id=new_id), RunLock()
+
+
+def _watch_of(call: Call) -> SigtermWatch:
+    """Return the watch that the tracker gets. With a monitor, each row counts as progress."""
+    watch: SigtermWatch = call.watcher or WATCHER
+    if not call.config.is_monitored:
+        return watch
+    from flyteplugins_tracking._runs.monitor import ProgressWatch
+
+    return ProgressWatch(watch)
+
+
+def require(tracker: Tracker) -> None:
+    """Check that the vendor's package is installed, without importing it.
+
+    Raises:
+        TrackerNotInstalledError: The package is missing, or an import of it has ended early in this process.
+    """
+    from importlib.util import find_spec
+
+    package = tracker.package
+    if package is None or package in sys.modules:
+        return
+    if find_spec(package) is None:
+        raise TrackerNotInstalledError(f"pip install {tracker.distribution or package}")
+    if any(name.startswith(f"{package}.") for name in sys.modules):  # an import of it has ended early, as by Ctrl-C
+        try:
+            import_module(package)
+        except Exception as error:
+            raise TrackerNotInstalledError(
+                f"{package} cannot be imported, since an earlier import of it in this process was interrupted or has "
+                f"failed: start the process again ({error})"
+            ) from error
+
+
+class Run:
+    """A run that this process has open. The call that has opened it and those that have joined it share it.
 
     Attributes:
-        tracker: The tracker's name.
-        handle: The tracker's handle.
-        vendor_run: The vendor's run object, as `get_run` returns it.
+        opener: The call that has opened it. Its tracker, arguments, context and rank are the run's.
         plan: The plan of this rank.
-        config: The arguments that the run was opened with.
-        info: This rank; None outside a distributed job.
-        context: The execution context that the run was opened in.
-        lock: Keeps other processes from opening the run.
-        failures: Reads why the job ends.
+        handle: The tracker's handle.
         attempts: The attempts of the run; None if no other attempt can have it, or if another rank keeps them.
-        shows_report: Whether the run is to be shown in the task's report.
-        published_dir: The local directory that becomes an output of the task when the run has ended; None for none.
-        joined: The number of calls that use the run besides the opener.
-        opener_exit_code: The status of the call that opened the run; None while it runs.
-        closed: Set when the run has been closed.
-        has_ended_with_process: Whether it was ended because the process ends, before its function has returned.
+        users: How many calls use it. It changes while `state.lock` is held.
+        closed: Set when it has been closed.
     """
 
-    tracker: str
-    handle: Handle
-    vendor_run: Any
-    plan: RunPlan
-    config: TrackingConfig
-    info: DistributedInfo | None
-    context: ExecutionContext
-    lock: RunLock
-    failures: FailureReader
-    attempts: Attempts | None
-    shows_report: bool
-    published_dir: str | None
-    joined: int = 0
-    opener_exit_code: int | None = None
-    closed: threading.Event = field(default_factory=threading.Event)
-    has_ended_with_process: bool = False
+    def __init__(
+        self,
+        opener: Call,
+        plan: RunPlan,
+        handle: Handle,
+        attempts: Attempts | None,
+        failures: FailureReader,
+        held: ExitStack,
+    ) -> None:
+        """Take an open run.
+
+        Args:
+            opener: See above.
+            plan: See above.
+            handle: See above.
+            attempts: See above.
+            failures: Reads why the job ends.
+            held: Stops that, and releases the run's lock.
+        """
+        self.opener = opener
+        self.plan = plan
+        self.handle = handle
+        self.attempts = attempts
+        self.users = 1
+        self.closed = threading.Event()
+        self._failures = failures
+        self._held = held
+        self._exit_code = 0  # the opener's, once that has ended
+        self._is_closed_early = False
+
+    @property
+    def tracker(self) -> Tracker:
+        """The tracker."""
+        return self.opener.tracker
+
+    def leave(self, call: Call, exit_code: int, failure: Failure | None) -> None:
+        """Take a call that has ended off the run. The last call closes it, with the status of the opener.
+
+        Args:
+            call: The call.
+            exit_code: Its status.
+            failure: Why it has failed; None if it has not, or if that is not known.
+        """
+        with nullcontext() if call.watcher is None else call.watcher.closing():
+            exit_code = _or_terminated(exit_code)
+            is_opener = call is self.opener
+            if is_opener:
+                self._exit_code = exit_code
+            with state.lock:  # from here on a signal does not end the run, but waits for this call
+                state.calls[:] = [other for other in state.calls if other is not call]
+                self.users -= 1
+                is_last = self.users == 0
+            if is_last and not self._is_closed_early:
+                # A signal's status comes before that of the opener, which may have left before the signal.
+                self.close(exit_code if exit_code == TERMINATED else self._exit_code, failure)
+            elif is_opener and self.plan.primary and not self._is_closed_early:
+                self.end_early(exit_code, failure)
+
+    def close(self, exit_code: int, failure: Failure | None) -> None:
+        """Close the run: its end at the service first, then what this process keeps for it.
+
+        Args:
+            exit_code: The status of the function; after a SIGTERM, or if another rank has failed first, it is another.
+            failure: Why the function has failed; None if it has not.
+        """
+        try:
+            with self._held:
+                _warn_of_late_group(self)
+                self._await_writers(exit_code)
+                exit_code = self._verdict(_or_terminated(exit_code), failure)
+                self._record_goodput(exit_code)
+                summary = ended.summary_of(self, exit_code)
+                self._finish(exit_code)
+            ended.keep_and_show(self, exit_code, summary)
+        finally:
+            with state.lock:
+                state.runs[:] = [other for other in state.runs if other is not self]
+            self.closed.set()
+
+    def end_early(self, exit_code: int, failure: Failure | None = None) -> None:
+        """End the run while functions may still log: the next row opens it again. Called from any thread."""
+        try:
+            status = self._verdict(exit_code, failure)
+            self._record_goodput(status)
+            self.handle.finish_on_signal(status)
+        except Exception:
+            self._warn_unfinished(exit_code)
+        if exit_code == TERMINATED:  # the function may never return: it sits in a collective
+            ended.persist(self)
+
+    def close_with_process(self) -> None:
+        """Close the run of a function that has not returned: with status 1, or 143 after a SIGTERM."""
+        logger.warning(
+            "%s: the process ends before the decorated function has returned, and with it run %s",
+            self.tracker.name,
+            self.handle.id,
+        )
+        self._is_closed_early = True
+        if terminated_at() is not None:
+            self.close(TERMINATED, None)
+            return
+        rank = 0 if self.opener.info is None else self.opener.info.rank
+        self.close(1, Failure(rank, "unfinished", "the process ended before the function returned", exit_code=1))
 
     def record(self, name: str, values: Mapping[str, Any], text: str) -> None:
         """Keep an event with the run: see `Handle.record_event`. Raises nothing."""
         try:
             self.handle.record_event(name, values, text)
         except Exception:
-            logger.warning("%s: the run does not show this: %s", self.tracker, text, exc_info=True)
+            logger.warning("%s: the run does not show this: %s", self.tracker.name, text, exc_info=True)
+
+    def _await_writers(self, exit_code: int) -> None:
+        try:
+            self.handle.await_writers(exit_code)
+        except Exception:
+            logger.warning("%s: the run does not wait for its other writers", self.tracker.name, exc_info=True)
+
+    def _verdict(self, exit_code: int, failure: Failure | None) -> int:
+        """Keep with the run why its job has failed, and return the status of the rank that was first."""
+        if exit_code in (0, INTERRUPTED):
+            return exit_code
+        verdict, is_new = self._failures.verdict(failure, terminated_at())
+        if verdict is None:
+            return exit_code
+        if is_new and self.plan.primary:
+            rank = 0 if self.opener.info is None else self.opener.info.rank
+            # Python prints the traceback of this rank's own failure.
+            if verdict.cause.rank != rank and not self.is_one_of_many:
+                logger.error("%s: the run has failed: %s", self.tracker.name, verdict.text)
+            self.record("failure", verdict.summary, verdict.text)
+        return verdict.cause.exit_code
+
+    def _record_goodput(self, exit_code: int) -> None:
+        if self.attempts is None:
+            return
+        try:
+            values = self.attempts.end(exit_code)
+        except Exception:
+            logger.warning("%s: the run does not show its goodput", self.tracker.name, exc_info=True)
+            return
+        if values:
+            text = goodput.text_of(values)
+            logger.info("%s: %s", self.tracker.name, text)
+            self.record("goodput", values, text)
+
+    def _finish(self, exit_code: int) -> None:
+        try:
+            self.handle.finish(exit_code)
+            ended.print_how_to_view(self)
+        except Exception:
+            # Tracker errors must not change the training's outcome.
+            self._warn_unfinished(exit_code)
+
+    def _warn_unfinished(self, exit_code: int) -> None:
+        warning = "%s: the run could not be finished with status %d"
+        logger.warning(warning, self.tracker.name, exit_code, exc_info=True)
 
     @property
-    def is_in_use(self) -> bool:
-        """Whether a call still uses the run."""
-        return self.opener_exit_code is None or self.joined > 0
+    def is_one_of_many(self) -> bool:
+        """Whether each rank has its run, and this is not the first: a line for each would be too many."""
+        return self.opener.config.run_mode == "new" and not self.plan.first
 
 
-@dataclass(frozen=True)
-class EndedRun:
-    """The values that a platform needs to show a run that has ended.
+def _warn_of_late_group(run: Run) -> None:
+    """Warn that this process was one of several, which its function alone has found out: each has had a run."""
+    is_alone = run.opener.info is None and not run.opener.is_simulated
+    group = (detect_process_group() or jax.world()) if is_alone else None
+    if group is not None and group.world_size > 1:
+        logger.warning(
+            "%s: the function has connected %d ranks, of which this is rank %d. No launcher had told so at the call, "
+            "so each rank has had a run like that of a single process. Call the decorated function after %s",
+            run.tracker.name,
+            group.world_size,
+            group.rank,
+            "jax.distributed.initialize()"
+            if group.launcher == "jax"
+            else "init_process_group(), or start with torchrun",
+        )
 
-    Attributes:
-        tracker: The tracker's name.
-        id: The run's id.
-        url: The run's page; None if it has none.
-        exit_code: The status that the run ended with.
-        summary: The run's last values.
-        info: The rank that had the run; None outside a distributed job.
-        is_first: Whether it is the job's first run, whose primary shows those of all ranks.
-        other_runs: The number of runs that the job has besides the first.
-        attempt: The attempt of the task, from 0.
+
+def _close_with_process() -> None:
+    """Close the runs that are open when the process ends.
+
+    Such a run is that of a function in a daemon thread, or in an asyncio task that was left behind.
     """
+    for run in state.open_runs():
+        if not run.opener.is_simulated:
+            run.close_with_process()
 
-    tracker: str
-    id: str
-    url: str | None
-    exit_code: int
-    summary: Mapping[str, Any]
-    info: DistributedInfo | None
-    is_first: bool
-    other_runs: int
-    attempt: int
+
+# SIGTERM
+
+
+def end_open_runs(exit_code: int) -> None:
+    """End all runs that are open in this process, also those of other threads, while the functions may continue."""
+    runs = state.open_runs()
+    threads = [threading.Thread(target=run.end_early, args=(exit_code,), daemon=True) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+WATCHER = register(SigtermWatcher(end_open_runs))
+_ASYNCIO_WATCHER = register(AsyncioSigtermWatcher(end_open_runs))
+
+
+def start_watching(call: Call, timeout_s: float) -> None:
+    """Watch for SIGTERM during the call, if one of the watchers can do that in this thread.
+
+    Args:
+        call: The call.
+        timeout_s: Seconds that finishing its run may take.
+    """
+    if not call.is_simulated:
+        watchers = (WATCHER, _ASYNCIO_WATCHER)
+        call.watcher = next((one for one in watchers if one.start(call.tracker.package, timeout_s)), None)
+
+
+def terminated_at() -> float | None:
+    """Return when SIGTERM came to this process, in seconds of `time.monotonic`; None if it has not."""
+    return WATCHER.terminated_at or _ASYNCIO_WATCHER.terminated_at
+
+
+def _or_terminated(exit_code: int) -> int:
+    return exit_code if terminated_at() is None else TERMINATED

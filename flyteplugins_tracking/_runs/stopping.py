@@ -18,10 +18,9 @@ from contextlib import suppress
 from types import FrameType
 
 from flyteplugins_tracking._job.agreement import PROPOSAL_S, Agreement, CallCounter, OwnStop, Stop, StopRequest
-from flyteplugins_tracking._runs import calls
-from flyteplugins_tracking._runs import close as closing
 from flyteplugins_tracking._runs import monitor as monitoring
-from flyteplugins_tracking._runs.calls import TrackedCall
+from flyteplugins_tracking._runs import run as runs
+from flyteplugins_tracking._runs.call import Call, find_simulated, here
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.fork import PerProcess, register
@@ -70,11 +69,11 @@ def request_stop(reason: str = "request_stop") -> None:
     Args:
         reason: Why.
     """
-    call = calls.here()
-    if call is None or call.pid != os.getpid():
+    call = here()
+    if call is None:
         logger.warning("request_stop(%r) is ignored: it is not called in a decorated function", reason)
     elif call.is_simulated:
-        for rank in calls.find_simulated(call):
+        for rank in find_simulated(call):
             rank.stop_reason = reason
     else:
         stopping = _state.stopping or _start(call)
@@ -84,7 +83,7 @@ def request_stop(reason: str = "request_stop") -> None:
 class Stopping:
     """One function's part in the agreement, from its first `should_stop()` on. SIGTERM's watcher knows it too."""
 
-    def __init__(self, call: TrackedCall) -> None:
+    def __init__(self, call: Call) -> None:
         """Called at the function's first `should_stop()` or `request_stop()`."""
         global _functions
         _functions += 1
@@ -136,19 +135,17 @@ class Stopping:
         if stop.reason == SIGTERM and self._signalled_at is None and self._call.watcher is not None:
             self._call.watcher.signal_self()
 
-    # Called by the function's lifecycle
+    # Called by the call
 
     def before_close(self) -> None:
         """Keep with the run what there is to tell of its stop. Called before the run is closed."""
-        if self._call.pid != os.getpid():
-            return
         if self._timer is not None:
             self._timer.cancel()
         self._end_duties()
         if self._ranks.committed is not None and self._ranks.stopped_at is not None:
             self._record_stop(self._ranks.committed, self._ranks.stopped_at)
             self._expect_another_attempt()
-        if self._call.watcher is not None and self._call.watcher is not closing.WATCHER:
+        if self._call.watcher is not None and self._call.watcher is not runs.WATCHER:
             self._call.watcher.postpone(None)  # the function's thread waits for the signal's effect
 
     def _end_duties(self) -> None:
@@ -161,7 +158,7 @@ class Stopping:
 
     def after_close(self) -> None:
         """Forget the function. Called when its run has been closed."""
-        if self._call.pid != os.getpid() or _state.stopping is not self:
+        if _state.stopping is not self:
             return
         _state.forget()
         if self._call.watcher is not None:
@@ -170,7 +167,7 @@ class Stopping:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def _expect_another_attempt(self) -> None:
-        call: TrackedCall | None = self._call
+        call: Call | None = self._call
         while call is not None:  # with stacked decorators, each has a run
             if call.run is not None and call.run.attempts is not None:
                 call.run.attempts.continues = True
@@ -181,15 +178,15 @@ class Stopping:
         if run is None or not run.plan.primary:
             return
         text = f"stopped at step {step}: {stop.reason} on rank {stop.rank}"
-        logger.info("%s: %s", run.tracker, text)
+        logger.info("%s: %s", run.tracker.name, text)
         run.record("stop", {"stop/reason": stop.reason, "stop/step": step}, text)
 
     # What asks for the stop
 
     def _watch_signals(self) -> None:
         call = self._call
-        if call.watcher is None and call.run is None and closing.WATCHER.start(None, call.config.finish_timeout_s):
-            call.watcher = closing.WATCHER  # which `_close` stops
+        if call.watcher is None and call.run is None and runs.WATCHER.start(None, call.config.finish_timeout_s):
+            call.watcher = runs.WATCHER  # which `_close` stops
         if call.watcher is not None:
             call.watcher.postpone(self)
         is_main = threading.current_thread() is threading.main_thread()
@@ -249,7 +246,7 @@ def request_of_service(service: str, otherwise: Callable[[], object]) -> None:
 
 
 @critical_section(_PATIENCE_S)
-def _start(call: TrackedCall) -> Stopping:
+def _start(call: Call) -> Stopping:
     with _state.starting:
         if _state.stopping is None:
             call.stopping = _state.stopping = Stopping(call)
@@ -259,8 +256,8 @@ def _start(call: TrackedCall) -> Stopping:
 
 def _first_call(_: int) -> bool:
     """Start the stopping of the function that calls `should_stop()` for the first time."""
-    call = calls.here()
-    if call is None or call.pid != os.getpid():
+    call = here()
+    if call is None:
         return False
     if call.is_simulated:
         return call.stop_reason is not None

@@ -11,9 +11,8 @@ from typing import Any
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._runs.calls import detached
-from flyteplugins_tracking._runs.lifecycle import exit_code_of
-from flyteplugins_tracking._runs.open import may_prompt
+from flyteplugins_tracking._runs.call import detached, exit_code_of
+from flyteplugins_tracking._runs.request import may_prompt
 from flyteplugins_tracking._sweeps.sweep import log_in, restored_session
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking.errors import ConfigError

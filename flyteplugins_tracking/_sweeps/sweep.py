@@ -18,8 +18,9 @@ from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig
 from flyteplugins_tracking._rank.plan import NodeRequest
 from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._runs.calls import Task
-from flyteplugins_tracking._runs.open import may_prompt, require
+from flyteplugins_tracking._runs.context import Task
+from flyteplugins_tracking._runs.request import may_prompt
+from flyteplugins_tracking._runs.run import require
 from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_text, check_texts
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.threads import run_with_timeout

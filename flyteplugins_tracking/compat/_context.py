@@ -10,7 +10,7 @@ from typing import Any
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._rank.plan import RankScope, RunMode
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._runs.calls import get_run
+from flyteplugins_tracking._runs.call import get_run
 
 
 @dataclass(frozen=True)

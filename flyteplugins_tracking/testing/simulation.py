@@ -24,9 +24,9 @@ from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.plan import NodeRequest
 from flyteplugins_tracking._rank.topology import override_distributed_info
-from flyteplugins_tracking._runs.calls import Override, TrackedCall, override, override_here
+from flyteplugins_tracking._runs.call import Call as TrackedCall
+from flyteplugins_tracking._runs.call import Doubles, exit_code_of, override, override_here
 from flyteplugins_tracking._runs.context import ExecutionContext
-from flyteplugins_tracking._runs.lifecycle import exit_code_of
 from flyteplugins_tracking._runs.propagation import set_variables
 from flyteplugins_tracking._util.checks import check_flag, check_seconds
 from flyteplugins_tracking._util.record import replace
@@ -179,7 +179,7 @@ def simulate(
     call_all = functools.partial(_in_threads, timeout_s=timeout_s) if in_threads else _one_by_one
     for stores in open_recordings:
         stores.append(job.store)
-    with without_variables_of_launchers(), override(job.override):  # also for threads that do not inherit the context
+    with without_variables_of_launchers(), override(job.doubles):  # also for threads that do not inherit the context
         attempts = [call_all(job.ranks(0, max_restarts, failures))]
         job.refuse_untracked(attempts[0])
         while len(attempts) <= max_restarts and _failed(attempts[-1]):
@@ -231,13 +231,13 @@ class SimulatedContext(ExecutionContext):
             self.rank.fail(call)
 
 
-def recording_override(store: Store, simulated: Callable[[], SimulatedContext]) -> Override:
+def recording_override(store: Store, simulated: Callable[[], SimulatedContext]) -> Doubles:
     """Return the test doubles of a simulation. They use only the success exceptions of the real context."""
 
     def context(real: ExecutionContext) -> ExecutionContext:
         return replace(simulated(), success_exceptions=real.success_exceptions)
 
-    return Override(lambda tracker: RecordingTracker(tracker, store), context)
+    return Doubles(lambda tracker: RecordingTracker(tracker, store), context)
 
 
 @dataclass(eq=False)
@@ -246,7 +246,7 @@ class _Rank:
 
     info: DistributedInfo
     call: Callable[[], Any]
-    override: Override
+    doubles: Doubles
     is_distributed: bool
     variables: Mapping[str, str]
     failure: BaseException | None = None
@@ -260,7 +260,7 @@ class _Rank:
         result = functools.partial(RankResult, self.info.rank, self.info.local_rank or 0, self.info.worker_index or 0)
         failure = self.failure
         _current.set(self)
-        with override_here(self.override), override_distributed_info(self.info if self.is_distributed else None):
+        with override_here(self.doubles), override_distributed_info(self.info if self.is_distributed else None):
             try:
                 value = self.call()
                 self.fail()  # if no tracked call has ended in the function
@@ -291,13 +291,13 @@ class _Job:
         self._is_distributed = is_distributed
         self._has_tracked = False
         self._without_rank = SimulatedContext(base_id=RECORDED, call_counts=Counter())
-        self.override = recording_override(self.store, self._context)
+        self.doubles = recording_override(self.store, self._context)
 
     def ranks(self, attempt: int, max_restarts: int, failures: Mapping[int, BaseException]) -> Iterator[_Rank]:
         """Yield the ranks of an attempt."""
         for info in iter_ranks(self._sizes, restart_count=attempt, launcher=SIMULATED, job_id=SIMULATED):
             variables = _torchrun(info, max_restarts) if self._is_distributed else {}
-            yield _Rank(info, self._call, self.override, self._is_distributed, variables, failures.get(info.rank))
+            yield _Rank(info, self._call, self.doubles, self._is_distributed, variables, failures.get(info.rank))
 
     def refuse_untracked(self, results: Sequence[RankResult]) -> None:
         """Raise a `ConfigError` if no rank has called a tracked function. The first rank's error is its cause."""
@@ -326,7 +326,7 @@ async def _awaited(outcome: Any) -> Any:
 def _is_inner(call: TrackedCall | None) -> bool:
     """Return whether the call is inside another call with the same tracker."""
     parent = None if call is None else call.parent
-    while parent is not None and call is not None and parent.tracker != call.tracker:
+    while parent is not None and call is not None and parent.tracker.name != call.tracker.name:
         parent = parent.parent
     return parent is not None
 

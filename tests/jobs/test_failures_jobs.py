@@ -62,7 +62,7 @@ def test_a_rank_of_another_node_is_named_if_it_could_report(tmp_path, how, expec
     assert 'raise ValueError("made to fail")' in done.output
     text = next(tmp_path.rglob("failure.txt")).read_text()
     assert "ValueError: made to fail" in text
-    assert "lifecycle.py" not in text  # the frames are the user's
+    assert "flyteplugins_tracking" not in text  # the frames are the user's
 
 
 @pytest.mark.full

@@ -21,7 +21,15 @@ INSTALLED = [sysconfig.get_path("purelib"), str(Path(sys.prefix) / "pluto")]
 # For what a rank without a run does not do.
 NEVER_LOADED = [
     f"flyteplugins_tracking.{name}"
-    for name in ("_runs.open", "_runs.close", "_job.identity", "_util.lock", "_runs.sigterm", "_sweeps.sweep")
+    for name in (
+        "_runs.run",
+        "_runs.request",
+        "_runs.ended",
+        "_job.identity",
+        "_util.lock",
+        "_runs.sigterm",
+        "_sweeps.sweep",
+    )
 ]
 
 

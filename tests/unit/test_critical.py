@@ -18,7 +18,8 @@ from support.waiting import wait_until
 
 import flyteplugins_tracking
 from flyteplugins_tracking import get_run, tracking_init
-from flyteplugins_tracking._runs import calls
+from flyteplugins_tracking._runs.call import current
+from flyteplugins_tracking._runs.call import state as state_of_calls
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher, is_watched
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 
@@ -89,7 +90,7 @@ def state() -> tuple[Any, ...]:
     """What a function leaves as it was."""
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
-    return signal.getsignal(signal.SIGTERM), wakeup, threading.active_count(), calls.open_runs(), calls.current.get()
+    return signal.getsignal(signal.SIGTERM), wakeup, threading.active_count(), state_of_calls.open_runs(), current.get()
 
 
 def exit_with_5(*_: Any) -> None:

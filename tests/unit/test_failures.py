@@ -22,7 +22,7 @@ from flyteplugins_tracking._job.failures import (
     withdraw_failure,
 )
 from flyteplugins_tracking._job.siblings import Ended
-from flyteplugins_tracking._runs.lifecycle import _withdraw_announced
+from flyteplugins_tracking._runs.call import _withdraw_announced
 from flyteplugins_tracking._util import secrets
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import has_credentials, without_credentials

@@ -16,7 +16,7 @@ from flyteplugins_tracking import DistributedInfo, get_distributed_info
 from flyteplugins_tracking._rank import children, pools, topology
 from flyteplugins_tracking._rank.pools import POOLS, _name_in, innermost_pool
 from flyteplugins_tracking._rank.topology import Detection, detect, examine
-from flyteplugins_tracking._runs import calls
+from flyteplugins_tracking._runs.call import state
 
 
 def called_by(file: str, function: str) -> Callable[[Callable[[], Any]], Any]:
@@ -144,7 +144,7 @@ def test_each_world_of_a_worker_has_its_own_count(bare_environment, monkeypatch)
 
     def count(world: Any) -> int:
         monkeypatch.setattr(children, "default_group", lambda: world)
-        return calls.count("wandb", pools.counts_of_world(found.info, found.pool))
+        return state.count("wandb", pools.counts_of_world(found.info, found.pool))
 
     assert [count(worlds[0]), count(worlds[0]), count(worlds[1]), count(worlds[0])] == [1, 2, 1, 3]
     assert pools.counts_of_world(DistributedInfo(1, 2, launcher="slurm"), None) is None

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
-from flyteplugins_tracking import DistributedInfo
+from flyteplugins_tracking import DistributedInfo, override_distributed_info, tracking_init
 from flyteplugins_tracking._flyte import report
 from flyteplugins_tracking._job.board import Board, DirectoryStore
-from flyteplugins_tracking._runs.run import EndedRun
+from flyteplugins_tracking._runs.call import Doubles, override
+from flyteplugins_tracking._runs.context import ProcessContext
+from flyteplugins_tracking.testing import RecordingTracker
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.run import Run
+
+
+class Task(ProcessContext):
+    """A task with a report: its pages, by their titles."""
+
+    is_simulated = can_render_report = has_report = True
+    pages: Mapping[str, str]
+
+    def render_report(self, run: Run, exit_code: int, summary: Mapping[str, Any]) -> None:
+        report.show_run(self.pages.__setitem__, run, exit_code, summary)
 
 
 @pytest.fixture
@@ -16,11 +34,15 @@ def ended(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "_WAIT_S", 0.1)
     monkeypatch.setattr(report, "_board", lambda _, topic: Board(DirectoryStore(tmp_path / "board"), topic))
 
+    @tracking_init(tracker=RecordingTracker, id="run", run_mode="new")
+    def train(exit_code: int) -> None:
+        raise SystemExit(exit_code)
+
     def end(rank: int, exit_code: int = 0) -> str | None:
         pages: dict[str, str] = {}
-        info = DistributedInfo(rank, 3, rank, 3, 0, 1)
-        run = EndedRun("wandb", f"run-{rank}", None, exit_code, {"loss": 0.5}, info, rank == 0, 2, 0)
-        report.show_run(pages.__setitem__, run)
+        info, doubles = DistributedInfo(rank, 3, rank, 3, 0, 1), Doubles(lambda own: own, lambda _: Task(pages=pages))
+        with override_distributed_info(info), override(doubles), pytest.raises(SystemExit):
+            train(exit_code)
         return pages.get(report.TITLE)
 
     return end
@@ -30,7 +52,7 @@ def test_the_first_primary_shows_the_runs_of_all_ranks(ended):
     assert [ended(2), ended(1, exit_code=3)] == [None, None]
     page = ended(0)
     states = ["finished", "failed (3)", "finished"]
-    rows = [f"<td>{rank}</td><td>run-{rank}</td><td>{state}</td>" for rank, state in enumerate(states)]
+    rows = [f"<td>{rank}</td><td>run-rank-{rank}</td><td>{state}</td>" for rank, state in enumerate(states)]
     assert [page.index(row) for row in rows] == sorted(page.index(row) for row in rows)
     assert "had not ended" not in page
 

@@ -36,7 +36,7 @@ from flyteplugins_tracking import (
 )
 from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES
 from flyteplugins_tracking._rank.topology import detect
-from flyteplugins_tracking._runs.calls import _overrides, _state
+from flyteplugins_tracking._runs.call import _doubles, state
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recording, simulate
 from flyteplugins_tracking.trackers.config import TrackingConfig
@@ -67,7 +67,7 @@ def nothing_leaves_and_nothing_stays(monkeypatch, tmp_path):
         patched.setattr(RunLock, "acquire", lambda *_, **__: pytest.fail("a run was locked on this machine"))
         yield
     assert list(tmp_path.iterdir()) == []
-    assert (_state.running, _overrides, get_run()) == ([], [], None)
+    assert (state.calls, _doubles, get_run()) == ([], [], None)
     monkeypatch.undo()
     assert environment() == before
 
@@ -202,7 +202,7 @@ def test_ranks_in_threads_can_wait_for_each_other_and_those_that_wait_in_vain_ar
     with pytest.raises(TimeoutError, match=r"^rank 0 of 2 did not .*Rank 1 raised ValueError\('lost'\)"):
         simulate(waits, num_workers=1, nproc_per_node=2, timeout_s=0.2)
     # The threads still wait. They must not affect the next test.
-    assert (_state.running, get_run()) == ([], None)
+    assert (state.calls, get_run()) == ([], None)
     never.set()
     for thread in threading.enumerate():
         if thread.name.startswith("rank-"):

@@ -17,9 +17,11 @@ from support.backends import EXAMPLES
 from flyteplugins_tracking import ConfigError, TrackerNotInstalledError, get_run, tracking_config, tracking_init
 from flyteplugins_tracking._flyte import flyte1
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
-from flyteplugins_tracking._runs import calls, propagation
-from flyteplugins_tracking._runs import close as closing
+from flyteplugins_tracking._runs import propagation
+from flyteplugins_tracking._runs.call import Doubles, override
 from flyteplugins_tracking._runs.context import ProcessContext
+from flyteplugins_tracking._runs.run import end_open_runs
+from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
@@ -200,7 +202,7 @@ def test_propagated_arguments_of_another_tracker_are_left_out(bare_environment):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_tracker_accepts_arguments_propagated_to_all(bare_environment, monkeypatch, name):
     monkeypatch.setattr(type(find_tracker(name)), "open", lambda _, request: Noted(request))
-    monkeypatch.setattr("flyteplugins_tracking._runs.open.require", lambda _: None)
+    monkeypatch.setattr("flyteplugins_tracking._runs.run.require", lambda _: None)
 
     @tracking_init(tracker=name, id="i")
     def train():
@@ -269,7 +271,7 @@ def test_a_task_opens_the_callers_run_again_once_this_process_has_closed_it(bare
 
     second = threading.Thread(target=train, args=("second",))
     closing_time = threading.Thread(target=lambda: start_second_while_the_first_closes(tracker.handle))
-    with calls.override(calls.Override(lambda own: own, lambda _: context)):
+    with override(Doubles(lambda own: own, lambda _: context)):
         train("first")
         for thread in (closing_time, second):
             thread.join(60)
@@ -331,8 +333,10 @@ class Platform(ProcessContext):
 
     noted: ClassVar[list[Any]] = []
 
-    def render_report(self, run: Any) -> None:
-        self.noted.append(run.summary)
+    can_persist = can_render_report = has_report = True
+
+    def render_report(self, run: Any, exit_code: int, summary: Any) -> None:
+        self.noted.append(summary)
 
     def persist(self, directory: str) -> str:
         self.noted.append(directory)
@@ -343,8 +347,8 @@ class Platform(ProcessContext):
 def platform(bare_environment):
     """What the platform of the functions that a test calls has noted."""
     Platform.noted.clear()
-    doubles = calls.Override(lambda own: own, lambda _: Platform(can_persist=True))
-    with calls.override(doubles):
+    doubles = Doubles(lambda own: own, lambda _: Platform())
+    with override(doubles):
         yield Platform.noted
 
 
@@ -353,11 +357,13 @@ def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(pl
 
     @tracking_init(tracker=tracker, id="i")
     def train():
-        run = calls.current.get().run
-        run.shows_report, tracker.handle.summary = True, lambda: 1 / 0
-        return run
+        tracker.handle.summary = lambda: 1 / 0
+        assert RunLock.acquire("noting/None/i") is None
 
-    assert train().lock._path is None
+    train()
+    lock = RunLock.acquire("noting/None/i")
+    assert lock is not None
+    lock.release()
     assert tracker.handle.events == [0]
     assert platform == [{}]
 
@@ -369,7 +375,7 @@ def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never
     @tracking_init(tracker=tracker, id="i")
     def train():
         tracker.handle.unsent = lambda: ["unsent"]
-        closing.finish_on_signal(143)
+        end_open_runs(143)
         return list(platform)
 
     assert train() == ["unsent"]

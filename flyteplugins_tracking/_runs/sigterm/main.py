@@ -154,7 +154,7 @@ class SigtermWatcher(PerProcess):
     def _is_postponed(self) -> bool:
         return self._postponement is not None and self._postponement.lasts()
 
-    # Called by the decorated function's lifecycle
+    # Called by the call
 
     def start(self, package: str | None, timeout_s: float) -> bool:
         """Watch for one more function's run. Called in a critical section, before the run is opened.

@@ -1,0 +1,499 @@
+"""One call of a decorated function, and the calls that run in this process.
+
+Every rank loads this module; what only ranks with a run need is in `run`. The state is kept here, in a module that
+wrappers import, and never in a wrapper: Elastic's spawn pickles those.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar, Token
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from flyteplugins_tracking._rank import children
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.plan import opens_run
+from flyteplugins_tracking._rank.pools import counts_of_world
+from flyteplugins_tracking._rank.topology import Detection, examine
+from flyteplugins_tracking._runs.context import ExecutionContext, Task
+from flyteplugins_tracking._util.critical import critical_section
+from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
+from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
+from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
+from flyteplugins_tracking.trackers.config import TrackingConfig
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from flyteplugins_tracking._job.failures import Failure
+    from flyteplugins_tracking._runs.run import Run
+    from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
+    from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
+    from flyteplugins_tracking._runs.stopping import Stopping
+    from flyteplugins_tracking.trackers.base import Tracker
+
+logger = logging.getLogger(__name__)
+
+# How long a signal waits for a run that is being opened or closed: it exists at the server, and would stay "running".
+_PATIENCE_S = 5.0
+_DOCTOR = "To see what each rank detects, start this instead of the script: python -m flyteplugins_tracking"
+
+
+class Doubles(NamedTuple):
+    """Test doubles for the tracker and for the execution context of a call.
+
+    Attributes:
+        tracker: Returns the tracker to use instead of the given one.
+        context: Returns the execution context to use instead of the given one.
+    """
+
+    tracker: Callable[[Tracker], Tracker]
+    context: Callable[[ExecutionContext], ExecutionContext]
+
+
+class Call(PerProcess):
+    """One call of a decorated function: the block is its body.
+
+    In the block, the call has joined a run or has opened one, or this rank has none. The run ends with the status of
+    the block: 0 for a return, 1 for an exception, the code of a SystemExit, 130 for a KeyboardInterrupt, and 143 after
+    a SIGTERM, however the block ends.
+
+    `__enter__` and `__exit__` are critical sections. A generator under `contextlib.contextmanager` has none: an
+    exception out of a signal handler could leave the run open.
+
+    Attributes:
+        config: The user's arguments.
+        tracker: The tracker.
+        context: The platform's side of the call.
+        task: The task whose function is called, if it was decorated as one.
+        parent: The call around this one, of any tracker.
+        doubles: The test doubles that were active when it began.
+        found: Who this process is; empty if the call has joined another one.
+        info: This rank; None outside a distributed job.
+        number: The number of this call among those of the tracker in this process, or in this attempt of its task.
+        parent_id: The run of the calling task, if this task continues it.
+        run: The run that it has joined or opened; None on a rank without a run.
+        watcher: Watches for SIGTERM during the call. Each call has its own start and stop.
+        stopping: What `should_stop` has started; None until the function calls it.
+        stop_reason: In a simulation, why the function is asked to stop; None if it is not.
+        is_parents: Whether this process was forked during the call, and must not end it.
+    """
+
+    found: Detection = Detection()
+    info: DistributedInfo | None = None
+    number: int = 1
+    parent_id: str | None = None
+    run: Run | None = None
+    watcher: SigtermWatcher | AsyncioSigtermWatcher | None = None
+    stopping: Stopping | None = None
+    stop_reason: str | None = None
+    is_parents: bool = False
+
+    def __init__(
+        self, config: TrackingConfig, tracker: Tracker, context: ExecutionContext, task: Task | None = None
+    ) -> None:
+        """Store the arguments. The test doubles that are active take the place of the tracker and the context."""
+        doubles, outer = _active_doubles(), current.get()
+        self.config = config
+        self.tracker = tracker if doubles is None else doubles.tracker(tracker)
+        self.context = context if doubles is None else doubles.context(context)
+        self.task = task
+        # Only this thread's own parent: decorated functions in several threads are several training runs.
+        self.parent = None if outer is None or outer.is_parents else outer
+        self.doubles = doubles
+        register(self)
+
+    def after_fork_in_child(self) -> None:
+        self.is_parents = True
+
+    @critical_section(_PATIENCE_S)
+    def __enter__(self) -> Call:
+        """Open the run. If that fails, nothing stays open.
+
+        Raises:
+            TrackingError: The run cannot be opened.
+        """
+        _withdraw_announced()
+        try:
+            with ExitStack() as undo:
+                undo.callback(self._reset, current.set(self))
+                undo.push(self._close)
+                self._open(undo)
+                self._undo = undo.pop_all()
+        except TrackingError as error:
+            if isinstance(error, (TopologyError, IdentityError)):
+                error.args = (f"{error}\n{_DOCTOR}",)
+            # Its message says what to do. Its frames are ours, and would stand between the user's call and the message.
+            raise error.with_traceback(None)  # noqa: B904 its cause is kept
+        return self
+
+    @critical_section(_PATIENCE_S)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Undo what `__enter__` has done, in reverse: the run is closed with the status of the block."""
+        if not self.is_parents:
+            self._undo.__exit__(kind, error, traceback)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the process stands for a rank of a test."""
+        return self.context.is_simulated
+
+    @property
+    def timeout_s(self) -> float | None:
+        """How long the platform lets the task run, in seconds; None if nothing ends it, as in a local execution."""
+        return None if self.task is None or not self.context.on_cluster else self.task.timeout_s
+
+    @property
+    def has_report(self) -> bool:
+        """Whether the task has a report that this process can add to."""
+        has_report = self.context.has_report if self.task is None else self.task.has_report
+        return has_report and self.context.can_render_report
+
+    @property
+    def _has_workers(self) -> bool | None:
+        return None if self.task is None else self.task.has_workers
+
+    # What opens the call
+
+    def _open(self, undo: ExitStack) -> None:
+        enclosing = None
+        if self.config.run_mode != "new" and not self._has_workers:
+            enclosing = _join_enclosing(self.parent, self.tracker.name)
+        if enclosing is None:
+            self._detect()
+            self._open_run(undo)
+        else:
+            self.info, self.run = enclosing.info, enclosing.run
+            if self.run is not None:
+                from flyteplugins_tracking._runs.run import start_watching
+
+                start_watching(self, self.run.opener.config.finish_timeout_s)
+        state.begin(self)
+        if self.watcher is not None:
+            self.watcher.run_opened()
+        if self.run is not None and self.run.opener is self:
+            undo.enter_context(self.context.propagate_run(self.tracker, self.run.handle.run))
+        self._monitor(undo)
+
+    def _detect(self) -> None:
+        """Find out who this process is, and with it the arguments of this call."""
+        self.found = examine(os.environ)
+        self.info = self.found.info
+        counts = self.context.call_counts
+        if counts is None:
+            counts = counts_of_world(self.info, self.found.pool)
+        self.number = state.count(self.tracker.name, counts)
+        children.mark(self.found.variables)
+        config, parent_run = self.config, self._run_of_calling_task()
+        if parent_run is not None:
+            config, self.parent_id = config.for_parent(parent_run), parent_run["id"]
+        self.config = config.in_world(self.info)
+
+    def _run_of_calling_task(self) -> Mapping[str, Any] | None:
+        """Return the run of the task that calls this one, if this task continues it.
+
+        Raises:
+            ConfigError: It should, and the calling task has no run.
+        """
+        run_mode, name = self.config.run_mode, self.tracker.name
+        is_distributed = self._has_workers or self.info is not None or self.found.is_child
+        parent_run = None if is_distributed or run_mode == "new" else self.context.parents.get(name)
+        if parent_run is None and self._has_workers is False and self.info is None and run_mode == "shared":
+            raise ConfigError(
+                "run_mode='shared' in a task without workers of its own continues the run of the task that calls it, "
+                f"and that task has no {name} run: put tracking_init on that task too, or use run_mode='auto'"
+            )
+        return parent_run
+
+    def _open_run(self, undo: ExitStack) -> None:
+        config = self.config
+        # A rank without a run needs no id: agreeing on one would cost imports and time.
+        if not opens_run(self.info, config.run_mode, config.rank_scope, config.primary_rank):
+            restore = self.tracker.on_inactive_rank(config, self.info)
+            if restore is not None:
+                undo.callback(restore)
+            return
+        from flyteplugins_tracking._runs.run import open_run
+
+        try:
+            self.run = open_run(self)
+        except RuntimeError as error:
+            if "start new thread" not in str(error):  # CPython's text
+                raise
+            # A limit of the machine or its container must not keep the training from its work.
+            logger.warning("%s: the function is called without a run: %s", self.tracker.name, error)
+            if self.watcher is not None:
+                self.watcher.stop()
+                self.watcher = None
+
+    def _monitor(self, undo: ExitStack) -> None:
+        """Have a thread look at the job's ranks, if `hang_timeout_s` or `pulse_s` asks for it."""
+        if not self.config.is_monitored or self.is_simulated:
+            return
+        from flyteplugins_tracking._runs import monitor as monitoring
+
+        monitor = monitoring.start_monitor(self, self.config)
+        if monitor is not None:
+            undo.push(lambda kind, *_: monitor.stop(has_failed=kind is not None))
+
+    # What closes it
+
+    def _close(self, _: object, error: BaseException | None, __: object) -> None:
+        """End the call with the function's status. The run is closed if no other call uses it."""
+        exit_code = 0 if error is None else self._exit_code_of(error)
+        failure = None if error is None else self._announce(error, exit_code)
+        try:
+            if self.stopping is not None:
+                self.stopping.before_close()
+            if self.run is None:
+                state.end(self)
+            else:
+                self.run.leave(self, exit_code, failure)
+        finally:
+            if self.watcher is not None:
+                self.watcher.stop()
+
+    def _reset(self, token: Token[Call | None]) -> None:
+        if self.stopping is not None:
+            self.stopping.after_close()
+        with suppress(ValueError):  # a coroutine that is left behind is closed in another context
+            current.reset(token)
+
+    def _exit_code_of(self, error: BaseException) -> int:
+        asyncio = sys.modules.get("asyncio")
+        is_cancelled = asyncio is not None and isinstance(error, asyncio.CancelledError)
+        if is_cancelled and self.watcher is not None and self.watcher.was_interrupted():
+            return INTERRUPTED  # asyncio makes a cancellation of Ctrl-C
+        return exit_code_of(error, self.context.success_exceptions)
+
+    def _announce(self, error: BaseException, exit_code: int) -> Failure | None:
+        """Return why this rank fails, and tell the other ranks if its outermost call ends. Raises nothing.
+
+        Returns:
+            None if the rank does not fail, but is stopped.
+        """
+        is_terminated = self.watcher is not None and self.watcher.terminated
+        if exit_code in (0, INTERRUPTED, TERMINATED) or is_terminated:
+            return None
+        failure = None
+        try:
+            from flyteplugins_tracking._job.failures import Failure, announce_failure
+
+            failure = Failure.of_error(error, 0 if self.info is None else self.info.rank, exit_code)
+            if self.info is not None and self.parent is None and not self.is_simulated:
+                announce_failure(error, failure, self.info)
+                _announced.append((failure, self.info))
+        except Exception:
+            # The user's exception must leave the function, and not one of ours: there may be no thread to be had.
+            logger.warning("the other ranks are not told why this one fails", exc_info=True)
+        return failure
+
+    def publish_files(self, is_async: bool = False) -> Any:
+        """Make the files of a run that has ended an output of its task, if `download_logs` is set. Raises nothing.
+
+        Returns:
+            An awaitable if `is_async` and there are files; else None.
+        """
+        if self.run is None or self.run.opener is not self or not self.config.download_logs or self.is_parents:
+            return None
+        from flyteplugins_tracking._runs import ended
+
+        return ended.publish_files(self.run, is_async)
+
+
+# The failures that this process has announced as the end of its rank.
+_announced: list[tuple[Failure, DistributedInfo]] = []
+
+
+def _withdraw_announced() -> None:
+    """Take back what this rank has announced: its caller has handled the exception, since it calls a function again."""
+    while _announced:
+        from flyteplugins_tracking._job.failures import withdraw_failure
+
+        try:
+            withdraw_failure(*_announced.pop())
+        except Exception:
+            logger.warning("an exception that was handled may be taken for the end of this rank", exc_info=True)
+
+
+def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...] = ()) -> int:
+    """Return the status of a process that ends with `error`."""
+    if isinstance(error, successes):
+        return 0
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, SystemExit):
+        # https://docs.python.org/3/library/exceptions.html#SystemExit
+        # The system keeps the lowest 8 bits of the code.
+        return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+    return 1
+
+
+# The call of this thread or task.
+current: ContextVar[Call | None] = ContextVar("flyteplugins_tracking_call", default=None)
+# The test doubles of this thread or task; and all of them, the last for threads that do not inherit the context.
+_thread_doubles: ContextVar[Doubles | None] = ContextVar("flyteplugins_tracking_doubles", default=None)
+_doubles: list[Doubles] = []
+
+
+class _State(PerProcess):
+    """The calls of this process, and their runs.
+
+    Attributes:
+        calls: The calls that have not ended, also for threads that a function starts: they do not inherit the context.
+        runs: The runs that are open, or that the last of their calls is closing.
+        lock: Held while these and the users of a run change.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.runs: list[Run] = []
+        self.lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def count(self, tracker: str, counts: Counter[str] | None) -> int:
+        """Count one more call, in `counts` or else in this process, and return the number of calls."""
+        counts = self._counts if counts is None else counts
+        with self.lock:
+            counts[tracker] += 1
+            return counts[tracker]
+
+    def begin(self, call: Call) -> None:
+        """Add a call that runs."""
+        with self.lock:
+            self.calls.append(call)
+
+    def end(self, call: Call) -> None:
+        """Remove a call that has ended, or that could not begin."""
+        with self.lock:
+            if call in self.calls:
+                self.calls.remove(call)
+
+    def open_runs(self) -> list[Run]:
+        """Return the runs that calls use, of all threads."""
+        with self.lock:
+            return [run for run in self.runs if run.users > 0]
+
+
+state = register(_State())
+
+
+def get_run(tracker: str | None = None) -> Any:
+    """Return the tracker's own run object.
+
+    Args:
+        tracker: The tracker's name, if several are stacked; None for that of the innermost decorated function.
+
+    Returns:
+        None on ranks that have no run, outside a decorated function, and in a forked child such as a DataLoader's
+        worker. Threads started inside the function see its run; if several trainings run at once in threads, theirs
+        must be started with `contextvars.copy_context().run`, and get None without.
+    """
+    call = here()
+    if tracker is not None:
+        call = _nearest(call, tracker)
+    return None if call is None or call.run is None else call.run.handle.run
+
+
+def here() -> Call | None:
+    """Return the call that this thread or task is in; None outside of a decorated function. See `get_run`."""
+    call = current.get()
+    if call is not None and not call.is_parents:
+        return call
+    return _innermost() if state.calls else None
+
+
+def find_simulated(call: Call) -> list[Call]:
+    """Return the running calls of the simulation that `call` belongs to."""
+    with state.lock:
+        return [running for running in state.calls if running.doubles is call.doubles]
+
+
+@contextmanager
+def detached() -> Iterator[None]:
+    """Keep functions in the block from joining a call around it."""
+    token = current.set(None)
+    try:
+        yield
+    finally:
+        current.reset(token)
+
+
+@contextmanager
+def override(doubles: Doubles) -> Iterator[None]:
+    """Use test doubles for the functions that are called in the block, in every thread."""
+    _doubles.append(doubles)
+    try:
+        yield
+    finally:
+        _doubles.remove(doubles)
+        with state.lock:  # a call may still run, in a thread that waits in vain: no later call must join it
+            state.calls[:] = [call for call in state.calls if call.doubles is not doubles]
+            state.runs[:] = [run for run in state.runs if run.opener.doubles is not doubles]
+
+
+@contextmanager
+def override_here(doubles: Doubles) -> Iterator[None]:
+    """Use test doubles in this thread or task only. They take precedence over `override`.
+
+    Functions in the block join no call around it.
+    """
+    token = _thread_doubles.set(doubles)
+    try:
+        with detached():
+            yield
+    finally:
+        _thread_doubles.reset(token)
+
+
+def _active_doubles() -> Doubles | None:
+    """Return the test doubles for functions that are called here."""
+    return _thread_doubles.get() or next(reversed(_doubles), None)
+
+
+def _join_enclosing(parent: Call | None, tracker: str) -> Call | None:
+    """Join the run of the nearest call around this one that has not ended.
+
+    Returns:
+        The call whose run, if it has one, is joined. None if all have ended: a task or thread may outlive its starter.
+    """
+    with state.lock:
+        enclosing = _nearest(parent, tracker)
+        while enclosing is not None:
+            run = enclosing.run
+            if enclosing in state.calls or (run is not None and run.users > 0):
+                if run is not None:
+                    run.users += 1
+                return enclosing
+            enclosing = _nearest(enclosing.parent, tracker)
+    return None
+
+
+def _innermost() -> Call | None:
+    """Return the running call for a thread without a context; None if several trainings run at once."""
+    running = state.calls[:]  # a copy without the lock: threads ask for each row that they log
+    last = running[-1] if running else None
+    if len(running) > 1 and any(call is not last and not _encloses(call, last) for call in running):
+        return None
+    return last
+
+
+def _encloses(call: Call, inner: Call | None) -> bool:
+    while inner is not None and inner.parent is not call:
+        inner = inner.parent
+    return inner is not None
+
+
+def _nearest(call: Call | None, tracker: str) -> Call | None:
+    while call is not None and call.tracker.name != tracker:
+        call = call.parent
+    return call

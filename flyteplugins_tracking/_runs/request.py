@@ -1,0 +1,182 @@
+"""What a tracker is asked for: the plan of a rank that opens a run, and the request that is made of it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flyteplugins_tracking._job.identity import (
+    Identity,
+    from_launcher,
+    from_variables,
+    id_beside,
+    identity_of_parent,
+    identity_of_trial,
+    is_elastic,
+)
+from flyteplugins_tracking._rank import children
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.plan import RunPlan, needs_shared_id, plan
+from flyteplugins_tracking._util.checks import check_run_id
+from flyteplugins_tracking._util.record import replace
+from flyteplugins_tracking._util.secrets import learn
+from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch, StepWatch
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.call import Call
+    from flyteplugins_tracking._runs.context import ExecutionContext
+
+logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
+
+
+def plan_of(call: Call) -> RunPlan:
+    """Return the plan of a rank that opens a run, with the run's id, on which the ranks agree.
+
+    Raises:
+        IdentityError: They cannot agree.
+    """
+    config = call.config
+    identity = Identity(None) if call.parent_id is not None else _identity(call)
+    run_plan = plan(
+        call.info, config.run_mode, config.rank_scope, identity.base_id, call.parent_id, config.primary_rank
+    )
+    return replace(run_plan, group=run_plan.group or identity.group, label=run_plan.label or call.context.label)
+
+
+def _identity(call: Call) -> Identity:
+    tracker, config, context, found = call.tracker, call.config, call.context, call.found
+    forced_run_id = tracker.forced_run_id()
+    if forced_run_id is not None or config.id is not None:
+        return Identity(forced_run_id or config.id)
+    from_env = from_variables(os.environ, tracker.run_id_variables)
+    if from_env is not None:
+        _check_variable(call, str(from_env.base_id))
+        return from_env if found.parent is None else _identity_beside(call, from_env)
+    if context.base_id is not None:
+        identity = Identity(context.base_id, context.group)
+        if found.is_child and not context.is_simulated:
+            return _identity_beside(call, identity)
+    elif found.pool is not None and found.pool.trial is not None:
+        identity = identity_of_trial(found.pool.trial)
+    elif found.parent is not None:
+        return _identity_beside(call, identity_of_parent(found.parent, os.environ))
+    else:
+        is_shared = needs_shared_id(found.info, config.run_mode, config.rank_scope)
+        identity = from_launcher(found.info, os.environ, agreement=is_shared)
+        children.mark(found.variables, identity.base_id)
+    if identity.base_id is None or call.number == 1:
+        return identity
+    # The second call in one process gets its own run, so that it cannot hide a failure of the first.
+    return Identity(f"{identity.base_id}-{call.number}", identity.group)
+
+
+def _check_variable(call: Call, run_id: str) -> None:
+    variable = next(name for name in call.tracker.run_id_variables if os.environ.get(name, "").strip())
+    try:
+        call.tracker.check(replace(call.config, id=run_id))
+    except ConfigError as error:
+        raise ConfigError(f"{error}. The id is from {variable}") from None
+    check_run_id(variable, run_id)
+
+
+def _identity_beside(call: Call, identity: Identity) -> Identity:
+    """Return an identity for a process that a rank has started: the rank's run, `identity`, is not its run."""
+    own_id, parent = id_beside(identity.base_id), call.found.parent
+    _warn_once(
+        "child",
+        "%s: this process was started by %s that has run %s, and is not that rank: its own run is %s. Each further "
+        "call here has a run of its own too",
+        call.tracker.name,
+        "the process" if parent is None else f"rank {parent.rank}",
+        identity.base_id or "(not known here)",
+        own_id or "a new one",
+    )
+    return Identity(own_id, identity.group)
+
+
+def request_of(
+    call: Call, planned: RunPlan, run_plan: RunPlan, watch: SigtermWatch, steps: StepWatch, deadline: float
+) -> RunRequest:
+    """Return what the tracker gets to open a run.
+
+    Args:
+        call: The call that opens the run.
+        planned: The plan, with the id that all ranks know.
+        run_plan: The plan with the id that the run has: another process may have the planned one open.
+        watch: Watches for SIGTERM.
+        steps: Takes the steps of the rows.
+        deadline: When the run must be open, in seconds of `time.monotonic`.
+    """
+    config, context, info = call.config, call.context, call.info
+    is_shared = config.run_mode == "shared"
+    return RunRequest(
+        plan=run_plan,
+        planned_run_id=planned.run_id,
+        config=config,
+        info=info,
+        has_other_writers=context.has_children if info is None else is_shared and is_elastic(info, os.environ),
+        run_metadata={**_trial_config(call), **_job_metadata(info), **context.run_metadata},
+        read_secret=functools.partial(_read_secret, config.secret, context),
+        may_prompt=may_prompt(info, context),
+        watch=watch,
+        deadline=deadline,
+        ask_to_stop=functools.partial(_ask_to_stop, call.tracker.name),
+        steps=steps,
+    )
+
+
+def may_prompt(info: DistributedInfo | None, context: ExecutionContext) -> bool:
+    """Whether this process may ask the user for a key: it runs alone, in a terminal."""
+    return info is None and not context.on_cluster and sys.stdin is not None and sys.stdin.isatty()
+
+
+def _ask_to_stop(service: str, otherwise: Callable[[], object]) -> None:
+    from flyteplugins_tracking._runs import stopping
+
+    stopping.request_of_service(service, otherwise)
+
+
+def _trial_config(call: Call) -> dict[str, Any]:
+    """Return the hyperparameters of a trial of Ray Tune. What is not a plain value is text: it may be any object."""
+    pool = call.found.pool
+    if pool is None or pool.trial is None:
+        return {}
+    plain = (str, int, float, bool, list, tuple, dict, type(None))
+    return {str(name): value if isinstance(value, plain) else repr(value) for name, value in pool.trial.config.items()}
+
+
+def _job_metadata(info: DistributedInfo | None) -> dict[str, Any]:
+    if info is None:
+        return {}
+    shape = ("world_size", "num_workers", "local_world_size", "launcher")
+    return {"distributed": {name: info[name] for name in shape}, "restart_count": info.restart_count}
+
+
+def _read_secret(secret: Any, context: ExecutionContext) -> str | None:
+    """Read the user's key, which no text of ours shows from now on."""
+    key = _secret_of(secret, context)
+    if key is not None:
+        learn(key)
+    return key
+
+
+def _secret_of(secret: Any, context: ExecutionContext) -> str | None:
+    if secret is None:
+        return None
+    if not callable(secret):
+        return context.read_secret(secret)
+    try:
+        value = secret()
+    except Exception as error:
+        # The error's text may hold the key.
+        raise TrackerUnavailableError(f"secret= raised {type(error).__name__} and returned no API key") from None
+    if value is not None and not isinstance(value, str):
+        raise TrackerUnavailableError(f"secret= must return the API key as a string, got a {type(value).__name__}")
+    return value
