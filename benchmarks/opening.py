@@ -47,7 +47,7 @@ def killed() -> None:
 
 
 def wait_until_sent(log: Path) -> None:
-    from flyteplugins_tracking.trackers.wandb.late_count import acknowledged_lines
+    from flyteplugins_tracking.trackers.wandb.outbox import acknowledged_lines
 
     while acknowledged_lines(log) < SENT:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The journal of a writer: what is pending after any end of it. Which rows an earlier attempt of W&B's has left."""
+"""The journal of a writer: what is pending after any end of it. Where rows of a job that goes back are placed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import time
 import warnings
 import zlib
-from collections import Counter
 from random import Random
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ import pytest
 
 from flyteplugins_tracking.trackers.journal import files
 from flyteplugins_tracking.trackers.journal.files import Journal
-from flyteplugins_tracking.trackers.wandb import late_count, tail
 from flyteplugins_tracking.trackers.wandb.rollback import Rollback
 
 
@@ -279,58 +277,10 @@ sys.stdin.read()
     assert [entry.data for entry in journal.pending()] == [b"x"]
 
 
-def part(values, step=None, commit=None):
-    """A call of `log` as wandb-core gets it."""
-    records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    request = records.PartialHistoryRequest()
-    for key, value in values.items():
-        item = request.item.add()
-        item.key, item.value_json = key, str(value)
-    if step is not None:
-        request.step.num = step
-    if commit is not None:
-        request.action.flush = commit
-    return request.SerializeToString()
-
-
-def test_the_rows_of_a_journal_are_those_that_wandb_core_makes(tmp_path, stored):
-    journal = Journal(tmp_path, "owner-1", {"step": 5, "is_shared": False})
-    for call in [
-        part({"a": 1, "_timestamp": 1}),
-        part({"b": 2, "_timestamp": 2}, commit=False),
-        part({"a": 3, "_timestamp": 3}),
-        part({"a": 4, "_timestamp": 4}, step=9),
-        part({"b": 5, "_timestamp": 5}, step=9),
-        part({"a": 6, "_timestamp": 6}, step=8),  # dropped
-        part({"a": 7, "_timestamp": 7}, step=12),
-    ]:
-        journal.add(call)
-    rows = list(tail._rows(stored(tmp_path)[0]))
-    assert [(row.step, sorted(row.items), row.stamp) for row in rows] == [
-        (5, ["_timestamp", "a"], 1),
-        (6, ["_timestamp", "a", "b"], 3),
-        (9, ["_timestamp", "a", "b"], 5),
-        (12, ["_timestamp", "a"], 7),
-    ]
-
-
-def test_rows_that_the_file_lacks_follow_those_it_has(tmp_path, stored):
-    journal = Journal(tmp_path, "owner-1", {"step": 5, "is_shared": False})
-    for number in range(4):
-        journal.add(part({"a": number, "_timestamp": number}))
-    attempt = tail.read(tmp_path, stored(tmp_path), 6)
-    assert (sorted(attempt.rows), attempt.last_step) == ([6, 7, 8], 8)
-    assert [kind for kind, _ in attempt.others] == ["summary"] * 3
-
-
-def test_two_rows_of_one_time_are_two_rows():
-    stamps = Counter([1.0, 1.0])
-    assert [tail._is_taken(stamps, 1.0) for _ in range(3)] == [True, True, False]
-
-
 def rolled(first_step, *steps, next_step=None, rewind=None):
-    state = SimpleNamespace(next=first_step if next_step is None else next_step)
-    rollback = Rollback("global_step", 2, lambda: state.next, rewind and (lambda step: rewind(state, step)))
+    state = SimpleNamespace(first=first_step, next=first_step if next_step is None else next_step)
+    drop = rewind and (lambda step: rewind(state, step))
+    rollback = Rollback("global_step", 2, lambda: state.first, lambda: state.next, drop)
     defined = []
     rows = []
     for step in steps:
@@ -353,7 +303,7 @@ def test_a_job_that_goes_on_logs_as_it_says():
 
 def test_a_run_that_is_rewound_has_the_steps_that_are_asked_for():
     def rewind(state, step):
-        state.next = step
+        state.first = state.next = step
 
     assert rolled(100, 60, 61, None, 40, rewind=rewind) == (
         [(60, None, None), (61, None, None), (None, None, None), (40, None, None)],
@@ -372,50 +322,6 @@ def test_a_run_that_cannot_be_rewound_keeps_its_rows(caplog):
     assert asked == [60]
     (record,) = caplog.records
     assert "and cannot be rewound: a reason. All rows are kept" in record.getMessage()
-
-
-@pytest.fixture
-def log(tmp_path):
-    path = tmp_path / "run-20260101_000000-x" / "logs" / "debug-internal.log"
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        '{"msg":"filestream: sending request","history_offset":7,"history_lines":3}\n'
-        '{"msg":"filestream: request sent","status":"200 OK"}\n'
-        '{"msg":"filestream: sending request","history_offset":10,"history_lines":5}\n'
-        '{"msg":"filestream: request sent","status":"503 Service Unavailable"}\n{"torn'
-    )
-    return path
-
-
-@pytest.mark.parametrize(
-    ("answers", "asked"),
-    [([(10, 9)], 1), ([None, (4, 3), (10, 4), (10, 9)], 4), ([(10, 400)], 1)],
-    ids=["counted", "late count, then late step", "steps with gaps"],
-)
-def test_opening_waits_until_the_count_is_what_was_acknowledged(tmp_path, monkeypatch, log, answers, asked):
-    assert late_count.acknowledged_lines(log) == 10
-    monkeypatch.setattr(late_count, "_POLL_S", 0.0)
-    replies = iter(answers)
-    calls = []
-    late_count.await_count(tmp_path, "x", lambda: calls.append(1) or next(replies), float("inf"))
-    assert len(calls) == asked
-
-
-def test_opening_does_not_wait_for_a_log_that_nobody_writes(tmp_path, log):
-    log.unlink()
-    os.mkfifo(log)
-    late_count.await_count(tmp_path, "x", lambda: pytest.fail("W&B was asked"), float("inf"))
-
-
-def test_a_request_without_an_answer_may_have_arrived(log):
-    with log.open("a") as file:
-        file.write('\n{"msg":"filestream: sending request","history_offset":10,"history_lines":6}\n')
-    assert late_count.acknowledged_lines(log) == 16
-
-
-def test_opening_does_not_wait_for_what_was_sent_long_ago(tmp_path, log):
-    os.utime(log, (1, 1))
-    late_count.await_count(tmp_path, "x", lambda: pytest.fail("W&B was asked"), float("inf"))
 
 
 def test_heads_that_are_right_and_records_that_are_not_cost_no_time(tmp_path):

@@ -61,6 +61,7 @@ class Journal(PerProcess):
     Attributes:
         directory: Where its files are.
         added: How many records were added, kept or not.
+        header: What its readers need to know. A change of it is in the segments that begin later.
         most_segments: How many segments are kept; None for all.
     """
 
@@ -78,7 +79,7 @@ class Journal(PerProcess):
         self.added = 0
         self._kept = 0  # how many of them are in the files, or were
         self._base = f"{directory / name}{SUFFIX}"
-        self._header, self.most_segments = dict(header), segments
+        self.header, self.most_segments = dict(header), segments
         self._segments: list[tuple[str, int]] = []  # the paths, and how many records were added before each
         self._count = 0  # segments that were begun
         self._acknowledged = 0
@@ -169,7 +170,7 @@ class Journal(PerProcess):
         _live.add(self._base)
         self._segments.append((path, self.added))
         self._count += 1
-        header = json.dumps({**self._header, "before": self.added}, default=str).encode()
+        header = json.dumps({**self.header, "before": self.added}, default=str).encode()
         for _ in range(2):  # without one, nobody knows whose records the others are
             self._write(_HEADER, self._acknowledged, header)
         if not self._is_closed:
@@ -224,6 +225,10 @@ class StoredJournal:
                 text = "%s is damaged in %d places: what was there is lost, all else is used. It is kept as %s%s"
                 _warn_once(str(path), text, path, damaged, path.name, _BAD)
         return [entry for number, entry in sorted(entries.items()) if number >= acknowledged]
+
+    def segments(self) -> list[StoredJournal]:
+        """Return its files as journals of their own, each with the header that it was begun with."""
+        return [one for one in (_stored([path]) for path in self.paths) if one is not None]
 
     def is_open(self) -> bool:
         """Whether another process is writing it. Unknown, as on some network file systems, counts as no."""

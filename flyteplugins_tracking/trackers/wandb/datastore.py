@@ -1,4 +1,4 @@
-"""Read a `.wandb` file, also from its end, and write more records behind those of wandb-core.
+"""Read the `.wandb` file of a run's directory, also from its end.
 
 The file is a log in the format of LevelDB after a header of 7 bytes. wandb has no reader for Python.
 https://github.com/google/leveldb/blob/main/doc/log_format.md
@@ -6,20 +6,47 @@ https://github.com/google/leveldb/blob/main/doc/log_format.md
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.files import is_own_file, open_own, replace_whole
+from flyteplugins_tracking._util.files import is_own_file, open_own
 from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.wandb import vendor
 
 _warn_once = WarnOnce(logging.getLogger(__name__))
-_START = b":W&B\xe1\xbe\x00"
-_HEADER, _BLOCK = len(_START), 32 * 1024
+_HEADER, _BLOCK = 7, 32 * 1024
 _FRAGMENT = struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+# How many blocks are read from the end at first, and how many times more if these are not enough.
+_BLOCKS, _MORE = 8, 4
+
+
+class Row(NamedTuple):
+    """A row of a run.
+
+    Attributes:
+        step: Its step.
+        values: Its values, with the time at which it was logged as "_timestamp".
+        directory: The directory of the run that has logged it.
+        is_placed: Whether the function has given the step.
+    """
+
+    step: int
+    values: Mapping[str, Any]
+    directory: Path
+    is_placed: bool = False
+
+    @property
+    def time(self) -> float:
+        """When it was logged, in seconds since the epoch. Tells the rows of several processes apart."""
+        return float(self.values.get("_timestamp", 0))
 
 
 def file_in(directory: Path) -> Path | None:
@@ -27,16 +54,58 @@ def file_in(directory: Path) -> Path | None:
     return next(filter(is_own_file, sorted(directory.glob("*.wandb"))), None)
 
 
-def windows(path: Path, first_blocks: int = 8) -> Iterator[tuple[list[bytes], bool]]:
-    """Yield the file's last records, each time four times as many; and whether these are all records."""
-    blocks = -(-path.stat().st_size // _BLOCK)
-    count = first_blocks
-    while True:
+def rows(directory: Path, since: float = 0) -> Iterator[Row]:
+    """Yield the rows of a directory's file from a step on."""
+    file = file_in(directory)
+    for kind, record in map(vendor.parse_record, records(file)) if file is not None else ():
+        if kind == "history" and (row := _row(record, directory)).step >= since:
+            yield row
+
+
+def tail(directory: Path, since: float) -> tuple[list[Row], bool]:
+    """Return the file's last rows, with one of a step before `since` if there is any, and whether these are all."""
+    file = file_in(directory)
+    blocks = -(-file.stat().st_size // _BLOCK) if file is not None else 0
+    count = _BLOCKS
+    while file is not None:
         skipped = max(0, blocks - count)
-        yield list(records(path, skipped)), not skipped
-        if not skipped:
-            return
-        count *= 4
+        parsed = map(vendor.parse_record, records(file, skipped))
+        found = [_row(record, directory) for kind, record in parsed if kind == "history"]
+        if not skipped or (found and found[0].step < since):
+            return found, not skipped
+        count *= _MORE
+    return [], True
+
+
+def last_step(directory: Path) -> int:
+    """Return the step of the file's last row; -1 if it has none."""
+    return max((row.step for row in tail(directory, math.inf)[0]), default=-1)
+
+
+def exit_code(directory: Path) -> int | None:
+    """Return the status of the run's end, which wandb-core writes last, and not after a failure; None for none."""
+    file = file_in(directory)
+    blocks = file.stat().st_size // _BLOCK if file is not None else 0
+    parsed = map(vendor.parse_record, records(file, max(0, blocks - 1))) if file is not None else ()
+    return next((int(record.exit_code) for kind, record in parsed if kind == "exit"), None)
+
+
+def description(directory: Path) -> Any:
+    """Return the record with which the run was opened; None if its process was killed before it had written any.
+
+    Raises:
+        TrackerUnavailableError: It is damaged, or another user's.
+    """
+    file, kinds = file_in(directory), []
+    if file is None and any(directory.glob("*.wandb")):
+        raise TrackerUnavailableError(f"{directory} was not sent: its .wandb file is not a file of this user")
+    for kind, record in map(vendor.parse_record, records(file)) if file is not None else ():
+        kinds.append(kind)
+        if kind == "run":
+            return record
+    if "history" in kinds:
+        raise TrackerUnavailableError(f"{file} is damaged: it has rows, and does not say which run they are of")
+    return None
 
 
 def records(path: Path, block: int = 0) -> Iterator[bytes]:
@@ -75,27 +144,6 @@ def records(path: Path, block: int = 0) -> Iterator[bytes]:
             is_begun = False
 
 
-def add(path: Path, more: Sequence[bytes]) -> None:
-    """Write records behind those of a file that nobody writes anymore. What is torn or damaged in it is left out.
-
-    Raises:
-        OSError: The file cannot be read or written. It stays as it was.
-    """
-    content = bytearray(_START)
-    for record in (*(records(path) if path.exists() else ()), *more):
-        rest, is_first = record, True
-        while is_first or rest:
-            left = _BLOCK - len(content) % _BLOCK
-            if left < _FRAGMENT.size:
-                content += bytes(left)
-                continue
-            part, rest = rest[: left - _FRAGMENT.size], rest[left - _FRAGMENT.size :]
-            kind = (_MIDDLE if rest else _LAST) if not is_first else (_FIRST if rest else _FULL)
-            content += _FRAGMENT.pack(zlib.crc32(bytes([kind]) + part), len(part), kind) + part
-            is_first = False
-    replace_whole(path, bytes(content), 0o644)
-
-
 def _fragment_at(data: bytes, start: int) -> tuple[int, bytes]:
     """Return the kind and the bytes of the fragment at a place; a kind of 0 if it is torn or damaged."""
     begin = start + _FRAGMENT.size
@@ -105,3 +153,16 @@ def _fragment_at(data: bytes, start: int) -> tuple[int, bytes]:
     fragment = data[begin : begin + length]
     is_whole = len(fragment) == length and checksum == zlib.crc32(bytes([kind]) + fragment)
     return kind if is_whole and _FULL <= kind <= _LAST else 0, fragment
+
+
+def _row(record: Any, directory: Path) -> Row:
+    values: dict[str, Any] = {}
+    for item in record.item:
+        *parents, key = item.nested_key or [item.key]
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[key] = json.loads(vendor.json_of(item))
+    step = values.pop("_step", None)
+    values.pop("_runtime", None)  # wandb-core gives it
+    return Row(record.step.num if step is None else int(step), values, directory)

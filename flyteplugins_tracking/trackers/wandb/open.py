@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import shutil
 import threading
@@ -28,9 +29,7 @@ from flyteplugins_tracking.trackers.wandb import (
     check_id,
     drop_empty_variables,
     forced_run_id,
-    late_count,
-    offline,
-    tail,
+    outbox,
     vendor,
 )
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, directory
@@ -169,7 +168,7 @@ def _init(
             arguments["resume_from"] = f"{request.plan.run_id}?_step={rewind_to}"
         if not _is_online(arguments):
             run = wandb.init(**arguments)
-            offline.begin(run, request, is_automatic)
+            _begin_outbox(request, run, is_automatic)
             return run
         with _opening, vendor.identity_resolved_once(request.deadline):
             settings = arguments["settings"]
@@ -182,7 +181,7 @@ def _init(
             _await_count(request, arguments, effective, directory)
             with _noting_failed(directory, arguments.get("id"), failed if failed is not None else []):
                 run = wandb.init(**arguments)
-            _begin_journal(request, run)
+            _begin_outbox(request, run)
             return run
     except (wandb.errors.CommError, wandb.errors.AuthenticationError, ConnectionError, TimeoutError) as error:
         raise TrackerUnavailableError(
@@ -242,7 +241,7 @@ def _send_promptly_after_kill(arguments: Mapping[str, Any], settings: Any, direc
 
     Attempts that all live for less than the interval would each hand over the rows of all those before.
     """
-    if arguments.get("id") is not None and tail.is_any_left(directory, arguments["id"]):
+    if arguments.get("id") is not None and outbox.is_any_left(directory, arguments["id"]):
         vendor.set_default(arguments["settings"], settings, "x_file_stream_transmit_interval", _PROMPT_S)
 
 
@@ -257,19 +256,23 @@ def _await_count(request: RunRequest, arguments: Mapping[str, Any], settings: An
         stored = vendor.stored_run("/".join(filter(None, names)), settings.base_url, _COUNT_S)
         return None if stored is None else (stored.rows, stored.last_step)
 
-    late_count.await_count(directory, run_id, counts, request.deadline - _COUNT_S)
+    outbox.await_count(directory, run_id, counts, request.deadline - _COUNT_S)
 
 
-def _begin_journal(request: RunRequest, run: Any) -> None:
+def _begin_outbox(request: RunRequest, run: Any, is_automatic: bool = False) -> None:
     """Send what earlier attempts have left on this disk, and keep what this one logs.
 
-    Not with native shared mode: its rows have no steps, so that nobody can say which of them have arrived.
+    Not online in native shared mode: its rows have no steps, so that nobody can say which of them have arrived.
     """
-    is_shared = request.config.run_mode == "shared"
-    if NodeRole.of(request).has_peers or "resume_from" in request.config.options:
-        return
-    deadline = None if is_shared else request.deadline
-    tail.begin(run, deadline, is_shared, None if is_shared else offline.attempts)
+    options, is_shared = request.config.options, request.config.run_mode == "shared"
+    outbox.open_outbox(
+        run,
+        request,
+        sends=run.offline or not (NodeRole.of(request).has_peers or "resume_from" in options),
+        has_one_writer=not (is_shared or options.get("sync_tensorboard") or options.get("tensorboard")),
+        is_automatic=is_automatic,
+    )
+    outbox.of(run).send_earlier(math.inf if is_shared else request.deadline)
 
 
 def _reopen(request: RunRequest, run: Any, is_offline: bool) -> Any:
@@ -301,8 +304,7 @@ def _rewind(request: RunRequest, run: Any, step: int) -> Any:
             # wandb-core keeps the run's id, and would refuse it when the run is opened again.
             vendor.restart_service()
             raise
-    vendor.set_rewound(rewound, step)
-    tail.mark_rewound(rewound)
+    outbox.mark_rewound(rewound)
     return rewound
 
 

@@ -23,7 +23,8 @@ class Rollback:
         self,
         column: str,
         restart_count: int,
-        next_step: Callable[[], int | None],
+        first_step: Callable[[], int],
+        next_step: Callable[[], int],
         rewind: Callable[[int], str | None] | None = None,
     ) -> None:
         """Initialize the placing of an attempt that has not gone back yet.
@@ -31,20 +32,25 @@ class Rollback:
         Args:
             column: The column for steps.
             restart_count: The number of this attempt.
-            next_step: Returns the run's next step; None if it is unknown.
+            first_step: Returns the first step of this attempt: the run has those below it from earlier ones.
+            next_step: Returns the run's next step.
             rewind: Drops the run's rows from a step on, and returns why it cannot; None to keep all rows.
         """
         self._column = column
         self._restart_count = restart_count
-        self._next_step = next_step
+        self._first_step, self._next_step = first_step, next_step
         self._rewind = rewind
         self._distance = 0
-        self._first_step = next_step() or 0  # of this attempt
 
     @property
     def rewinds(self) -> bool:
         """Whether the run is rewound at the next step that it has already."""
         return self._rewind is not None
+
+    @property
+    def has_gone_back(self) -> bool:
+        """Whether rows are placed elsewhere than at their own steps."""
+        return self._distance > 0
 
     def place(self, data: Any, step: Any, define: Callable[[], object]) -> tuple[Any, Any]:
         """Return the row and the step with which W&B keeps them.
@@ -54,7 +60,7 @@ class Rollback:
             step: The user's step; None if the user gives none.
             define: Called before the first row that is placed elsewhere.
         """
-        if step is not None and not self._distance and step < self._first_step:
+        if step is not None and not self._distance and step < self._first_step():
             self._go_back(step, define)
         if not self._distance:
             return data, step
@@ -62,11 +68,10 @@ class Rollback:
 
     def _go_back(self, step: int, define: Callable[[], object]) -> None:
         next_step = self._next_step()
-        if next_step is None or next_step <= step:
+        if next_step <= step:
             return
         obstacle = self._rewind(step) if self._rewind is not None else None
         if self._rewind is not None and obstacle is None:
-            self._first_step = step
             logger.warning(
                 "W&B: the job continues at step %s: its run had steps up to %d, and was rewound", step, next_step - 1
             )

@@ -23,7 +23,7 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
-from flyteplugins_tracking.trackers.wandb import HOST, offline, tail, vendor
+from flyteplugins_tracking.trackers.wandb import HOST, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.rollback import Rollback
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class WandbHandle(Handle):
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
         self._state: dict[str, str] = {}  # what the summary has of `save_state`, at the latest when the run ends
         self._rest_sent = threading.Event()  # set once the run has what earlier attempts have left
-        self._rollback = self._rollback_of(request) if vendor.starting_step(run) else None
+        self._rollback = self._rollback_of(request)
         if self._is_ours:
             self._take_over()
             self._send_rest()
@@ -95,9 +95,19 @@ class WandbHandle(Handle):
         return Rollback(
             request.config.step_metric,
             restart_count_of(request),
-            lambda: vendor.next_step(self.run),
+            lambda: int(self.run.starting_step) if self._outbox.first_step is None else self._outbox.first_step,
+            self._next_step,
             self._rewind if can_rewind else None,
         )
+
+    @property
+    def _outbox(self) -> outbox.Outbox:
+        return outbox.of(self.run)
+
+    def _next_step(self) -> int:
+        known = self._outbox.next_step
+        # W&B says 0 until a row was logged.
+        return max(int(self.run.step), int(self.run.starting_step)) if known is None else known
 
     @property
     def files(self) -> str | None:
@@ -125,12 +135,14 @@ class WandbHandle(Handle):
     def save_state(self, text: str) -> None:
         self._state = {_STATE: text}
         self._call_open(_update_summary, (self._state,), {})  # or later: no run is opened again for it
+        if self._offline:
+            outbox.save_state(self.run, text)
 
     def saved_state(self) -> str | None:
         if self.run.resumed:  # its summary is from the server
             state: str | None = self.run.summary.get(_STATE)
             return state
-        return offline.earlier_summary(self.run, _STATE) if self._offline else None
+        return outbox.saved_state(self.run) if self._offline else None
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         # Not `log(values, commit=False)`: it would open a run again that a signal has ended.
@@ -180,7 +192,7 @@ class WandbHandle(Handle):
         self._request.watch.before_row()
         if method.__name__ == "log":
             self._request.steps.row_logged(*args, **kwargs)
-            if self._next_row.waiting or self._rollback is not None:
+            if args[1:] or kwargs or self._next_row.waiting or self._rollback.has_gone_back:
                 method, args, kwargs = self._completed(method, args, kwargs)
         elif method.__name__ == "define_metric":
             self._note_step_column(*args, **kwargs)
@@ -196,19 +208,17 @@ class WandbHandle(Handle):
         """Return `log` and its arguments with the values that wait for this row, and with the place of the row."""
         if self._next_row.waiting and args and isinstance(args[0], dict):
             args = ({**self._next_row.take(), **args[0]}, *args[1:])
-        if self._rollback is not None:
-            if self._rollback.rewinds:
-                self._rest_sent.wait()
-            if self._rest_sent.is_set():
-                args, kwargs = self._placed(*args, **kwargs)
-            else:  # the row is held: the rows before it have no steps yet
-                log = self._placed_late(log)
+        if self._rollback.rewinds:
+            self._rest_sent.wait()
+        if self._rest_sent.is_set():
+            args, kwargs = self._placed(*args, **kwargs)
+        else:  # the row is held: the rows before it have no steps yet
+            log = self._placed_late(log)
         return log, args, kwargs
 
     def _placed(self, data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of `log` with which W&B keeps the row, also if its step is one that the run has."""
-        if self._rollback is not None:
-            data, step = self._rollback.place(data, step, self._define_step)
+        data, step = self._rollback.place(data, step, self._define_step)
         return (data, step, commit), kwargs
 
     def _placed_late(self, log: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,14 +306,14 @@ class WandbHandle(Handle):
                 logger.warning(text, type(error).__name__, self.id, directory(self.run))
             if self._offline or not was_torn_down:
                 self._abandoned.append(directory(self.run))
-            tail.keep_unsent(self.run)
+            self._outbox.close()
             vendor.set_finished(self.run)
             self._died = self._closing = True
             self._ended.set()
 
     def _send_rest(self) -> None:
         """Send in the background what there was no time for at the opening. Rows are held meanwhile."""
-        if not tail.has_rest(self.run):
+        if self._outbox.send_earlier(time.monotonic()):
             self._rest_sent.set()
             return
         self._closing = True
@@ -311,7 +321,7 @@ class WandbHandle(Handle):
 
     def _sending_rest(self) -> None:
         try:
-            tail.send_rest(self.run)
+            self._outbox.send_earlier()
             while True:
                 self._replay()
                 with self._holding:
@@ -378,8 +388,9 @@ class WandbHandle(Handle):
                 self.run.summary.update(waiting)
             if exit_code == TERMINATED and self._request.plan.primary:
                 self.run.mark_preempting()
+            self._outbox.end(exit_code)
             vendor.finish_within(self._request.config.finish_timeout_s, self.run, lambda: self._end(exit_code))
-            tail.remove_sent(self.run)
+            self._outbox.clear()
             if self.run.offline and not self._offline:
                 logger.warning(
                     "W&B: run %s has continued offline. To send what W&B has not got, run: %s",
@@ -388,7 +399,6 @@ class WandbHandle(Handle):
                 )
         except TimeoutError:
             self._timed_out = True
-            tail.mark_ended(self.run, exit_code)
             logger.warning(
                 "W&B: run %s was not sent completely within %s. Nothing is lost. To send the rest, run: %s",
                 self.id,
@@ -417,7 +427,7 @@ class WandbHandle(Handle):
                     self._adopt(self._open_again(self.run, self._offline or self._timed_out))
                     return
                 except Exception:
-                    tail.keep_unsent(self.run)
+                    self._outbox.close()
                     if is_last:
                         self._give_up()
         finally:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from flyteplugins_tracking._util.files import touch_own
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import how_to_send, require_server
-from flyteplugins_tracking.trackers.journal.files import StoredJournal, stored
 from flyteplugins_tracking.trackers.journal.lines import exit_code_in
-from flyteplugins_tracking.trackers.wandb import datastore, offline, tail, vendor
+from flyteplugins_tracking.trackers.wandb import datastore, outbox, vendor
+from flyteplugins_tracking.trackers.wandb.datastore import Row
+from flyteplugins_tracking.trackers.wandb.outbox import Attempt, Place, attempt_at
 
 # The file that says of a directory that a process has begun to send it.
 _SENDING = "flyteplugins-tracking-sending"
@@ -52,51 +54,49 @@ def send(directories: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
     # By their times: a run that was online goes on offline behind that.
     for directory in sorted(directories, key=lambda one: one.name.removeprefix("offline-")):
         try:
-            is_unsent = offline.is_offline(directory) and not offline.is_moved(directory)
-            journals = _complete(directory) if is_unsent else ()
-            described = _description(directory)
-            if described is None and (offline.is_offline(directory) or not stored(directory)):
-                yield f"{directory} has no rows: its process was killed while it opened the run"
-            elif is_unsent:
-                yield _sync(directory, described, journals)
-            else:
-                yield _send(directory, described, servers)
+            yield _send(directory, servers)
         except (TrackerUnavailableError, OSError, ValueError) as error:
             failed.append(f"{directory} was not sent: {error}" if isinstance(error, OSError) else str(error))
     if failed:
         raise TrackerUnavailableError("\n".join(failed))
 
 
-def _complete(directory: Path) -> Sequence[StoredJournal]:
-    """Add what only its journals have to the file of a run that was logged offline. Returns the journals.
+def _send(directory: Path, servers: Sequence[str]) -> str:
+    described, attempt = datastore.description(directory), attempt_at(directory)
+    if attempt.is_open():
+        raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
+    if described is None and not any(True for _ in attempt.rows()):
+        return f"{directory} has no rows: its process was killed while it opened the run"
+    if outbox.is_rewound(directory):
+        return f"nothing of {directory} is sent: its run was rewound since then, and continues in a later directory"
+    has_file_sent = attempt.moved_by is None
+    place = _place(attempt, described, is_set_up_here=has_file_sent)
+    if not has_file_sent:
+        require_server(directory, place.server, [vendor.default_settings().base_url, *servers])
+        earlier = (one for one in outbox.pending(place, directory.parent, 0) if one.directory != directory)
+        return _send_rows(place, [*earlier, attempt], described)
+    rows = 0 if described is None else _sync(directory, place)
+    missing = attempt.missing()
+    if missing:
+        found = _stored(place)
+        attempt.move((0 if found is None else found.last_step + 1) - missing[0].step)
+        _send_rows(place, [attempt], described)
+    attempt.remove_journals()
+    return f"sent {directory}: W&B has the {rows + len(missing)} rows"
+
+
+def _sync(directory: Path, place: Place) -> int:
+    """Send what was logged offline: of W&B, only the client can do that. Its exit status does not tell what arrived.
+
+    Returns:
+        The number of rows in the file.
 
     Raises:
-        TrackerUnavailableError: A process is writing it, or the file cannot be written.
+        TrackerUnavailableError: W&B does not count them.
     """
-    if any(journal.is_open() for journal in stored(directory)):
-        raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
-    try:
-        if not any(directory.glob("*.synced")):
-            return offline.complete(directory)
-        # `wandb sync` has sent the file, and does not send it again: the rest is placed behind what W&B has.
-        described = _description(directory)
-        in_place = None if described is None else _stored(_configured_place(described))
-        if in_place is not None:
-            offline.move_rest(directory, in_place.last_step + 1)
-    except OSError as error:
-        raise TrackerUnavailableError(
-            f"{directory} was not sent: the rows of its journals cannot be added to its file: {error}"
-        ) from error
-    return ()
-
-
-def _sync(directory: Path, described: Any, journals: Sequence[StoredJournal]) -> str:
-    """Send what was logged offline: of W&B, only the client can do that. Its exit status does not tell what arrived."""
-    place = _configured_place(described)  # not the journal's: `wandb sync` sends to the server that is set up here
-    file = datastore.file_in(directory)
-    rows = sum(vendor.parse_record(data)[0] == "history" for data in datastore.records(file)) if file else 0
+    rows = sum(1 for _ in datastore.rows(directory))
     before = _rows_stored(place)
-    wanted = rows if Path(f"{file}.synced").exists() else (before or 0) + rows
+    wanted = rows if any(directory.glob("*.synced")) else (before or 0) + rows
     command = [sys.executable, "-m", "wandb", "sync", "--yes", str(directory)]
     if subprocess.run(command, check=False).returncode:  # noqa: S603 our own
         raise TrackerUnavailableError(f"{directory} was not sent: wandb sync has failed, as it has printed")
@@ -109,85 +109,66 @@ def _sync(directory: Path, described: Any, journals: Sequence[StoredJournal]) ->
                 f"stays, send it again: wandb sync --include-synced {shlex.quote(str(directory))}"
             )
         time.sleep(_POLL_S)
-    for journal in journals:
-        journal.remove()
-    return f"sent {directory}: W&B has the {rows} rows"
+    return rows
 
 
-def _rows_stored(place: tail.Place) -> int | None:
+def _rows_stored(place: Place) -> int | None:
     """Return how many rows of a run W&B counts; None if it does not have the run, or does not answer."""
     found = _stored(place)
     return None if found is None else found.rows
 
 
-def _stored(place: tail.Place) -> vendor.Stored | None:
+def _stored(place: Place) -> vendor.Stored | None:
     return vendor.stored_run("/".join(filter(None, place[1:])), place.server)
 
 
-def _send(directory: Path, described: Any, servers: Sequence[str]) -> str:
-    if tail.is_rewound(directory):
-        return f"nothing of {directory} is sent: its run was rewound since then, and continues in a later directory"
-    place = _place(directory, described)
-    require_server(directory, place.server, [vendor.default_settings().base_url, *servers])
-    attempts = [*tail.pending(place, directory), _read(directory, place)]
+def _send_rows(place: Place, attempts: Sequence[Attempt], described: Any) -> str:
+    """Open the run, log what W&B lacks of it, and end it."""
     if any(attempt.is_open() for attempt in attempts):
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
-    found = _stored(place)
-    last_step, exit_code = max(attempt.last_step for attempt in attempts), attempts[-1].exit_code
+    found, exit_code, directory = _stored(place), attempts[-1].exit_code, attempts[-1].directory
     marker = directory / _SENDING
     is_left_open = exit_code is not None or marker.exists()  # by us, and not by a job that continues it
     is_ended = found is not None and (found.state != "running" or not is_left_open)
-    if found is not None and is_ended and found.last_step >= last_step:
-        for attempt in attempts:
-            attempt.acknowledged()
-        return f"W&B has all of {directory}: run {place.run_id}"
-    if exit_code is None:
-        exit_code = 1 if found is None else _STATES.get(found.state, 1)
-    touch_own(marker)
-    description = vendor.description(described) if described is not None else {}
-    count = _send_rest(place, attempts, description if found is None else None, exit_code)
+    text = f"W&B has all of {directory}: run {place.run_id}"
+    if found is None or not is_ended or any(True for one in attempts for _ in one.rows(found.last_step + 1)):
+        if exit_code is None:
+            exit_code = 1 if found is None else _STATES.get(found.state, 1)
+        touch_own(marker)
+        is_new = found is None and described is not None
+        with _opened(place, vendor.description(described) if is_new else {}, exit_code) as run:
+            rows = outbox.rows_of(attempts, run.starting_step)
+            count = sum(1 for _ in outbox.log_again(run, type(run), rows, attempts[-1].step_metric))
+        marker.unlink()
+        text = f"sent {count} rows of run {place.run_id}"
     for attempt in attempts:
-        attempt.acknowledged()
-    marker.unlink()
-    return f"sent {count} rows of run {place.run_id}"
+        attempt.clear()
+    return text
 
 
-def _read(directory: Path, place: tail.Place) -> tail.Attempt:
-    if offline.is_offline(directory):
-        return offline.read(directory, place)
-    return tail.read(directory, tail.journals_of(directory, place), 0)
-
-
-def _send_rest(
-    place: tail.Place, attempts: Sequence[tail.Attempt], described: Mapping[str, Any] | None, exit_code: int
-) -> int:
-    """Open the run, send what it lacks, and end it. Returns the number of rows."""
+@contextmanager
+def _opened(place: Place, described: Mapping[str, Any], exit_code: int) -> Iterator[Any]:
+    """Open the run for the body, and end it with this status."""
     import wandb
 
     with tempfile.TemporaryDirectory() as folder:
         run = vendor.open_to_send(place, described, folder)
         try:
-            for attempt in attempts:
-                attempt.drop_below(vendor.starting_step(run))
-            count = len({step for attempt in attempts for step in attempt.rows})
-            for _ in tail.send(run, attempts):
-                pass
+            yield run
             run.finish(exit_code=exit_code)
         except BaseException:
             wandb.teardown(1)
             raise
-    return count
 
 
 def as_lines(directory: Path) -> list[Any]:
     """Return a run as the lines of a journal, for another tracker: a header, the rows, the end."""
-    described = _description(directory)
+    described = datastore.description(directory)
     if described is None:
         raise TrackerUnavailableError(f"{directory} has no rows: its process was killed while it opened the run")
     arguments = {name: value for name, value in vendor.description(described).items() if value is not None}
     arguments.pop("job_type", None)
-    attempt = tail.read(directory, stored(directory), 0)
-    rows = [tail.as_line(attempt.rows[step]) for step in sorted(attempt.rows)]
+    attempt = attempt_at(directory)
     header = {
         "tracker": "wandb",
         "id": described.run_id,
@@ -197,7 +178,21 @@ def as_lines(directory: Path) -> list[Any]:
         "arguments": {**arguments, "project": described.project},
         "run_metadata": {},
     }
-    return [header, *rows, {"exit_code": 1 if attempt.exit_code is None else attempt.exit_code}]
+    return [header, *map(_line, attempt.rows()), {"exit_code": 1 if attempt.exit_code is None else attempt.exit_code}]
+
+
+def _line(row: Row) -> dict[str, Any]:
+    values = dict(_flat(row.values))
+    return {"row": values, "step": row.step, "time": values.pop("_timestamp", None)}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a row with one key each: other services have no values in values."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def replay(lines: Sequence[Any]) -> int:
@@ -206,44 +201,29 @@ def replay(lines: Sequence[Any]) -> int:
     names = ("name", "group", "tags", "notes", "config")
     described = {name: arguments[name] for name in names if arguments.get(name) is not None}
     settings = vendor.default_settings()
-    place = tail.Place(
-        without_credentials(settings.base_url), settings.entity or "", arguments.get("project") or "", header["id"]
-    )
-    attempt = tail.Attempt(Path(), ())
+    server, entity = without_credentials(settings.base_url), settings.entity or ""
+    place = Place(server, entity, arguments.get("project") or "", header["id"])
+    rows, step = [], -1
     for line in lines:
-        if "row" in line:
-            attempt.add(line)
-    return _send_rest(place, [attempt], {**described, "group": header["group"]}, exit_code_in(lines))
+        if "row" in line:  # at its step, or at the next one if that is taken or not given
+            step = max(step + 1, -1 if line["step"] is None else int(line["step"]))
+            rows.append(Row(step, {**line["row"], "_timestamp": line["time"]}, Path()))
+    with _opened(place, {**described, "group": header["group"]}, exit_code_in(lines)) as run:
+        left = [row for row in rows if row.step >= run.starting_step]
+        return sum(1 for _ in outbox.log_again(run, type(run), left, None))
 
 
-def _description(directory: Path) -> Any:
-    """Return the record with which the run was opened; None if its process was killed before it had written any.
+def _place(attempt: Attempt, described: Any, is_set_up_here: bool) -> Place:
+    """Return which run it is: what the journal says, or else of the server and entity that are set up here.
 
-    Raises:
-        TrackerUnavailableError: It is damaged, or another user's.
+    Args:
+        attempt: The attempt.
+        described: The record with which the run was opened, if there is one.
+        is_set_up_here: Whether the server is that which is set up here in any case, as for `wandb sync`.
     """
-    file = datastore.file_in(directory)
-    if file is None and is_run_directory(directory):
-        raise TrackerUnavailableError(f"{directory} was not sent: its .wandb file is not a file of this user")
-    kinds = []
-    for data in () if file is None else datastore.records(file):
-        kind, record = vendor.parse_record(data)
-        kinds.append(kind)
-        if kind == "run":
-            return record
-    if "history" in kinds:
-        raise TrackerUnavailableError(f"{file} is damaged: it has rows, and does not say which run they are of")
-    return None
-
-
-def _place(directory: Path, described: Any) -> tail.Place:
-    """Return which run it is: what its journal says, or else of the server and entity that are set up here."""
-    for journal in stored(directory):
-        return tail.Place(*journal.header["place"])
-    return _configured_place(described)
-
-
-def _configured_place(described: Any) -> tail.Place:
-    return tail.Place(
-        without_credentials(vendor.default_settings().base_url), described.entity, described.project, described.run_id
-    )
+    kept = Place(*attempt.journals[0].header["place"]) if attempt.journals else None
+    if kept is not None and not is_set_up_here:
+        return kept
+    of_run = described or kept
+    assert of_run is not None
+    return Place(without_credentials(vendor.default_settings().base_url), of_run.entity, of_run.project, of_run.run_id)

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util.text import without_credentials
@@ -357,11 +358,6 @@ def _interface(run: Any) -> Any:
     return getattr(getattr(run, "_backend", None), "interface", None) if interface is None else interface
 
 
-def _set_step(run: Any, step: int) -> None:
-    run._starting_step = step
-    setattr(run, "_local_step" if hasattr(run, "_local_step") else "_step", step)  # from 0.27.1 on
-
-
 def finish_within(timeout_s: float, run: Any, finish: Callable[[], object]) -> None:
     """Call `finish`, which ends the run. wandb before 0.27 knows no limit: it gets ours, and wandb-core is stopped.
 
@@ -450,13 +446,6 @@ def is_only_run(run: Any) -> bool:
     return False
 
 
-def set_rewound(run: Any, step: int) -> None:
-    """Have Python know the next step of a rewound run, and that the run is resumed. Required by `rollback="rewind"`."""
-    with _required("rollback='rewind'"):
-        _set_step(run, step)
-        run._settings.resumed = True
-
-
 def settings_of(run: Any, names: tuple[str, ...]) -> dict[str, Any]:
     """Some of the run's settings, those that are set. Required by run_mode='shared'."""
     with _required("run_mode='shared'"):
@@ -515,97 +504,49 @@ def flush(run: Any, timeout_s: float) -> None:
         _interface(run).deliver_get_summary().wait_or(timeout=timeout_s)
 
 
-# Records: what Python hands to wandb-core, and what wandb-core writes to its file
+# Rows, and the records of wandb-core's file
 
 _LOSS = "rows that wandb-core had not sent when it was killed are not sent by the next attempt"
 
 
-def on_rows(run: Any, keep: Callable[[bytes], None], is_only: bool = False) -> None:
-    """Call `keep` with each row, serialized, as soon as wandb-core has it. Without it, such rows are not sent again.
+def on_rows(run: Any, keep: Callable[[str, int | None, bool | None], object], is_only: bool = False) -> None:
+    """Call `keep` with each row as soon as wandb-core has it. Without it, such rows are not sent again.
 
     Args:
         run: The open run.
-        keep: Takes a row.
+        keep: Takes a row: its values as the members of a JSON object, the step and `commit` that were given.
         is_only: Whether wandb-core shall not get the row, since it has died.
     """
     with _optional(_LOSS):
         interface = _interface(run)
         publish = type(interface)._publish_partial_history
+        lock = threading.RLock()  # threads log: the rows that are kept have the order of those that wandb-core gets
 
         def published(row: Any) -> None:
-            if not is_only:
-                publish(interface, row)
-            keep(row.SerializeToString())
+            with lock:
+                if not is_only:
+                    publish(interface, row)
+                values = ",".join([f"{quoted(item.key)}:{item.value_json or json_of(item)}" for item in row.item])
+                is_complete = row.action.flush if row.HasField("action") else None
+                keep(values, row.step.num if row.HasField("step") else None, is_complete)
 
         interface._publish_partial_history = published
 
 
-def last_step(run: Any) -> int | None:
-    """The step of the last row of a run that has ended, as wandb-core has counted. None without it."""
-    with _optional("a warning of a full disk does not say which steps are lost"):
-        items = run._final_summary.item
-        return next((int(item.value_json) for item in items if "_step" in (item.key, *item.nested_key)), None)
-    return None
-
-
-def next_step(run: Any) -> int | None:
-    """The step of the next row, as Python counts. None without it: rows of earlier steps are dropped by wandb then."""
-    with _optional("after a restart from a checkpoint, rows of steps that the run has already are dropped"):
-        step: int = run._local_step if hasattr(run, "_local_step") else run._step
-        return step
-    return None
-
-
-def starting_step(run: Any) -> int:
-    """The first step that the service has not. 0 without it: then the run counts as new."""
-    return int(getattr(run, "_starting_step", 0))
-
-
-def skip_to(run: Any, step: int) -> None:
-    """Have the next row get this step."""
-    records = _records()
-    row = records.PartialHistoryRequest()
-    row.step.num = step
-    interface = _interface(run)
-    type(interface)._publish_partial_history(interface, row)
-    _set_step(run, step)
-
-
-def publish(run: Any, kind: str, record: Any, waits: bool = True) -> None:
-    """Hand a record to wandb-core, which sends it as it is.
-
-    Args:
-        run: The open run.
-        kind: "history", "summary", "metric" or "files".
-        record: The record of this kind.
-        waits: Whether to return, or raise, when wandb-core has it and all before it, and not at once.
-    """
-    interface = _interface(run)
-    if waits:
-        getattr(interface, f"_publish_{kind}")(record)
-    else:
-        is_new = "nowait" in inspect.signature(interface._publish).parameters  # before 0.22, it only writes to a socket
-        interface._publish(interface._make_record(**{kind: record}), **({"nowait": True} if is_new else {}))
+def json_of(item: Any) -> str:
+    """Return the value of an item of a row as JSON."""
+    if item.value_json:
+        return str(item.value_json)
+    kind = item.WhichOneof("value") if "value" in item.DESCRIPTOR.oneofs_by_name else None
+    return item.json if kind == "json" else json.dumps(getattr(item, kind) if kind and kind != "none" else None)
 
 
 def parse_record(data: bytes) -> tuple[str, Any]:
     """Return the kind and the content of a record of a `.wandb` file."""
-    record = _records().Record()
+    record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record()
     record.ParseFromString(data)
     kind = record.WhichOneof("record_type") or ""
     return kind, getattr(record, kind, None)
-
-
-def serialized(kind: str, content: Any) -> bytes:
-    """Return a record of this kind as a `.wandb` file has it."""
-    return _records().Record(**{kind: content}).SerializeToString()  # type: ignore[no-any-return]
-
-
-def parse_row(data: bytes) -> Any:
-    """Return a row that `on_rows` has kept: its items, its step if it has one, and whether it is complete."""
-    row = _records().PartialHistoryRequest()
-    row.ParseFromString(data)
-    return row
 
 
 class Stored(NamedTuple):
@@ -621,7 +562,7 @@ def stored_run(path: str, server: str, timeout_s: float = 10.0) -> Stored | None
     wandb: Any = importlib.import_module("wandb")
     try:
         run = wandb.Api({"base_url": _as_set_up(server)}, timeout=timeout_s).run(path)
-        return Stored(run.state, int(run._attrs.get("historyLineCount") or 0), int(run.lastHistoryStep))
+        return Stored(run.state, int(run.historyLineCount or 0), int(run.lastHistoryStep))
     except (wandb.errors.CommError, ValueError, OSError, *CHANGED):
         return None
 
@@ -643,12 +584,12 @@ def config_of(record: Any) -> dict[str, Any]:
     return {item.key: json.loads(item.value_json) for item in record.update if item.key[:1] not in ("", "_")}
 
 
-def open_to_send(place: Any, described: Mapping[str, Any] | None, directory: str) -> Any:
+def open_to_send(place: Any, described: Mapping[str, Any], directory: str) -> Any:
     """Open a run to send what another process has left of it. Does not change what the service knows of it.
 
     Args:
         place: The run's server, entity, project and id.
-        described: Arguments of `wandb.init`, for a service that does not have the run; None if it does.
+        described: Arguments of `wandb.init`, for a service that does not have the run.
         directory: Where wandb keeps its files meanwhile.
     """
     wandb: Any = importlib.import_module("wandb")
@@ -664,7 +605,7 @@ def open_to_send(place: Any, described: Mapping[str, Any] | None, directory: str
             mode="online",
             dir=directory,
             settings=settings,
-            **(described or {}),
+            **described,
         )
 
 
@@ -685,28 +626,6 @@ def directory_of_runs(settings: Any, directory: str | None) -> str:
         settings = settings.model_copy()
         settings.root_dir = directory
     return str(settings.wandb_dir)
-
-
-def new_record(kind: str) -> Any:
-    """Return an empty "HistoryRecord" or "SummaryRecord"."""
-    return getattr(_records(), kind)()
-
-
-def new_run(place: Any) -> Any:
-    """Return the record of a run of which only the place is known."""
-    return _records().RunRecord(run_id=place.run_id, entity=place.entity, project=place.project)
-
-
-def step_metric_record(column: str) -> Any:
-    """Return the record of `define_metric("*", step_metric=column)`."""
-    record = _records().MetricRecord()
-    record.options.defined = record.options.step_sync = True
-    record.glob_name, record.step_metric = "*", column
-    return record
-
-
-def _records() -> Any:
-    return importlib.import_module("wandb.proto.wandb_internal_pb2")
 
 
 # The global run: `wandb.run`

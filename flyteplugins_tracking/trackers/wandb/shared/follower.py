@@ -12,7 +12,7 @@ from typing import Any, Literal
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.journal.files import Journal
 from flyteplugins_tracking.trackers.node_group import NodeClient
-from flyteplugins_tracking.trackers.wandb import tail, vendor
+from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, guard
 from flyteplugins_tracking.trackers.wandb.shared.common import make_config_read_only, rows_of, step_of
 
@@ -143,8 +143,7 @@ class FollowerHandle(Handle):
         """Keep a row that this attempt of the job cannot send. The next one does."""
         self._warn_once()
         if self._journal is not None:
-            self._journal.most_segments = None  # no file of W&B's has these rows
-            vendor.on_rows(self.run, self._journal.add, is_only=True)
+            self._keep_rows(is_only=True)
             self._log(self.run, row)
 
     def _try_log(self, row: dict[str, Any]) -> bool:
@@ -223,7 +222,13 @@ class FollowerHandle(Handle):
             self._close_journal()
             self._journal_in = published["directory"]
             if self._journal_in is not None:
-                self._journal = tail.begin_guest(self.run, self._journal_in, published["place"], self._client.rank)
+                self._journal = outbox.guest_journal(self._journal_in, published["place"], self._client.rank)
+                self._keep_rows()
+
+    def _keep_rows(self, is_only: bool = False) -> None:
+        journal = self._journal
+        assert journal is not None
+        vendor.on_rows(self.run, lambda values, *_: journal.add(outbox.line_of(values)), is_only)
 
     def _close_journal(self) -> None:
         """Let others read it: a journal that is open is not sent."""

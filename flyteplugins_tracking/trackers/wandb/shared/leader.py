@@ -14,7 +14,7 @@ from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.node_group import NodeRole, NodeServer
-from flyteplugins_tracking.trackers.wandb import tail, vendor
+from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 from flyteplugins_tracking.trackers.wandb.shared.common import make_config_read_only, rows_of, step_of
 
@@ -203,8 +203,8 @@ def _published(run: Any) -> dict[str, Any]:
         "run_id": run.id,
         "settings": vendor.settings_of(run, _PUBLISHED_SETTINGS),
         "config": json.loads(json.dumps(dict(run.config), default=str)),
-        "place": tail.Place.of(run),
-        "directory": str(tail.run_directory(run)) if tail.JOURNAL in vars(run) else None,
+        "place": outbox.of(run).place,
+        "directory": str(outbox.of(run).directory) if outbox.of(run).is_kept else None,
     }
 
 

@@ -1,0 +1,329 @@
+"""What an earlier attempt has left is in the run before any row of this one, with the real wandb-core."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.offline_wandb import open_run
+from support.users import NOBODY, needs_root
+from wandb_files import StoredRun, read_run
+
+from flyteplugins_tracking.trackers.base import Uncounted, Unwatched
+from flyteplugins_tracking.trackers.journal import files
+from flyteplugins_tracking.trackers.journal.files import Journal
+from flyteplugins_tracking.trackers.wandb import datastore, outbox, vendor
+from flyteplugins_tracking.trackers.wandb.run import WandbHandle
+
+wandb = pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
+ROWS = 40
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    yield open_run("tail", tmp_path, monkeypatch)
+    vendor.set_global_run(None)
+    assert vendor.restart_service()
+
+
+def journal_in(directory: Path, place, rows, name: str = "owner-1", step: int | None = 0, **more) -> None:
+    """Leave a journal of rows: each its values, and the step if the writer knows it."""
+    journal = Journal(directory, name, {"place": place, "step": step, **more})
+    for values, at in rows:
+        text = json.dumps(values)[1:-1]
+        journal.header["step"] = at
+        journal.add(outbox.line_of(text, at))
+    journal.close()
+
+
+@pytest.fixture
+def earlier(run) -> Path:
+    """The directory of an attempt whose process was killed: with a journal, and an image."""
+    directory = outbox.run_directory(run).parent / "run-20260101_000000-tail"
+    (directory / "files" / "media").mkdir(parents=True)
+    (directory / "files" / "media" / "image.png").write_bytes(b"png")
+    rows = [({"n": number, "_timestamp": 1.7e9 + number}, number) for number in range(ROWS)]
+    journal_in(directory, outbox.Place.of(run), rows, first_step=0)
+    return directory
+
+
+def begun(run, deadline: float = math.inf, has_one_writer: bool = True) -> outbox.Outbox:
+    """Give the run, which is offline, the outbox of one that is online."""
+    made = vars(run)[outbox.OUTBOX] = outbox.Outbox(run, has_one_writer, step_metric="global_step")
+    made.send_earlier(deadline)
+    return made
+
+
+def handle_of(run) -> WandbHandle:
+    config = SimpleNamespace(step_metric="global_step", rollback="keep", finish_timeout_s=20)
+    request = SimpleNamespace(
+        config=config,
+        watch=Unwatched(),
+        plan=SimpleNamespace(primary=True),
+        run_metadata={"restart_count": 1},
+        steps=Uncounted(),
+    )
+    return WandbHandle(run, None, request, lambda *_: None)
+
+
+def ended(directory: Path) -> StoredRun:
+    """The run in a directory, once wandb-core has written its end."""
+    (file,) = directory.glob("*.wandb")
+    until = time.monotonic() + 60
+    while (stored := read_run(file)).exit_code is None and time.monotonic() < until:
+        time.sleep(0.05)
+    return stored
+
+
+@pytest.mark.parametrize("deadline", [math.inf, 0.0], ids=["in time", "the rest in the background"])
+def test_the_rows_of_an_earlier_attempt_come_first(run, earlier, deadline):
+    made = begun(run, deadline)
+    assert made.is_kept is (deadline > 0)
+    handle = handle_of(run)
+    run.log({"n": ROWS})
+    run.log({"n": ROWS + 1}, step=3)  # the run has this step
+    handle.finish(0)
+    stored = ended(outbox.run_directory(run))
+    rows = stored.rows
+    assert [(row["_step"], row["n"]) for row in rows] == [(n, n) for n in range(ROWS + 2)]
+    assert [row["_timestamp"] for row in rows[:ROWS]] == [1.7e9 + n for n in range(ROWS)]
+    assert (rows[-1]["global_step"], rows[-1]["restart_count"]) == (3, 1)
+    assert stored.summary["n"] == ROWS + 1
+    assert not files.stored(earlier)
+
+
+def test_what_cannot_be_read_costs_one_warning(run, earlier, monkeypatch, caplog):
+    monkeypatch.setattr(outbox, "decode_all", lambda _: 1 / 0)
+    begun(run)
+    handle = handle_of(run)
+    run.log({"n": 0})
+    assert "could not be sent" in caplog.text
+    assert files.stored(earlier)
+    handle.finish(0)
+    assert [row["n"] for row in ended(outbox.run_directory(run)).rows] == [0]
+
+
+def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
+    made = begun(run)
+    run.log({"a": 1})
+    run.log({"b": 2}, commit=False)
+    run.log({"a": 3})
+    run.log({"a": 4}, step=9)
+    run.log({"b": float("nan")}, step=9)
+    run.log({"a": 6}, step=8)  # dropped
+    run.log({"a": 7, "nested": {"x": [1]}}, step=12)
+    made.close()
+    run.finish()
+    directory = outbox.run_directory(run)
+    kept = list(outbox.attempt_at(directory).rows())
+    assert [row.step for row in kept] == [0, 1, 9, 12]
+    assert [sorted(row.values) for row in kept[1:3]] == [["_timestamp", "a", "b"]] * 2
+    assert list(outbox.attempt_at(directory).rows(9)) == kept[2:] or math.isnan(kept[2].values["b"])
+    ended(directory)
+    in_file = list(datastore.rows(directory))
+    assert [(row.step, row.time, str(row.values)) for row in kept] == [
+        (row.step, row.time, str({key: row.values[key] for key in kept_row.values}))
+        for row, kept_row in zip(in_file, kept, strict=True)
+    ]
+
+
+def test_files_below_the_first_step_are_not_parsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SEGMENT_BYTES", 500)
+    journal_in(tmp_path, ["s", "", "p", "x"], [({"n": number}, number) for number in range(100)])
+    parsed: list[int] = []
+    decode_all = outbox.decode_all
+    monkeypatch.setattr(outbox, "decode_all", lambda entries: parsed.append(1) or decode_all(entries))
+    attempt = outbox.attempt_at(tmp_path)
+    assert [row.step for row in attempt.rows(95)] == [95, 96, 97, 98, 99]
+    assert 0 < len(parsed) < len(list(tmp_path.iterdir())) / 2
+
+
+def test_rows_of_several_writers_follow_those_that_the_file_has(run):
+    """Each writer's rows are in the file in their order: what is behind its last one is not there."""
+    begun(run, has_one_writer=False)
+    for number in range(6):
+        run.log({"n": number, "_timestamp": 1.7e9 + number})
+    run.finish()
+    directory = outbox.run_directory(run)
+    ended(directory)
+    for journal in files.stored(directory):
+        journal.remove()
+    place = outbox.Place.of(run)
+    for name, numbers in {"owner-1": [0, 2, 4, 7], "guest-1": [1, 3, 5, 6, 8], "guest-2": []}.items():
+        journal_in(directory, place, [({"n": n, "_timestamp": 1.7e9 + n}, None) for n in numbers], name, step=None)
+    attempt = outbox.attempt_at(directory)
+    assert [(row.step, row.values["n"]) for row in attempt.rows(4)] == [(n, n) for n in range(4, 9)]
+    assert [row.values["n"] for row in attempt.missing()] == [6, 7, 8]
+
+
+def test_files_of_rows_are_uploaded_again_and_no_file_from_elsewhere(run, earlier, tmp_path):
+    """Neither by a path that leaves the directory, nor by a link that another user has planted in it."""
+    (tmp_path / "id_rsa").write_text("key")
+    (earlier / "id_rsa").write_text("key")
+    media = earlier / "files" / "media"
+    (media / "planted").symlink_to(tmp_path / "id_rsa")
+    (media / "elsewhere").symlink_to(tmp_path, target_is_directory=True)
+    (media / "odd[1].png").write_bytes(b"odd")
+    names = ["media/../../id_rsa", str(tmp_path / "id_rsa"), "media/elsewhere/id_rsa", "media/gone.png"]
+    if os.getuid() == 0:
+        os.lchown(media / "planted", 65534, -1)
+        names.append("media/planted")
+    image = {"_type": "image-file", "path": "media/image.png"}
+    values = {"image": image, "more": {"filenames": ["media/odd[1].png", *names]}, "text": "media/image.png"}
+    journal_in(earlier, outbox.Place.of(run), [(values, ROWS)], "owner-2", step=ROWS, first_step=ROWS)
+    begun(run)
+    run.finish()
+    own = outbox.run_directory(run) / "files" / "media"
+    assert (own / "image.png").read_bytes() == b"png"
+    assert sorted(path.name for path in own.iterdir()) == ["image.png", "odd[1].png"]
+    assert not list(own.rglob("id_rsa"))
+    assert ended(outbox.run_directory(run)).rows[-1]["image/path"] == image["path"]
+
+
+@pytest.fixture
+def directories(tmp_path):
+    """The directories of the runs `train`, `train-2`, and of rank 10 of `train`: in that order."""
+    made = []
+    for name, run_id in [("1-train", "train"), ("2-train-2", "train-2"), ("3-train-rank-10", "train")]:
+        made.append(tmp_path / f"run-20260101_00000{name}")
+        made[-1].mkdir()
+        (made[-1] / f"run-{run_id}.wandb").write_bytes(bytes(7))
+    return made
+
+
+def test_runs_whose_ids_begin_alike_are_told_apart(directories):
+    own = SimpleNamespace(id="train", dir=str(directories[2] / "files"))
+    outbox.mark_rewound(own)
+    assert [outbox.is_rewound(directory) for directory in directories] == [True, False, False]
+    assert outbox.directories_of(directories[0].parent, "train-2") == [directories[1]]
+    assert outbox.directories_of(directories[0].parent, "trai") == []
+
+
+def test_a_mark_is_not_written_through_a_link(directories, tmp_path):
+    """Another user could have planted it, in a directory in which others can write."""
+    (directories[0] / "rewound").symlink_to(tmp_path / "elsewhere")
+    outbox.mark_rewound(SimpleNamespace(id="train", dir=str(directories[2] / "files")))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a directory of another user is made by root only")
+def test_a_directory_of_another_user_is_none_of_a_run(directories):
+    os.chown(directories[0], 65534, -1)
+    assert outbox.directories_of(directories[0].parent, "train") == [directories[2]]
+
+
+@needs_root
+def test_a_file_of_another_user_in_a_runs_directory_is_not_taken_for_its_rows(directories):
+    directory = directories[0]
+    os.mkfifo(directory / "0.wandb")
+    (directory / "1.wandb").write_bytes(b"")
+    for name in ("0.wandb", "1.wandb"):
+        os.chown(directory / name, NOBODY, NOBODY)
+    assert datastore.file_in(directory) == directory / "run-train.wandb"
+    assert outbox.directories_of(directory.parent, "train") == [directory, directories[2]]
+
+
+@needs_root
+def test_an_offline_attempt_of_another_user_is_not_read(run):
+    parent = outbox.run_directory(run).parent
+    for number, kind in enumerate(("link", "file")):
+        planted = parent / f"offline-run-2099010{number}_000000-{run.id}"
+        planted.mkdir()
+        for name in (f"run-{run.id}.wandb", "flyteplugins-tracking-state"):
+            file = planted / name
+            file.symlink_to("/dev/zero") if kind == "link" else file.write_bytes(bytes(7))
+            os.lchown(file, NOBODY, NOBODY)
+        os.chown(planted, NOBODY, NOBODY if kind == "file" else -1)
+    assert outbox.saved_state(run) is None
+    run.finish()
+
+
+def test_an_events_file_takes_the_place_of_a_planted_link(run, tmp_path):
+    own = tmp_path / "own"
+    own.write_text("mine")
+    handle = handle_of(run)
+    (Path(run.dir) / "failure.txt").symlink_to(own)
+    handle.record_event("failure", {}, "text")
+    assert own.read_text() == "mine"
+    assert (Path(run.dir) / "failure.txt").read_text() == "text"
+    handle.finish(0)
+
+
+def test_records_behind_a_damaged_one_are_read(tmp_path, caplog):
+    """In the same block if the damaged record's length is whole, and in the next block in any case."""
+    path = tmp_path / "run-x.wandb"
+    payloads = [b"%05d" % number * 100 for number in range(200)]
+    data = bytearray(datastore._HEADER)
+    for payload in payloads:
+        left = datastore._BLOCK - len(data) % datastore._BLOCK
+        if left < datastore._FRAGMENT.size + len(payload):
+            data += bytes(left)  # W&B's client would split it: for a reader this is a damaged place too
+        checksum = zlib.crc32(bytes([datastore._FULL]) + payload)
+        data += datastore._FRAGMENT.pack(checksum, len(payload), datastore._FULL) + payload
+    path.write_bytes(data)
+    assert list(datastore.records(path)) == payloads
+    caplog.clear()
+    data[datastore._HEADER + 30] ^= 1
+    path.write_bytes(data)
+    assert list(datastore.records(path)) == payloads[1:]
+    data[datastore._HEADER + 5] ^= 1  # the length
+    path.write_bytes(data)
+    kept = list(datastore.records(path))
+    assert kept == payloads[-len(kept) :]
+    assert len(kept) > 100
+
+
+def test_the_place_of_a_run_is_stored_without_the_servers_password():
+    settings = SimpleNamespace(base_url="https://me:pass/word@wandb.example.com")
+    place = outbox.Place.of(SimpleNamespace(settings=settings, entity="e", project="p", id="i"))
+    assert place == ("https://wandb.example.com", "e", "p", "i")
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "run-20260101_000000-x" / "logs" / "debug-internal.log"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        '{"msg":"filestream: sending request","history_offset":7,"history_lines":3}\n'
+        '{"msg":"filestream: request sent","status":"200 OK"}\n'
+        '{"msg":"filestream: sending request","history_offset":10,"history_lines":5}\n'
+        '{"msg":"filestream: request sent","status":"503 Service Unavailable"}\n{"torn'
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked"),
+    [([(10, 9)], 1), ([None, (4, 3), (10, 4), (10, 9)], 4), ([(10, 400)], 1)],
+    ids=["counted", "late count, then late step", "steps with gaps"],
+)
+def test_opening_waits_until_the_count_is_what_was_acknowledged(tmp_path, monkeypatch, log, answers, asked):
+    assert outbox.acknowledged_lines(log) == 10
+    monkeypatch.setattr(outbox, "_ASK_S", 0.0)
+    replies = iter(answers)
+    calls = []
+    outbox.await_count(tmp_path, "x", lambda: calls.append(1) or next(replies), float("inf"))
+    assert len(calls) == asked
+
+
+def test_opening_does_not_wait_for_a_log_that_nobody_writes(tmp_path, log):
+    log.unlink()
+    os.mkfifo(log)
+    outbox.await_count(tmp_path, "x", lambda: pytest.fail("W&B was asked"), float("inf"))
+
+
+def test_a_request_without_an_answer_may_have_arrived(log):
+    with log.open("a") as file:
+        file.write('\n{"msg":"filestream: sending request","history_offset":10,"history_lines":6}\n')
+    assert outbox.acknowledged_lines(log) == 16
+
+
+def test_opening_does_not_wait_for_what_was_sent_long_ago(tmp_path, log):
+    os.utime(log, (1, 1))
+    outbox.await_count(tmp_path, "x", lambda: pytest.fail("W&B was asked"), float("inf"))
