@@ -20,14 +20,12 @@ import hashlib
 import json
 import os
 import select
-import selectors
 import socket
 import struct
 import sys
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,27 +44,20 @@ _MAX_PATH = 107
 SEND_TIMEOUT_S = 1.0
 _RETRY_S = 0.05
 
-# What a follower may send: a number or a question a line. A node has a few hundred followers at most.
-_LONGEST_LINE = 1 << 20
-_MOST_REQUESTS = 500
+# What a follower may send is a number or a question, and the leader's value may be large. In bytes.
+_LONGEST_QUESTION, _LONGEST_VALUE = 1 << 20, 1 << 28
+# A node has a few hundred followers at most.
+_MOST_PEERS = _MOST_REQUESTS = 500
 
 
-class _Connected(PerProcess):
-    """The sockets of this process, and the tokens of the servers that it has received a value from."""
+class _SeenServers(PerProcess):
+    """The tokens of the servers that this process has received a value from."""
 
     def __init__(self) -> None:
-        self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self.seen_servers: set[str] = set()
-
-    def after_fork_in_child(self) -> None:
-        """Close the parent's connections: copies in a child would keep them open after the parent's end."""
-        for connection in list(self.sockets):
-            with contextlib.suppress(OSError):
-                connection.close()
-        super().after_fork_in_child()
+        self.tokens: set[str] = set()
 
 
-_connected = register(_Connected())
+_seen_servers = register(_SeenServers())
 
 
 class NodeError(Exception):
@@ -127,48 +118,37 @@ class NodeServer:
         self._on_request = on_request
         self._value: Json | None = None
         self._rejection: str | None = None
-        self._readers: dict[socket.socket, LineReader] = {}
-        self._ranks: dict[socket.socket, int] = {}
         self._expected = expected
+        self._peers: set[_Peer] = set()
+        self._ranks: dict[_Peer, int] = {}
         self._seen_ranks: set[int] = set()
-        self._suspended: set[socket.socket] = set()
-        self._changed = threading.Condition(threading.RLock())
-        self._path = _socket_path(name)
-        self._listener = _listen(self._path)
-        self._token = uuid.uuid4().hex
-        self._is_closing = False
+        self._suspended: set[_Peer] = set()
         self._answering = 0  # threads
+        self._changed = threading.Condition(threading.RLock())
+        self._token = uuid.uuid4().hex
+        self._path = _socket_path(name)
+        self._listener = _Peer(_listen(self._path))
         self._inode = os.stat(self._path).st_ino
-        self._start_thread()
-
-    def _start_thread(self) -> None:
-        self._waker, self._wakeup = map(_track, socket.socketpair())
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wakeup, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="flyteplugins_tracking.node_server", daemon=True)
-        self._thread.start()
+        self._is_closing = False
+        self._thread = _started(self._accept)
 
     def publish(self, value: Json) -> None:
         """Send `value` to the followers that are connected, and to those that connect later."""
         with self._changed:
             self._value, self._suspended = value, set()
-            for follower in self._ranks:
-                self._send_value(follower, value)
+            self._tell({"publish": value, "server": self._token})
 
     def reject(self, reason: str) -> None:
         """Tell the followers, now and later, that there will be no value."""
         with self._changed:
             self._rejection = reason
-            for follower in self._ranks:
-                _send(follower, {"reject": reason})
+            self._tell({"reject": reason})
 
     def suspend(self) -> None:
         """Return when the followers have stopped using the value, or after a second. `publish` lets them continue."""
         with self._changed:
             self._value = None
-            for follower in self._ranks:
-                _send(follower, {"suspend": True})
+            self._tell({"suspend": True})
             self._changed.wait_for(lambda: self._suspended >= self._ranks.keys(), SEND_TIMEOUT_S)
 
     def wait(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> list[int]:
@@ -190,89 +170,72 @@ class NodeServer:
 
     def close(self) -> None:
         """Hang up on the followers that are connected, and stop listening."""
-        self._stop_listening()
-        _close(self._waker)
-        if threading.current_thread() is not self._thread:
-            threads.join(self._thread, SEND_TIMEOUT_S)
-        with self._changed:
-            for connection in [*self._readers, self._listener, self._wakeup]:
-                _close(connection)
-        if not self._thread.is_alive():
-            self._selector.close()
-
-    def _stop_listening(self) -> None:
         self._is_closing = True
         with contextlib.suppress(OSError):
             if os.stat(self._path).st_ino == self._inode:
                 os.unlink(self._path)
-            # A follower that has connected and was not accepted yet will connect to the next server.
-            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.hang_up()  # a follower that was not accepted yet will connect to the next server
+        if threading.current_thread() is not self._thread:
+            threads.join(self._thread, SEND_TIMEOUT_S)
+        with self._changed:
+            for peer in list(self._peers):
+                peer.hang_up()
 
-    def _send_value(self, follower: socket.socket, value: Json) -> None:
-        _send(follower, {"publish": value, "server": self._token})
-
-    # In the server's thread
-
-    def _serve(self) -> None:
-        while True:
-            for key, _ in self._selector.select():
-                connection = key.fileobj
-                if connection is self._wakeup:
-                    return
-                assert isinstance(connection, socket.socket)
-                if connection is self._listener:
-                    self._accept()
-                else:
-                    self._read(connection)
+    def _tell(self, message: Json) -> None:
+        for peer in self._ranks:
+            peer.send(message)
 
     def _accept(self) -> None:
-        try:
-            follower, _ = self._listener.accept()
-        except OSError:
-            if self._is_closing:
-                self._selector.unregister(self._listener)
-            else:  # there may be too many open files
+        while not self._is_closing:
+            try:
+                peer = self._listener.accept()
+            except OSError:  # there may be too many open files
                 time.sleep(_RETRY_S)
-            return
-        if not _is_same_user(follower):
-            follower.close()
-            return
-        _track(follower).setblocking(False)
-        with self._changed:
-            self._readers[follower] = LineReader(_LONGEST_LINE)
-        self._selector.register(follower, selectors.EVENT_READ)
-
-    def _read(self, follower: socket.socket) -> None:
-        try:
-            for message in self._readers[follower].read(follower):
-                self._handle(follower, message)
-        except (OSError, ValueError, TypeError, ArithmeticError):
-            self._selector.unregister(follower)
+                continue
             with self._changed:
-                del self._readers[follower]
-                self._ranks.pop(follower, None)
-                self._suspended.discard(follower)
-                self._changed.notify_all()
-            _close(follower)
+                is_served = not self._is_closing and len(self._peers) < _MOST_PEERS and peer.is_of_this_user()
+                if is_served:
+                    self._peers.add(peer)
+                    _started(self._serve, peer)
+            if not is_served:
+                peer.hang_up()
 
-    def _handle(self, follower: socket.socket, message: Json) -> None:
+    def _serve(self, peer: _Peer) -> None:
+        """Handle what one follower sends, until it hangs up or sends no valid message."""
+        try:
+            for message in peer.messages(_LONGEST_QUESTION):
+                self._handle(peer, message)
+        except (OSError, ValueError, TypeError, ArithmeticError):
+            pass
+        finally:
+            self._forget(peer)
+
+    def _forget(self, peer: _Peer) -> None:
+        with self._changed:
+            self._peers.discard(peer)
+            self._ranks.pop(peer, None)
+            self._suspended.discard(peer)
+            self._changed.notify_all()
+        peer.hang_up()
+
+    def _handle(self, peer: _Peer, message: Json) -> None:
         with self._changed:
             if "rank" in message:
-                self._ranks[follower] = int(message["rank"])
-                self._seen_ranks.add(self._ranks[follower])
+                self._ranks[peer] = int(message["rank"])
+                self._seen_ranks.add(self._ranks[peer])
             if "suspended" in message:
-                self._suspended.add(follower)
+                self._suspended.add(peer)
                 self._changed.notify_all()
             if self._rejection is not None:
-                _send(follower, {"reject": self._rejection})
+                peer.send({"reject": self._rejection})
             elif self._value is not None and "rank" in message:
-                self._send_value(follower, self._value)
-        if "request" in message:
-            if self._answering >= _MOST_REQUESTS:
-                raise ValueError("too many requests at a time")
-            self._answering += 1
-            # In a thread of its own: the answer may wait in `suspend`, which needs the messages that are read here.
-            threading.Thread(target=self._answer, args=(str(message["request"]),), name=__name__, daemon=True).start()
+                peer.send({"publish": self._value, "server": self._token})
+            if "request" in message:
+                if self._answering >= _MOST_REQUESTS:
+                    raise ValueError("too many requests at a time")
+                self._answering += 1
+                # In a thread of its own: the answer may wait in `suspend`, which needs the messages that are read here.
+                _started(self._answer, str(message["request"]))
 
     def _answer(self, request: str) -> None:
         try:
@@ -288,25 +251,19 @@ class NodeClient:
     The leader waits at its end for the connections that are open.
     """
 
-    def __init__(
-        self, rank: int, server: str, connection: socket.socket, reader: LineReader, value: Json, pending: list[Json]
-    ) -> None:
+    def __init__(self, rank: int, peer: _Peer, messages: Iterator[Json], published: Json) -> None:
         """Called by `connect`.
 
         Args:
             rank: This process's rank.
-            server: The token of the server that has sent the value.
-            connection: The connection to it.
-            reader: Has the part of the next message that has been received.
-            value: The published value.
-            pending: The messages that were received after the value.
+            peer: The connection to the server.
+            messages: The messages that follow.
+            published: The first message with a value.
         """
         self.rank = rank
-        self.value = value
-        self._server = server
-        self._connection = connection
-        self._reader = reader
-        self._pending = pending
+        self.value: Json = published["publish"]
+        self._server = published["server"]
+        self._peer, self._messages = peer, messages
 
     @classmethod
     def connect(cls, name: str, rank: int, deadline: float, publish_timeout_s: float) -> NodeClient:
@@ -325,35 +282,30 @@ class NodeClient:
         while True:
             # It may not listen yet, or a process that has died may have left its socket.
             with contextlib.suppress(OSError, ValueError):
-                return cls._receive_first(rank, _connect(path), deadline + publish_timeout_s)
+                peer = _Peer(socket.socket(socket.AF_UNIX))
+                try:
+                    return cls._receive_first(rank, peer, path, deadline + publish_timeout_s)
+                except BaseException:
+                    peer.hang_up()
+                    raise
             if time.monotonic() > deadline:
                 raise NodeError("that rank has not opened it, or has ended already")
             time.sleep(_RETRY_S)
 
     @classmethod
-    def _receive_first(cls, rank: int, connection: socket.socket, deadline: float) -> NodeClient:
-        try:
-            _send(connection, {"rank": rank})
-            return cls._await_value(rank, connection, deadline)
-        except BaseException:
-            _close(connection)
-            raise
-
-    @classmethod
-    def _await_value(cls, rank: int, connection: socket.socket, deadline: float) -> NodeClient:
-        reader = LineReader()
-        while True:
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
-            messages = reader.read(connection)
-            for i, message in enumerate(messages):
-                if "reject" in message:
-                    raise NodeError(str(message["reject"]))
-                if "publish" in message:
-                    if message["server"] in _connected.seen_servers:
-                        raise ConnectionRefusedError
-                    _connected.seen_servers.add(message["server"])
-                    connection.settimeout(None)
-                    return cls(rank, message["server"], connection, reader, message["publish"], messages[i + 1 :])
+    def _receive_first(cls, rank: int, peer: _Peer, path: str, deadline: float) -> NodeClient:
+        peer.connect(path)
+        peer.send({"rank": rank})
+        messages = peer.messages(_LONGEST_VALUE, deadline)
+        for message in messages:
+            if "reject" in message:
+                raise NodeError(str(message["reject"]))
+            if "publish" in message:
+                if message["server"] in _seen_servers.tokens:
+                    break
+                _seen_servers.tokens.add(message["server"])
+                return cls(rank, peer, messages, message)
+        raise ConnectionRefusedError
 
     def subscribe(
         self,
@@ -368,14 +320,11 @@ class NodeClient:
             on_suspend: Called when the value must not be used any more. It must not be from the call's return on.
             on_disconnect: Called when the leader has hung up, and after `leave`.
         """
-        handlers = {"publish": on_publish, "suspend": lambda _: self._suspend(on_suspend)}
-        threading.Thread(
-            target=self._receive, args=(handlers, on_disconnect), name="flyteplugins_tracking.node_client", daemon=True
-        ).start()
+        _started(self._receive, on_publish, on_suspend, on_disconnect)
 
     def request(self, text: str = "") -> None:
         """Request that the leader publishes a value again."""
-        _send(self._connection, {"request": text})
+        self._peer.send({"request": text})
 
     def leave(self, will_return: bool = False) -> None:
         """Hang up: this process is done.
@@ -384,117 +333,121 @@ class NodeClient:
             will_return: It could not use the value, and will connect to the same server again.
         """
         if will_return:
-            _connected.seen_servers.discard(self._server)
-        _close(self._connection)
+            _seen_servers.tokens.discard(self._server)
+        self._peer.hang_up()
 
-    def _receive(self, handlers: Mapping[str, Callable[[Any], None]], on_disconnect: Callable[[], None]) -> None:
-        messages = self._pending
+    def _receive(
+        self, on_publish: Callable[[Json], None], on_suspend: Callable[[], None], on_disconnect: Callable[[], None]
+    ) -> None:
         with contextlib.suppress(OSError, ValueError):
-            while True:
-                for message in messages:
-                    for name, value in message.items():
-                        if name in handlers:
-                            handlers[name](value)
-                messages = self._reader.read(self._connection)
+            for message in self._messages:
+                if "publish" in message:
+                    on_publish(message["publish"])
+                if "suspend" in message:
+                    on_suspend()
+                    self._peer.send({"suspended": True})
         on_disconnect()
 
-    def _suspend(self, on_suspend: Callable[[], None]) -> None:
-        on_suspend()
-        _send(self._connection, {"suspended": True})
 
+class _Peer(PerProcess):
+    """A Unix-domain socket to a process of this user. A message is a line of JSON, an object."""
 
-class LineReader:
-    """Splits what one connection receives into messages."""
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._sending = threading.Lock()
+        register(self)
 
-    def __init__(self, longest: int = 1 << 28) -> None:
-        """Begin with an empty line.
+    def after_fork_in_child(self) -> None:
+        """Close the parent's connection: a copy in a child would keep it open after the parent's end."""
+        self._socket.close()
 
-        Args:
-            longest: The most bytes of a line.
-        """
-        self._rest, self._longest = b"", longest
-
-    def read(self, connection: socket.socket) -> list[Json]:
-        """Wait for data, and return the messages that are complete.
+    def accept(self) -> _Peer:
+        """Return the next connection to this socket, which listens.
 
         Raises:
-            OSError: The connection has ended.
+            OSError: There is none.
+        """
+        return _Peer(self._socket.accept()[0])
+
+    def connect(self, path: str) -> None:
+        """Connect to the server at a path.
+
+        Raises:
+            OSError: No process of this user listens there.
+        """
+        self._socket.connect(path)
+        if not self.is_of_this_user():
+            raise ConnectionRefusedError
+
+    def is_of_this_user(self) -> bool:
+        """Whether a process of this user is at the other end. Elsewhere than on Linux, the directory's mode decides."""
+        if sys.platform != "linux":
+            return True
+        _, uid, _ = struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return bool(uid == os.geteuid())
+
+    def messages(self, longest: int, deadline: float | None = None) -> Iterator[Json]:
+        """Yield what is received, until the other side hangs up.
+
+        Args:
+            longest: The most bytes of a message.
+            deadline: When the first message must have been received, in seconds of `time.monotonic`; None for no limit.
+
+        Raises:
+            OSError: The connection has failed, or the time is up.
             ValueError: A line is not a JSON object, or too long.
         """
-        received = connection.recv(1 << 16)
-        if not received:
-            raise ConnectionResetError
-        *lines, self._rest = (self._rest + received).split(b"\n")
-        if len(self._rest) > self._longest:
-            raise ValueError(f"a line has more than {self._longest} bytes")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except RecursionError as error:
-            raise ValueError("a line is nested too deeply") from error
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError(messages)
-        return messages
+        rest = b""
+        while True:
+            self._socket.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
+            received = self._socket.recv(1 << 16)
+            if not received:
+                return
+            *lines, rest = (rest + received).split(b"\n")
+            if len(rest) > longest:
+                raise ValueError(f"a line has more than {longest} bytes")
+            for line in lines:
+                yield _parsed(line)
+                deadline = None
 
-
-def _send(connection: socket.socket, message: Json) -> None:
-    """Send a message within a second. Otherwise hang up: the other side notices that."""
-    data = memoryview(json.dumps(message).encode() + b"\n")
-    writable = select.poll()
-    try:
-        writable.register(connection, select.POLLOUT)
+    def send(self, message: Json) -> None:
+        """Send a message within a second. Otherwise hang up: the other side notices that."""
+        data = memoryview(json.dumps(message).encode() + b"\n")
         deadline = time.monotonic() + SEND_TIMEOUT_S
-        while data:
-            if not writable.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError
-            with contextlib.suppress(BlockingIOError):
-                # Do not block, whatever mode the socket is in: another thread may be reading from it.
-                data = data[connection.send(data, socket.MSG_DONTWAIT) :]
-    except (OSError, ValueError):  # the connection has ended
+        writable = select.poll()
+        try:
+            with self._sending:
+                writable.register(self._socket, select.POLLOUT)
+                while data:
+                    if not writable.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                        raise TimeoutError
+                    with contextlib.suppress(BlockingIOError):
+                        # Do not block, whatever mode the socket is in: another thread may be reading from it.
+                        data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+        except (OSError, ValueError):  # the connection has ended
+            self.hang_up()
+
+    def hang_up(self) -> None:
+        """End the connection. `close` alone would leave it open in children that were forked."""
         with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
 
-def _connect(path: str) -> socket.socket:
-    """Connect to the server at `path`.
-
-    Raises:
-        OSError: No process of this user listens there.
-    """
-    connection = _unix_socket()
+def _parsed(line: bytes) -> Json:
     try:
-        connection.connect(path)
-        if not _is_same_user(connection):
-            raise ConnectionRefusedError
-    except BaseException:
-        _close(connection)
-        raise
-    return connection
+        message = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("a line is nested too deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError(message)
+    return message
 
 
-def _close(connection: socket.socket) -> None:
-    """End the connection. `close` alone would leave it open in children that were forked."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
-
-
-def _track(connection: socket.socket) -> socket.socket:
-    """Close this socket in children that are forked from now on."""
-    _connected.sockets.add(connection)
-    return connection
-
-
-def _unix_socket() -> socket.socket:
-    """A new Unix-domain socket."""
-    return _track(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-
-
-def _is_same_user(connection: socket.socket) -> bool:
-    """Whether this user's process is at the other end. Only Linux says so; elsewhere the directory's mode decides."""
-    if sys.platform != "linux":
-        return True
-    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(uid == os.geteuid())
+def _started(function: Callable[..., object], *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, name="flyteplugins_tracking.node_group", daemon=True)
+    thread.start()
+    return thread
 
 
 def _socket_path(name: str) -> str:
@@ -530,7 +483,7 @@ def _listen(path: str) -> socket.socket:
             os.unlink(stale)
     if os.path.exists(path):
         raise NodeServerExistsError(f"another process listens at {path}")
-    listener = _unix_socket()
+    listener = socket.socket(socket.AF_UNIX)
     # Bind under another name and rename when it listens: a follower that is refused at `path` has found a dead socket.
     preliminary = f"{path}.{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
@@ -553,7 +506,7 @@ def _stale_sockets(directory: str) -> Iterator[str]:
 
 
 def _is_refused(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(path)

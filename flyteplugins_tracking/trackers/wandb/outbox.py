@@ -377,6 +377,10 @@ class Outbox:
         """
         return all(time.monotonic() < deadline for _ in self._sending)
 
+    def for_guests(self) -> dict[str, Any]:
+        """Return the values with which a rank that logs into this run keeps a journal beside this one."""
+        return {"place": self.place, "directory": str(self.directory)}
+
     def put(self, values: str, step: int | None, is_flushed: bool | None) -> None:
         """Keep a row, or a part of one, that wandb-core has got.
 
@@ -535,6 +539,10 @@ class NoOutbox(Outbox):
 
     def __init__(self) -> None:
         self._journal, self._earlier, self._sending = None, [], iter(())
+
+    def for_guests(self) -> dict[str, Any]:
+        """Have them keep nothing either."""
+        return {"place": None, "directory": None}
 
     def clear(self) -> None:
         """Do nothing."""

@@ -203,8 +203,7 @@ def _published(run: Any) -> dict[str, Any]:
         "run_id": run.id,
         "settings": vendor.settings_of(run, _PUBLISHED_SETTINGS),
         "config": json.loads(json.dumps(dict(run.config), default=str)),
-        "place": outbox.of(run).place,
-        "directory": str(outbox.of(run).directory) if outbox.of(run).is_kept else None,
+        **outbox.of(run).for_guests(),
     }
 
 
