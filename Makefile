@@ -46,17 +46,18 @@ test-slurm: $(INSTALLED)
 vendors: $(INSTALLED)
 	OMP_NUM_THREADS=1 TESTS_COLD=1 PYTHONPATH=tests:examples $(BIN)/python -m support.vendors $(TRACKERS)
 
-# The fault matrix of docs/reliability.md, measured anew.
+# The fault matrix of docs/about/guarantees.md, measured again.
 reliability: $(INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults docs/reliability.md
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults docs/about/guarantees.md
 
 # 200 restarts in a row of a 4-rank job, and 50 kills of a job on one disk.
 soak: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python -m faults.soak
 
-# The figures of docs/performance.md, measured anew: all of them, or ROWS="log shutdown".
+# The figures of docs/about/performance.md, measured again: all of them, or ROWS="log shutdown".
 bench: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:examples $(BIN)/python benchmarks $(ROWS)
+	$(BIN)/python docs/include.py
 
 # The drawings of docs/modes, from the plans themselves.
 drawings: $(INSTALLED)
@@ -67,7 +68,7 @@ pictures: $(INSTALLED)
 	@$(INSTALL) pyte playwright pillow -c constraints.txt
 	PYTHONPATH=tests:examples $(BIN)/python docs/pictures/make.py $(PICTURES)
 
-# The copies of examples in the docs, and the arguments of tracking_init wherever they are listed.
+# The copies of examples in the docs, the references, the figures, and the arguments of tracking_init.
 includes: $(INSTALLED)
 	$(BIN)/python docs/include.py
 

@@ -1,4 +1,4 @@
-"""Measure all rows of docs/performance.md, or those that are named: `python benchmarks [ROW ...]`."""
+"""Measure all rows, or those that are named: `python benchmarks [ROW ...]`."""
 
 from __future__ import annotations
 

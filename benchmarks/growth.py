@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paired import PAGE, Figures, Found, Quantity, Result, in_turn, median, publish, table
+from paired import FIGURES, Figures, Found, Quantity, Result, in_turn, median, publish, table
 from shared_node import interpreter, measure
 
-PLOT = PAGE.parent / "performance" / "growth.svg"
+PLOT = FIGURES / "growth.svg"
 KINDS = {"auto": "auto", "attached": "shared", "client per rank": "a client per rank"}
 ON_A_NODE, ROUNDS = (1, 2, 4, 8), 2
 # Ranks of a node, and nodes.
@@ -141,7 +141,6 @@ def plot(by_ranks: Mapping[int, Found], jobs: Sequence[Mapping[str, Any]]) -> No
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].legend(frameon=False)
-    PLOT.parent.mkdir(exist_ok=True)
     figure.savefig(PLOT, metadata={"Date": None, "Creator": None}, facecolor="white")
     # Its lines end in blanks, which a check of the text would not have.
     PLOT.write_text("\n".join(line.rstrip() for line in PLOT.read_text().splitlines()) + "\n")

@@ -1,4 +1,7 @@
-"""What every benchmark shares: kinds measured in turn, their medians and ratios, and the page that shows them."""
+"""What every benchmark shares: kinds measured in turn, their medians and ratios, and the files that keep them.
+
+`docs/figures.py` writes the table of docs/about/performance.md from these files.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "performance.md"
 FIGURES = Path(__file__).parent / "figures"
-# In the order of the page.
 ROWS = (
     "inert_rank",
     "import_time",
@@ -57,7 +58,7 @@ class Goal:
 
 @dataclass
 class Result:
-    """What a benchmark has found: its part of the page in Markdown, the goals, and every single figure."""
+    """What a benchmark has found: its tables in Markdown, the goals, and every single figure."""
 
     text: str
     goals: list[Goal]
@@ -111,7 +112,7 @@ def _ratios(found: Found, key: str, first: str, others: Sequence[str]) -> list[s
 
 
 def publish(row: str, result: Result) -> None:
-    """Keep the figures, and write the row's part of the page and the table of goals anew."""
+    """Keep the figures."""
     import wandb
 
     machine = (
@@ -120,26 +121,4 @@ def publish(row: str, result: Result) -> None:
     about = f"Measured {time.strftime('%F')} on {machine}."
     FIGURES.mkdir(exist_ok=True)
     (FIGURES / f"{row}.json").write_text(json.dumps({"about": about, **asdict(result)}, indent=1) + "\n")
-    _replace(row, f"{about}\n\n{result.text}")
-    _replace("goals", _goals())
     print(result.text, *result.goals, sep="\n", flush=True)
-
-
-def _goals() -> str:
-    lines = ["| what | goal | measured | met |", "|---|---|---|---|"]
-    for row in ROWS:
-        path = FIGURES / f"{row}.json"
-        for goal in json.loads(path.read_text())["goals"] if path.exists() else ():
-            met = "yes" if goal["met"] else "**no**"
-            lines.append(f"| {goal['what']} | {goal['goal']} | {goal['found']} | {met} |")
-    return "\n".join(lines)
-
-
-def _replace(part: str, text: str) -> None:
-    """What is between the marks of this part of the page becomes `text`."""
-    begin, end = f"<!-- {part} begin -->", f"<!-- {part} end -->"
-    before, found, rest = PAGE.read_text().partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
-        raise SystemExit(f"{PAGE} has no place for {part}: write {begin} and {end} where its figures shall be")
-    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}")

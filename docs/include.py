@@ -8,31 +8,22 @@ A code block that follows a comment `<!-- include: PATH -->` has the content of 
 from __future__ import annotations
 
 import ast
+import csv
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import api
+import figures
 
 ROOT = Path(__file__).parents[1]
 DECORATOR = ROOT / "flyteplugins_tracking" / "decorator.py"
 _BLOCK = re.compile(r"^( *)<!-- include: (\S+) -->\n\n?\1```(\w*)\n(?:.*?\n)??\1```$", re.DOTALL | re.MULTILINE)
 _GENERATED = re.compile(r"^<!-- generated: (\w+) -->\n.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
 
-# The goals of docs/performance.md that a reader of one table should see, by how their rows begin.
-_TEN_ROWS = (
-    "a rank that logs nothing, a plain function, torch imported, over undecorated",
-    "`from flyteplugins_tracking import tracking_init, get_run`, torch imported",
-    "the primary's start, one process",
-    "`log` every 10 ms, against wandb.Run.log",
-    "`log` as fast as it goes, against wandb.Run.log",
-    "a training step that logs 5 keys, ours, auto",
-    "8 ranks, shared: memory of the helpers",
-    "8 ranks, shared: rows a second",
-    "the end of a training after 10,000 rows",
-    "SIGTERM to the end of the process",
-)
 # The packages of the table of versions: how a reader knows them, and their name in pyproject.toml.
 _TESTED = {
     "torch": "torch",
@@ -49,8 +40,8 @@ _TESTED = {
 
 
 def main() -> None:
-    """Write each page anew, and the arguments of `tracking_init`."""
-    for page in sorted((ROOT / "docs").rglob("*.md")):
+    """Write what is copied and made in each page, and the arguments of `tracking_init`."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         page.write_text(with_files(page.read_text()))
     DECORATOR.write_text(with_arguments(DECORATOR.read_text()))
 
@@ -77,25 +68,47 @@ def _made(block: re.Match[str]) -> str:
     return f"<!-- generated: {name} -->\n{GENERATED[name]()}\n<!-- end -->"
 
 
-def _ten_rows() -> str:
-    """The rows of the table of goals that a reader of one table should see."""
-    text = (ROOT / "docs" / "performance.md").read_text()
-    goals = text.partition("<!-- goals begin -->\n")[2].partition("\n<!-- goals end -->")[0].splitlines()
-    rows = [next(goal for goal in goals if goal.startswith(f"| {row}")) for row in _TEN_ROWS]
-    return "\n".join([*goals[:2], *rows])
-
-
-def _versions() -> str:
-    """The versions that pyproject.toml allows and constraints.txt has."""
+def _packages() -> Iterator[tuple[str, str, str, str]]:
+    """Each package that the library is used with: how a reader knows it, its name, what is allowed, what is tested."""
     project = (ROOT / "pyproject.toml").read_text()
     constraints = (ROOT / "constraints.txt").read_text()
     minors = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
-    rows = [f"| Python | {minors[0]} to {minors[-1]} | 3.11 |"]
+    yield "Python", "", f"{minors[0]} to {minors[-1]}", "3.11"
     for title, name in _TESTED.items():
         (allowed,) = {*re.findall(rf'"{name}([<>=][^"]*)"', project)}
         (tested,) = re.findall(rf"^{name}==([\w.]+)", constraints, re.MULTILINE)
-        rows.append(f"| {title} (`{name}`) | `{allowed}` | {tested} |")
-    return "\n".join(["| | allowed | tested |", "|---|---|---|", *rows])
+        yield title, name, f"`{allowed}`", tested
+
+
+def _versions() -> str:
+    """The versions that pyproject.toml allows and constraints.txt has, and what older clients lack."""
+    rows = [(f"{title} (`{name}`)" if name else title, *versions) for title, name, *versions in _packages()]
+    lacking = list(csv.reader((ROOT / "docs" / "versions.csv").read_text().splitlines()))
+    return f"{_table(['', 'allowed', 'tested'], rows)}\n\n{_table(lacking[0], lacking[1:])}"
+
+
+def _supported() -> str:
+    """The versions in one sentence."""
+    named = ", ".join(f"{title} {allowed}" for title, _, allowed, _ in _packages())
+    more = "[Which versions work](docs/start.md#which-versions-work) says what older ones lack."
+    return textwrap.fill(f"Supported: {named}. {more}", 120, break_on_hyphens=False, break_long_words=False)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" if row else f"|{'---|' * len(head)}" for row in (head, [], *rows))
+
+
+# The page that explains an argument, from docs/reference.
+_PAGES = {
+    ("Trackers", "../trackers.md"): ("tracker",),
+    ("Which ranks log", "../guides/ranks.md"): ("run_mode", "rank_scope", "primary_rank", "id", "group", "rank_prefix"),
+    ("Move your script", "../guides/move.md"): ("project", "name", "tags", "notes", "config"),
+    ("Flyte", "../guides/flyte.md"): ("secret", "download_logs"),
+    ("Offline, files and clean-up", "../guides/offline.md"): ("if_unavailable", "init_timeout_s"),
+    ("How a run lives and ends", "../about/lifecycle.md"): ("kill_after_s",),
+    ("Failed, hung or slow?", "../guides/failed.md"): ("hang_timeout_s", "pulse_s"),
+    ("Checkpoints and preemption", "../guides/checkpoints.md"): ("stop_before_s", "step_metric", "rollback"),
+}
 
 
 class Argument(NamedTuple):
@@ -139,11 +152,25 @@ def with_arguments(code: str) -> str:
 
 def _arguments() -> str:
     """The table of the decorator's arguments."""
-    rows = [f"| `{name}` | `{default}` | {text} |" for name, _, default, text in arguments()]
-    return "\n".join(["| Argument | Default | What it is |", "|---|---|---|", *rows])
+    rows = [(f"`{one.name}`", f"`{one.default}`", one.text, _link(one.name)) for one in arguments()]
+    return _table(["Argument", "Default", "What it is", "Page"], rows)
 
 
-GENERATED: dict[str, Callable[[], str]] = {"ten_rows": _ten_rows, "versions": _versions, "arguments": _arguments}
+def _link(argument: str) -> str:
+    (title, page), *_ = [(title, page) for (title, page), names in _PAGES.items() if argument in names]
+    return f"[{title}]({page})"
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "api": api.of_package,
+    "api_testing": api.of_testing,
+    "api_trackers": api.of_trackers,
+    "arguments": _arguments,
+    "costs": figures.costs,
+    "performance": figures.table,
+    "supported": _supported,
+    "versions": _versions,
+}
 
 if __name__ == "__main__":
     main()

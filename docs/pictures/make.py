@@ -64,6 +64,24 @@ def doctor(directory: Path) -> None:
         _draw(f"doctor{suffix}", f"The output of {line}", record, "Diagnostics" if suffix else "$")
 
 
+def failed(directory: Path) -> None:
+    """What the log of a torchrun job says of the rank that has failed."""
+    env = {**jobs.environment(directory), "PYTHONPATH": jobs.search_path(FOLDER)}
+    (directory / "train.py").write_text((FOLDER / "failing_job.py").read_text())
+    done = jobs.run([*jobs.torchrun("--standalone", "--nproc-per-node=4"), "train.py"], directory, env)
+    (directory / "job.log").write_text(done.output)
+    shown = "$ torchrun --standalone --nproc-per-node=4 train.py > job.log 2>&1"
+    line = "grep -A 6 'the run has failed' job.log"
+    command = ["sh", "-c", f"echo '{shown}'; echo \"$ {line}\"; {line} | sed 's|{directory}/||g'"]
+
+    for suffix, columns in (("", 100), ("-phone", SIZES["-phone"][0])):
+
+        def record(theme: terminal.Theme, columns: int = columns) -> Any:
+            return terminal.record(command, directory, env, (columns, 30), theme, lambda text: "raise Value" in text)
+
+        _draw(f"failed{suffix}", "A job of four ranks fails, and its log names the rank", record, "$")
+
+
 def flyte(directory: Path) -> None:
     """The tab "Tracking" in the deck of a Flyte task with four ranks."""
     with WandbServer() as server:
@@ -93,7 +111,7 @@ def _photograph(
             browser.picture(address, FOLDER / f"{name}{suffix}{ending}.png", size, scheme, prepare)
 
 
-PICTURES: dict[str, Callable[[Path], None]] = {"doctor": doctor, "flyte": flyte}
+PICTURES: dict[str, Callable[[Path], None]] = {"doctor": doctor, "failed": failed, "flyte": flyte}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

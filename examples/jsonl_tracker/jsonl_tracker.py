@@ -1,35 +1,33 @@
-"""A tracker of one's own: a directory of JSON lines, `$JSONL_DIR/{project}/{run id}.jsonl`."""
-
+# Lines of JSON in $JSONL_DIR/{project}/{run id}.jsonl
 import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from flyteplugins_tracking import TrackerUnavailableError
-from flyteplugins_tracking.trackers import ClientHandle, RunRequest, Tracker, run_config
+from flyteplugins_tracking import TrackerUnavailableError, trackers
 
 
-class JsonlTracker(Tracker):
-    name = "jsonl"
-    title = "JSON lines"
-    run_id_variables = ("JSONL_RUN_ID",)
-    unsupported = {"offline": "its files are local anyway", "media": "it takes what JSON takes"}
+class JsonlTracker(trackers.Tracker):
+    name, title, run_id_variables = "jsonl", "JSON lines", ("JSONL_RUN_ID",)
+    unsupported = {"offline": "it is local anyway", "media": "JSON has none"}
 
-    def open(self, request: RunRequest) -> "JsonlHandle":
+    def open(self, request: trackers.RunRequest) -> "JsonlHandle":
         return JsonlHandle(request, self.title)
 
 
-class JsonlHandle(ClientHandle):
-    def __init__(self, request: RunRequest, title: str) -> None:
+class JsonlHandle(trackers.ClientHandle):
+    def __init__(self, request: trackers.RunRequest, title: str) -> None:
         super().__init__(request, title)
-        folder = os.path.join(os.environ.get("JSONL_DIR", "."), request.config.project or "default")
+        project = request.config.project or "default"
+        folder = os.path.join(os.environ.get("JSONL_DIR", "."), project)
         try:
             os.makedirs(folder, exist_ok=True)
-            self._file = os.open(os.path.join(folder, f"{self.id}.jsonl"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._file = open(f"{folder}/{self.id}.jsonl", "ab", buffering=0)
         except OSError as error:
-            raise TrackerUnavailableError(f"{folder} cannot be written: {error}. Set JSONL_DIR") from error
+            raise TrackerUnavailableError(f"{error}. Set JSONL_DIR") from error
         if request.plan.primary:
-            self._add({"config": run_config(request), "group": request.config.group or request.plan.group})
+            group = request.config.group or request.plan.group
+            self._add({"config": trackers.run_config(request), "group": group})
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         self._add({**row, "step": step})
@@ -39,4 +37,4 @@ class JsonlHandle(ClientHandle):
             self._add({"exit_code": exit_code})
 
     def _add(self, line: Mapping[str, Any]) -> None:
-        os.write(self._file, f"{json.dumps(line)}\n".encode())  # in one piece, behind what other ranks have written
+        self._file.write(f"{json.dumps(line)}\n".encode())  # in one piece

@@ -1,10 +1,4 @@
-"""A tracked task of Flyte 1 on two ranks.
-
-pip install "flyteplugins-tracking[wandb,flytekit,torch]"
-wandb login    # or, without an account: export WANDB_MODE=offline
-python flyte1.py    # on a cluster: pyflyte run --remote flyte1.py pipeline
-"""
-
+# python flyte1.py, or on a cluster: pyflyte run --remote flyte1.py pipeline
 from flytekit import task, workflow
 from flytekitplugins.kfpytorch import Elastic
 

@@ -1,19 +1,11 @@
-"""A tracked task of Flyte 2: two ranks on a cluster, one on this machine.
-
-pip install "flyteplugins-tracking[wandb,flyte,torch]"
-wandb login    # or, without an account: export WANDB_MODE=offline
-python flyte2.py    # on a cluster: flyte run flyte2.py train --steps 10
-"""
-
+# python flyte2.py, or on a cluster: flyte run flyte2.py train --steps 10
 import flyte
 from flyteplugins.pytorch import Elastic
 
 from flyteplugins_tracking import get_run, tracking_init
 
-env = flyte.TaskEnvironment(
-    name="quickstart",
-    plugin_config=Elastic(nnodes=1, nproc_per_node=2),
-)
+WORKERS = Elastic(nnodes=1, nproc_per_node=2)
+env = flyte.TaskEnvironment(name="quickstart", plugin_config=WORKERS)
 
 
 @tracking_init(project="llm", config={"lr": 3e-4})
@@ -29,7 +21,5 @@ def train(steps: int) -> float:
 
 
 if __name__ == "__main__":
-    print(
-        "last loss:",
-        flyte.with_runcontext(mode="local").run(train, steps=10).outputs()[0],
-    )
+    run = flyte.with_runcontext(mode="local").run(train, steps=10)
+    print("last loss:", run.outputs()[0])

@@ -1,10 +1,4 @@
-"""A tracked training under torchrun, Slurm, or any other launcher.
-
-pip install "flyteplugins-tracking[wandb]" torch
-wandb login    # or, without an account: export WANDB_MODE=offline
-torchrun --nproc-per-node=2 train.py    # in a Slurm job: srun python train.py
-"""
-
+# torchrun --nproc-per-node=2 train.py    # with Slurm: srun python train.py
 from flyteplugins_tracking import get_run, tracking_init
 
 

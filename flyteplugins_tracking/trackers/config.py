@@ -53,8 +53,8 @@ _NOTHING: Mapping[str, Any] = {}
 class TrackingConfig(Record):
     """The arguments of one `tracking_init`, each written down here and nowhere else.
 
-    `make includes` writes the signature and the docstring of `tracking_init`, and the table in docs/configuration.md,
-    from the fields, their defaults and their texts. The type of a field says how its value is checked: see `_CHECKS`.
+    `make includes` writes the signature and the docstring of `tracking_init`, and docs/reference/arguments.md, from the
+    fields, their defaults and their texts. The type of a field says how its value is checked: see `_CHECKS`.
     """
 
     _hidden = ("secret", "options", "given")
@@ -73,9 +73,8 @@ class TrackingConfig(Record):
     # In the config that a tracker gets, it is the primary's number in its scope, from 0.
     primary_rank: PrimaryRank = 0
     """The scope's primary: a rank, or with rank_scope="worker" a local rank. Negative numbers count from the end: -1 is
-    the last rank, which has the loss in pipeline parallelism. Or a callable of `DistributedInfo` that returns such an
-    int, the same on every rank of the scope; it is called once per call, before the run is opened. No effect with "new"
-    and outside a distributed job."""
+    the last rank, which has the loss in pipeline parallelism. Or a callable of `DistributedInfo` that returns the same
+    int on every rank of the scope. No effect with "new" and outside a distributed job."""
 
     id: str | None = None
     """The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on one."""
@@ -102,28 +101,27 @@ class TrackingConfig(Record):
     """A flytekit `Secret`, or a callable without arguments that returns the API key. Read inside the worker."""
 
     if_unavailable: IfUnavailable = "raise"
-    """What happens if the service cannot be used at the start. "raise": a `TrackerUnavailableError`. "degrade": the
-    tracker's local fallback, with one warning."""
+    """What happens if the service cannot be used at the start. "raise": a `TrackerUnavailableError`. "degrade": the run
+    is logged to local files, with one warning."""
 
     init_timeout_s: float = 30.0
     """Seconds that opening the run may take."""
 
     kill_after_s: float = 30.0
     """Seconds that the launcher gives between SIGTERM and SIGKILL: 30 with torchrun, in Slurm (KillWait) and on
-    Kubernetes (terminationGracePeriodSeconds). All but the last 5 of them, or half if there are fewer than 10, are how
-    long the run's end may take; how long the rank that ends a shared run waits for the others, after its own function
-    has returned; and how long after SIGTERM a loop that calls `should_stop()` is not interrupted."""
+    Kubernetes (terminationGracePeriodSeconds). The run's end may take all but the last 5 of them, or half if there are
+    fewer than 10. The rank that ends a shared run waits as long for the others, and a loop that calls `should_stop()`
+    is not interrupted for as long after SIGTERM."""
 
     hang_timeout_s: float | None = None
-    """Seconds without a row and without a `heartbeat()` after which a rank with a run asks all ranks where they are:
-    every rank writes its stacks, and the run and the primary's log say which ranks are where. Nothing is ended. None
-    for never."""
+    """Seconds without a row and without a `heartbeat()` after which the run and the primary's log say where each rank
+    is, with its stacks. Nothing is ended. None for never."""
 
     pulse_s: float | None = None
-    """Seconds between two pulses. With each, the primary adds to its next row, without a collective, what the ranks
-    have put on the job's board: `ranks/step_time/median` and `/max`, the seconds per step; `ranks/own_time/median` and
-    `/max`, these without the time in collectives; `ranks/slowest`, the rank with the most of it; `ranks/memory/max`, in
-    MiB; and `ranks/silent`, the number of ranks that have put nothing there for 2 pulses. None for no pulse."""
+    """Seconds between two looks at which rank is slow. After each, the primary's next row has `ranks/slowest`, the rank
+    that the others wait for; `ranks/own_time/median` and `/max`, the seconds of a step outside collectives;
+    `ranks/step_time/median` and `/max`; `ranks/memory/max`, in MiB; and `ranks/silent`, how many ranks have told
+    nothing for 2 times as long. It uses no collective. None for never."""
 
     stop_before_s: float | None = None
     """Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm job
@@ -142,7 +140,7 @@ class TrackingConfig(Record):
     one writer; others keep them, with one warning."""
 
     download_logs: bool = False
-    """Make the run's files an output of the Flyte task, if the task has no workers of its own."""
+    """Make the run's local files an output of the Flyte task, if the task has no Elastic workers."""
 
     options: Mapping[str, Any] = _NOTHING
     """The arguments that only this tracker has, passed through."""

@@ -64,7 +64,7 @@ class Search:
 @tracking_init(id="search", project="search")
 def search() -> None:
     trainer.ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA] = Search
-    trials = hf_trainer.make_trainer().hyperparameter_search(n_trials=2, backend="optuna")
+    trials = hf_trainer.make_trainer(save_strategy="no").hyperparameter_search(n_trials=2, backend="optuna")
     SEEN["search"] = {"id": id_here(), "trials": trials}
 
 

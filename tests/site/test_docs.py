@@ -1,11 +1,11 @@
-"""Every code block of the README and of the docs is run, or checked as what it is; drawings and tables are true.
+"""Every code block of the README and of the docs is run, or checked as what it is; drawings and messages are true.
 
 A block is one of these, and there is no other kind:
 
 - it includes a file of `examples/`, which a test of its own runs;
 - Python, with the name of its file in the first line: it is run, in one process with those of all pages;
 - commands: their programs, options, files, modules, extras and targets are there;
-- text: what a Python block of the page prints;
+- text: what a Python block or an included program prints, or a message of the library;
 - a diff: Python on both sides;
 - TOML and YAML: it can be parsed.
 """
@@ -29,12 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import include
 import pytest
 import yaml
 from support import jobs
 from wandb_files import read_runs
 
 import flyteplugins_tracking.testing
+import flyteplugins_tracking.trackers
 from flyteplugins_tracking import (
     DistributedInfo,
     RunPlan,
@@ -48,27 +50,22 @@ from flyteplugins_tracking._rank import launchers, topology
 from flyteplugins_tracking.trackers.config import TrackingConfig
 
 ROOT = Path(__file__).parents[2]
-INCLUDE = ROOT / "docs" / "include.py"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 README = (ROOT / "README.md").read_text()
-(REPOSITORY,) = re.findall(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+REPOSITORY = re.findall(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
 RUNNER = jobs.PROGRAMS / "docs_blocks.py"
 # How many runs a block makes, where that is any.
 RUNS = {
     "README/train.py": 1,
-    "docs/modes/shared/shared.py": 1,
-    "docs/configuration/configured.py": 2,
-    "docs/first-run/hello.py": 1,
-    "docs/metrics/per_rank.py": 1,
-    "docs/modes/primary/primary.py": 1,
-    "docs/metrics/statistics_only.py": 1,
-    "docs/metrics/train.py": 1,
-    "docs/modes/auto/auto.py": 1,
+    "docs/index/train.py": 1,
+    "docs/guides/move/configured.py": 2,
+    "docs/guides/ranks/prefixed.py": 1,
+    "docs/guides/ranks/last_rank.py": 1,
+    "docs/guides/all-ranks/statistics_only.py": 1,
 }
 # What commands may start.
 PROGRAMS = re.compile(
-    "accelerate|export|flyte|flyteplugins-tracking|konduktor|kubectl|make|mpirun|pip|pyflyte|pytest|python|sbatch|srun|"
-    "torchrun|unset|wandb"
+    "accelerate|export|make|flyteplugins-tracking|mpirun|pgrep|pip|py-spy|python|sbatch|srun|torchrun|unset|wandb"
 )
 
 OMPI = {
@@ -93,16 +90,6 @@ RAISING = {
     ),
     "has no argument 'projct'; did you mean 'project'?": lambda: tracking_init(projct="llm"),
 }
-# What the page of launchers leaves out: it is looked at, and tells nobody's place.
-CHECKED_ONLY = {
-    "LEPTON_RESOURCE_ACCELERATOR_NUM",
-    "NUM_GPUS_PER_NODE",
-    "SKYPILOT_NUM_GPUS_PER_NODE",
-    "SLURM_GTIDS",
-    "TORCHELASTIC_ERROR_FILE",
-}
-
-
 # Codes of MLflow's errors, of CPython's bytecode and of sysconf: they look like variables.
 NO_VARIABLES = {
     *(
@@ -156,7 +143,7 @@ INCLUDED = sorted({block.included for block in BLOCKS if block.included})
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Each command with its page: all in blocks, and our own commands also in the text."""
+    """Each command with its page: all in blocks, and the library's own commands in the text too."""
     for block in BLOCKS:
         if block.language in ("bash", "console") and not block.included:
             lines = block.code.replace("\\\n", " ").split("\n")
@@ -181,13 +168,31 @@ def test_every_block_is_of_a_kind_that_is_tested():
     assert written == 2 * len(BLOCKS), "a fence is not closed, or not understood here"
 
 
-# These pages have longer lines, in tables that a command prints and in templates of Flyte's.
-WIDE = {"docs/flyte", "docs/launchers", "docs/trackers", "docs/performance", "docs/reliability"}
+# These pages have longer lines, in templates of Flyte's.
+WIDE = {"docs/guides/flyte"}
 
 
 def test_a_block_fits_80_columns():
     blocks = [block for block in BLOCKS if block.language != "text" and block.page not in WIDE]
     assert [(block.page, line) for block in blocks for line in block.code.splitlines() if len(line) > 80] == []
+
+
+def test_a_reader_can_finish_the_docs():
+    """A guide has one program, of at most 40 lines. All pages have at most 3,700 lines, and the README has 150."""
+    assert len(DOCS) <= 26
+    assert sum(len(path.read_text().splitlines()) for path in DOCS) <= 3700
+    assert len(README.splitlines()) <= 150
+    long = [path for path in INCLUDED if path.endswith(".py") and len((ROOT / path).read_text().splitlines()) > 40]
+    assert long == []
+
+
+def test_a_page_reads_the_same_on_github_and_in_the_site():
+    """No syntax that only the site's builder knows: references, tabs, admonitions. Markdown within HTML is marked."""
+    signs = re.compile(r"^(:::|===|!!!|\?\?\?)|\{:|\{ ?\w+=|<details>", re.MULTILINE)
+    texts = {page: re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL) for page, text in PAGES.items()}
+    assert {page: found for page, text in texts.items() if (found := signs.findall(text))} == {}
+    known = {"NOTE", "TIP", "IMPORTANT", "WARNING", "CAUTION"}
+    assert {kind for text in PAGES.values() for kind in re.findall(r"^> \[!(\w+)\]$", text, re.MULTILINE)} <= known
 
 
 @pytest.fixture(scope="module")
@@ -217,15 +222,55 @@ def test_the_block_for_trackio_stores_its_rows(ran):
         assert database.execute("SELECT COUNT(*) FROM metrics").fetchone() == (10,)
 
 
-def test_text_is_what_the_blocks_of_its_page_print(ran):
+def test_text_is_what_the_blocks_print_or_a_message_of_the_library(ran):
     directory, results = ran
-    printed = dict.fromkeys((block.page for block in PYTHON.values()), "")
-    for file, block in PYTHON.items():
-        printed[block.page] += results[str(directory / file)]["output"]
-    texts = [block for block in BLOCKS if block.language == "text" and block.page in printed]
-    texts = [block for block in texts if not block.code.startswith("Diagnostics")]  # the doctor's
-    assert texts
-    assert [block for block in texts if block.code not in printed[block.page]] == []
+    printed = "".join(results[str(directory / file)]["output"] for file in PYTHON)
+    printed += "last loss: 0.1\n"  # of the examples of Flyte: test_examples.py
+    lines = [line for block in BLOCKS if block.language == "text" for line in block.code.splitlines()]
+    assert lines
+    assert [line for line in lines if line not in printed and not is_a_message(line)] == []
+
+
+def templates_of_messages() -> list[str]:
+    """Each string of the package, with NUL for what is put in."""
+    found = []
+    for path in jobs.PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "\0" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%[sdrg]|%\.\df", "\0", node.value))
+    return [text for text in found if len(text.replace("\0", "")) > 8]
+
+
+MESSAGES = templates_of_messages()
+
+
+def is_a_message(quote: str) -> bool:
+    """Whether a string of the package has all parts of the quote, which has `...` between them; or is filled in so."""
+    parts = re.compile(".*".join(map(re.escape, quote.split("..."))), re.DOTALL)
+    filled = (re.compile(".+".join(map(re.escape, text.split("\0")))) for text in MESSAGES if "\0" in text)
+    without_tracker = re.sub(r"^\w+: ", "", quote)  # which the log puts in front of some messages
+    return any(parts.search(text) for text in MESSAGES) or any(
+        pattern.fullmatch(quote) or pattern.match(without_tracker) for pattern in filled
+    )
+
+
+def test_what_is_no_message_is_found_out():
+    assert is_a_message("wandb: the run has failed: rank 3 on node-b: ValueError: bad batch")
+    assert not is_a_message("wandb: the run has crashed: rank 3 on node-b: ValueError: bad batch")
+    assert not is_a_message("was not sent ... at all")
+
+
+WARNINGS = PAGES["docs/reference/troubleshooting"].partition("## Warnings\n")[2]
+QUOTED = re.findall(r'^\| "([^"|]+)" \|', WARNINGS, re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_the_warnings_of_the_page_are_messages_of_the_library(message):
+    assert len(QUOTED) > 8
+    assert is_a_message(message)
 
 
 def test_the_first_command_of_the_readme_trains_on_two_ranks(tmp_path):
@@ -236,37 +281,48 @@ def test_the_first_command_of_the_readme_trains_on_two_ranks(tmp_path):
     assert [(run.exit_code, len(run.rows)) for run in done.runs] == [(0, 10)], done.output
 
 
-def test_the_readme_shows_what_the_doctor_prints(tmp_path):
-    ((words, text),) = re.findall(r"```console\n(RANK=.*?) python .*?```\n\n```text\n(.*?)```", README, re.DOTALL)
-    variables = dict(word.split("=") for word in words.split())
-    done = jobs.python(tmp_path, "-m", "flyteplugins_tracking", "--offline", env=variables)
-    assert text in done.output
-
-
-def test_the_readmes_figures_are_those_of_the_pages_that_it_links():
+def test_the_readmes_figures_are_those_of_the_page_of_guarantees():
     table = README.partition("## What you can rely on\n")[2].partition("\n## ")[0]
-    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| **")]
-    assert len(rows) == 5
-    for _, measured in rows:
-        text, links = measured.partition(": [")[::2]
-        linked = "".join(path.read_text() for path in map(file_of, re.findall(r"\((\S+)\)", links)))
-        assert [figure for figure in re.findall(r"\d[\d,.]*\d", text) if figure not in linked] == [], text
+    cells = [" ".join(line.split(" | ")[1:]) for line in table.splitlines()[3:] if line.startswith("| ")]
+    assert len(cells) == 4
+    figures = {figure for text in cells for figure in re.findall(r"\d[\d,.]*\d", text)} - {"20", "45", "200"}
+    assert [figure for figure in figures if figure not in PAGES["docs/about/guarantees"]] == []
 
 
 @pytest.mark.parametrize("name", ["README", "CHANGELOG", "CONTRIBUTING", "SECURITY"])
-def test_links_of_the_files_at_the_root_work_wherever_they_are_read(name):
-    text = (ROOT / f"{name}.md").read_text()
-    links = re.findall(r"\]\((\S+?)\)", text)
-    assert [link for link in links if not link.startswith("https://")] == []
-    assert [link for link in links if REPOSITORY in link and not file_of(link).is_file()] == []
-    assert len(README.splitlines()) <= 200
+def test_links_of_the_files_at_the_root_work_wherever_the_repository_lies(name):
+    """They are relative. For the package index, the build makes those of the README absolute."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / f"{name}.md").read_text(), flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\((\S+?)\)", text) if not link.startswith("https://")]
+    assert [link for link in links if not (ROOT / link.partition("#")[0]).is_file()] == []
+    assert [link for link in links if link.partition("#")[2] not in anchors_of(ROOT / link.partition("#")[0])] == []
+    assert REPOSITORY not in text
 
 
-def file_of(link: str) -> Path:
-    """The file of this repository that an absolute link leads to."""
-    for start in (f"{REPOSITORY}/blob/main/", f"{REPOSITORY.replace('github', 'raw.githubusercontent')}/main/"):
-        link = link.removeprefix(start)
-    return ROOT / link.partition("#")[0]
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of its headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE) if page.suffix == ".md" else []
+    return {"", *(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)}
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT / "docs")))
+def test_links_of_a_page_lead_to_headings_on_github_too(path):
+    """The site's builder checks its own anchors, and makes most of them as GitHub does."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\((\S+?)\)", text):
+        if not link.startswith("https://"):
+            name, _, anchor = link.partition("#")
+            target = (path.parent / name).resolve() if name else path
+            assert target.is_file(), link
+            assert anchor in anchors_of(target), link
+
+
+def test_the_package_index_gets_absolute_links_from_one_setting():
+    """The address of the repository stands once beside its own line in pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[tool.hatch.metadata.hooks.fancy-pypi-readme]")[2].partition("\n[tool.ruff]")[0]
+    assert section.count(REPOSITORY) == 1
+    assert f"repo_url: {REPOSITORY} " in (ROOT / "mkdocs.yml").read_text()
 
 
 @pytest.mark.parametrize("path", INCLUDED)
@@ -275,7 +331,7 @@ def test_included_files_are_run_by_a_test(path):
     tests = [
         Path(__file__).with_name("test_examples.py"),
         Path(__file__).with_name("test_frameworks.py"),
-        *jobs.PROGRAMS.glob("*_runs.py"),
+        *jobs.PROGRAMS.glob("*.py"),
         *ROOT.glob("tests/engines/test_*.py"),
     ]
     named = re.compile(rf'"{re.escape(Path(path).name)}"|^ *(?:from|import) {Path(path).stem}\b', re.MULTILINE)
@@ -287,7 +343,7 @@ def test_commands_name_what_is_there(page, command):
     words = shlex.split(command)
     files = {Path(word).name for word in words if word.endswith((".py", ".sbatch", ".yaml"))}
     assert PROGRAMS.fullmatch(words[0])
-    assert files <= {Path(block.included or block.file).name for block in BLOCKS if block.page == page}
+    assert files <= {Path(block.included or block.file).name for block in BLOCKS}
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text()
         variables = [word.partition("=")[0] for word in words[1:] if "=" in word]
@@ -315,16 +371,15 @@ def test_yaml_blocks_can_be_parsed(block):
     assert yaml.safe_load(block.code)
 
 
-def test_copies_of_files_are_those_of_the_files():
-    with_files = runpy.run_path(str(INCLUDE))["with_files"]
-    assert [path for path in DOCS if with_files(path.read_text()) != path.read_text()] == [], "make includes"
+def test_copies_and_generated_parts_are_those_of_the_files():
+    pages = [ROOT / "README.md", *DOCS]
+    assert [path for path in pages if include.with_files(path.read_text()) != path.read_text()] == [], "make includes"
 
 
 def test_the_signature_and_the_docstring_have_the_arguments_of_the_config():
-    include = runpy.run_path(str(INCLUDE))
-    code = include["DECORATOR"].read_text()
-    assert include["with_arguments"](code) == code, "make includes"
-    names = [argument.name for argument in include["arguments"]()]
+    code = include.DECORATOR.read_text()
+    assert include.with_arguments(code) == code, "make includes"
+    names = [argument.name for argument in include.arguments()]
     assert [*names, "options", "given"] == list(TrackingConfig._fields)
     assert len(names) <= 22
     signature = next(one for one in ast.parse(code).body if isinstance(one, ast.FunctionDef) and one.args.kwonlyargs)
@@ -344,17 +399,11 @@ def test_the_entry_point_of_the_page_is_the_examples():
     assert block.code in (ROOT / "examples" / "jsonl_tracker" / "pyproject.toml").read_text()
 
 
-def test_the_tracker_of_the_page_is_the_example():
-    code = PYTHON["docs/trackers/jsonl_tracker.py"].code.partition("\n")[2]
-    assert code == (ROOT / "examples" / "jsonl_tracker" / "jsonl_tracker.py").read_text().rstrip("\n")
-
-
 def test_the_drawings_are_those_of_the_plans():
     folder = ROOT / "docs" / "modes"
     drawings = runpy.run_path(str(folder / "draw.py"))["drawings"]()
     assert {path.name: path.read_text() for path in folder.glob("*.svg")} == drawings, "make drawings"
-    shown = "".join(text for page, text in PAGES.items() if page.startswith("docs/modes/"))
-    assert [name for name in drawings if f"]({name})" not in shown] == []
+    assert [name for name in drawings if f"modes/{name})" not in "".join(PAGES.values())] == []
 
 
 def test_a_phone_shows_the_labels_of_the_drawings():
@@ -379,13 +428,11 @@ def test_the_pictures_are_small_and_shown_and_ask_no_other_host():
             assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)[^<]*\.(?:css|woff|js)", drawing) == [], name
 
 
-def test_the_page_of_launchers_has_each_detector_in_its_order_and_each_variable():
-    page = PAGES["docs/launchers"]
-    assert re.findall(r"^\| `(\w+)` \| (?!\-)", page.partition("| `launcher` |")[2], re.MULTILINE) == [
-        *launchers.LAUNCHERS
-    ]
-    told = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", page))
-    assert jobs.variables_of_launchers() - told == CHECKED_ONLY
+def test_the_page_of_launchers_has_each_detector_in_its_order_and_the_next_one_each_variable():
+    rows = re.findall(r"^\| `(\w+)` \| (?!Started)", PAGES["docs/reference/launchers"], re.MULTILINE)
+    assert rows == [*launchers.LAUNCHERS]
+    told = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", PAGES["docs/reference/commands"]))
+    assert jobs.variables_of_launchers() - told == set()
 
 
 def test_the_page_of_variables_has_each_that_the_package_names_and_no_other():
@@ -393,11 +440,11 @@ def test_the_page_of_variables_has_each_that_the_package_names_and_no_other():
     trees = [ast.parse(path.read_text()) for path in jobs.PACKAGE.rglob("*.py")]
     texts = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     named = {text for text in texts if isinstance(text, str) and names.fullmatch(text)} - NO_VARIABLES
-    assert set(re.findall(rf"`({names.pattern})`", PAGES["docs/environment"])) == named
+    assert set(re.findall(rf"`({names.pattern})`", PAGES["docs/reference/commands"])) == named
 
 
 def test_the_page_of_the_command_line_has_every_option(capsys, monkeypatch):
-    page, shown = PAGES["docs/cli"], ""
+    page, shown = PAGES["docs/reference/commands"], ""
     for main, arguments in (
         (send.main, ["--help"]),
         (doctor.main, []),
@@ -423,25 +470,24 @@ def test_where_things_are_names_files_and_what_they_define():
 
 
 def test_the_reference_has_every_public_name():
-    page = PAGES["docs/reference"]
-    assert "::: flyteplugins_tracking.errors\n" in PAGES["docs/errors"]
-    names = [name for name in flyteplugins_tracking.__all__ if not name.endswith("Error")]
-    names += [f"testing.{name}" for name in flyteplugins_tracking.testing.__all__]
-    assert [name for name in names if f"::: flyteplugins_tracking.{name}\n" not in page] == []
+    pages = {
+        "docs/reference/api": flyteplugins_tracking,
+        "docs/guides/test": flyteplugins_tracking.testing,
+        "docs/own-tracker": flyteplugins_tracking.trackers,
+    }
+    for page, module in pages.items():
+        assert sorted(re.findall(r"^### `(\w+)`$", PAGES[page], re.MULTILINE)) == sorted(module.__all__)
 
 
 @pytest.mark.parametrize("message", RAISING)
 def test_the_errors_of_the_page_are_those_that_are_raised(message):
     with pytest.raises(TrackingError, match=re.escape(message)) as raised:
         RAISING[message]()
-    rows = re.findall(r"^\| `(\w+Error): (?:\.\.\. )?(.+?)` \|", PAGES["docs/troubleshooting"], re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+Error): (?:\.\.\. )?(.+?)` \|", PAGES["docs/reference/troubleshooting"], re.MULTILINE)
     assert {text: name for name, text in rows}[message] == type(raised.value).__name__
     assert len(rows) == len(RAISING)
 
 
 def test_the_reference_shows_what_values_are_made_of():
-    griffe = pytest.importorskip("griffe", reason='griffe is not installed: pip install "flyteplugins-tracking[docs]"')
-    package = griffe.load("flyteplugins_tracking", search_paths=[ROOT])
-    sections = package["_rank.plan.RunPlan"].docstring.parse("google")
-    (shown,) = [[one.name for one in section.value] for section in sections if section.kind.value == "attributes"]
-    assert tuple(shown) == RunPlan.__match_args__
+    section = PAGES["docs/reference/api"].partition("### `RunPlan`\n")[2].partition("\n### ")[0]
+    assert tuple(re.findall(r"^- `(\w+)`: ", section, re.MULTILINE)) == RunPlan.__match_args__

@@ -233,8 +233,8 @@ def test_rule_1_lightnings_own_launcher_has_one_run_with_its_true_end(own_launch
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("framework", "name"), [("trainer", "trainer"), ("lightning", "lightning")])
-def test_the_examples_have_one_run_with_the_frameworks_rows(framework, name, request):
+@pytest.mark.parametrize(("framework", "data"), [("trainer", "y = 2x"), ("lightning", "noise")])
+def test_the_examples_have_one_run_with_the_frameworks_rows(framework, data, request):
     run = request.getfixturevalue(framework).run("examples")
-    assert (run.name, run.exit_codes, run.config["data"]) == (name, [0], "y = 2x")
+    assert (run.name, run.exit_codes, run.config["data"]) == (framework, [0], data)
     assert any("train/loss" in row or "loss" in row for row in run.rows)

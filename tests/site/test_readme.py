@@ -18,7 +18,7 @@ from flyteplugins_tracking.trackers.base import Feature
 from flyteplugins_tracking.trackers.registry import find_tracker
 
 ROOT = Path(__file__).parents[2]
-MODES = (ROOT / "docs" / "modes" / "index.md").read_text()
+MODES = (ROOT / "docs" / "guides" / "ranks.md").read_text()
 TRACKERS = (ROOT / "docs" / "trackers.md").read_text()
 
 

@@ -285,6 +285,35 @@ def test_a_requeued_job_goes_on_with_the_same_runs(place: Place) -> None:
     assert {run.exit_code for run in place.runs() if run.config["restart_count"] == 0} <= {None, 143}
 
 
+@pytest.mark.parametrize(("keeps_id", "runs"), [(True, 1), (False, 2)])
+def test_a_requeue_of_the_examples_torchrun_keeps_the_run_by_its_variable(
+    place: Place, keeps_id: bool, runs: int
+) -> None:
+    """A requeue starts torchrun again, which has another id: only WANDB_RUN_ID, made of the job's number, stays."""
+    settings = json.dumps({"rows": 1000, "first_end": dict.fromkeys("0123", "hang")})
+    program = Path(__file__).with_name("train.py")
+    (place.directory / "train.py").write_text(
+        f"import runpy, sys\nsys.argv.append({settings!r})\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
+    )
+    script = (EXAMPLES / "slurm" / "torchrun.sbatch").read_text()
+    first_node, variable = "$first_node", 'export WANDB_RUN_ID="slurm-$SLURM_JOB_ID"\n'
+    assert script.count(first_node) == script.count(variable) == 1
+    script = script.replace(first_node, "127.0.0.1").replace(variable, variable if keeps_id else "")
+    (place.directory / "job.sbatch").write_text(script)
+    (port,) = free_ports(1)
+    more = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), place.cluster.environment["PATH"]])}
+    env = {**place.env, **more, "GPUS_PER_NODE": "2", "MASTER_PORT": str(port)}
+    options = ["--parsable", f"--chdir={place.directory}", f"--output={place.directory / 'output.txt'}"]
+    job_id = int(place.cluster.run("sbatch", *options, place.directory / "job.sbatch", env=env).strip())
+    wait_for(lambda: [bool(run.rows) for run in place.runs()] == [True], "stored rows", 120)
+    place.cluster.run("scontrol", "requeue", str(job_id))
+    assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
+    assert len({run.id for run in place.runs()}) == runs
+    assert ({run.id for run in place.runs()} == {f"slurm-{job_id}"}) == keeps_id
+    assert [run.config["restart_count"] for run in place.runs()] == [0, 0]
+    assert [len(run.rows) for run in place.runs() if run.exit_code == 0] == [1000]
+
+
 def test_a_job_that_fails_and_is_requeued_goes_on_with_the_same_run(place: Place) -> None:
     step = f"srun {train(first_end={'0': 'raise'})} || exit {REQUEUE_EXIT}"
     job_id = place.submit(step, "--requeue", "--nodes=1", "--ntasks=2")

@@ -464,7 +464,7 @@ def test_a_key_of_netrc_counts_before_one_of_the_settings_file(ask, tmp_path):
 def test_the_json_document_has_the_keys_that_are_documented(ask):
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["env"])
     document = json.loads(out)
-    documented = (PACKAGE.parent / "docs" / "doctor.md").read_text()
+    documented = (PACKAGE.parent / "docs" / "reference" / "commands.md").read_text()
     assert all(f"`{key}`" in documented for key in document)
     assert (document["schema"], document["ok"], status) == (1, True, 0)
     assert document["detected"]["job"]["world_size"] == 4

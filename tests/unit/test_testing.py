@@ -557,14 +557,14 @@ def imported():
 
 @pytest.mark.usefixtures("imported")
 def test_users_tests_pass_and_fail_under_pytest(pytester, monkeypatch):
-    page = (ROOT / "docs" / "testing.md").read_text()
+    page = (ROOT / "docs" / "guides" / "test.md").read_text()
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.+?)```", page, re.DOTALL)
-    assert len(blocks) == page.count("```python") == 6
+    assert len(blocks) == page.count("```python") == 4
     for name, code in [*blocks, ("test_tasks.py", (PROGRAMS / "flyte_simulated.py").read_text())]:
         pytester.path.joinpath(name).write_text(code)
         monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)  # one of this suite's may have that name
     result = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", *LOADED)
-    result.assert_outcomes(passed=10 + 2, failed=2)
+    result.assert_outcomes(passed=4 + 2, failed=2)
     result.stdout.fnmatch_lines(["*assert 3 == 4*", "*ConfigError: run_mode='shared'*"])
     result.stdout.fnmatch_lines(
         ["FAILED test_tasks.py::test_that_fails -*", "FAILED test_tasks.py::test_that_fails_for_a_rank*"]

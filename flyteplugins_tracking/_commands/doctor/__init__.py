@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the diagnosis, and return the exit status: 1 if it has an error. Wrong arguments exit with 2.
 
     Each rank examines its own process and machine. Rank 0 gets the others' documents through the launcher's store, if
-    there is one, and prints one document, which docs/doctor.md describes. The keys in the store are the doctor's own.
+    there is one, and prints one document, which docs/reference/commands.md describes. The keys in the store are the
+    doctor's own.
     """
     parser = argparse.ArgumentParser("flyteplugins-tracking", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON document")

@@ -24,7 +24,7 @@ _TRACKERS = {"tracker": "name", "version": "version", "runs go to": "place", "ke
 
 
 def write(document: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print the document. docs/doctor.md describes its keys."""
+    """Print the document. docs/reference/commands.md describes its keys."""
     shown = _masked(document)
     text = json.dumps(shown, indent=2) + "\n" if as_json else _as_text(shown)
     if isinstance(sys.stdout, io.TextIOWrapper):

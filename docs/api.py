@@ -1,0 +1,109 @@
+"""Writes the reference of the public names from their docstrings, as plain Markdown: `make includes`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import flyteplugins_tracking as package
+from flyteplugins_tracking import testing, trackers
+
+# The names of each section, in the order of the page.
+PUBLIC = {
+    "The decorator": ("tracking_init", "get_run", "tracking_config", "heartbeat", "should_stop", "request_stop"),
+    "Ranks and runs": (
+        *("get_distributed_info", "DistributedInfo", "override_distributed_info"),
+        *("plan", "RunPlan", "RunMode", "RankScope"),
+    ),
+    "Values of all ranks": ("gather_metrics", "prefix_metrics", "process_group"),
+    "Sweeps": ("tracking_sweep", "tracking_sweep_config", "get_sweep_id", "sweep_agent", "get_sweep_parameters"),
+    "Errors": (
+        *("TrackingError", "ConfigError", "TopologyError", "IdentityError"),
+        *("TrackerUnavailableError", "TrackerNotInstalledError"),
+    ),
+}
+# What a tracker's class inherits and overrides is listed where it is defined; these are for the library alone.
+_INTERNAL = {
+    *("replay", "replay_queue", "keep_end", "await_writers", "finish_on_signal", "export_run", "on_inactive_rank"),
+    *("ask_to_stop", "forced_run_id", "node_leader", "leads_node", "record_event", "save_state", "saved_state"),
+}
+_ITEMS = {"Args": "", "Attributes": "", "Raises": "Raises "}
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Examples):$", re.MULTILINE)
+
+
+def of_package() -> str:
+    """The names that are imported from the package: a heading for each section, and one for each name."""
+    sections = [f"## {title}\n\n{_entries(package, names)}" for title, names in PUBLIC.items()]
+    return "\n\n".join(sections)
+
+
+def of_testing() -> str:
+    """The names of the test kit."""
+    return _entries(testing, testing.__all__)
+
+
+def of_trackers() -> str:
+    """What a tracker of one's own is made of."""
+    first = ("Tracker", "Handle", "ClientHandle", "RunRequest")
+    return _entries(trackers, (*first, *(name for name in trackers.__all__ if name not in first)))
+
+
+def _entries(module: Any, names: Iterable[str]) -> str:
+    return "\n\n".join("\n".join(_entry(name, getattr(module, name))) for name in names)
+
+
+def _entry(name: str, value: Any) -> Iterator[str]:
+    yield from (f"### `{name}`", "")
+    if name == "tracking_init":
+        yield "Give the decorated function its run. Its arguments have [their own page](arguments.md)."
+    elif name == "TrackingConfig":
+        yield "The arguments of `tracking_init`, checked, and `options`: those that only this tracker has."
+    elif not (inspect.isroutine(value) or inspect.isclass(value)):
+        yield f"One of {', '.join(f'`{choice!r}`' for choice in value.__args__)}."
+    else:
+        first, *lines = _body(inspect.getdoc(value) or "")
+        yield f"`{name}{_signature(value)}`: {first}" if inspect.isroutine(value) else first
+        lines += _members(value) if inspect.isclass(value) else ()
+        yield from ("", *lines) if lines else ()
+
+
+def _signature(value: Any) -> str:
+    parameters = list(inspect.signature(value).parameters.values())
+    shown = [str(one.replace(annotation=one.empty)) for one in parameters]
+    by_name = [at for at, one in enumerate(parameters) if one.kind is one.KEYWORD_ONLY]
+    if by_name:
+        shown.insert(by_name[0], "*")
+    return f"({', '.join(shown)})"
+
+
+def _body(documented: str) -> Iterator[str]:
+    """The docstring, then its sections as one list. Its examples are in the guides."""
+    first, *rest = _SECTION.split(documented)
+    yield _joined(first)
+    for kind, text in zip(rest[::2], rest[1::2], strict=True):
+        if kind in _ITEMS:
+            for name, told in re.findall(r"^    (\S[^:]*): ((?:.*\n?)(?:^ {8}.*\n?)*)", text, re.MULTILINE):
+                yield f"- {_ITEMS[kind]}`{name}`: {_joined(told)}"
+        elif kind in ("Returns", "Yields"):
+            yield f"- {kind}: {_joined(text)}"
+
+
+def _members(kind: type) -> Iterator[str]:
+    """Its methods and properties, each with the first paragraph of its docstring."""
+    for name, value in vars(kind).items():
+        function = value.fget if isinstance(value, property) else value
+        if name.startswith("_") or name in _INTERNAL or not inspect.isfunction(function) or not function.__doc__:
+            continue
+        parameters = [str(one.name) for one in inspect.signature(function).parameters.values()][1:]
+        call = "" if isinstance(value, property) else f"({', '.join(parameters)})"
+        yield f"- `{name}{call}`: {next(_body(inspect.getdoc(function) or '')).splitlines()[0]}"
+
+
+def _joined(text: str) -> str:
+    """Paragraphs of one line each. Lists stay lists."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(
+        one if one.lstrip().startswith(("- ", "1. ")) else " ".join(one.split()) for one in paragraphs
+    ).strip()

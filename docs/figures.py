@@ -1,0 +1,182 @@
+"""Writes the table of the performance page from what the benchmarks have measured: `make includes`.
+
+The figures, each single one and the benchmarks' own tables, are in `benchmarks/figures`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "figures"
+
+
+class Row(NamedTuple):
+    """A line of the table: what is measured, how its figures read, and how the name of its goal begins."""
+
+    what: str
+    reads: Callable[[], str]
+    goal: str
+
+
+@functools.cache
+def _benchmark(name: str) -> Any:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def _median(name: str, kind: str, key: str) -> float:
+    return statistics.median(one[key] for one in _benchmark(name)["figures"][kind])
+
+
+def _more(name: str, key: str, ours: str, base: str, unit: str, scale: float = 1) -> str:
+    """What this library adds: the difference of the medians, and both."""
+    here, there = (_median(name, kind, key) * scale for kind in (ours, base))
+    return f"{here - there:+.0f} {unit} ({here:.0f} instead of {there:.0f})"
+
+
+_INERT, _WORKER = "a plain function, torch imported", "in a worker of a Flyte 2 task, torch imported"
+_IMPORT = "`from flyteplugins_tracking import tracking_init, get_run`, torch imported"
+_START, _STARTED = "one process, ours", "one process, wandb.init without its reports"
+_SHARED, _EACH = "attached, 8 ranks", "client per rank, 8 ranks"
+ROWS = (
+    Row(
+        "A rank without a run: import, decorate and call, once",
+        lambda: (
+            f"{_median('inert_rank', f'{_INERT}, ours', 'cpu_ms'):.0f} ms of CPU, "
+            f"{_median('inert_rank', f'{_INERT}, ours', 'rss_mib'):.1f} MiB; no process, thread or file"
+        ),
+        "a rank that logs nothing, a plain function, torch imported, over",
+    ),
+    Row(
+        "The same with flyteplugins-wandb",
+        lambda: f"{_median('inert_rank', f'{_INERT}, flyteplugins-wandb', 'cpu_ms'):.0f} ms of CPU",
+        "a rank that logs nothing, a plain function, torch imported, against",
+    ),
+    Row(
+        "The same in a worker of a Flyte 2 task",
+        lambda: _more("inert_rank", "cpu_ms", f"{_WORKER}, ours", f"{_WORKER}, undecorated", "ms of CPU"),
+        "a rank that logs nothing, in a worker of a Flyte 2 task, torch imported, over",
+    ),
+    Row(
+        "Import of the package, beside torch",
+        lambda: f"{_median('import_time', _IMPORT, 'ms'):.0f} ms of CPU",
+        _IMPORT,
+    ),
+    Row(
+        "The start of a run, from the process's start to the first `log`",
+        lambda: _more("primary_start", "total", _START, _STARTED, "ms"),
+        "the primary's start, one process",
+    ),
+    Row(
+        "A `log` of 5 keys, every 10 ms, over W&B's own",
+        lambda: _more("log", "paced_median", "ours", "wandb.Run", "µs"),
+        "`log` every 10 ms, against",
+    ),
+    Row(
+        "A `log` of 5 keys, as fast as it goes, over W&B's own",
+        lambda: _more("log", "fast_median", "ours", "wandb.Run", "µs"),
+        "`log` as fast as it goes, against",
+    ),
+    Row(
+        "A `log` of 5 keys in a training step of 25 ms, over W&B's own",
+        lambda: _more("training_step", "log_us", "ours, auto", "wandb on rank 0", "µs"),
+        "a training step that logs 5 keys, ours, auto",
+    ),
+    Row(
+        "8 ranks that share a run: memory of W&B's helpers, over a client on each rank",
+        lambda: _more("shared_node", "paced_pss", _SHARED, _EACH, "MiB"),
+        "8 ranks, shared: memory",
+    ),
+    Row(
+        "8 ranks that share a run: rows a second, over a client on each rank",
+        lambda: _more("shared_node", "rows_s", _SHARED, _EACH, "rows"),
+        "8 ranks, shared: rows",
+    ),
+    Row(
+        "The end of a training after 10,000 rows, over W&B's own",
+        lambda: _more("shutdown", "finish_s", "finish: ours", "finish: wandb", "ms", 1000),
+        "the end of a training",
+    ),
+    Row(
+        "SIGTERM to the end of the process, with all rows sent",
+        lambda: f"{_median('shutdown', 'signal: ours', 'signal_s') * 1000:.0f} ms",
+        "SIGTERM to the end",
+    ),
+    Row(
+        "Opening a run behind a killed attempt of 100 MB, over a new run",
+        lambda: _more("opening", "open_ms", "behind 100 MB", "a new run", "ms"),
+        "opening a W&B run",
+    ),
+    Row(
+        "`should_stop()`, a call",
+        lambda: f"{_median('stopping', 'job', 'in a job, whose board is looked at'):.0f} ns",
+        "`should_stop()`",
+    ),
+    Row(
+        "1,024 ranks agree to stop",
+        lambda: f"{_median('stopping', 'job', 'agreement_s'):.1f} s",
+        "1,024 ranks that may stop",
+    ),
+    Row(
+        "`pulse_s=15`: CPU of a training step",
+        lambda: f"{_found('a training step with `pulse_s=15`').partition(' (')[0]} more",
+        "a training step with `pulse_s=15`",
+    ),
+)
+
+
+# The benchmarks' goals, as a reader understands them.
+_AIMS = {
+    "15 ms of CPU, 1 MiB; no process, thread, file or vendor": "15 ms, 1 MiB; none of these",
+    "20x less CPU": "20 times as much",
+    "15 ms of CPU, standard library only": "15 ms",
+    "1.03x": "at most 3 % slower",
+    "1.0x": "no slower",
+    "at most 1.02x and 1.1x": "the step at most 2 % slower",
+    "at most 0.25x": "a quarter",
+    "at least 2x": "twice as many",
+    "at most 1.03x": "at most 3 % slower",
+    "at most 2 s, no row lost": "2 s, no row lost",
+    "1000 ms": "1 s",
+    "200 ns": "200 ns",
+    "at most 10% of a core, 10 s": "10 s",
+    "at most 0.5% slower": "0.5 %",
+}
+
+
+def _goal(begin: str) -> Any:
+    goals = [goal for path in sorted(FOLDER.glob("*.json")) for goal in _benchmark(path.stem)["goals"]]
+    return next(goal for goal in goals if goal["what"].startswith(begin))
+
+
+def _found(begin: str) -> str:
+    return str(_goal(begin)["found"])
+
+
+def table() -> str:
+    """The lines of the page."""
+    about = _benchmark("log")["about"]
+    lines = [about.replace(" on ", ", on "), "", "| What it costs | Measured | Goal | |", "|---|---|---|---|"]
+    for row in ROWS:
+        goal = _goal(row.goal)
+        lines.append(
+            f"| {row.what} | {row.reads()} | {_AIMS[goal['goal']]} | {'met' if goal['met'] else '**missed**'} |"
+        )
+    return "\n".join(lines)
+
+
+def costs() -> str:
+    """The README's three bullets."""
+    reads = {row.what: row.reads() for row in ROWS}
+    inert, imported, log = (ROWS[at] for at in (0, 3, 5))
+    return "\n".join(
+        [
+            f"- **A rank without a run**: {reads[inert.what]}, once.",
+            f"- **Import** beside torch: {reads[imported.what]}, once in each process.",
+            f"- **A `log`** every 10 ms: {reads[log.what]}, compared with W&B's own.",
+        ]
+    )
