@@ -67,7 +67,7 @@ def tracking_config(**options: Any) -> PropagatedConfig:
 
     Args:
         **options: The arguments of `tracking_init`, except `secret=` and a callable `primary_rank=`, which cannot be
-            propagated as text.
+            propagated.
 
     Raises:
         ConfigError: An argument cannot work, or JSON cannot hold it.

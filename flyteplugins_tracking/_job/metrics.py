@@ -27,7 +27,7 @@ def prefix_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
     same names on one process. `rank_prefix=True` does the same to the keys of a shared run: use one of the two.
 
     Raises:
-        ConfigError: `metrics` is not a mapping with text keys.
+        ConfigError: `metrics` is not a mapping with strings as keys.
         TopologyError: A launcher's values are malformed or contradict each other.
     """
     _check_keys(metrics)
@@ -55,7 +55,7 @@ def gather_metrics(
         on the other ranks. Without an initialised process group: the metrics themselves, as plain numbers.
 
     Raises:
-        ConfigError: An argument of this rank is invalid; on the primary also if another rank's is, and the message
+        ConfigError: An argument of this rank is invalid; on the primary, another rank's is, and the message
             names that rank. The other ranks do not wait in vain. Or two metrics would have the same key.
     """
     dist = sys.modules.get("torch.distributed")

@@ -395,7 +395,7 @@ def get_run(tracker: str | None = None) -> Any:
 
     Returns:
         None on ranks that have no run, outside a decorated function, and in a forked child such as a DataLoader's
-        worker. Threads started inside the function see its run; if several trainings run at once in threads, theirs
+        worker. Threads started inside the function see its run; if several calls run in threads at a time, theirs
         must be started with `contextvars.copy_context().run`, and get None without.
     """
     call = here()

@@ -63,8 +63,8 @@ def should_stop(step: int | None = None) -> bool:
 def request_stop(reason: str = "request_stop") -> None:
     """Ask all ranks of the job to leave their loops: `should_stop()` will return True on them, at the same call.
 
-    Any rank and any thread of a decorated function may call it, once is enough. It returns at once. The run's summary
-    has the reason as `stop/reason`, and the number of the call as `stop/step`. The run ends as the function does.
+    Any rank and any thread of a decorated function may call it; once is enough. It returns immediately. The summary
+    of the run has the reason as `stop/reason`, and the number of the call as `stop/step`. It ends as the function does.
 
     Args:
         reason: Why.
