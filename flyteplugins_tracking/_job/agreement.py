@@ -1,21 +1,20 @@
 """The agreement of a job's ranks to stop at the same call of `should_stop()`. It needs no collective.
 
-Each rank counts its calls. A thread of each rank looks at the job's board:
+Each rank counts its calls. A thread of each rank looks at the job's board, where one round decides:
 
-    the rank that is asked to stop      the board              the thread of each rank
-    claims the number k                 claimed = k
-    proposes to stop at call S    --->  proposal/k
-                                        acks/k += 1      <---  if its rank has not made call S: promises to wait there
-                                        decision/k       <---  the last one to promise: "commit"
-                                                         <---  one that has passed S: "reject"; another S is proposed
-                                                         <---  anyone, when the time is over: "abandon"
+    the rank that is asked to stop      the board             the thread of each rank
+    opens round n                --->   round/n          ---> has its rank's next call wait, and then
+                                        count/n/RANK     <--- puts how many calls its rank has made
+                                        counted/n += 1
+                                        decision/n       <--- the last one: stop at call 1 + the highest count
+                                                         <--- anyone, when the time is over: no stop
 
-`decision/k` is written by compare-and-set. So it is one thing to all ranks, however late each of them comes. A rank
-that reaches call S before the decision waits for it, and for nothing else. Its thread runs while it waits, and while it
-sits in a collective.
+`round/n` and `decision/n` are written by compare-and-set. So they are one thing to all ranks, however late each of them
+comes. A rank that waits in its call waits for threads, and never for another rank's function: that one may sit in a
+collective which needs this rank.
 
-A rank is a member by a name of its own for each attempt. The store may outlive an attempt: a proposal to ranks that
-have ended is never believed.
+A rank is a member by a name that each process makes. The store may outlive an attempt: a round of ranks that have ended
+is void.
 """
 
 from __future__ import annotations
@@ -25,32 +24,25 @@ import logging
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
 
-from flyteplugins_tracking._job.board import Board
+from flyteplugins_tracking._job.board import Board, from_text
 from flyteplugins_tracking._rank.info import DistributedInfo
 
 logger = logging.getLogger(__name__)
 
-# How often a rank looks for a proposal; with more ranks than `_RANKS_PER_S` times that, the store gets so many looks a
-# second. And how often it looks for a decision.
+# How often a rank looks for a round. With more than `_POLL_S * _RANKS_PER_S` ranks it looks less often, so that the
+# store gets at most `_RANKS_PER_S` looks a second. The other pair is for the decision of a round.
 _POLL_S, _RANKS_PER_S = 0.25, 1000
 _FAST_POLL_S, _FAST_RANKS_PER_S = 0.02, 20_000
-# A proposal is so far ahead of the fastest rank: all threads have seen it by then. But one call is enough for a slow
-# rank, since one that has passed it says so.
-_AHEAD_S = 0.5
-_PACE_S = 2.0
-# How long a proposal waits for all ranks; a rank that has promised waits a moment longer.
-PROPOSAL_S = 10.0
+# How long a round waits for the counts of all ranks. A call that waits for the decision waits `_LATER_S` longer.
+ROUND_S = 10.0
 _LATER_S = 2.0
 _WAIT_S = 0.005
+# The member's name of a rank whose function has ended.
 _LEFT = "left"
-
-Verdict = Literal["commit", "reject", "abandon"]
 
 
 class CallCounter:
@@ -105,24 +97,49 @@ class StopRequest:
 
     def rest_s(self, now: float) -> float:
         """Return the seconds that are left of it."""
-        return PROPOSAL_S if self.timeout_s is None else self.made_at + self.timeout_s - now
+        return ROUND_S if self.timeout_s is None else self.made_at + self.timeout_s - now
 
 
-@dataclass
-class _Proposal:
-    """A proposal that is not decided, as this rank knows it."""
+@dataclass(frozen=True)
+class _Round:
+    """A round, as it stands on the board.
 
-    number: int
-    board: Board  # the function may have made a process group since, with another store
-    seen_at: float
-    is_read: bool = False
-    is_ours: bool = False  # made to this very process
-    stop: Stop = field(default_factory=lambda: Stop("", 0, 0))
-    deadline: float = 0.0
+    Attributes:
+        reason: Why the ranks are asked to stop.
+        rank: The rank that asks them.
+        members: The name of each rank's process.
+        timeout_s: How long the round waits for the counts.
+    """
+
+    reason: str = ""
+    rank: int = -1
+    members: list[str] = field(default_factory=list)
+    timeout_s: float = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """`timeout_s`, whatever the board says."""
+        return min(self.timeout_s, ROUND_S)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """The decision of a round, as it stands on the board.
+
+    Attributes:
+        step: The call at which the ranks stop; None if they do not.
+        why: Why they do not. Empty if the round is void: a process that it names has ended, and the ranks are asked
+            again.
+    """
+
+    step: int | None = None
+    why: str = ""
 
 
 class Agreement:
     """This rank's part in the agreement. Its methods `begin`, `look` and `end` are called in one thread.
+
+    A rank that is alone needs no thread: it stops at its next call.
 
     Attributes:
         committed: What the ranks have agreed on; None before.
@@ -153,190 +170,173 @@ class Agreement:
         self._name = os.urandom(8).hex()
         self._requests: list[StopRequest] = []  # appended to by any thread, and by handlers of signals
         self._board: Board | None = None
-        self._next = 1  # the first number that may not be decided
-        self._proposal: _Proposal | None = None
-        self._wait_until = 0.0  # how long a rank waits that has made its promise
-        self._pace = _Pace()
-        self._fastest = (0, 0.0)  # of the ranks that have rejected: the most calls, and the most calls a second
-        self._rejections = 0
-        self._missing: Sequence[int] = ()  # the ranks that were missing for the last proposal
+        self._number = 1  # of the next round
+        self._round: _Round | None = None  # the open one
+        self._round_ends_at = 0.0
+        self._missing: Sequence[int] = ()  # the ranks that were missing for the last round
         self._has_warned = False
 
     def request(self, request: StopRequest) -> None:
         """Ask for the stop. Takes no lock: handlers of signals call it."""
-        self._requests.append(request)
+        if self._info.world_size == 1:
+            self._stop_alone(request)
+        else:
+            self._requests.append(request)
 
     def at_limit(self, count: int) -> bool:
-        """Return whether the function should stop at its call `count`. Waits for a decision that is due."""
-        while self.committed is None:
-            if count < self.counter.limit:
-                return False  # rejected, or abandoned
-            if time.monotonic() > self._wait_until:  # the store has gone, or the thread
-                self.counter.limit = math.inf
+        """Return whether the function should stop at its call `count`. Waits for the decision of an open round."""
+        while self.committed is None and count >= self.counter.limit:
+            if time.monotonic() > self._round_ends_at + _LATER_S:  # the store has gone, or the thread
                 return False
             time.sleep(_WAIT_S)
-        if self.stopped_at is None:
-            self.stopped_at = count
+        if self.committed is None or count < self.committed.step:
+            return False
+        self.stopped_at = self.stopped_at or count
         return True
 
     def next_wait_s(self) -> float:
         """Return how long the thread waits before the next `look`."""
         ranks = self._info.world_size
-        if self._proposal is not None:
+        if self._round is not None:
             return max(_FAST_POLL_S, ranks / _FAST_RANKS_PER_S)
         return max(_POLL_S, ranks / _RANKS_PER_S)
 
     def begin(self, board: Board) -> None:
         """Become a member; again if the job has another board now."""
-        self._board = board = board.of_topic(self._topic)
+        with suppress(RuntimeError, OSError):  # the other board may have gone
+            self._leave(_Decision())
+        self._forget_round()
+        board = board.of_topic(self._topic)
         board.put(f"member/{self._info.rank}", self._name)
-        self._next = max(1, board.count("claimed"))
-        if board.get(f"decision/{self._next}") is not None:
-            self._next += 1  # an earlier attempt's: what ranks that have ended have agreed on is nothing to this one
+        self._number = board.count("decided") + 1
+        self._board = board
 
     def look(self, board: Board) -> None:  # noqa: ARG002 that of `begin`, with this topic
-        """Answer a proposal, or make one if this rank is asked to stop."""
-        now = time.monotonic()
-        self._pace.add(now, self.counter.count)
+        """Take part in a round, or open one if this rank is asked to stop."""
         if self.committed is not None or self._board is None:
             return
-        if self._proposal is None and self._board.count("claimed") >= self._next:
-            self._proposal = _Proposal(self._next, self._board, now)
-        if self._proposal is not None:
-            self._follow_anywhere(self._proposal, now)
-        elif self._requests and not self.has_failed:
-            self._propose(self._board, now)
-        for request in list(self._requests):
-            if request.rest_s(now) <= 0 and self.committed is None:
-                self._expire(request)
+        try:
+            self._look(self._board, time.monotonic())
+        except (RuntimeError, OSError):
+            self._forget_round()  # this rank will not hear of the decision
+            raise
 
     def end(self, board: Board, has_failed: bool) -> None:  # noqa: ARG002 as for `look`
-        """Say that this rank's function has ended: then nobody waits for its promise."""
-        if self._board is not None:
-            self._board.put(f"member/{self._info.rank}", _LEFT)
-            if self._proposal is not None and self.committed is None:
-                self._decide(self._proposal, "abandon", why=f"the function has ended on rank {self._info.rank}")
+        """Say that this rank's function has ended: then nobody waits for its count."""
+        self._leave(_Decision(why=f"the function has ended on rank {self._info.rank}"))
 
     def close(self) -> None:
         """Do nothing."""
 
-    # A proposal
+    def _look(self, board: Board, now: float) -> None:
+        if self._round is None and self._requests and not self.has_failed:
+            self._open_round(board, now)
+        if self._round is None:
+            self._join_round(board, now)
+        elif (text := board.get(f"decision/{self._number}")) is not None:
+            self._apply(board, self._round, text)
+        elif now > self._round_ends_at:
+            self._decide(board, _Decision(why=f"not all ranks have answered within {self._round.wait_s:.2g} s"))
+        for request in list(self._requests):
+            if request.rest_s(now) <= 0 and self.committed is None:
+                self._give_up(board, request)
 
-    def _follow_anywhere(self, proposal: _Proposal, now: float) -> None:
-        """Follow a proposal; forget it if its board was another one, and has gone."""
-        try:
-            self._follow(proposal, now)
-        except (ValueError, TypeError, LookupError, RecursionError):
-            self._proposal = None  # no text of a rank's
-            self._next = max(self._next, proposal.number + 1)
-            logger.warning("a proposal to stop is left out: its text on the job's board cannot be read")
-        except (RuntimeError, OSError):
-            if proposal.board is self._board:
-                raise
-            self._proposal = None  # a rank that has promised waits until the deadline
+    # A round
 
-    def _follow(self, proposal: _Proposal, now: float) -> None:
-        if not proposal.is_read:
-            text = proposal.board.get(f"proposal/{proposal.number}")
-            if text is not None:
-                self._read(proposal, json.loads(text), now)
-        decision = proposal.board.get(f"decision/{proposal.number}")
-        if decision is not None:
-            self._apply(proposal, json.loads(decision))
-        elif not proposal.is_read:
-            if now > proposal.seen_at + PROPOSAL_S:  # its rank has ended
-                self._decide(proposal, "abandon", why="the rank that has claimed a proposal has not made it")
-        elif now > proposal.deadline:
-            self._decide(proposal, "abandon", why=f"not all ranks have answered within {PROPOSAL_S:g} s")
-
-    def _read(self, proposal: _Proposal, content: dict[str, Any], now: float) -> None:
-        proposal.is_read = True
-        proposal.stop = Stop(content["reason"], content["rank"], content["step"])
-        proposal.deadline = now + content["timeout_s"]
-        members = content["members"]
-        proposal.is_ours = len(members) == self._info.world_size and members[self._info.rank] == self._name
-        if not proposal.is_ours or self.has_failed:
-            self._decide(proposal, "reject", why=f"rank {self._info.rank} is not the one that it is made to")
-        else:
-            self._answer(proposal)
-
-    def _answer(self, proposal: _Proposal) -> None:
-        """Promise to wait at the proposed call, unless this rank has made it."""
-        self._wait_until = proposal.deadline + _LATER_S
-        self.counter.limit = proposal.stop.step
-        count = self.counter.count  # read after the limit is set: see `CallCounter.next`
-        if count >= proposal.stop.step:
-            self._decide(proposal, "reject", count=count, per_s=self._pace.per_s())
-        elif proposal.board.count(f"acks/{proposal.number}", 1) == self._info.world_size:
-            self._decide(proposal, "commit")
-
-    def _decide(self, proposal: _Proposal, verdict: Verdict, **more: Any) -> None:
-        """Decide a proposal, unless somebody was faster."""
-        text = json.dumps({"verdict": verdict, **more})
-        self._apply(proposal, json.loads(proposal.board.put_first(f"decision/{proposal.number}", text)))
-
-    def _apply(self, proposal: _Proposal, decision: dict[str, Any]) -> None:
-        if self._proposal is not proposal:
-            return  # this rank has decided it, and has read that
-        self._proposal = None
-        if proposal.board is self._board:
-            self._next = proposal.number + 1
-        if decision["verdict"] == "commit" and proposal.is_ours:
-            self._commit(proposal.stop)
+    def _open_round(self, board: Board, now: float) -> None:
+        request = min(self._requests, key=lambda one: one.timeout_s is None)  # the urgent ones first
+        if board.is_of_machine and self._info.local_world_size != self._info.world_size:
+            # The job has other nodes, and no store in which they could be asked: only this rank stops.
+            self._stop_alone(request)
             return
-        self.counter.limit = math.inf
-        if decision["verdict"] == "reject":
-            count, per_s = self._fastest
-            self._fastest = max(count, decision.get("count", 0)), max(per_s, decision.get("per_s", 0.0))
-            self._rejections += 1
-        elif decision["verdict"] == "abandon":
+        members = [name or _LEFT for name in board.get_all([f"member/{rank}" for rank in self._ranks])]
+        self._missing = [rank for rank, name in enumerate(members) if name == _LEFT]
+        if not self._missing:
+            timeout_s = min(ROUND_S, *(one.rest_s(now) for one in self._requests))
+            opened = _Round(request.reason, self._info.rank, members, timeout_s)
+            board.put_first(f"round/{self._number}", json.dumps(asdict(opened)))
+        elif now > request.made_at + ROUND_S and not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s; waiting", _not_agreed(request.reason, _missing_text(self._missing)))
+
+    def _find_round(self, board: Board) -> None:
+        text = board.get(f"round/{self._number}")
+        self._round = None if text is None else from_text(_Round, text) or _Round()
+
+    def _join_round(self, board: Board, now: float) -> None:
+        self._find_round(board)
+        if self._round is None:
+            return
+        if not self._is_member(self._round):
+            self._decide(board, _Decision())
+        elif self.has_failed:
+            self._decide(board, _Decision(why=f"rank {self._info.rank} is ending"))
+        else:
+            self._round_ends_at = now + self._round.wait_s
+            self.counter.limit = 0  # the rank's next call waits
+            count = self.counter.count  # read after the limit is set: see `CallCounter.next`
+            board.put(f"count/{self._number}/{self._info.rank}", str(count))
+            if board.count(f"counted/{self._number}", 1) == self._info.world_size:
+                counts = board.get_all([f"count/{self._number}/{rank}" for rank in self._ranks])
+                self._decide(board, _Decision(step=1 + max(int(count or 0) for count in counts)))
+
+    def _decide(self, board: Board, decision: _Decision) -> None:
+        """Decide the open round, unless somebody was faster."""
+        if self._round is not None:
+            text = board.put_first(f"decision/{self._number}", json.dumps(asdict(decision)))
+            self._apply(board, self._round, text)
+
+    def _apply(self, board: Board, decided: _Round, text: str) -> None:
+        is_member = self._is_member(decided)
+        decision = from_text(_Decision, text) or _Decision(why="the decision on the job's board cannot be read")
+        if is_member and decision.step is not None:
+            self._commit(Stop(decided.reason, decided.rank, decision.step))
+        self._forget_round()
+        self._number += 1
+        if is_member and decision.why:
             for request in list(self._requests):
                 if request.timeout_s is None:
-                    self._fail(request, decision["why"])
+                    self._fail(request, decision.why)
+        if is_member and decided.rank == self._info.rank:  # once for each round
+            board.count("decided", 1)
+
+    def _stop_alone(self, request: StopRequest) -> None:
+        if self.committed is None:
+            self.committed = Stop(request.reason, self._info.rank, self.counter.count + 1)
+            self.counter.limit = 0
 
     def _commit(self, stop: Stop) -> None:
         self._on_commit(stop)
         self.committed = stop
         self.counter.limit = stop.step
 
+    def _forget_round(self) -> None:
+        """Let a call go on that waits for the decision, unless the ranks stop."""
+        self._round = None
+        if self.committed is None:
+            self.counter.limit = math.inf
+
+    def _leave(self, decision: _Decision) -> None:
+        """Be no member any more. If a round is open, the decision is this one, unless it is decided already."""
+        if self._board is not None:
+            self._board.put(f"member/{self._info.rank}", _LEFT)
+            if self._round is None:  # it may have been opened since the last look
+                self._find_round(self._board)
+            self._decide(self._board, decision)
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._info.world_size)
+
+    def _is_member(self, one: _Round) -> bool:
+        """Whether a round asks this very process."""
+        return len(one.members) == self._info.world_size and one.members[self._info.rank] == self._name
+
     # A request
 
-    def _propose(self, board: Board, now: float) -> None:
-        request = min(self._requests, key=lambda one: one.timeout_s is None)  # the urgent ones first
-        if board.is_of_machine and self._info.local_world_size != self._info.world_size:
-            # The job has other nodes, and no store in which they could be asked: only this rank stops.
-            self._commit(Stop(request.reason, self._info.rank, self.counter.count + 1))
-            self.counter.limit = 0
-            return
-        members = board.get_all([f"member/{rank}" for rank in range(self._info.world_size)])
-        self._missing = [rank for rank, name in enumerate(members) if name in (None, _LEFT)]
-        if self._missing:
-            if now > request.made_at + PROPOSAL_S and not self._has_warned:
-                self._has_warned = True
-                logger.warning("%s; waiting", _not_agreed(request.reason, _missing_text(self._missing)))
-            return
-        number = board.count("claimed", 1)
-        count, per_s = self._fastest
-        ahead_s = max(_AHEAD_S, 2 * self.next_wait_s()) * 2 ** min(self._rejections, 3)
-        margin = max(1, math.ceil(max(per_s, self._pace.per_s()) * ahead_s))
-        content = {
-            "reason": request.reason,
-            "rank": self._info.rank,
-            "step": max(count, self.counter.count) + margin,
-            "members": members,
-            "timeout_s": min(PROPOSAL_S, *(one.rest_s(now) for one in self._requests)),
-        }
-        board.put(f"proposal/{number}", json.dumps(content))
-        if number == self._next:
-            self._proposal = _Proposal(number, board, now)
-            self._follow(self._proposal, now)
-
-    def _expire(self, request: StopRequest) -> None:
-        """Give an urgent request up; but not if the others have agreed in the last moment."""
-        if self._proposal is not None and self._proposal.is_ours:
-            self._decide(
-                self._proposal, "abandon", why=f"the time of {request.reason} on rank {self._info.rank} is over"
-            )
+    def _give_up(self, board: Board, request: StopRequest) -> None:
+        """Give an urgent request up; but not if the ranks have agreed in the last moment."""
+        self._decide(board, _Decision(why=f"the time of {request.reason} on rank {self._info.rank} is over"))
         if self.committed is None:
             self.has_failed = True
             why = _missing_text(self._missing) if self._missing else f"it took longer than {request.timeout_s:g} s"
@@ -347,44 +347,6 @@ class Agreement:
             self._requests.remove(request)
         logger.warning("%s", _not_agreed(request.reason, why))
         request.otherwise(why)
-
-
-class OwnStop:
-    """The flag of a process that has no other ranks. As `Agreement`, without a thread."""
-
-    def __init__(self) -> None:
-        self.counter = CallCounter(math.inf, self.at_limit)
-        self.committed: Stop | None = None
-        self.stopped_at: int | None = None
-        self.has_failed = False
-
-    def request(self, request: StopRequest) -> None:
-        """Have the next call of `should_stop()` return True."""
-        if self.committed is None:
-            self.committed = Stop(request.reason, 0, self.counter.count + 1)
-            self.counter.limit = 0
-
-    def at_limit(self, count: int) -> bool:
-        """Return True, and remember the first call that does."""
-        if self.stopped_at is None:
-            self.stopped_at = count
-        return True
-
-
-class _Pace:
-    """How many calls of `should_stop()` a rank makes in a second."""
-
-    def __init__(self) -> None:
-        self._counts: deque[tuple[float, int]] = deque()
-
-    def add(self, now: float, count: int) -> None:
-        self._counts.append((now, count))
-        while len(self._counts) > 2 and self._counts[1][0] < now - _PACE_S:
-            self._counts.popleft()
-
-    def per_s(self) -> float:
-        (began, first), (ended, last) = self._counts[0], self._counts[-1]
-        return (last - first) / (ended - began) if ended > began else 0.0
 
 
 def _not_agreed(reason: str, why: str) -> str:

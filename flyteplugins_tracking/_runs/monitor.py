@@ -197,7 +197,7 @@ def _kept_board() -> Board | None:
 
 def start_monitor(call: Call, config: TrackingConfig) -> Monitor | None:
     """Start the monitor of a call that has begun. None if a function around it, or in another thread, has one."""
-    info = call.info or _alone()
+    info = call.info or alone()
     duties: list[Callable[[threading.Event], Duty]] = []
     if config.hang_timeout_s is not None:
         duties.append(functools.partial(_roll_call_duty, call, info, config.hang_timeout_s))
@@ -272,7 +272,7 @@ def _start(
     return _current
 
 
-def _alone() -> DistributedInfo:
+def alone() -> DistributedInfo:
     """Return the place of a process without a launcher: it answers its own roll, and has a pulse and a board."""
     identity = f"{os.getpid()} {proc.start_time(os.getpid())}"  # others of the same shell have boards of their own
     return DistributedInfo(0, 1, 0, 1, 0, 1, launcher="no launcher", job_id=identity)

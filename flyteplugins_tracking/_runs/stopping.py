@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from flyteplugins_tracking._job.agreement import PROPOSAL_S, Agreement, CallCounter, OwnStop, Stop, StopRequest
+from flyteplugins_tracking._job.agreement import ROUND_S, Agreement, CallCounter, Stop, StopRequest
 from flyteplugins_tracking._runs import monitor as monitoring
 from flyteplugins_tracking._runs import run as runs
 from flyteplugins_tracking._runs.call import Call, find_simulated, here
@@ -92,15 +92,16 @@ class Stopping:
         self._owns_monitor = False
         self._signalled_at: float | None = None
         self._grace_s = call.config.finish_timeout_s
-        self._timeout_s = min(PROPOSAL_S, self._grace_s)
+        self._timeout_s = min(ROUND_S, self._grace_s)
         self._timer: threading.Timer | None = None
         self._has_usr1 = False
-        self._ranks: Agreement | OwnStop = OwnStop()
-        info = call.info
-        if info is not None and info.world_size > 1:
+        info = call.info or monitoring.alone()
+        if info.world_size > 1:
             self._monitor, self._owns_monitor = monitoring.current_or_new(info)
-        if info is not None and self._monitor is not None:
-            self._ranks = Agreement(info, f"stop/{_functions}", self._on_commit)
+        self._ranks = Agreement(
+            monitoring.alone() if self._monitor is None else info, f"stop/{_functions}", self._on_commit
+        )
+        if self._monitor is not None:
             self._monitor.add(self._ranks)
         self.counter: CallCounter = self._ranks.counter
         self.on_step: Callable[[object], object] = _ignore
@@ -153,7 +154,7 @@ class Stopping:
             return
         if self._owns_monitor:
             self._monitor.stop(has_failed=False)
-        elif isinstance(self._ranks, Agreement):
+        else:
             self._monitor.remove(self._ranks)
 
     def after_close(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,15 +14,22 @@ import pytest
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import agreement as module
-from flyteplugins_tracking._job.agreement import Agreement, OwnStop, StopRequest
+from flyteplugins_tracking._job.agreement import Agreement, StopRequest
 from flyteplugins_tracking._job.board import Board, DirectoryStore
 
 RANKS = 4
 
 
-@pytest.fixture
-def store():
-    return pytest.importorskip("torch.distributed").HashStore()
+@pytest.fixture(params=["HashStore", "TCPStore", "FileStore"])
+def store(request, tmp_path):
+    torch = pytest.importorskip("torch.distributed")
+    if request.param == "TCPStore":
+        return torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return torch.HashStore() if request.param == "HashStore" else torch.FileStore(str(tmp_path / "store"))
+
+
+def other_store(store):
+    return sys.modules["torch.distributed"].PrefixStore("other", store)
 
 
 def info(rank: int, ranks: int = RANKS, local: int | None = None) -> DistributedInfo:
@@ -33,9 +42,7 @@ class InTurn:
     def __init__(self, store, seed: int, ranks: int = RANKS) -> None:
         self.random = random.Random(seed)
         self.board = Board(store, "monitor")
-        self.ranks = [Agreement(info(rank, ranks), "stop/1") for rank in range(ranks)]
-        for rank in self.ranks:
-            rank._pace.per_s = lambda: self.random.choice((0, 2, 20))  # the real one is that of this loop
+        self.ranks = [Agreement(info(rank, ranks), f"stop/{seed}") for rank in range(ranks)]
         self.stopped_at: dict[int, int] = {}
         self.weights = [self.random.choice((1, 3, 30)) for _ in range(2 * ranks)]
 
@@ -53,16 +60,15 @@ class InTurn:
             self.stopped_at[number // 2] = rank.counter.count
 
     def _waits(self, rank: Agreement) -> bool:
-        """In a collective; or at the proposed step."""
+        """In a collective; or in its call, for the decision of a round."""
         is_ahead = rank.counter.count > min(self.counts())
         return is_ahead or (rank.committed is None and rank.counter.count + 1 >= rank.counter.limit)
 
 
 @pytest.mark.parametrize("requests", [1, 2])
 def test_ranks_stop_at_the_same_step_whenever_they_are_asked(store, requests):
-    torch_store = type(store)
     for seed in range(100):
-        job = InTurn(torch_store(), seed)
+        job = InTurn(store, seed)
         moments = [job.random.randrange(200) for _ in range(requests)]
         for turn in range(20_000):
             for _ in range(moments.count(turn)):
@@ -133,12 +139,11 @@ class Ranks:
 @pytest.fixture
 def fast(monkeypatch):
     monkeypatch.setattr(module, "_POLL_S", 0.02)
-    monkeypatch.setattr(module, "_AHEAD_S", 0.05)
 
 
 @pytest.fixture
 def impatient(monkeypatch, fast):
-    monkeypatch.setattr(module, "PROPOSAL_S", 0.3)
+    monkeypatch.setattr(module, "ROUND_S", 0.3)
     monkeypatch.setattr(module, "_LATER_S", 0.2)
 
 
@@ -153,7 +158,7 @@ def test_ranks_of_uneven_speeds_that_meet_in_collectives_stop_at_the_same_step(s
         assert {(one.committed.reason, one.committed.rank) for one in job.agreements} == {("a reason", 1)}
 
 
-def test_ranks_that_never_meet_stop_at_a_step_ahead_of_the_fastest(store, fast):
+def test_ranks_that_never_meet_stop_at_the_next_step_of_the_fastest(store, fast):
     with Ranks(store) as job:
         job.watch(*range(RANKS))
         job.train([0.001, 0.003, 0.003, 0.003])
@@ -230,11 +235,12 @@ def test_a_store_that_goes_away_holds_nobody_up(tmp_path, impatient):
     other.begin(board)
     one.request(StopRequest("a reason"))
     one.look(board)
-    step = one.counter.limit
+    assert one.counter.limit == 0  # the next call waits
     store.is_gone = True
-    assert not any(one.counter.next() for _ in range(int(step) + 10))
+    assert not any(one.counter.next() for _ in range(10))
     with pytest.raises(RuntimeError):
         other.look(board)
+    assert other.counter.limit == math.inf  # nobody will decide
 
 
 def test_what_an_earlier_attempt_has_agreed_on_is_nothing_to_this_one(store, fast):
@@ -250,7 +256,7 @@ def test_what_an_earlier_attempt_has_agreed_on_is_nothing_to_this_one(store, fas
             assert len(set(job.steps.values())) == 1
 
 
-def test_a_proposal_to_ranks_that_have_ended_is_rejected(store, fast):
+def test_a_round_of_ranks_that_have_ended_is_void(store, fast):
     """The rank's name on the board is still that of the last attempt."""
     board = Board(store, "monitor")
     Agreement(info(1, 2), "stop/1").begin(board)
@@ -258,12 +264,136 @@ def test_a_proposal_to_ranks_that_have_ended_is_rejected(store, fast):
     first.begin(board)
     first.request(StopRequest("a reason"))
     first.look(board)
-    assert first.counter.limit < 10  # it has promised
+    assert first.counter.limit == 0  # it has answered
     second.begin(board)
     for _ in range(6):
         second.look(board)
         first.look(board)
     assert first.committed == second.committed is not None
+
+
+@pytest.mark.parametrize("phase", ["opened the round", "put its count"])
+def test_a_rank_that_dies_between_the_phases_holds_nobody_up_and_the_next_attempt_agrees(store, impatient, phase):
+    board, failures = Board(store, "monitor"), []
+    first, second, dead = ranks = [Agreement(info(rank, 3), "stop/1") for rank in range(3)]
+    for rank in ranks:
+        rank.begin(board)
+    if phase == "opened the round":
+        dead.request(StopRequest("a reason"))
+        dead._open_round(dead._board, time.monotonic())
+    else:
+        first.request(StopRequest("a reason", otherwise=failures.append))
+        dead._board.put("count/1/2", "7")
+    first.look(board)
+    second.look(board)
+    assert first.counter.limit == second.counter.limit == 0
+    time.sleep(0.35)
+    for rank in (first, second, first):
+        rank.look(board)
+    assert not any(rank.committed or rank.counter.next() for rank in (first, second))
+    assert failures == ([] if phase == "opened the round" else ["not all ranks have answered within 0.3 s"])
+    again = [Agreement(info(rank, 3), "stop/1") for rank in range(3)]
+    for rank in again:
+        rank.begin(board)
+    again[1].request(StopRequest("again"))
+    for rank in again * 4:
+        rank.look(board)
+    assert {rank.committed for rank in again} == {again[0].committed}
+    assert again[0].committed.reason == "again"
+
+
+def test_a_rank_that_has_answered_and_died_is_not_needed_for_the_decision(store, fast):
+    board = Board(store, "monitor")
+    first, second, dead = ranks = [Agreement(info(rank, 3), "stop/1") for rank in range(3)]
+    for rank in ranks:
+        rank.begin(board)
+    first.request(StopRequest("a reason"))
+    for rank in (first, dead, second, first):
+        rank.look(board)
+    assert first.committed == second.committed is not None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"members": 7}', '{"rank": "a", "members": []}', "null"])
+@pytest.mark.parametrize("key", ["round/1", "decision/1"])
+def test_a_text_that_another_program_has_put_on_the_board_stops_nobody(store, fast, key, text):
+    ranks = [Agreement(info(rank, 2), "stop/1") for rank in range(2)]
+    for rank in ranks:
+        rank.begin(board := Board(store, "monitor"))
+    board.of_topic("stop/1").put(key, text)
+    for _ in range(3):
+        for rank in ranks:
+            rank.look(board)
+    assert not any(rank.counter.next() for rank in ranks)
+    ranks[0].request(StopRequest("dropped if it is decided", otherwise=lambda _: ranks[0].request(StopRequest("more"))))
+    for _ in range(6):
+        for rank in ranks:
+            rank.look(board)
+    assert ranks[0].committed == ranks[1].committed is not None
+    assert ranks[0].committed.step == 2
+
+
+def test_a_rank_that_moves_to_another_board_agrees_there(store, fast):
+    boards = Board(store, "monitor"), Board(other_store(store), "monitor")
+    ranks = [Agreement(info(rank, 2), "stop/1") for rank in range(2)]
+    for rank in ranks:
+        rank.begin(boards[0])
+    ranks[0].request(StopRequest("a reason"))
+    ranks[0].look(boards[0])
+    ranks[1].begin(boards[1])  # before it has looked at the round
+    ranks[0].look(boards[0])
+    assert ranks[0].counter.limit == math.inf
+    ranks[0].begin(boards[1])
+    for _ in range(3):
+        for rank in ranks:
+            rank.look(boards[1])
+    assert ranks[0].committed == ranks[1].committed is not None
+
+
+def test_a_rank_whose_function_ends_before_it_has_seen_the_round_holds_nobody_up(store, fast):
+    failures: list[str] = []
+    ranks = [Agreement(info(rank, 2), "stop/1") for rank in range(2)]
+    for rank in ranks:
+        rank.begin(board := Board(store, "monitor"))
+    ranks[0].request(StopRequest("a reason", otherwise=failures.append))
+    ranks[0].look(board)
+    ranks[1].end(board, has_failed=False)
+    ranks[0].look(board)
+    assert failures == ["the function has ended on rank 1"]
+    assert not ranks[0].counter.next()
+
+
+def test_a_decision_that_was_made_while_a_rank_moved_holds(store, fast):
+    boards = Board(store, "monitor"), Board(other_store(store), "monitor")
+    ranks = [Agreement(info(rank, 2), "stop/1") for rank in range(2)]
+    for rank in ranks:
+        rank.begin(boards[0])
+    ranks[0].request(StopRequest("a reason"))
+    for rank in ranks:
+        rank.look(boards[0])
+    ranks[0].begin(boards[1])
+    assert ranks[0].committed == ranks[1].committed is not None
+    assert ranks[0].counter.next()
+
+
+def test_1024_ranks_agree_in_one_round():
+    torch = pytest.importorskip("torch.distributed")
+    board = Board(torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "monitor")
+    ranks, rng = [Agreement(info(rank, 1024), "stop/1") for rank in range(1024)], random.Random(7)
+    for rank in ranks:
+        rank.begin(board)
+        rank.counter.count = rng.randrange(1000)  # they do not meet
+    ranks[777].request(StopRequest("a reason"))
+    stopped: dict[Agreement, int] = {}
+    while len(stopped) < 1024:
+        for rank in rng.sample(ranks, 1024):
+            rank.look(board)
+            while rank not in stopped and (rank.committed or rank.counter.limit == math.inf):  # it need not wait
+                if rank.counter.next():
+                    stopped[rank] = rank.counter.count
+                elif rank.committed is None:
+                    break
+        assert all(rank._number <= 2 for rank in ranks), "more than one round"
+    assert len(set(stopped.values())) == 1
 
 
 def test_ranks_that_have_no_store_stop_alone(tmp_path):
@@ -277,7 +407,7 @@ def test_ranks_that_have_no_store_stop_alone(tmp_path):
 
 
 def test_one_process_stops_at_its_next_call():
-    own = OwnStop()
+    own = Agreement(info(0, 1), "stop/1")
     assert not own.counter.next()
     own.request(StopRequest("a reason"))
     own.request(StopRequest("another one"))
