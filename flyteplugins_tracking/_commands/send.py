@@ -6,18 +6,40 @@ With `--tracker NAME`, the runs are sent to another tracker, whose own variables
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.files import replace_whole
-from flyteplugins_tracking.errors import TrackingError
-from flyteplugins_tracking.trackers.journal import replay
+from flyteplugins_tracking._rank.plan import RunPlan
+from flyteplugins_tracking._util.checks import check_run_id
+from flyteplugins_tracking._util.files import replace_whole, touch_own
+from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
+from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
+from flyteplugins_tracking.trackers.client import ClientHandle
+from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.earlier import relog
+from flyteplugins_tracking.trackers.journal import StoredJournal, exit_code_in, has_records, remove_torn, stored
+from flyteplugins_tracking.trackers.kept import OutboxHandle
+from flyteplugins_tracking.trackers.outbox import addresses_in, arguments_to_send, how_to_send, require_server
 from flyteplugins_tracking.trackers.pluto import queues
-from flyteplugins_tracking.trackers.registry import names_of_trackers
+from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
+
+# The file that says of an empty directory that its run was sent.
+_SENT = "sent"
+# The arguments that are not of one tracker.
+_OF_EVERY_TRACKER = ("project", "name", "group", "tags", "notes", "config")
+# What the header of a run's journal has, with its types.
+_HEADER: Mapping[str, type | tuple[type, ...]] = {
+    **{"tracker": str, "id": str, "group": (str, type(None)), "primary": bool, "attempt": int},
+    **dict.fromkeys(("arguments", "run_metadata"), dict),
+}
+_LONGEST_ID = 200
 
 
 def main(arguments: list[str]) -> int:
@@ -43,12 +65,142 @@ def main(arguments: list[str]) -> int:
 def _send(paths: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
     of_wandb = [path for path in paths if wandb_files.is_run_directory(path)]
     for path in paths:
-        if path not in of_wandb and replay.is_empty(path):
+        if path not in of_wandb and _is_empty(path):
             yield f"{path} has no rows: nothing was logged there"
         elif path not in of_wandb:
-            run_id = replay.send(path, servers)
+            run_id = _send_kept(path, servers)
             yield f"{path} has nothing that is not sent yet" if run_id is None else f"sent {path} as run {run_id}"
     yield from wandb_files.send(of_wandb, servers)
+
+
+def _is_empty(directory: Path) -> bool:
+    """Whether a directory has nothing of any run: its process was killed before it had logged anything."""
+    return directory.is_dir() and not (directory / _SENT).exists() and not has_records(directory)
+
+
+def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
+    """Send a run from its directory, and remove what is sent.
+
+    Args:
+        directory: The directory.
+        servers: The servers that may get the keys of this process, besides those that its variables name.
+
+    Returns:
+        The id of the run; None if all was sent before.
+
+    Raises:
+        TrackerUnavailableError: The service still cannot be used, or has not taken everything: the rest is kept.
+        ValueError: `directory` is not that of a run.
+    """
+    journals = _journals_in(directory)
+    if any(journal.is_open() for journal in journals):
+        raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
+    is_begun = (directory / _SENT).exists()
+    # A killed process whose rows have all arrived has left a journal without lines, and a run without an end.
+    left = [journal for journal in journals if not is_begun or any(True for _ in journal.lines())]
+    if not left and not is_begun:
+        raise ValueError(f"{directory} has nothing of a run")
+    for journal in left:
+        for address in addresses_in(journal.header["arguments"]):
+            require_server(directory, address, [*os.environ.values(), *servers])
+    touch_own(directory / _SENT)
+    kept_again = {directory}
+    for attempt in _attempts(left):
+        kept_again |= _send_attempt(attempt)
+    for journal in stored(directory):  # without lines: of a process that was killed when it made it, or had sent all
+        if not journal.is_open() and not journal.pending():
+            journal.remove()
+    remove_torn(directory)
+    unsent = sorted(str(path) for path in kept_again if stored(path))
+    if unsent:
+        raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent)}")
+    return str(left[0].header["id"]) if left else None
+
+
+def _journals_in(directory: Path) -> list[StoredJournal]:
+    """Return the journals of a run. Of their arguments, they have those that say which run it is.
+
+    Raises:
+        ValueError: One is not that of a run.
+    """
+    journals = []
+    for journal in stored(directory):
+        header = journal.header
+        if not all(isinstance(header.get(name), kind) for name, kind in _HEADER.items()):
+            raise ValueError(f"{journal.paths[0]} does not say which run it is of")
+        check_run_id("id", header["id"], longest=_LONGEST_ID)
+        described = {**header, "arguments": arguments_to_send(header["arguments"])}
+        journals.append(StoredJournal(described, journal.paths))
+    return journals
+
+
+def _attempts(journals: Sequence[StoredJournal]) -> Iterator[list[StoredJournal]]:
+    """Yield the journals that are sent together: those of the ranks of one attempt, its primary's first."""
+    for attempt in dict.fromkeys(journal.header["attempt"] for journal in journals):
+        together = [journal for journal in journals if journal.header["attempt"] == attempt]
+        primaries = [journal for journal in together if journal.header["primary"]]
+        yield [*primaries[:1], *(journal for journal in together if journal not in primaries)]
+        for primary in primaries[1:]:  # of a later job, which does not count attempts: the last job's end is the run's
+            yield [primary]
+
+
+def _send_attempt(journals: Sequence[StoredJournal]) -> set[Path]:
+    """Send the journals of one attempt's ranks. The first one's end is the run's.
+
+    Returns:
+        The directories in which the tracker may have kept rows again.
+    """
+    with _claimed(journals):
+        handle = _open(journals[0].header, journals)
+        handle.ends_run = True
+        exit_code = exit_code_in(journals[0].lines())
+        if isinstance(handle, OutboxHandle):
+            handle.wait(handle.request.config.finish_timeout_s)
+            handle.finish(exit_code)
+        else:
+            handle.keep_end(exit_code)
+            for journal in journals:
+                relog(handle, list(journal.lines()), str(journal.paths[0].parent))
+            handle.finish(exit_code)
+            for journal in journals:
+                journal.remove()
+        return set(map(Path, handle.unsent()))
+
+
+@contextlib.contextmanager
+def _claimed(journals: Sequence[StoredJournal]) -> Iterator[None]:
+    """Keep the tracker that sends these journals from sending them as those of an earlier attempt too."""
+    for journal in journals:
+        journal.claim()
+    try:
+        yield
+    finally:
+        for journal in journals:
+            journal.release()
+
+
+def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> ClientHandle:
+    tracker = find_tracker(header["tracker"])
+    config = TrackingConfig.from_arguments({**header["arguments"], "tracker": header["tracker"]})
+    plan = RunPlan(opens=True, run_id=header["id"], group=header["group"], primary=header["primary"], writers=1)
+    handle = tracker.open(
+        RunRequest(
+            plan=plan,
+            planned_run_id=plan.run_id,
+            config=config,
+            info=None,
+            has_other_writers=False,
+            run_metadata=header["run_metadata"],
+            read_secret=lambda: None,
+            may_prompt=sys.stdin is not None and sys.stdin.isatty(),
+            watch=Unwatched(),
+            deadline=time.monotonic() + config.init_timeout_s,
+            earlier=earlier,
+        )
+    )
+    if not isinstance(handle, ClientHandle):
+        raise TrackerUnavailableError(f"{tracker.title} itself sends the runs that it has kept: see its documentation")
+    return handle
 
 
 def _replay(paths: Sequence[Path], tracker: str) -> Iterator[str]:
@@ -63,14 +215,46 @@ def _replay(paths: Sequence[Path], tracker: str) -> Iterator[str]:
             if tracker == "wandb":
                 wandb_files.replay(lines)
             else:
-                replay.replay(lines, tracker, max(first, 0))
+                _send_to_another(lines, tracker, max(first, 0))
             replace_whole(_marker(path, tracker), json.dumps({**replayed, str(number): rows}))
             yield f"sent {rows - max(first, 0)} rows of {path} to {tracker}, as run {lines[0]['id']}"
 
 
 def _kept_runs(path: Path) -> list[list[Any]]:
-    runs = replay.runs_of(path)
+    """Return the journals of a directory, each as its header and its lines.
+
+    Raises:
+        ValueError: `path` is not the directory of a run.
+    """
+    runs = [[journal.header, *journal.lines()] for journal in _journals_in(path)]
+    if not runs:
+        raise ValueError(f"{path} has nothing of a run")
     return [queues.as_lines(path, lines) if any("queue" in line for line in lines) else lines for lines in runs]
+
+
+def _send_to_another(lines: Sequence[Any], tracker: str, first: int) -> None:
+    """Send a run of any tracker to another one, with its id, config, steps, times and end.
+
+    Args:
+        lines: The run's header and lines.
+        tracker: The other tracker's name.
+        first: How many rows that one has already.
+    """
+    header = lines[0]
+    arguments = {name: value for name, value in header["arguments"].items() if name in _OF_EVERY_TRACKER}
+    handle = _open({**header, "tracker": tracker, "arguments": arguments}, ())
+    handle.ends_run = True
+    rows = [line for line in lines if "row" in line][first:]
+    if isinstance(handle, OutboxHandle):
+        for row in rows:
+            handle.put({name: value for name, value in row.items() if name != "id"})
+        handle.wait(handle.request.config.finish_timeout_s)
+    else:
+        relog(handle, rows, "")
+    handle.finish(exit_code_in(lines))
+    unsent = handle.unsent()
+    if isinstance(unsent, list) and [path for path in unsent if stored(Path(path))]:
+        raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent[0])}")
 
 
 def _replayed(path: Path, tracker: str) -> dict[str, Any]:

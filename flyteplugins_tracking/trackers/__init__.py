@@ -1,9 +1,10 @@
 """The tracking services, and the public names that a tracker of a third party needs: those in `__all__`.
 
 In the room: the arguments of `tracking_init`, which a tracker gets (`config`), the interface of a tracker (`base`), the
-search for one by its name (`registry`), a base for clients that send rows (`client`, `rows`), what is kept on this disk
-and sent later (`journal`), how the ranks of a node share a run (`node_group`), how the rank that ends a run waits for
-the others (`barrier`), the doctor's questions to a service (`diagnostics`), and a folder for each service.
+search for one by its name (`registry`), a base for clients that send rows (`client`, `rows`), whether a run takes rows
+(`gate`), how they reach a service that may be away (`outbox`, over `journal`; `kept`), how the ranks of a node share a
+run (`node_group`), how the rank that ends a run waits for the others (`barrier`), the doctor's questions to a service
+(`diagnostics`), and a folder for each service.
 May enter: code that speaks to a service, and arguments that do not depend on it. Must not: Flyte, and code that
 concerns no service. A folder of one service does not import another's, and a vendor's package is imported inside
 functions only.
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.client import ClientHandle, run_config
     from flyteplugins_tracking.trackers.config import TrackingConfig
     from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
-    from flyteplugins_tracking.trackers.journal.local import open_or_keep
+    from flyteplugins_tracking.trackers.kept import open_or_keep
 else:  # without the `else`, a type checker would accept every misspelt name
     _MODULES = {
         "trackers.config": ("TrackingConfig",),
@@ -42,7 +43,7 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "trackers.base": ("Feature", "Handle", "RunRequest", "Tracker"),
         "trackers.client": ("ClientHandle", "run_config"),
         "trackers.diagnostics": ("Diagnosis", "Diagnostic"),
-        "trackers.journal.local": ("open_or_keep",),
+        "trackers.kept": ("open_or_keep",),
     }
 
     def __getattr__(name: str) -> object:

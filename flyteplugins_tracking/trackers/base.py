@@ -92,6 +92,7 @@ class RunRequest(Record):
             run at the service. It takes what the tracker does by itself then, and calls that if the function does not
             use `should_stop()`, or if the ranks do not agree.
         steps: Takes the steps of the rows. `StepWatch` says when a tracker calls its methods.
+        earlier: The journals of earlier attempts that are sent with this run. By default, those that are found here.
     """
 
     plan: RunPlan
@@ -106,6 +107,7 @@ class RunRequest(Record):
     deadline: float
     ask_to_stop: Callable[[Callable[[], object]], object] = lambda otherwise: otherwise()
     steps: StepWatch = Uncounted()
+    earlier: Sequence[Any] = ()
 
     @property
     def is_retry(self) -> bool:

@@ -13,7 +13,6 @@ Each handle has a gate. It knows neither the service nor what passes: these are 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
 from flyteplugins_tracking._util.critical import critical_section
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import SigtermWatch
 
@@ -44,7 +44,7 @@ _TRIES = 3
 _NOT_PASSED: Any = object()
 
 
-class Gate:
+class Gate(PerProcess):
     """Lets through what is logged, or holds it while the run ends. Threads and signal handlers may share it.
 
     Attributes:
@@ -82,7 +82,6 @@ class Gate:
         self.openings = 1
         self._title, self._run_id, self._watch = title, run_id, watch
         self._reopen_run, self._deaths, self._on_death, self._hint = reopen, deaths, on_death, hint
-        self._pid = os.getpid()
         self._died = self._holds_all = False
         self._held: deque[Callable[[], object]] = deque()
         self._inside: set[int] = set()  # the ids of the threads that are in a call
@@ -92,12 +91,17 @@ class Gate:
         self._changing, self._lock = threading.RLock(), threading.RLock()
         self._turn: Any = threading.RLock() if one_at_a_time else nullcontext()
         self._warn_once = WarnOnce(logger)
+        register(self)
+
+    def after_fork_in_child(self) -> None:
+        """Refuse everything: the run is the parent's, and the locks may be held forever."""
+        self.state = "finished"
 
     # What is logged
 
     def refuses(self) -> bool:
-        """Whether nothing passes anymore, with one warning. True in a forked child, where locks may be held forever."""
-        is_shut = self.state in ("finished", "lost") or os.getpid() != self._pid
+        """Whether nothing passes anymore, with one warning."""
+        is_shut = self.state in ("finished", "lost")
         if is_shut:
             self._warn(_LOST if self.state == "lost" else NOT_OPEN)
         return is_shut

@@ -30,10 +30,10 @@ from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun, stored
 from support.waiting import wait_for_file, wait_until
 
 from flyteplugins_tracking import get_run, tracking_init
-from flyteplugins_tracking.trackers.journal.files import stored
-from flyteplugins_tracking.trackers.journal.lines import decode
-from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender
+from flyteplugins_tracking.trackers.journal import stored
+from flyteplugins_tracking.trackers.mlflow.run import MlflowSink, Points
 from flyteplugins_tracking.trackers.mlflow.vendor import Service
+from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 SCRIPT = jobs.PROGRAMS / "mlflow_runs.py"
 
@@ -340,7 +340,7 @@ def test_all_unsent_rows_are_kept_at_the_end(server, tmp_path, monkeypatch, bare
 
     train()
     (journal,) = stored(tmp_path / "tracking-offline" / "mlflow-left")
-    kept = [decode(entry.data) for entry in journal.pending()]
+    kept = list(journal.lines())
     assert [line.get("args", line.get("row")) for line in kept][:3] == [[{"path": "x"}], [{"number": "1"}], {"a": 0.5}]
 
 
@@ -371,21 +371,24 @@ def test_every_row_of_a_killed_process_arrives_once(server, tmp_path, when, kill
 
 def test_a_directory_does_not_get_points_twice_that_a_killed_process_has_sent(tmp_path, monkeypatch):
     """It would keep both of two equal points."""
+    from mlflow import MlflowClient
+
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    service = Service(f"file://{tmp_path}")
-    experiment = service.call("create_experiment", "directory")
-    run_id = service.call("create_run", experiment, "user", 0, [], "name").info.run_id
+    uri = f"file://{tmp_path}"
+    client = MlflowClient(uri)
+    run_id = client.create_run(client.create_experiment("directory")).info.run_id
+    values = [0.5, math.nan, 2.0]
+    lines = [
+        {"row": {"a": value, "b": 1.0}, "step": step, "time": 1_700_000_000.0} for step, value in enumerate(values)
+    ]
     for _ in range(2):  # the second time, as the next attempt does
-        values = [0.5, math.nan, 2.0]
-        sender = Sender(Service(f"file://{tmp_path}"), run_id, "name", lambda _: None)
-        for step, value in enumerate(values):
-            sender.put(Item("row", {"a": value, "b": 1.0}, step, 1_700_000_000_000))
-        assert not sender.flush(time.monotonic() + 60)
-    sender.put(Item("row", {"a": 2.0}, 3, 1_700_000_000_000))
-    assert not sender.flush(time.monotonic() + 60)
-    stored_points = [(point.step, point.value) for point in service.call("get_metric_history", run_id, "a")]
+        sink = MlflowSink(Service(uri), run_id, "name", Points(MetricSanitizer("MLflow")))
+        sink.send(lines, None)
+    sink.send([{"row": {"a": 2.0}, "step": 3, "time": 1_700_000_000.0}], None)
+    history = client.get_metric_history
+    stored_points = [(point.step, point.value) for point in history(run_id, "a")]
     assert repr(stored_points) == repr([(0, 0.5), (1, math.nan), (2, 2.0), (3, 2.0)])
-    assert len(service.call("get_metric_history", run_id, "b")) == 3
+    assert len(history(run_id, "b")) == 3
 
 
 @pytest.mark.full

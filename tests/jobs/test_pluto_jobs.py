@@ -21,8 +21,7 @@ from support.loopback import Fault
 from support.pluto_server import KEY, PlutoServer, RecordedRun
 from support.waiting import wait_for_file, wait_until
 
-from flyteplugins_tracking.trackers.journal.files import Journal
-from flyteplugins_tracking.trackers.journal.lines import encode
+from flyteplugins_tracking.trackers.journal import Journal, encode
 from flyteplugins_tracking.trackers.pluto import INIT_ARGUMENTS
 
 SCRIPT = jobs.PROGRAMS / "pluto_runs.py"

@@ -15,8 +15,7 @@ from support.users import NOBODY, needs_root
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking._commands.send import main
-from flyteplugins_tracking.trackers.journal.files import Journal
-from flyteplugins_tracking.trackers.journal.lines import encode
+from flyteplugins_tracking.trackers.journal import Journal, encode
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
 

@@ -28,9 +28,8 @@ from flyteplugins_tracking._commands.send import main as send
 from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
-from flyteplugins_tracking.trackers.journal.files import stored
-from flyteplugins_tracking.trackers.journal.lines import decode
-from flyteplugins_tracking.trackers.journal.local import open_or_keep
+from flyteplugins_tracking.trackers.journal import stored
+from flyteplugins_tracking.trackers.kept import open_or_keep
 
 BUILT_IN = sorted(registry._BUILT_IN)
 
@@ -150,9 +149,7 @@ def test_a_run_that_is_kept_in_files_is_sent_once_with_all_that_it_was(
     assert f"It is away. This run is logged to files. Send it when JSON lines answers: {command}" in caplog.text
     assert registered.runs("sent") == []
     (journal,) = stored(directory)
-    assert [line["call"] for line in map(decode, (entry.data for entry in journal.pending())) if "call" in line] == [
-        "alert"
-    ]
+    assert [line["call"] for line in journal.lines() if "call" in line] == ["alert"]
     assert send([str(directory)]) == 0
     assert "the kept call of alert() fails, and is lost" in caplog.text  # that run has no alerts
     (run,) = registered.runs("sent")
@@ -302,7 +299,7 @@ def test_values_that_files_cannot_hold_and_failing_calls_do_not_lose_other_rows(
 
     with pytest.raises(ValueError, match="the first job's"):
         train(ValueError("the first job's"))
-    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.local.time.time", lambda: 4e9)
+    monkeypatch.setattr("flyteplugins_tracking.trackers.kept.time.time", lambda: 4e9)
     train(None)
     (directory,) = (tmp_path / "tracking-offline").iterdir()
     assert send([str(directory)]) == 0

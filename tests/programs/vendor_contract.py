@@ -35,15 +35,7 @@ def trackio_objects(run: Any) -> dict[str, Any]:
 
 
 def mlflow_objects(run: Any) -> dict[str, Any]:
-    from flyteplugins_tracking.trackers.mlflow import vendor
-
-    store = vendor.store_of(run._handle.uri)
-    run.client.log_batch(run.run_id, synchronous=False)  # the queue is made with the first asynchronous call
-    return {
-        "rest_store": store,
-        "vendors_store": store,
-        "data": run.data,
-    }
+    return {"data": run.data}
 
 
 OBJECTS: dict[str, Callable[[Any], dict[str, Any]]] = {

@@ -22,7 +22,7 @@ from support.users import NOBODY, needs_root
 
 from flyteplugins_tracking import ConfigError, tracking_init
 from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.journal.files import Journal
+from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.pluto import TRACKER, queues, vendor
 
 

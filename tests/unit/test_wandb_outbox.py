@@ -15,9 +15,9 @@ from support.offline_wandb import open_run
 from support.users import NOBODY, needs_root
 from wandb_files import StoredRun, read_run
 
+from flyteplugins_tracking.trackers import journal as files
 from flyteplugins_tracking.trackers.base import Uncounted, Unwatched
-from flyteplugins_tracking.trackers.journal import files
-from flyteplugins_tracking.trackers.journal.files import Journal
+from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 
@@ -99,7 +99,7 @@ def test_the_rows_of_an_earlier_attempt_come_first(run, earlier, deadline):
 
 
 def test_what_cannot_be_read_costs_one_warning(run, earlier, monkeypatch, caplog):
-    monkeypatch.setattr(outbox, "decode_all", lambda _: 1 / 0)
+    monkeypatch.setattr(files.StoredJournal, "lines", lambda _: 1 / 0)
     begun(run)
     handle = handle_of(run)
     run.log({"n": 0})
@@ -137,8 +137,8 @@ def test_files_below_the_first_step_are_not_parsed(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "SEGMENT_BYTES", 500)
     journal_in(tmp_path, ["s", "", "p", "x"], [({"n": number}, number) for number in range(100)])
     parsed: list[int] = []
-    decode_all = outbox.decode_all
-    monkeypatch.setattr(outbox, "decode_all", lambda entries: parsed.append(1) or decode_all(entries))
+    lines_of = files.lines_of
+    monkeypatch.setattr(files, "lines_of", lambda *of: parsed.append(1) or lines_of(*of))
     attempt = outbox.attempt_at(tmp_path)
     assert [row.step for row in attempt.rows(95)] == [95, 96, 97, 98, 99]
     assert 0 < len(parsed) < len(list(tmp_path.iterdir())) / 2

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page, has_primary, primary_rank_of
 from flyteplugins_tracking._util.checks import check_flag, check_no_password, check_text
+from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, link_types
@@ -92,7 +93,7 @@ class MlflowTracker(Tracker):
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
 
         handle = run._handle
-        return {"id": handle.id, **handle.place} if isinstance(handle, MlflowHandle) else None
+        return {"id": handle.id, **handle.arguments} if isinstance(handle, MlflowHandle) else None
 
     def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
         from flyteplugins_tracking.trackers.mlflow import vendor
@@ -112,7 +113,7 @@ class MlflowTracker(Tracker):
         # Imported here, so that a rank without a run does not load it.
         from contextlib import ExitStack
 
-        from flyteplugins_tracking.trackers.journal.local import open_or_keep
+        from flyteplugins_tracking.trackers.kept import open_or_keep
         from flyteplugins_tracking.trackers.mlflow import vendor
         from flyteplugins_tracking.trackers.mlflow.run import to_be_sent, use_credentials
 
@@ -156,7 +157,8 @@ class MlflowTracker(Tracker):
                 f"MLflow does not open the run: {error}. Check tracking_uri=, experiment_id= and the MLFLOW_* "
                 "variables."
             ) from None
-        return MlflowHandle(request, self, uri, opened, run_id, undo)
+        request = replace(request, plan=replace(request.plan, run_id=run_id))
+        return MlflowHandle(request, self, uri, opened, undo)
 
 
 def _check_addresses(options: Mapping[str, Any]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import run_config, status_of
 from flyteplugins_tracking.trackers.mlflow import GROUP_TAG, ID_TAG, vendor
-from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service, entities
+from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service, now_ms
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class Opened:
     """A run that was found or created.
 
     Attributes:
-        run: MLflow's own description of it.
+        run: MLflow's own object of it.
         is_resumed: Whether it existed before this attempt of the job.
         parent_id: The server's id of the run that stands for its group; None without a group.
     """
@@ -57,23 +56,23 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
         TrackerUnavailableError: The rank that creates the run has not created it in time.
         ConfigError: The experiment or the run cannot be logged to.
     """
-    chosen = _chosen(request, service)
-    experiment_id = chosen.info.experiment_id if chosen is not None else _experiment_id(request, service)
+    service.await_server()
+    run = _chosen(request, service)
+    experiment_id = run.info.experiment_id if run is not None else _experiment_id(request, service)
     parent = _parent(request, service, experiment_id)
     parent_id = None if parent is None else parent.info.run_id
     if not request.plan.primary:
-        run = chosen or _awaited(request, service, experiment_id, ID_TAG, run_id)
+        run = run or _awaited(request, service, experiment_id, ID_TAG, run_id)
         return Opened(run, ATTEMPTS_TAG in run.data.tags, parent_id)
     tags, name = _tags(request, run_id, parent_id), request.config.name or request.plan.run_id
-    run = chosen
     if run is None:
         run, is_new = _find_or_create(service, experiment_id, (ID_TAG, run_id), name, tags)
         if is_new:
             return Opened(run, False, parent_id)
     attempts = run.data.tags.get(ATTEMPTS_TAG, "1")
     tags[ATTEMPTS_TAG] = str(int(attempts) + 1 if attempts.isdecimal() else 2)
-    service.persist("log_batch", run.info.run_id, [], [], entities("RunTag", tags))
-    _set_status(service, run, "RUNNING", request.config.name)
+    service.persist(lambda client: client.log_batch(run.info.run_id, tags=vendor.run_tags(tags), synchronous=True))
+    service.persist(lambda client: client.update_run(run.info.run_id, "RUNNING", request.config.name))
     return Opened(run, True, parent_id)
 
 
@@ -84,7 +83,7 @@ def end_run(service: Service, opened: Opened, exit_code: int) -> None:
         UnavailableError: The server does not answer in time.
         RejectedError: The run does not exist anymore.
     """
-    _set_status(service, opened.run, status_of(exit_code).upper())
+    service.set_status(opened.run.info.run_id, status_of(exit_code).upper(), now_ms())
     if opened.parent_id is not None:
         _end_parent(service, opened.parent_id, opened.run.info.experiment_id)
 
@@ -123,7 +122,7 @@ def _chosen(request: RunRequest, service: Service) -> Any:
     if not run_id or request.plan.run_id != run_id:
         return None
     try:
-        run = service.persist("get_run", run_id)
+        run = service.persist(lambda client: client.get_run(run_id))
     except RejectedError as error:
         raise ConfigError(f"{RUN_ID_VARIABLE}={run_id} is not a run of this server: {error}") from None
     if run.info.lifecycle_stage == "deleted":
@@ -144,18 +143,19 @@ def _experiment_id(request: RunRequest, service: Service) -> str:
     if not name:
         return "0"
 
-    def find_or_create() -> Any:
-        experiment = service.call("get_experiment_by_name", name)
-        if experiment is not None:
-            return experiment
-        try:
-            service.call("create_experiment", name, None, [])
-        except RejectedError as error:
-            if error.code != "RESOURCE_ALREADY_EXISTS":  # another rank has created it
-                raise
-        return service.call("get_experiment_by_name", name)
+    def find_or_create(client: Any) -> Any:
+        found = client.get_experiment_by_name(name)
+        return found or client.get_experiment(client.create_experiment(name))
 
-    experiment = service.until(find_or_create)
+    def attempt() -> Any:
+        try:
+            return service.ask(find_or_create)
+        except RejectedError as error:
+            if error.code != "RESOURCE_ALREADY_EXISTS":  # another rank has just created it
+                raise
+            return None
+
+    experiment = service.until(attempt)
     if experiment.lifecycle_stage == "deleted":
         raise ConfigError(f"the experiment {name!r} is deleted: restore it, or choose another one")
     return str(experiment.experiment_id)
@@ -167,7 +167,7 @@ def _parent(request: RunRequest, service: Service, experiment_id: str) -> Any:
     if request.config.run_mode != "new" or group is None:
         return None
     if group == os.environ.get(RUN_ID_VARIABLE):
-        parent = service.persist("get_run", group)
+        parent = service.persist(lambda client: client.get_run(group))
     elif (
         request.info is None
         or (request.info.local_rank if request.config.rank_scope == "worker" else request.info.rank) == 0
@@ -176,7 +176,7 @@ def _parent(request: RunRequest, service: Service, experiment_id: str) -> Any:
     else:
         parent = _awaited(request, service, experiment_id, PARENT_TAG, group)
     if parent.info.status != "RUNNING":
-        _set_status(service, parent, "RUNNING")
+        service.persist(lambda client: client.update_run(parent.info.run_id, "RUNNING"))
     return parent
 
 
@@ -188,13 +188,11 @@ def _end_parent(service: Service, parent_id: str, experiment_id: str) -> None:
     children = f"tags.`{_PARENT_ID_TAG}` = '{parent_id}' and attributes.status = "
 
     def has(status: str) -> bool:
-        (runs,) = service.until(lambda: (_search(service, experiment_id, f"{children}'{status}'"),))
-        return bool(runs)
+        return service.persist(_newest(experiment_id, f"{children}'{status}'")) is not None
 
-    if has("RUNNING"):
-        return
-    worst = (status for status in _ENDED_BADLY if has(status))
-    _set_status(service, service.persist("get_run", parent_id), next(worst, "FINISHED"))
+    if not has("RUNNING"):
+        worst = (status for status in _ENDED_BADLY if has(status))
+        service.set_status(parent_id, next(worst, "FINISHED"), now_ms())
 
 
 def _awaited(request: RunRequest, service: Service, experiment_id: str, tag: str, value: str) -> Any:
@@ -221,15 +219,18 @@ def _find_or_create(
 
 
 def _find(service: Service, experiment_id: str, tag: str, value: str) -> Any:
-    return next(iter(_search(service, experiment_id, f"tags.`{tag}` = '{value}'")), None)
+    return service.ask(_newest(experiment_id, f"tags.`{tag}` = '{value}'"))
 
 
-def _search(service: Service, experiment_id: str, condition: str) -> Any:
-    from mlflow.entities import ViewType
+def _newest(experiment_id: str, condition: str) -> Callable[[Any], Any]:
+    """Return what asks a client for a run; None if there is none.
 
-    # A request to create it that arrives late makes a second run. Ours is the one that was asked for last.
-    newest_first = ["attributes.start_time DESC"]
-    return service.call("search_runs", [experiment_id], condition, ViewType.ACTIVE_ONLY, 1, newest_first, None)
+    A request to create it that arrives late makes a second run. Ours is the one that was asked for last.
+    """
+    order = ["attributes.start_time DESC"]
+    return lambda client: next(
+        iter(client.search_runs([experiment_id], condition, max_results=1, order_by=order)), None
+    )
 
 
 def _create(service: Service, experiment_id: str, name: str | None, tags: Mapping[str, str]) -> Any:
@@ -237,18 +238,7 @@ def _create(service: Service, experiment_id: str, name: str | None, tags: Mappin
     known = vendor.tags_of_start_run(tags)
     if name:
         known["mlflow.runName"] = name
-    user = known.get("mlflow.user", "unknown")
-    now_ms = time.time_ns() // 1_000_000
-    return service.call("create_run", experiment_id, user, now_ms, entities("RunTag", known), name)
-
-
-def _set_status(service: Service, run: Any, status: str, name: str | None = None) -> None:
-    from mlflow.entities import RunStatus
-
-    is_running = status == "RUNNING"
-    # MLflow wants an end time for a running run too.
-    end_ms = run.info.end_time if is_running else time.time_ns() // 1_000_000
-    service.persist("update_run_info", run.info.run_id, RunStatus.from_string(status), end_ms, name)
+    return service.ask(lambda client: client.create_run(experiment_id, tags=known, run_name=name))
 
 
 def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, str]:

@@ -11,34 +11,25 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import Any
 
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of, refuse_to_pickle
-from flyteplugins_tracking.trackers.journal import how_to_send, what_is_kept
-from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
-from flyteplugins_tracking.trackers.journal.lines import encode
-from flyteplugins_tracking.trackers.journal.local import RunFile
+from flyteplugins_tracking.trackers.client import prefix_of, refuse_to_pickle
+from flyteplugins_tracking.trackers.journal import Line
+from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import run_page, vendor
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params
-from flyteplugins_tracking.trackers.mlflow.sender import Item, Sender, now_ms
-from flyteplugins_tracking.trackers.mlflow.vendor import (
-    RejectedError,
-    Service,
-    UnavailableError,
-    flush_own_rows,
-    next_step,
-)
+from flyteplugins_tracking.trackers.mlflow.vendor import Point, RejectedError, Service, UnavailableError
 from flyteplugins_tracking.trackers.rows import MetricSanitizer
 
 logger = logging.getLogger(__name__)
 
-# The part of a run's end that is kept for sending the status: seconds, and the largest share of finish_timeout_s.
-_STATUS_S, _STATUS_SHARE = 3.0, 0.25
+# The part of a run's end that is kept for sending the status of a run that could not be made active, in seconds.
+_STATUS_S = 3.0
 # The server's steps have 64 bits, and the next step needs room.
 _LARGEST_STEP = 2**63 - 1
 # The longest text that servers of all versions take as a tag: mlflow.utils.validation.MAX_TAG_VAL_LENGTH.
@@ -49,64 +40,51 @@ _STATE_TAG = "flyteplugins_tracking.state"
 _LONGEST_NAME = 250
 # The longest wait for the monitor's last sample, in seconds.
 _STOP_S = 2.0
-# The methods of the run object by which params and tags are logged.
-_METHODS: Mapping[Literal["params", "tags"], str] = {"params": "log_params", "tags": "set_tags"}
+# The calls of the run object that a run takes, by what they set.
+_SETTERS = {"log_params": "params", "log_param": "params", "set_tags": "tags", "set_tag": "tags"}
 
 _warn_once = WarnOnce(logger)
 # The runs that are open here, each with the stack of active runs that has it. Only the decorator ends them.
 _open: list[tuple[Any, list[Any]]] = []
 
 
-class MlflowHandle(ClientHandle):
+class MlflowHandle(OutboxHandle):
     """An open MLflow run. `mlflow.active_run()` returns it while the function runs."""
 
-    def __init__(
-        self,
-        request: RunRequest,
-        tracker: Tracker,
-        uri: str,
-        opened: Opened,
-        run_id: str,
-        undo: ExitStack,
-    ) -> None:
+    def __init__(self, request: RunRequest, tracker: Tracker, uri: str, opened: Opened, undo: ExitStack) -> None:
         """Make the run active.
 
         Args:
-            request: The decorator's request for this run.
+            request: The decorator's request for this run, with its id.
             tracker: The MLflow tracker.
             uri: The tracking URI.
             opened: The run on the server.
-            run_id: Our id of the run.
             undo: Undoes what was done to the process. The handle takes it over, and closes it when the run has ended.
         """
         values = MetricSanitizer(
             tracker.title, prefix_of(request), "not shown in charts: MLflow keeps NaN, and keeps an infinity as 1.8e308"
         )
-        super().__init__(request, tracker.title, values)
-        self.id, self.uri, self.opened = run_id, uri, opened
+        self.uri, self.opened = uri, opened
+        self._points = Points(values)
+        run_id = opened.run.info.run_id
+        sink = MlflowSink(Service(uri, is_known=True), run_id, str(request.plan.run_id), self._points)
+        super().__init__(request, tracker, sink, values)
         # The run that another rank finds may be an earlier attempt's, or one that the primary has just made.
         is_retry = self._barrier is not None and self._barrier.is_retry and not request.plan.primary
         self.is_resumed = opened.is_resumed or is_retry
+        of_service = vendor.next_step(opened.run) if self.is_resumed else 0
+        self._points.next_step = max(self._points.next_step, of_service, self.earlier_step + 1)
         self.run = run_class()(opened.run, self)
-        self._tracker = tracker
-        self._next_step = next_step(opened.run) if self.is_resumed else 0
-        self._names: dict[str, str] = {}  # the names of metrics that MLflow takes, by key
         self._last: dict[str, Any] = {}
-        self._sender = Sender(Service(uri, is_known=True), opened.run.info.run_id, self.id, self._on_sent)
-        self._kept_in: str | None = None  # the directory of rows that were not sent in time
-        self._overflow: RunFile | None = None  # the rows for which memory has no room
-        self._earlier = EarlierAttempts.of(request, tracker, run_id)
-        self._begin_file()
-        self._send_earlier()
         self._undo = undo.pop_all()
         try:
             activate(self.run, uri, opened.run.info.experiment_id, self._undo)
             if request.plan.primary and (params := new_params(request, opened)):
-                self.put("params", params)
-            self._monitor = start_monitor(request, opened.run.info.run_id, is_resumed=self.is_resumed)
+                self.set_values("log_params", params)
+            self._monitor = start_monitor(request, run_id, is_resumed=self.is_resumed)
         except BaseException:
             self._undo.close()
-            self._send_status(1, time.monotonic() + _STATUS_S)
+            self.end_run(1, _STATUS_S)
             raise
 
     @property
@@ -116,95 +94,102 @@ class MlflowHandle(ClientHandle):
         return url
 
     @property
-    def place(self) -> dict[str, str]:
+    def place(self) -> str:
+        return without_credentials(self.uri)
+
+    @property
+    def arguments(self) -> dict[str, str]:
         """The arguments with which another process finds the run."""
         arguments = {"experiment_id": self.opened.run.info.experiment_id}
         return arguments if has_credentials(self.uri) else {**arguments, "tracking_uri": self.uri}
 
+    def sendable(self) -> RunRequest:
+        return to_be_sent(self.request, self.arguments)
+
     def summary(self) -> Mapping[str, Any]:
         return dict(self._last)
 
-    def unsent(self) -> Sequence[str]:
-        return [] if self._kept_in is None else [self._kept_in]
-
-    def how_to_send(self, directory: str) -> str:
-        return how_to_send(directory, self.place)
-
-    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        tags = {key: str(value)[-_MAX_TAG:] for key, value in {**values, f"{name}/text": text}.items()}
-        self._put(Item("tags", tags, 0, now_ms()))
-
     def save_state(self, text: str) -> None:
         if self._gate.state == "open":
-            self._put(Item("tags", {_STATE_TAG: text}, 0, now_ms()))
+            self.set_values("set_tags", {_STATE_TAG: text})
 
     def saved_state(self) -> str | None:
         state: str | None = self.opened.run.data.tags.get(_STATE_TAG)
         return state
 
     def how_to_view(self) -> str:
-        return self.url or f"mlflow ui --backend-store-uri {shlex.quote(without_credentials(self.uri))}"
+        return self.url or f"mlflow ui --backend-store-uri {shlex.quote(self.place)}"
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
-        self._write_at(row, step, now_ms())
+        at = self._points.step(step)
+        values = self._points.of(row)
+        if values:
+            self._last.update(values)
+            self.put_row(values, at)
 
     @property
     def last_step(self) -> Any:
         """The step of the last row."""
-        return max(0, self._next_step - 1)
+        return max(0, self._points.next_step - 1)
 
-    def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:
-        until = time.monotonic() + self.request.config.finish_timeout_s
-        if not self._sender.has_room and (unsent := self._sender.flush(until)):
-            self._keep(unsent, None)
-        self._write_at(row, step, round(time_s * 1000))
-
-    def put(self, kind: Literal["params", "tags"], data: Mapping[str, Any]) -> None:
+    def set_values(self, method: str, values: Mapping[str, Any]) -> None:
         """Send params or tags in the background, in order with the rows."""
         if self._gate.refuses():
             return
         self.request.watch.before_row()
-        self._put(Item(kind, dict(data), 0, now_ms()))
-
-    def keep_end(self, exit_code: int) -> None:
-        self._file.end(exit_code)
+        texts = {str(key): str(value) for key, value in values.items()}  # the server has only texts
+        self.put({"call": method, "args": [texts], "kwargs": {}})
 
     def end(self, exit_code: int) -> None:
         timeout_s = self.request.config.finish_timeout_s
         until = time.monotonic() + timeout_s
         if self._monitor is not None:  # in an outage, its last request takes minutes
             run_with_timeout(_STOP_S, self._monitor.finish)
-        status_s = min(_STATUS_S, timeout_s * _STATUS_SHARE)
-        if not flush_own_rows(self.uri, until - status_s - time.monotonic()):
+        if not vendor.flush_own_rows(timeout_s / 2):
             self._warn("has rows of MLflow's own asynchronous logging that were not sent in time")
-        unsent = self._sender.flush(until - status_s)
-        if not self._send_status(exit_code, until) or unsent or self._overflow is not None:
-            self._keep(unsent, exit_code)
-        else:
-            self._file.remove()
-            self._begin_file()
+        self.close_outbox(exit_code, until)
+
+    def end_run(self, exit_code: int, timeout_s: float) -> bool:
+        if not self.request.plan.primary:
+            return True
+        try:
+            end_run(Service(self.uri, time.monotonic() + timeout_s, is_known=True), self.opened, exit_code)
+        except RejectedError:
+            self._warn("keeps its status: the server has rejected the new one")
+        except UnavailableError:
+            return False
+        return True
 
     def finish(self, exit_code: int) -> None:
         try:
             super().finish(exit_code)
-            unsent = self._sender.flush(time.monotonic() + _STATUS_S)  # params that were logged after an early end
-            if unsent:
-                self._keep(unsent, exit_code)
-            self._file.remove()
         finally:
             self._undo.close()
 
-    def _write_at(self, row: Mapping[str, Any], step: Any, time_ms: int) -> None:
-        at = self._step(step)
-        self._next_step = max(self._next_step, at + 1)
-        points = {self._name(key): float(value) for key, value in row.items() if self._is_number(key, value)}
-        if points:
-            self._last.update(points)
-            self._put(Item("row", points, at, time_ms))
 
-    def _step(self, step: Any) -> int:
-        if step is None:
-            return self._next_step
+class Points:
+    """Makes metrics of rows, as MLflow takes them.
+
+    Attributes:
+        next_step: The step of the next row that is logged without one.
+    """
+
+    def __init__(self, values: MetricSanitizer) -> None:
+        self.next_step = 0
+        self._values = values
+        self._names: dict[str, str] = {}  # the names of metrics that MLflow takes, by key
+
+    def of(self, row: Mapping[str, Any]) -> dict[str, float]:
+        """Return the numbers of a row by the names that MLflow takes."""
+        return {self._name(key): float(value) for key, value in row.items() if self._is_number(key, value)}
+
+    def step(self, step: Any) -> int:
+        """Return `step` if MLflow takes it, or the next one."""
+        at = self.next_step if step is None else self._whole(step)
+        self.next_step = max(self.next_step, at + 1)
+        return at
+
+    def _whole(self, step: Any) -> int:
         try:
             number = int(step)
         except (TypeError, ValueError, OverflowError):
@@ -214,48 +199,7 @@ class MlflowHandle(ClientHandle):
         self._values.warn_once(
             f"step={step!r}", "MLflow takes integers of 64 bits as steps: the row gets the next step"
         )
-        return self._next_step
-
-    def _put(self, item: Item) -> None:
-        if self._sender.put(item):
-            self._file.journal.add(_line(item))
-            return
-        if self._overflow is None:
-            self._overflow = self._new_file()
-            text = "MLflow: run %s: memory has no room for more rows that %s does not take. They go to files in %s"
-            logger.warning(text, self.id, without_credentials(self.uri), self._overflow.directory)
-        self._overflow.journal.add(_line(item))
-
-    def _new_file(self) -> RunFile:
-        return RunFile(to_be_sent(self.request, self.place), self._tracker, self.id)
-
-    def _begin_file(self) -> None:
-        """Keep what is logged from now on in a journal of its own, until the server has it."""
-        self._file, self._sent_before = self._new_file(), self._sender.taken
-
-    def _send_earlier(self) -> None:
-        """Send what earlier attempts on this machine had logged and the server may lack. It keeps one of two points."""
-        others = []
-        for line in self._earlier.lines:
-            item = _item(line)
-            if item is None:
-                others.append(line)
-                continue
-            if not self._sender.put(item):
-                self._earlier.keep()
-                break
-            self._earlier.count += 1
-            self._next_step = max(self._next_step, item.step + 1 if item.kind == "row" else 0)
-        self._sent_before += self._earlier.count
-        self._earlier.relog(self, others)
-        self._earlier.log(self.id, self._title)
-
-    def _on_sent(self, count: int) -> None:
-        """Note, in the sender's thread, how many items the server has."""
-        if self._earlier.count and count >= self._earlier.count:
-            self._earlier.acknowledged()
-        if count > self._sent_before:
-            self._file.journal.acknowledged(count - self._sent_before)
+        return self.next_step
 
     def _is_number(self, key: str, value: Any) -> bool:
         if type(value) is float:
@@ -280,59 +224,55 @@ class MlflowHandle(ClientHandle):
                 self._values.warn_once(key, f"MLflow does not take this name of a metric: it is logged as {name!r}")
         return name
 
-    def _send_status(self, exit_code: int, until: float) -> bool:
-        if not self.request.plan.primary:
-            return True
-        try:
-            end_run(Service(self.uri, until, is_known=True), self.opened, exit_code)
-        except RejectedError:
-            self._warn("keeps its status: the server has rejected the new one")
-        except UnavailableError:
-            return False
-        return True
 
-    def _keep(self, unsent: Sequence[Item], exit_code: int | None) -> None:
-        """Leave the journals, with what the server has not taken, to who sends it later."""
-        files = [self._file, *([self._overflow] if self._overflow is not None else [])]
-        count, lost = _rows(unsent), _rows(unsent[len(unsent) - self._file.journal.lost :])
-        if self._overflow is not None:
-            count, lost = count + self._overflow.journal.added, lost + self._overflow.journal.lost
-        for file in files:
-            if exit_code is not None:
-                file.end(exit_code)
-            file.journal.close()
-        self._kept_in, self._overflow = self._file.directory, None
-        self._begin_file()
-        rest = f"{count} rows. {what_is_kept(count, lost)}" if count else "all params, tags and the status."
-        logger.warning(
-            "MLflow: run %s: %s has not taken %s Send the rest when MLflow answers: %s",
-            self.id,
-            without_credentials(self.uri),
-            rest,
-            how_to_send(self._kept_in, self.place),
-        )
+class MlflowSink:
+    """Sends lines to a run. They can be sent twice: of two equal points, MLflow keeps one."""
+
+    def __init__(self, service: Service, run_id: str, label: str, points: Points) -> None:
+        """`run_id` is MLflow's id of the run, and `label` its id in messages."""
+        self._service, self._run_id, self._label, self._points = service, run_id, label, points
+
+    def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
+        self._service.deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        points = [point for line in lines if "row" in line for point in self._points_of(line)]
+        for first in range(0, len(points), vendor.MOST_METRICS):
+            self._service.log(self._run_id, points[first : first + vendor.MOST_METRICS])
+        for line in lines:
+            if "event" in line:
+                values = {**line["values"], f"{line['event']}/text": line["text"]}
+                self._set("tags", {key: str(value)[-_MAX_TAG:] for key, value in values.items()})
+            elif line.get("call") in _SETTERS:
+                self._set(_SETTERS[line["call"]], _values_of(line))
+            elif "call" in line:
+                text = "MLflow: run %s: the kept call of %s() is lost: a run of MLflow's does not have it"
+                _warn_once((self._label, line["call"]), text, self._label, line["call"])
+
+    def _points_of(self, line: Line) -> list[Point]:
+        step, time_ms = self._points.step(line["step"]), round(line["time"] * 1000)
+        return [Point(key, value, time_ms, step) for key, value in self._points.of(line["row"]).items()]
+
+    def _set(self, kind: str, values: Mapping[str, str]) -> None:
+        """Set params or tags. If the server rejects some, it gets them one by one: it takes all of them or none."""
+        items = list(values.items())
+        for first in range(0, len(items), vendor.MOST_PARAMS):
+            chunk = dict(items[first : first + vendor.MOST_PARAMS])
+            try:
+                self._service.log(self._run_id, (), **{kind: chunk})
+            except RejectedError as error:
+                if len(chunk) > 1:
+                    for key, value in chunk.items():
+                        self._set(kind, {key: value})
+                else:
+                    text = "MLflow: run %s: the server rejects the %s %r: %s"
+                    (key,) = chunk
+                    _warn_once((self._label, kind, key), text, self._label, kind[:-1], key, error)
 
 
-def _rows(items: Sequence[Item]) -> int:
-    return sum(item.kind == "row" for item in items)
-
-
-def _line(item: Item) -> bytes:
-    """Return an item as a line of the journal."""
-    if item.kind == "row":
-        return encode({"row": dict(item.data), "step": item.step, "time": item.time_ms / 1000})
-    texts = {str(key): str(value) for key, value in item.data.items()}  # the server has only texts
-    return encode({"call": _METHODS[item.kind], "args": [texts], "kwargs": {}})
-
-
-def _item(line: Mapping[str, Any]) -> Item | None:
-    """Return the item of a line of the journal; None if the line is an end."""
-    if "row" in line:
-        return Item("row", line["row"], line["step"], round(line["time"] * 1000))
-    for kind, method in _METHODS.items():
-        if line.get("call") == method:
-            return Item(kind, line["args"][0], 0, 0)
-    return None
+def _values_of(line: Line) -> dict[str, str]:
+    """Return what a kept call sets: `log_params({...})`, or `log_param(key, value)`."""
+    args = [*line["args"], *line["kwargs"].values()]
+    given = args[0] if len(args) == 1 and isinstance(args[0], dict) else dict([args[:2]])
+    return {str(key): str(value) for key, value in given.items()}
 
 
 def to_be_sent(request: RunRequest, place: Mapping[str, Any]) -> RunRequest:
@@ -393,14 +333,14 @@ class Logging:
 
     def log_params(self, params: Mapping[str, Any], **_: Any) -> None:
         """Log params in the background. A param that has another value already keeps it, with a warning."""
-        self._handle.put("params", params)
+        self._handle.set_values("log_params", params)
 
     def log_param(self, key: str, value: Any, **_: Any) -> None:
         self.log_params({key: value})
 
     def set_tags(self, tags: Mapping[str, Any], **_: Any) -> None:
         """Set tags in the background."""
-        self._handle.put("tags", tags)
+        self._handle.set_values("set_tags", tags)
 
     def set_tag(self, key: str, value: Any, **_: Any) -> None:
         self.set_tags({key: value})

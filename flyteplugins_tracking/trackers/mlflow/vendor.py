@@ -1,104 +1,78 @@
-"""MLflow's client: its undocumented names, which no other module uses, and its store of runs.
+"""MLflow's client: its undocumented names, which no other module uses, and the runs behind a tracking URI.
 
-`PARTS` lists each name with its use, and the feature that is lost without it. A `Service` is the store behind a
-tracking URI: each of its calls is made once, and ends within the time that it has.
+`PARTS` lists each name with its use, and the feature that is lost without it.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import Any
-from urllib.parse import quote
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import quote, urlsplit
 
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking._util.threads import run_with_timeout
+from flyteplugins_tracking.trackers import outbox
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
+T = TypeVar("T")
 Undo = Callable[[], object]
 
 _FLUENT = "mlflow.tracking.fluent"
 _UTILS = "mlflow.tracking._tracking_service.utils"
-_REST = "mlflow.utils.rest_utils"
-_STORE = "mlflow.store.tracking.rest_store:RestStore"
 _AUTOLOGGING = "mlflow.utils.autologging_utils"
 _MONITOR = "mlflow.system_metrics.system_metrics_monitor:SystemMetricsMonitor"
+_TAGS = "mlflow.tracking.context.registry:resolve_tags"
+_ACTIVE = "mlflow.active_run() and mlflow.log_metric()"
 _NESTED = "the experiment of runs that the function nests in this one"
-_DIRECTORY = "mlflow.store.tracking.file_store:FileStore"
-_ASYNC = "rows of MLflow's own asynchronous logging that are not sent when the run ends"
+_SERVER = "the program's server in other tasks"
+_STEPS = "the steps of a resumed run: they begin at 0"
+_NO_AUTOLOGGING = "no autologging on ranks without a run"
 PARTS = VendorParts(
     "MLflow",
     "mlflow==3.17.2",
     [
-        Part(f"{_UTILS}:_get_store", "gives the store of runs behind a tracking URI"),
-        Part(f"{_STORE}._call_endpoint", "sends a request once and in time: MLflow tries for 4 minutes"),
-        Part("rest_store.get_host_creds", "gives the credentials for a server"),
-        Part(f"{_REST}:extract_api_info_for_service", "gives the paths of MLflow's API"),
-        Part(f"{_REST}:http_request", "sends a request with the user's settings"),
-        Part(
-            _DIRECTORY, "is the store in a directory", "equal points in a directory: a killed process leaves some twice"
-        ),
-        Part("mlflow.protos.service_pb2:MlflowService", "gives the paths of MLflow's API"),
-        Part("mlflow.utils.proto_json_utils:parse_dict", "reads an answer"),
-        Part("mlflow.tracking.client:MlflowClient.set_terminated", "is where frameworks would end our run"),
-        Part(
-            f"{_FLUENT}:_active_run_stack",
-            "makes our run the active one",
-            "mlflow.active_run() and mlflow.log_metric()",
-        ),
+        Part(f"{_UTILS}:_get_store", "says whether runs are on a server, and gives its credentials"),
+        Part("mlflow.utils.rest_utils:http_request", "sends a request once and in time: MLflow tries for 4 minutes"),
+        Part(f"{_FLUENT}:_active_run_stack", "makes our run the active one", _ACTIVE),
         Part(f"{_FLUENT}:_active_experiment_id", "is the experiment of nested runs", _NESTED),
-        Part(
-            f"{_UTILS}:_tracking_uri",
-            "says whether the program has set the server",
-            "the program's server in other tasks",
-        ),
-        Part(
-            "data._metric_objs", "gives the last step of a resumed run", "the steps of a resumed run: they begin at 0"
-        ),
-        Part(
-            "mlflow.tracking.context.registry:resolve_tags", "gives tags as mlflow.start_run does", "tags of the source"
-        ),
-        Part(
-            f"{_AUTOLOGGING}:_AUTOLOGGING_GLOBALLY_DISABLED",
-            "stops autologging",
-            "no autologging on ranks without a run",
-        ),
-        Part("vendors_store._async_logging_queue", "says whether MLflow still sends", _ASYNC),
-        Part("vendors_store.flush_async_logging", "has MLflow send its own rows", _ASYNC),
+        Part(f"{_UTILS}:_tracking_uri", "says whether the program has set the server", _SERVER),
+        Part("data._metric_objs", "gives the last step of a resumed run", _STEPS),
+        Part(_TAGS, "gives tags as mlflow.start_run does", "tags of the source"),
+        Part(f"{_AUTOLOGGING}:_AUTOLOGGING_GLOBALLY_DISABLED", "stops autologging", _NO_AUTOLOGGING),
         Part(_MONITOR, "measures the system", "metrics of the system"),
     ],
 )
 
 
-# The store of runs.
+# The runs behind a tracking URI.
 
-# The longest time for a call for which nobody waits, in seconds. The end of a run waits longer for its rows.
+# https://mlflow.org/docs/latest/rest-api.html
+_API = "/api/2.0/mlflow"
+# How many values one request may have: https://mlflow.org/docs/latest/rest-api.html#request-limits
+MOST_METRICS, MOST_PARAMS = 1000, 100
+# The longest time for a request for which nobody waits, in seconds. The end of a run waits longer for its rows.
 _CALL_S = 20.0
 _SHORTEST_S = 0.5
 # The pause between two tries, in seconds.
 _PAUSE_S = 0.25
 # The HTTP status codes that another try may change.
 _PASSING = frozenset({408, 425, 429})
-# The error codes of MLflow that no other try can change.
-_FINAL = frozenset(
-    {
-        "BAD_REQUEST",
-        "INVALID_PARAMETER_VALUE",
-        "INVALID_STATE",
-        "MALFORMED_REQUEST",
-        "RESOURCE_ALREADY_EXISTS",
-        "RESOURCE_DOES_NOT_EXIST",
-        "NOT_FOUND",
-        "ENDPOINT_NOT_FOUND",
-    }
+# MLflow's error codes for credentials, and those that no other try can change.
+_UNAUTHORIZED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
+_FINAL = (
+    *("BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "MALFORMED_REQUEST", "RESOURCE_ALREADY_EXISTS"),
+    *("RESOURCE_DOES_NOT_EXIST", "NOT_FOUND", "ENDPOINT_NOT_FOUND"),
 )
 
 
-class UnavailableError(Exception):
+class UnavailableError(outbox.AwayError):
     """The server cannot be used now. It may answer later."""
 
 
@@ -110,7 +84,7 @@ class UnauthorizedError(UnavailableError):
     """The server does not take the credentials. A token may be renewed."""
 
 
-class RejectedError(Exception):
+class RejectedError(outbox.RejectedError):
     """The server rejects a request, and would reject it again.
 
     Attributes:
@@ -122,74 +96,68 @@ class RejectedError(Exception):
         self.code = code
 
 
+class Point(NamedTuple):
+    """A value of a metric. Of two equal ones, MLflow keeps one."""
+
+    key: str
+    value: float
+    timestamp: int
+    step: int
+
+
 class Service:
-    """The runs behind one tracking URI.
+    """The runs behind one tracking URI: on a server, or in a database or directory of this machine.
+
+    A run is found and created with MLflow's client, and logged to with the REST API of the server, if there is one: the
+    client would try for minutes.
 
     Attributes:
         uri: The tracking URI.
+        host: The tracking URI in messages.
         deadline: When calls must have ended, in seconds of `time.monotonic`; None if each call has its own limit.
         is_known: Whether an MLflow server has answered there before. A strange answer is then a proxy's, and passes.
     """
 
     def __init__(self, uri: str, deadline: float | None = None, *, is_known: bool = False) -> None:
-        self.uri = uri
+        self.uri, self.host = uri, without_credentials(uri)
         self.is_known = is_known
         self.deadline = deadline
         # If nothing takes connections, the address is probably wrong: half of the time is enough.
         self._absent_until = None if deadline is None else (time.monotonic() + deadline) / 2
-        self._store: Any = None
-        self._present: dict[str, set[Any]] = {}  # the points that a directory has had, by their keys
+        self._opened: tuple[Any, Callable[[], Any] | None] | None = None
+        self._present: dict[str, set[Any]] = {}  # the points that a directory has, by their keys
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of MLflow's store of runs, once.
-
-        Raises:
-            UnavailableError: The call may succeed later.
-            RejectedError: The call will never succeed.
-        """
-        return self._use(lambda store: getattr(store, method)(*args, **kwargs))
-
-    def _use(self, action: Callable[[Any], Any]) -> Any:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return action(self._opened())
-        except MlflowException as error:
-            if error.error_code in _FINAL:
-                raise RejectedError(_first_line(error.message), error.error_code) from None
-            self._present.clear()  # a part may have been written
-            raise UnavailableError(_first_line(error.message)) from None
-        except (UnavailableError, RejectedError, AttributeError, TypeError):
-            raise
-        except ValueError as error:  # the values cannot be put into a request
-            raise RejectedError(f"{type(error).__name__}: {_first_line(str(error))}") from None
-        except Exception as error:  # of a database that is locked, or whose tables another process is creating
-            self._present.clear()
-            raise UnavailableError(f"{type(error).__name__}: {_first_line(str(error))}") from None
-
-    def missing(self, run_id: str, points: Sequence[Any]) -> Sequence[Any]:
-        """Return the points that the store lacks, if it is a directory: it would keep both of two equal points.
-
-        A process that was killed while it sent them may have written a part. A database keeps one of two equal points.
+    def ask(self, function: Callable[[Any], T]) -> T:
+        """Return what a function does with MLflow's client, in time.
 
         Raises:
             UnavailableError: The call may succeed later.
             RejectedError: The call will never succeed.
         """
-        if not self._use(keeps_equal_points):
-            return points
-        for key in {point.key for point in points}.difference(self._present):
-            self._present[key] = {_value_of(point) for point in self.call("get_metric_history", run_id, key)}
-        return [point for point in points if _value_of(point) not in self._present[point.key]]
+        outcome: list[Any] = []
 
-    def persist(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the store again until it succeeds.
+        def call() -> None:
+            try:
+                client, _ = self._open()
+                outcome.append((True, function(client)))
+            except Exception as error:
+                outcome.append((False, _translated(error)))
 
-        Raises:
-            UnavailableError: It has not succeeded before the deadline.
-            RejectedError: It will never succeed.
-        """
-        return self.until(lambda: (self.call(method, *args, **kwargs),))[0]
+        # Not in this thread: the client tries again for minutes if the server goes away now.
+        run_with_timeout(self.timeout_s(), call)
+        if not outcome:
+            raise UnavailableError(f"{self.host} does not answer")
+        ((has_succeeded, result),) = outcome
+        if not has_succeeded:
+            raise result
+        answer: T = result
+        return answer
+
+    def persist(self, function: Callable[[Any], T]) -> T:
+        """As `ask`, again until it succeeds, at most until the deadline."""
+        (result,) = self.until(lambda: (self.ask(function),))
+        answer: T = result
+        return answer
 
     def until(self, attempt: Callable[[], Any]) -> Any:
         """Call `attempt` until it returns a true value. Returns its last value at the deadline.
@@ -213,144 +181,161 @@ class Service:
                     raise
             time.sleep(_PAUSE_S)
 
+    def await_server(self) -> None:
+        """Wait until the server answers, if there is one. The client would not say in time why it does not."""
+
+        def answers() -> bool:
+            try:
+                self._change("GET", "experiments/get", experiment_id="0")
+            except RejectedError as error:
+                if not error.code:  # not of MLflow
+                    raise
+            return True
+
+        self.until(answers)
+
+    def log(self, run_id: str, points: Sequence[Point] = (), **values: Mapping[str, str]) -> None:
+        """Log points, `params` and `tags`, once.
+
+        Raises:
+            UnavailableError: The call may succeed later.
+            RejectedError: The call will never succeed.
+        """
+        pairs = {kind: [{"key": key, "value": value} for key, value in of.items()] for kind, of in values.items()}
+        metrics = [{**point._asdict(), "value": _number(point.value)} for point in points]
+        if not self._change("POST", "runs/log-batch", run_id=run_id, metrics=metrics, **pairs):
+            self.ask(lambda client: self._log_to_files(client, run_id, points, values))
+
+    def set_status(self, run_id: str, status: str, end_ms: int) -> None:
+        """End a run, again until that succeeds, at most until the deadline.
+
+        Raises:
+            UnavailableError: It has not succeeded before the deadline.
+            RejectedError: It will never succeed.
+        """
+
+        def attempt() -> bool:
+            if not self._change("POST", "runs/update", run_id=run_id, status=status, end_time=end_ms):
+                self.ask(lambda client: _set_terminated(client)(client, run_id, status, end_ms))
+            return True
+
+        self.until(attempt)
+
     def timeout_s(self) -> float:
         """Return the longest time for the next call."""
-        configured_s = float(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT") or _CALL_S)
+        longest_s = float(os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT") or _CALL_S)
         return (
-            configured_s
-            if self.deadline is None
-            else max(_SHORTEST_S, min(configured_s, self.deadline - time.monotonic()))
+            longest_s if self.deadline is None else max(_SHORTEST_S, min(longest_s, self.deadline - time.monotonic()))
         )
 
     def _is_over(self) -> bool:
         return self.deadline is not None and time.monotonic() + _PAUSE_S > self.deadline
 
-    def _opened(self) -> Any:
-        if self._store is None:
+    def _open(self) -> tuple[Any, Callable[[], Any] | None]:
+        """Return MLflow's client, and what gives the credentials for the server; None without a server."""
+        from mlflow import MlflowClient
+        from mlflow.tracking._tracking_service.utils import _get_store
+
+        if self._opened is None:
             with alone_with(self.uri, self.deadline):
-                self._store = _bounded_store(self)
-        return self._store
+                self._opened = MlflowClient(self.uri), getattr(_get_store(self.uri), "get_host_creds", None)
+        return self._opened
 
+    def _change(self, method: str, path: str, **values: Any) -> bool:
+        """Send a request to the server, once. Returns False if there is none."""
+        from mlflow.exceptions import InvalidUrlException, MlflowException
+        from mlflow.utils.rest_utils import http_request
 
-def store_of(uri: str) -> Any:
-    """Return MLflow's store of the runs behind a tracking URI, which its own functions use."""
-    from mlflow.tracking._tracking_service.utils import _get_store
-
-    return _get_store(uri)
-
-
-def _bounded_store(service: Service) -> Any:
-    """Return the service's store. If the runs are on a server, each call of it is one request.
-
-    MLflow's own store tries 7 times, in about 4 minutes. Only variables of the whole process change that.
-    """
-    from mlflow.store.tracking.rest_store import RestStore
-
-    store = store_of(service.uri)
-    if not isinstance(store, RestStore):
-        return store
-    PARTS.require_of("rest_store", store)
-
-    class Bounded(RestStore):  # type: ignore[misc]
-        def _call_endpoint(self, api: Any, json_body: Any = None, *_: Any, **__: Any) -> Any:
-            import json
-
-            endpoint, method = _endpoints()[api]
-            how = {"params" if method == "GET" else "json": None if json_body is None else json.loads(json_body)}
-            return _request(service, api.Response(), self.get_host_creds(), endpoint, method, **how)
-
-    return Bounded(store.get_host_creds)
-
-
-@functools.lru_cache(maxsize=1)
-def _endpoints() -> Mapping[Any, tuple[str, str]]:
-    """Return the path and method of each request, by its class."""
-    from mlflow.protos.service_pb2 import MlflowService
-    from mlflow.utils.rest_utils import extract_api_info_for_service
-
-    endpoints: Mapping[Any, tuple[str, str]] = extract_api_info_for_service(MlflowService, "/api/2.0")
-    return endpoints
-
-
-def _request(service: Service, message: Any, *args: Any, **kwargs: Any) -> Any:
-    """Send a request with these arguments, once. Returns MLflow's `message` with the answer."""
-    from mlflow.exceptions import InvalidUrlException, MlflowException
-    from mlflow.utils.rest_utils import http_request
-
-    host = without_credentials(service.uri)
-    try:
-        response = http_request(*args, max_retries=0, timeout=service.timeout_s(), raise_on_status=False, **kwargs)
-    except InvalidUrlException:
-        raise RejectedError(f"{host} is not an address of a server: it must begin with https:// or http://") from None
-    except MlflowException as error:  # its text has the address, and perhaps a password
-        cause = type(error.__cause__ or error.__context__ or error).__name__
-        kind = NoConnectionError if cause == "ConnectionError" else UnavailableError
-        raise kind(f"{host} does not answer ({cause})") from None
-    return _read(response, service, message)
-
-
-def _read(response: Any, service: Service, message: Any) -> Any:
-    from mlflow.exceptions import RestException
-    from mlflow.utils.proto_json_utils import parse_dict
-
-    host, status = without_credentials(service.uri), response.status_code
-    if status in (401, 403):
-        raise UnauthorizedError(f"{host} does not take the credentials (HTTP {status})")
-    if status >= 500 or status in _PASSING:
-        raise UnavailableError(f"{host} answers with HTTP {status}")
-    try:
-        answer = response.json()
-        if status == 200:
-            parse_dict(js_dict=answer, message=message)
-            return message
-    except ValueError:
-        answer = None
-    if not answer or not isinstance(answer, Mapping):
-        kind = UnavailableError if service.is_known else RejectedError
-        raise kind(f"{host} answers with HTTP {status}, but not as an MLflow server does: check the address")
-    text, code = _first_line(str(answer.get("message"))), str(answer.get("error_code"))
-    if code == "RESOURCE_DOES_NOT_EXIST":
-        raise RestException({"error_code": code, "message": text})  # MLflow's store handles it where it may happen
-    raise RejectedError(text, code)
-
-
-def keeps_equal_points(store: Any) -> bool:
-    """Whether this is a directory, which has a point twice that was sent twice. A database has it once."""
-    module = sys.modules.get(_DIRECTORY.partition(":")[0])  # imported if there is such a store
-    return module is not None and PARTS.has(_DIRECTORY) and isinstance(store, module.FileStore)
-
-
-def _value_of(point: Any) -> tuple[int, int, str]:
-    """Return what makes two points of a metric equal. NaN is equal to NaN here."""
-    return point.step, point.timestamp, repr(float(point.value))
-
-
-def _first_line(text: str) -> str:
-    return first_line(text.strip() or "no reason given")[:500]
-
-
-def entities(kind: str, values: Mapping[str, Any]) -> Sequence[Any]:
-    """Return MLflow's objects for params ("Param") or tags ("RunTag")."""
-    from mlflow import entities as vendors
-
-    return [getattr(vendors, kind)(key, str(value)) for key, value in values.items()]
-
-
-def flush_own_rows(uri: str, timeout_s: float) -> bool:
-    """Have MLflow send the rows of its own asynchronous logging. Returns whether it did so in time."""
-    store = store_of(uri)
-    queue = getattr(store, "_async_logging_queue", None)
-    is_idle = getattr(queue, "is_idle", lambda: False)  # from 2.13 on
-    if queue is None or is_idle():  # not every store has one
-        return True
-    if not PARTS.has("vendors_store.flush_async_logging", store):
+        try:
+            json.dumps(values, ensure_ascii=False).encode()  # a server may answer HTTP 500 to half of a surrogate
+            _, host_creds = self._open()
+            if host_creds is None:
+                return False
+            how: dict[str, Any] = {"params" if method == "GET" else "json": values, "timeout": self.timeout_s()}
+            response = http_request(host_creds(), f"{_API}/{path}", method, max_retries=0, raise_on_status=False, **how)
+        except InvalidUrlException:
+            text = f"{self.host} is not an address of a server: it must begin with https:// or http://"
+            raise RejectedError(text) from None
+        except MlflowException as error:  # its text has the address, and perhaps a password
+            cause = type(error.__cause__ or error.__context__ or error).__name__
+            kind = NoConnectionError if cause == "ConnectionError" else UnavailableError
+            raise kind(f"{self.host} does not answer ({cause})") from None
+        except Exception as error:
+            raise _translated(error) from None
+        self._check(response)
         return True
 
-    def flush() -> None:
-        with suppress(Exception):
-            store.flush_async_logging()
+    def _check(self, response: Any) -> None:
+        status = response.status_code
+        if status in (401, 403):
+            raise UnauthorizedError(f"{self.host} does not take the credentials (HTTP {status})")
+        if status >= 500 or status in _PASSING:
+            raise UnavailableError(f"{self.host} answers with HTTP {status}")
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, Mapping) or (status != 200 and not answer):
+            kind = UnavailableError if self.is_known else RejectedError
+            raise kind(f"{self.host} answers with HTTP {status}, but not as an MLflow server does: check the address")
+        if status != 200:
+            raise RejectedError(_first_line(str(answer.get("message"))), str(answer.get("error_code")))
 
-    return run_with_timeout(timeout_s, flush)
+    def _log_to_files(
+        self, client: Any, run_id: str, points: Sequence[Point], values: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        from mlflow.entities import Metric, Param
+
+        try:
+            client.log_batch(
+                run_id,
+                [Metric(*point) for point in self._missing(client, run_id, points)],
+                [Param(*param) for param in values.get("params", {}).items()],
+                run_tags(values.get("tags", {})),
+                synchronous=True,
+            )
+        except Exception:
+            self._present.clear()  # a part may have been written
+            raise
+
+    def _missing(self, client: Any, run_id: str, points: Sequence[Point]) -> Sequence[Point]:
+        """Return the points that are not there yet. A directory would keep both of two equal ones.
+
+        A process that was killed while it sent them may have written a part. A database keeps one of two equal points.
+        """
+        if urlsplit(self.uri).scheme not in ("", "file"):
+            return points
+        for key in {point.key for point in points}.difference(self._present):
+            self._present[key] = set(map(_comparable, client.get_metric_history(run_id, key)))
+        return [point for point in points if _comparable(point) not in self._present[point.key]]
+
+
+def _translated(error: Exception) -> Exception:
+    """Return what to raise for an error of MLflow's client."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, (outbox.AwayError, outbox.RejectedError, AttributeError, TypeError)):
+        return error
+    if isinstance(error, MlflowException):
+        code, text = error.error_code, _first_line(error.message)
+        if code in _UNAUTHORIZED:
+            return UnauthorizedError(text)
+        return RejectedError(text, code) if code in _FINAL else UnavailableError(text)
+    text = f"{type(error).__name__}: {_first_line(str(error))}"
+    # Values that cannot be put into a request; or a database that is locked, or whose tables are being created.
+    return RejectedError(text) if isinstance(error, ValueError) else UnavailableError(text)
+
+
+def run_tags(tags: Mapping[str, str]) -> list[Any]:
+    """Return tags as MLflow's client takes them."""
+    from mlflow.entities import RunTag
+
+    return [RunTag(*tag) for tag in tags.items()]
+
+
+def now_ms() -> int:
+    """Return the time in milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000
 
 
 def next_step(run: Any) -> int:
@@ -359,9 +344,36 @@ def next_step(run: Any) -> int:
     return max(steps, default=-1) + 1
 
 
+def _number(value: float) -> float | str:
+    """Return a number as JSON has it: https://protobuf.dev/programming-guides/json."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _comparable(point: Any) -> tuple[int, int, str]:
+    """Return what makes two points of a metric equal. NaN is equal to NaN here."""
+    return point.step, point.timestamp, repr(float(point.value))
+
+
+def _first_line(text: str) -> str:
+    return first_line(text.strip() or "no reason given")[:500]
+
+
+def flush_own_rows(timeout_s: float) -> bool:
+    """Have MLflow send the rows of its own asynchronous logging. Returns whether it did so in time."""
+    from mlflow import flush_async_logging
+
+    def flush() -> None:
+        with suppress(Exception):  # of a version that flushes active queues only
+            flush_async_logging()
+
+    return run_with_timeout(timeout_s, flush)
+
+
 def tags_of_start_run(tags: Mapping[str, str]) -> dict[str, str]:
     """Return the tags that `mlflow.start_run` gives a run: `tags`, the user, and where the code is."""
-    if not PARTS.has("mlflow.tracking.context.registry:resolve_tags"):
+    if not PARTS.has(_TAGS):
         return dict(tags)
     from mlflow.tracking.context.registry import resolve_tags
 
@@ -476,6 +488,12 @@ def active_runs() -> list[Any]:
     stack: Any = fluent._active_run_stack
     runs: list[Any] = stack if isinstance(stack, list) else stack.get()  # before 2.18, one for all threads
     return runs
+
+
+def _set_terminated(client: Any) -> Any:
+    """Return the client's own method, in spite of `leave_end_to_us`."""
+    method = type(client).set_terminated
+    return getattr(method, "__wrapped__", method)
 
 
 @functools.lru_cache(maxsize=1)

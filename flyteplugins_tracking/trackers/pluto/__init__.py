@@ -115,7 +115,7 @@ class PlutoTracker(Tracker):
 
     def open(self, request: RunRequest) -> Handle:
         # Imported here, so that a rank without a run does not load it.
-        from flyteplugins_tracking.trackers.journal.local import open_or_keep
+        from flyteplugins_tracking.trackers.kept import open_or_keep
         from flyteplugins_tracking.trackers.pluto import run as pluto_run
 
         request = _with_usable_id(request)

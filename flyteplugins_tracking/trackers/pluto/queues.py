@@ -23,9 +23,9 @@ from typing import Any
 from flyteplugins_tracking._util.files import is_own_directory, is_own_file, open_own
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.journal import how_to_send
-from flyteplugins_tracking.trackers.journal.files import StoredJournal, stored
-from flyteplugins_tracking.trackers.journal.local import RunFile
+from flyteplugins_tracking.trackers.earlier import RunFile
+from flyteplugins_tracking.trackers.journal import StoredJournal, stored
+from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.pluto import vendor
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Status, prefix_of, status_of
-from flyteplugins_tracking.trackers.journal import how_to_send
-from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
+from flyteplugins_tracking.trackers.earlier import EarlierAttempts
+from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.open import REQUEST_S, Sending, http_client, open_op
 from flyteplugins_tracking.trackers.rows import MetricSanitizer

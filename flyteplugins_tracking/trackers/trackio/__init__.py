@@ -143,7 +143,7 @@ class TrackioTracker(PerProcess, Tracker):
         )
 
     def open(self, request: RunRequest) -> Handle:
-        from flyteplugins_tracking.trackers.journal.local import open_or_keep
+        from flyteplugins_tracking.trackers.kept import open_or_keep
         from flyteplugins_tracking.trackers.trackio.open import open_run
 
         return open_or_keep(request, self, lambda: open_run(request, self))

@@ -15,11 +15,10 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import ClientHandle, status_of
-from flyteplugins_tracking.trackers.journal import how_to_send, what_is_kept
-from flyteplugins_tracking.trackers.journal.earlier import EarlierAttempts
-from flyteplugins_tracking.trackers.journal.files import stored
-from flyteplugins_tracking.trackers.journal.lines import decode_all, encode
-from flyteplugins_tracking.trackers.journal.local import RunFile
+from flyteplugins_tracking.trackers.earlier import EarlierAttempts, RunFile
+from flyteplugins_tracking.trackers.journal import encode, stored
+from flyteplugins_tracking.trackers.kept import what_is_kept
+from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.trackio import EXIT_CODE, STATUS, page_address, vendor
 
 logger = logging.getLogger(__name__)
@@ -199,7 +198,7 @@ class TrackioHandle(ClientHandle):
 def _entries(directory: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the rows that the journals of a directory have, as Trackio queues them."""
     for journal in stored(directory):
-        for line in decode_all(journal.pending()):
+        for line in journal.lines():
             if line.get("call") == _REQUEUE:
                 yield line["args"][0]
 

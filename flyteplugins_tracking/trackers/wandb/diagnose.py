@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, Key, Level
-from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import vendor
 
 _SERVER = "https://api.wandb.ai"

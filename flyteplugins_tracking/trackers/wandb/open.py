@@ -21,8 +21,8 @@ from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.node_group import NodeRole
+from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import (
     HOST,
     api_of,

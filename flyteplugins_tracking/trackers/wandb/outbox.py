@@ -43,8 +43,7 @@ from flyteplugins_tracking._util.files import (
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
-from flyteplugins_tracking.trackers.journal.files import Journal, StoredJournal, stored
-from flyteplugins_tracking.trackers.journal.lines import decode_all, encode
+from flyteplugins_tracking.trackers.journal import Journal, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 
@@ -115,7 +114,7 @@ class Attempt:
         """The status with which it has ended its run; None if it was killed before."""
         if not self.journals:
             return datastore.exit_code(self.directory)
-        lines = chain.from_iterable(decode_all(journal.segments()[-1].pending()) for journal in self.journals)
+        lines = chain.from_iterable(journal.segments()[-1].lines() for journal in self.journals)
         return next((line["exit_code"] for line in lines if "exit_code" in line), None)
 
     @property
@@ -199,7 +198,7 @@ def _rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
     while len(segments) > 1 and (step := segments[1].header["step"]) is not None and step < since:
         segments.pop(0)
     row: Row | None = None
-    for line in chain.from_iterable(decode_all(segment.pending()) for segment in segments):
+    for line in chain.from_iterable(segment.lines() for segment in segments):
         if "row" not in line:
             continue
         step = line["step"]

@@ -21,7 +21,7 @@ from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
-from flyteplugins_tracking.trackers.journal import how_to_send
+from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
 from flyteplugins_tracking.trackers.wandb import HOST, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.rollback import Rollback

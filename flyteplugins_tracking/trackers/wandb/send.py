@@ -18,8 +18,8 @@ from typing import Any
 from flyteplugins_tracking._util.files import touch_own
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
-from flyteplugins_tracking.trackers.journal import how_to_send, require_server
-from flyteplugins_tracking.trackers.journal.lines import exit_code_in
+from flyteplugins_tracking.trackers.journal import exit_code_in
+from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.outbox import Attempt, Place, attempt_at

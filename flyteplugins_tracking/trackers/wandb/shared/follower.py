@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.journal.files import Journal
+from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.node_group import NodeClient
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, guard

@@ -12,8 +12,8 @@ from typing import Any
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.journal import how_to_send
 from flyteplugins_tracking.trackers.node_group import NodeRole, NodeServer
+from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 from flyteplugins_tracking.trackers.wandb.shared.common import make_config_read_only, rows_of, step_of

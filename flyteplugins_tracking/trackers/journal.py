@@ -1,13 +1,21 @@
-"""A journal: the records of one writer that its service may not have received, in files that outlive the process.
+"""A journal: what one writer has logged and its service may lack, in files on the local disk that outlive the process.
 
 A record is in the operating system's hands when `add` returns: SIGKILL loses none. The files of one journal are its
 segments, `NAME.journal.0` and so on. Each is a sequence of frames: a head with a checksum of its own, which says the
 record's number, time, length and checksum, and the record. So a reader finds the frames behind a damaged one.
+
+The record of a tracker is a line: JSON that no service's format is in. A line is one of
+
+    {"row": {...}, "step": 3, "time": 1700000000.0}         a row; the step is null if the service counts
+    {"call": "log_params", "args": [...], "kwargs": {...}}  a call of a method of the run object
+    {"event": "failure", "values": {...}, "text": "..."}    what the run tells of its job
+    {"exit_code": 0}                                        the run's end
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -16,7 +24,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +35,8 @@ from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
+
+Line = Mapping[str, Any]
 
 SUFFIX = ".journal."
 # A damaged file whose other records the service has.
@@ -44,15 +54,18 @@ _MARK = b"\xabJ"
 _RECORD, _HEADER, _ACKNOWLEDGED = range(3)
 
 _warn_once = WarnOnce(logger)
-# The journals that this process writes. Reading one would release its lock.
+# The journals that this process writes. Reading the last segment of one would release its lock.
 _live: set[str] = set()
+# Made once: `json.dumps` with these arguments would make one for each row.
+_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":")).encode
 
 
 class Entry(NamedTuple):
-    """A record, and when it was added, in seconds since the epoch."""
+    """A record, when it was added, in seconds since the epoch, and how many were added before it."""
 
     time_s: float
     data: bytes
+    number: int
 
 
 class Journal(PerProcess):
@@ -60,49 +73,59 @@ class Journal(PerProcess):
 
     Attributes:
         directory: Where its files are.
+        name: Different for each writer of the directory.
         added: How many records were added, kept or not.
         header: What its readers need to know. A change of it is in the segments that begin later.
-        most_segments: How many segments are kept; None for all.
+        is_closed: Whether records are not kept anymore: after `close`, and since the disk was full.
     """
 
-    def __init__(self, directory: Path, name: str, header: Mapping[str, Any], segments: int | None = None) -> None:
+    def __init__(self, directory: Path, name: str, header: Mapping[str, Any]) -> None:
         """Prepare the journal.
 
         Args:
             directory: Where its files are.
             name: Different for each writer of the directory.
             header: What its readers need to know: values of JSON.
-            segments: How many segments are kept, if the client has older records in files of its own. None to keep all
-                records that are not acknowledged.
         """
-        self.directory = directory
+        self.directory, self.name = directory, name
         self.added = 0
+        self._numbers = itertools.count()
         self._kept = 0  # how many of them are in the files, or were
         self._base = f"{directory / name}{SUFFIX}"
-        self.header, self.most_segments = dict(header), segments
+        self.header = dict(header)
         self._segments: list[tuple[str, int]] = []  # the paths, and how many records were added before each
         self._count = 0  # segments that were begun
         self._acknowledged = 0
         self._file = -1
         self._room = 0  # bytes until the segment is full; without a segment there are none
-        self._is_closed = False
+        self.is_closed = False
         self._lock = threading.RLock()  # held while segments change. Reentrant: a signal handler may log
         register(self)
 
-    def add(self, record: bytes) -> None:
-        """Keep a record. Called for each row: a full disk costs the record, with one warning, and raises nothing."""
+    def add(self, record: bytes) -> int:
+        """Keep a record, and return its number. A full disk costs the record, with one warning, and raises nothing."""
         size = _HEAD_SIZE + len(record)
         with self._lock:
-            if self._room >= size or self._begin_segment(size):
-                self._write(_RECORD, self.added, record)
-            self.added += 1
-            if not self._is_closed:
-                self._kept = self.added
+            number = next(self._numbers)  # a signal handler may add another one before this is written
+            self.added = max(self.added, number + 1)
+            if self._room >= size or self._begin_segment(size, number):
+                self._write(_RECORD, number, record)
+            if not self.is_closed:
+                self._kept = max(self._kept, number + 1)
+            return number
 
     @property
     def lost(self) -> int:
         """How many records the service has not acknowledged and the files do not have: the last ones."""
         return max(0, self.added - max(self._kept, self._acknowledged))
+
+    def entries(self, first: int) -> Iterator[Entry]:
+        """Yield the records that the files have, from number `first` on, while more are added."""
+        segments = list(self._segments)
+        for position, (path, _) in enumerate(segments):
+            if position + 1 == len(segments) or segments[position + 1][1] > first:
+                frames = [frame for frame in _frames(self._content(path)) if frame is not None]
+                yield from (entry for entry in _entries(frames) if entry.number >= first)
 
     def acknowledged(self, count: int) -> None:
         """Note that the service has the first `count` records. Removes the segments that are not needed anymore."""
@@ -117,7 +140,7 @@ class Journal(PerProcess):
     def close(self) -> None:
         """Keep the files for a reader. Records that are added from now on are not kept."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             self._close_file()
             _live.discard(self._base)
 
@@ -135,6 +158,13 @@ class Journal(PerProcess):
         self._segments = []
         self.close()
 
+    def _content(self, path: str) -> bytes:
+        """Return a segment. The last one is read by its own descriptor: closing another would release its lock."""
+        with self._lock:
+            if self._file >= 0 and path == self._segments[-1][0]:
+                return os.pread(self._file, os.fstat(self._file).st_size, 0)
+        return _content(Path(path))
+
     def _write(self, kind: int, number: int, record: bytes = b"") -> None:
         """Write a frame. On a full disk a part of it may be written, behind which nothing is written anymore."""
         head = _HEAD.pack(_MARK, kind, number, time.time(), len(record), zlib.crc32(record))
@@ -146,34 +176,30 @@ class Journal(PerProcess):
         except OSError as error:
             self._give_up(error)
 
-    def _begin_segment(self, size: int) -> bool:
-        if self._is_closed:
+    def _begin_segment(self, size: int, before: int) -> bool:
+        if self.is_closed:
             return False
         try:
-            self._open_segment(size)
+            self._open_segment(size, before)
         except OSError as error:
             self._give_up(error)
-        if self._is_closed:
-            return False
-        while self.most_segments is not None and len(self._segments) > self.most_segments:
-            _remove(self._segments.pop(0)[0])
-        return True
+        return not self.is_closed
 
-    def _open_segment(self, size: int) -> None:
+    def _open_segment(self, size: int, before: int) -> None:
         self._close_file()
         self.directory.mkdir(parents=True, exist_ok=True)
         path = f"{self._base}{self._count}"
         # A name that is there already, such as a link of another user's, is none of this journal's.
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         # Not `flock`: a child of a writer that was killed would hold it.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _live.add(self._base)
-        self._segments.append((path, self.added))
+        self._segments.append((path, before))
         self._count += 1
-        header = json.dumps({**self.header, "before": self.added}, default=str).encode()
+        header = json.dumps({**self.header, "before": before}, default=str).encode()
         for _ in range(2):  # without one, nobody knows whose records the others are
             self._write(_HEADER, self._acknowledged, header)
-        if not self._is_closed:
+        if not self.is_closed:
             self._room = max(SEGMENT_BYTES, size)
 
     def _close_file(self) -> None:
@@ -183,7 +209,7 @@ class Journal(PerProcess):
 
     def _give_up(self, error: OSError) -> None:
         """Stop keeping records. The training continues, and loses at a kill what the client has not sent."""
-        if not self._is_closed:
+        if not self.is_closed:
             _warn_once(
                 str(self.directory),
                 "rows cannot be kept in %s: %s. A kill of this process now loses the rows that are not sent yet",
@@ -205,26 +231,35 @@ class StoredJournal:
     header: Mapping[str, Any]
     paths: Sequence[Path]
 
-    def pending(self) -> list[Entry]:
-        """Return the records that are not acknowledged, in their order.
+    @property
+    def name(self) -> str:
+        """The name that its writer gave it."""
+        return self.paths[0].name.rpartition(SUFFIX)[0]
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the records that are not acknowledged, in their order. One segment is in memory at a time.
 
         A damaged record is left out, with a warning. Raises nothing.
         """
-        entries: dict[int, Entry] = {}
         acknowledged = 0
         for path in self.paths:
-            damaged = 0
-            for frame in _frames(path):
-                if frame is None:
-                    damaged += 1
-                elif frame.kind == _RECORD:
-                    entries[frame.number] = Entry(frame.time_s, frame.data)
-                else:
-                    acknowledged = max(acknowledged, frame.number)
+            frames = list(_frames(_content(path)))
+            damaged = frames.count(None)
+            acknowledged = max([acknowledged, *(one.number for one in frames if one and one.kind != _RECORD)])
             if damaged:
                 text = "%s is damaged in %d places: what was there is lost, all else is used. It is kept as %s%s"
                 _warn_once(str(path), text, path, damaged, path.name, _BAD)
-        return [entry for number, entry in sorted(entries.items()) if number >= acknowledged]
+        for path in self.paths:
+            frames_left = [frame for frame in _frames(_content(path)) if frame is not None]
+            yield from (entry for entry in _entries(frames_left) if entry.number >= acknowledged)
+
+    def pending(self) -> list[Entry]:
+        """Return the records that are not acknowledged, in their order."""
+        return list(self.entries())
+
+    def lines(self) -> Iterator[Line]:
+        """Yield the lines of these records. One that is no line is left out: its writer was no version of this."""
+        return lines_of(self.name, self.entries())
 
     def segments(self) -> list[StoredJournal]:
         """Return its files as journals of their own, each with the header that it was begun with."""
@@ -257,7 +292,7 @@ class StoredJournal:
     def remove(self) -> None:
         """Remove the files: the service has all records. Damaged files are kept under another name."""
         for path in self.paths:
-            if None in _frames(path):
+            if None in _frames(_content(path)):
                 with suppress(OSError):
                     path.rename(f"{path}{_BAD}")
             else:
@@ -265,7 +300,7 @@ class StoredJournal:
 
     @property
     def _base(self) -> str:
-        return str(self.paths[0])[: -len(self.paths[0].suffix) + 1]
+        return f"{self.paths[0].with_name(self.name)}{SUFFIX}"
 
 
 def stored(directory: Path) -> list[StoredJournal]:
@@ -295,10 +330,37 @@ def remove_torn(directory: Path) -> None:
             _remove(str(path))
 
 
+def encode(line: Line) -> bytes:
+    """Return a line as a record: JSON, which a reader cannot be made to run.
+
+    Raises:
+        TypeError: JSON cannot hold a value.
+        ValueError: JSON cannot hold a value.
+    """
+    try:
+        return _encode(line).encode("utf-8", "surrogatepass")
+    except RecursionError:
+        raise ValueError("a value is nested too deeply, or contains itself") from None
+
+
+def lines_of(name: str, entries: Iterable[Entry]) -> Iterator[Line]:
+    """Yield the lines of the records of a journal. The "id" of each is the same whenever it is read."""
+    for entry in entries:
+        with suppress(ValueError, RecursionError):
+            line = json.loads(entry.data.decode("utf-8", "surrogatepass"))
+            if isinstance(line, dict):
+                yield {**line, "id": f"{name}-{entry.number}"}
+
+
+def exit_code_in(lines: Iterable[Line]) -> int:
+    """Return the status that a run's lines end with; 1 if its process was killed before it could tell."""
+    return next((line["exit_code"] for line in reversed(list(lines)) if "exit_code" in line), 1)
+
+
 def _stored(paths: Sequence[Path]) -> StoredJournal | None:
     """Return the journal of these files; None if they have no header, or are gone by now."""
     for path in paths:
-        header = next((frame for frame in _frames(path) if frame is not None and frame.kind == _HEADER), None)
+        header = next((frame for frame in _frames(_content(path)) if frame and frame.kind == _HEADER), None)
         if header is not None:
             with suppress(OSError, ValueError, RecursionError):
                 described = json.loads(header.data)
@@ -315,18 +377,25 @@ class _Frame(NamedTuple):
     is_whole: bool
 
 
-def _frames(path: Path) -> Iterator[_Frame | None]:
-    """Yield the whole frames of a file, and None for each place that has something else. Another user's file has none.
+def _entries(frames: Sequence[_Frame]) -> Iterator[Entry]:
+    by_number = {frame.number: frame for frame in frames if frame.kind == _RECORD}
+    for number, frame in sorted(by_number.items()):
+        yield Entry(frame.time_s, frame.data, number)
 
-    Raises nothing.
-    """
+
+def _content(path: Path) -> bytes:
+    """Return a file of this user; nothing if there is none, with a warning if it is another user's."""
     try:
-        data = read_own(path, _LONGEST_SEGMENT)
+        return read_own(path, _LONGEST_SEGMENT)
     except FileNotFoundError:
-        return
+        pass
     except OSError as error:
         _warn_once(f"{path} unread", "%s is left out: %s", path, error)
-        return
+    return b""
+
+
+def _frames(data: bytes) -> Iterator[_Frame | None]:
+    """Yield the whole frames of a file, and None for each place that has something else. Raises nothing."""
     position = 0
     is_damaged = False
     while 0 <= position < len(data):

@@ -1,0 +1,279 @@
+"""Runs whose lines go through an outbox, so that what their service has not taken is kept on this disk.
+
+If the service cannot be used when a run is opened, and `if_unavailable="degrade"`, the outbox has no sink: the run is
+only kept. Its directory is sent later, by the next attempt of the job or by `flyteplugins-tracking send`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.base import RunRequest, Tracker
+from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
+from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, stored
+from flyteplugins_tracking.trackers.outbox import Outbox, Sink, how_to_send
+from flyteplugins_tracking.trackers.rows import MetricSanitizer
+
+logger = logging.getLogger(__name__)
+
+# The parent of the runs' directories, in the job's working directory.
+FOLDER = "tracking-offline"
+# The arguments that mean nothing to the process that sends the run later. The address of a webhook is a password.
+_OF_THIS_JOB = ("secret", "tracker", "primary_rank", "webhook_url", "webhook_min_level")
+# The calls that are repeated. None of them reads a file: whoever can write to a journal could name any.
+REPEATED = frozenset(
+    {
+        *("alert", "set_tag", "set_tags", "delete_tag", "add_tags", "remove_tags"),
+        *("log_param", "log_params", "update_config", "log_text", "log_dict", "requeue"),
+    }
+)
+# The part of a run's end that is kept for sending the status: seconds, and the largest share of finish_timeout_s.
+_STATUS_S, _STATUS_SHARE = 3.0, 0.25
+
+
+class OutboxHandle(ClientHandle):
+    """An open run whose lines go through an outbox.
+
+    A tracker implements `end_run`, and gives a sink.
+    """
+
+    def __init__(
+        self, request: RunRequest, tracker: Tracker, sink: Sink | None, values: MetricSanitizer | None = None
+    ) -> None:
+        """Initialize the handle of a run that is open.
+
+        Args:
+            request: The decorator's request for this run.
+            tracker: The tracker.
+            sink: Where lines go; None to keep them.
+            values: Makes rows of logged values.
+        """
+        super().__init__(request, tracker.title, values)
+        self._tracker, self._sink = tracker, sink
+        self._left_in: str | None = None  # the directory of what was not sent in time
+        self._open_outbox()
+
+    def end_run(self, exit_code: int, timeout_s: float) -> bool:  # noqa: ARG002 as trackers need it
+        """Send the run's status within `timeout_s` seconds, after its lines. Returns whether the service has it."""
+        return True
+
+    def sendable(self) -> RunRequest:
+        """Return the request with which another process opens the run, to send what is kept."""
+        return self.request
+
+    @property
+    def place(self) -> str:
+        """Where the lines go, in messages."""
+        return self._title
+
+    @property
+    def earlier_step(self) -> int:
+        """The highest step of the rows of earlier attempts that are still to be sent; -1 if there is none."""
+        steps = [line["step"] for journal in self._earlier for line in journal.lines() if line.get("step") is not None]
+        return max(steps, default=-1)
+
+    def put(self, line: Line) -> None:
+        """Send a line, and keep it until then. Opens the run again if it has ended early."""
+        self._gate.row(lambda: self._outbox.put(line))
+
+    def put_row(self, row: Mapping[str, Any], step: int | None, time_s: float | None = None) -> None:
+        """Send a row, from within `write`."""
+        self._outbox.put({"row": dict(row), "step": step, "time": time_s or time.time()})
+
+    def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
+        self.put_row(row, step)
+
+    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        self.put({"event": name, "values": dict(values), "text": text})
+
+    def end(self, exit_code: int) -> None:
+        self.close_outbox(exit_code, time.monotonic() + self.request.config.finish_timeout_s)
+
+    def close_outbox(self, exit_code: int, until: float) -> None:
+        """Send all lines, and then the status, until a time of `time.monotonic`. What is left stays in files."""
+        left_s = until - time.monotonic()
+        self._outbox.put({"exit_code": exit_code})
+        is_sent = self._outbox.close(left_s - min(_STATUS_S, left_s * _STATUS_SHARE))
+        is_complete = self._sink is not None and self.end_run(exit_code, until - time.monotonic()) and is_sent
+        if is_complete:
+            self._outbox.remove()
+        else:
+            self._outbox.keep()
+            self._left_in = self._outbox.directory
+        if self._outbox.rows or not is_complete:
+            self._report_left()
+
+    def wait(self, patience_s: float) -> None:
+        """Wait until all lines are sent, or until the service has taken nothing for `patience_s` seconds."""
+        self._outbox.wait(patience_s)
+
+    def resume(self) -> None:
+        self._open_outbox()  # what the last one has left is an earlier attempt's for it
+
+    def unsent(self) -> Sequence[str]:
+        return [self._left_in] if self._left_in is not None and os.path.isdir(self._left_in) else []
+
+    def how_to_send(self, directory: str) -> str:
+        return how_to_send(directory, self.sendable().config.options)
+
+    def _open_outbox(self) -> None:
+        request = self.sendable()
+        header = _header(request, self._tracker, self.id)
+        rank = request.info.rank if request.info else 0
+        # Sorted by name, the journals are in the order of the attempts, each attempt's primary rank first.
+        who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"
+        name = f"{header['attempt']:04}-{int(time.time() * 1000):x}-{who}"
+        self._earlier = list(self._find_earlier())
+        journal = Journal(Path(self.directory()), name, header)
+        self._outbox = Outbox(self._title, self.id, journal, self._sink, self._earlier)
+
+    def directory(self) -> str:
+        """Return where what is not sent is kept: one directory for all attempts and ranks of the run."""
+        of_earlier = self.request.earlier
+        return str(of_earlier[0].paths[0].parent) if of_earlier else directory_of(self._tracker.name, self.id)
+
+    def _find_earlier(self) -> Sequence[StoredJournal]:
+        """Return what earlier attempts have left here, for one rank of each node. Journals that are written are not."""
+        if self.request.earlier or self._sink is None or self.request.plan.run_id is None:
+            return self.request.earlier
+        if not (self.request.plan.primary or self.request.leads_node):
+            return ()
+        return [journal for journal in stored(Path(self.directory())) if not journal.is_open()]
+
+    def _report_left(self) -> None:
+        rows, lost = self._outbox.rows, self._outbox.lost_rows
+        rest = f"{rows} rows. {what_is_kept(rows, lost)}" if rows else "all params, tags and the status."
+        logger.warning(
+            "%s: run %s: %s has not taken %s Send the rest when %s answers: %s",
+            self._title,
+            self.id,
+            self.place,
+            rest,
+            self._title,
+            self.how_to_send(self._outbox.directory),
+        )
+
+
+class KeptRun(Run):
+    """The object that `get_run` returns for a run that is only kept. Calls on it are made when the run is sent."""
+
+    def __init__(self, handle: KeptHandle) -> None:
+        super().__init__(handle)
+        self._keeps = handle
+        self._warn_once = WarnOnce(logger)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self._keep(name, args, kwargs)
+
+    def _keep(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if name not in REPEATED:
+            text = "run %s is logged to files: a call of %s() will not be repeated when it is sent. Repeated are: %s"
+            self._warn_once(name, text, self.id, name, ", ".join(sorted(REPEATED)))
+        try:
+            self._keeps.put({"call": name, "args": args, "kwargs": kwargs})
+        except (TypeError, ValueError):
+            text = "run %s is logged to files as JSON: a call of %s() is lost, since JSON cannot hold its arguments"
+            self._warn_once(name, text, self.id, name)
+
+
+class KeptHandle(OutboxHandle):
+    """An open run that is only kept."""
+
+    def __init__(self, request: RunRequest, tracker: Tracker) -> None:
+        super().__init__(request, tracker, None)
+        self.run = KeptRun(self)
+
+    @property
+    def url(self) -> str | None:
+        """A run in files has no page."""
+        return None
+
+    def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
+        row = {key: value for key, value in row.items() if self._fits(key, value)}
+        if row:
+            self.put_row(row, step.item() if callable(getattr(step, "item", None)) else step)
+
+    def _fits(self, key: str, value: Any) -> bool:
+        if isinstance(value, (int, float, str)):
+            return True
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            self._values.warn_once(
+                key, f"a value of type {type(value).__name__} is left out: the run is logged to files as JSON"
+            )
+            return False
+        return True
+
+    def how_to_view(self) -> str:
+        command = self.how_to_send(self._outbox.directory)
+        return f"{command}, or with --tracker trackio to look at it without {self._title}"
+
+    def _report_left(self) -> None:
+        if self._outbox.lost_rows:
+            text = "%s: run %s: %d of %d rows and calls are lost: the files in %s could not be written"
+            counts = self._outbox.lost_rows, self._outbox.rows
+            logger.warning(text, self._title, self.id, *counts, self._outbox.directory)
+
+
+def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], ClientHandle]) -> ClientHandle:
+    """Open the run by `open_run`. If the service cannot be used and `if_unavailable` allows it, open a local run.
+
+    Raises:
+        TrackerUnavailableError: The service cannot be used, and `if_unavailable` is "raise".
+    """
+    try:
+        return open_run()
+    except TrackerUnavailableError as error:
+        if request.config.if_unavailable == "raise":
+            raise
+        handle = KeptHandle(request, tracker)
+        if request.plan.primary or (request.node_leader is not None and request.leads_node):
+            logger.warning(
+                "%s This run is logged to files. Send it when %s answers: %s",
+                error,
+                tracker.title,
+                handle.how_to_send(handle.directory()),
+            )
+        return handle
+
+
+def directory_of(tracker: str, run_id: str) -> str:
+    """Return the directory with the journals of a run."""
+    return os.path.abspath(os.path.join(FOLDER, f"{tracker}-{run_id}"))
+
+
+def what_is_kept(count: int, lost: int) -> str:
+    """Return the sentence on rows that a service has not taken: how many of them the files have.
+
+    Args:
+        count: How many rows the service has not taken.
+        lost: How many of them are in no file.
+    """
+    if not lost:
+        return "They are kept in files."
+    return f"{count - lost} of them are kept in files, and {lost} are lost: the files could not be written."
+
+
+def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any]:
+    arguments = {name: value for name, value in request.config.arguments.items() if name not in _OF_THIS_JOB}
+    return {
+        "tracker": tracker.name,
+        "id": run_id,
+        "group": request.plan.group,
+        "primary": request.plan.primary,
+        "attempt": restart_count_of(request),
+        "arguments": {**arguments, "run_mode": "auto", "if_unavailable": "raise", "rank_prefix": False},
+        "run_metadata": dict(request.run_metadata),
+    }

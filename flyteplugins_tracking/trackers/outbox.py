@@ -1,0 +1,367 @@
+"""The outbox of a run in one process: what was logged, and the service may lack. The queue is a journal on the disk.
+
+`put` returns when the operating system has the line. A thread hands the lines to the tracker's sink until that has
+taken them, those of earlier attempts first. Meanwhile they are in memory too, up to a limit, so that a full disk costs
+no line that the service takes in time. In a long outage, the thread reads the rest from the journal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.text import without_credentials
+from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.journal import Entry, Journal, Line, StoredJournal, encode, lines_of
+
+logger = logging.getLogger(__name__)
+
+# How long a line waits for more lines, in seconds, and how many are sent at once.
+_WAIT_S = 0.5
+_MOST_AT_ONCE = 1000
+# How much of what waits is in memory.
+MEMORY_BYTES = 32_000_000
+# The pauses between tries, in seconds. They are short at the end, which must notice that an outage is over.
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 0.5, 8.0, 1.0
+# After so many lines in a row that the service rejects, it is given no more of a batch.
+_MOST_REJECTED = 5
+# The arguments that are addresses of servers, and Pluto's settings that are.
+_ADDRESSES = (
+    *("host", "tracking_uri", "registry_uri", "server_url", "base_url"),
+    *("url_app", "url_api", "url_ingest", "url_py"),
+)
+
+
+# The rest of a run's arguments is for the process that has written the file: settings may name a proxy for the key,
+# or files to upload.
+_OF_ITS_PROCESS = ("settings", "webhook_url")
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+# A server's address, without a user and without what clients read in several ways, such as a backslash.
+_ADDRESS = re.compile(
+    r"([a-z][a-z0-9+.-]*)://([\w.-]+|\[[0-9a-f:.]+\])(?::(\d+))?(?:/[^\\\s]*)?", re.IGNORECASE | re.ASCII
+)
+
+
+class AwayError(Exception):
+    """The service does not take lines now. It may later."""
+
+
+class RejectedError(Exception):
+    """The service will never take this."""
+
+
+class Sink(Protocol):
+    """A run that is open at its service: the part of the sending that each tracker writes."""
+
+    def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
+        """Have the service take these lines, in their order. It may have them, or a part of them, already.
+
+        Args:
+            lines: See `journal`. Each has an "id", which is the same if it is sent again.
+            timeout_s: How long that may take; None if nobody waits for it.
+
+        Raises:
+            AwayError: The service does not take them now.
+            RejectedError: It will never take them together.
+        """
+
+
+class Outbox(PerProcess):
+    """Lines on their way to a sink. Without a sink, they stay in the journal."""
+
+    def __init__(
+        self, title: str, run_id: str, journal: Journal, sink: Sink | None, earlier: Iterable[StoredJournal] = ()
+    ) -> None:
+        """Initialize the outbox. Its thread starts with the first line that there is to send.
+
+        Args:
+            title: The service's name in messages.
+            run_id: The run's id in messages.
+            journal: Where lines are kept.
+            sink: Where they go.
+            earlier: What goes there first. The journals are removed when the sink has taken it.
+        """
+        self.rows = 0  # how many rows were put and not sent
+        self.directory = str(journal.directory)
+        self._title, self._run_id = title, run_id
+        self._journal, self._sink, self._earlier = journal, sink, deque(earlier)
+        self._waiting: deque[Entry] = deque()
+        self._bytes = 0  # of what waits
+        self._end = 0  # the number of the first line that has never waited in memory
+        self._changed = threading.Condition()  # reentrant, since a signal handler may log
+        self._thread: threading.Thread | None = None
+        self._until: float | None = None  # when `close` gives up
+        self._is_closed = False
+        self._unkept_rows = 0
+        self._is_parents = False
+        self._warn_once = WarnOnce(logger)
+        self._outages = 0  # those that are over
+        self._rejected = 0  # lines in a row
+        self._deliveries = 0
+        self._wait_s = _WAIT_S
+        register(self)
+        if self._earlier and sink is not None:
+            self._start()
+
+    def after_fork_in_child(self) -> None:
+        """Take nothing: the run is the parent's, and the lock may be held forever."""
+        self._is_parents = True
+
+    def put(self, line: Line) -> None:
+        """Send a line, and keep it until it is sent. Does nothing in a forked child.
+
+        Raises:
+            TypeError: JSON cannot hold a value.
+            ValueError: JSON cannot hold a value.
+        """
+        if self._is_parents:
+            return
+        data = encode(line)
+        with self._changed:
+            number = self._journal.add(data)
+            self.rows += "row" in line
+            self._unkept_rows += "row" in line and self._journal.is_closed
+            if self._sink is None:
+                return
+            if number == self._end and self._bytes < MEMORY_BYTES:
+                self._add(Entry(0.0, data, number))
+            if self._thread is None:
+                self._start()
+            elif len(self._waiting) in (1, _MOST_AT_ONCE):
+                self._changed.notify_all()
+
+    @property
+    def lost_rows(self) -> int:
+        """How many rows were neither sent nor kept: the last ones."""
+        return min(self.rows, self._unkept_rows)
+
+    def close(self, timeout_s: float) -> bool:
+        """Have everything sent within `timeout_s` seconds. Returns whether it was. Later, nothing more is sent."""
+        with self._changed:
+            if self._sink is not None:
+                self._until = time.monotonic() + timeout_s
+                self._changed.notify_all()
+                self._changed.wait_for(self._is_sent, timeout_s)
+            self._is_closed = True
+            self._changed.notify_all()
+            return self._is_sent()
+
+    def wait(self, patience_s: float) -> None:
+        """Wait until everything is sent, or until the service has taken nothing for `patience_s` seconds."""
+        with self._changed:
+            while not self._is_sent():
+                deliveries = self._deliveries
+                if not self._changed.wait_for(lambda: self._is_sent() or self._deliveries > deliveries, patience_s):  # noqa: B023
+                    return
+
+    def keep(self) -> None:
+        """Leave the journal to the next attempt, or to who sends it."""
+        self._journal.close()
+
+    def remove(self) -> None:
+        """Remove the journal, and its directory and the one above if they are empty: the service has everything."""
+        self._journal.remove()
+        with suppress(OSError):
+            os.rmdir(self.directory)
+            os.rmdir(os.path.dirname(self.directory))
+
+    def _is_sent(self) -> bool:
+        return self._sink is not None and not self._earlier and self._sent == self._journal.added
+
+    @property
+    def _sent(self) -> int:
+        return self._waiting[0].number if self._waiting else self._end
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="flyteplugins_tracking.outbox", daemon=True)
+        self._thread.start()
+
+    def _add(self, entry: Entry) -> None:
+        self._waiting.append(entry)
+        self._bytes += len(entry.data)
+        self._end = entry.number + 1
+
+    # In the thread
+
+    def _run(self) -> None:
+        while self._earlier:
+            if not self._send_earlier(self._earlier[0]):
+                return
+            with self._changed:
+                self._earlier.popleft()
+                self._changed.notify_all()
+        while batch := self._next_batch():
+            lines = list(lines_of(self._journal.name, batch))
+            if not self._deliver(lines):
+                return
+            with self._changed:
+                for _ in batch:
+                    self._bytes -= len(self._waiting.popleft().data)
+                self.rows -= _rows(lines)
+                self._journal.acknowledged(self._sent)
+                self._changed.notify_all()
+
+    def _send_earlier(self, journal: StoredJournal) -> bool:
+        lines, rows = journal.lines(), 0
+        while batch := list(islice(lines, _MOST_AT_ONCE)):
+            if not self._deliver(batch):
+                return False
+            rows += _rows(batch)
+        journal.remove()
+        if rows:
+            text = "%s: run %s: sent %d rows again that an earlier attempt had logged and %s may lack, from %s"
+            logger.warning(text, self._title, self._run_id, rows, self._title, journal.paths[0].parent)
+        return True
+
+    def _next_batch(self) -> list[Entry]:
+        """Wait for the next lines to send. Returns none when the outbox is closed."""
+        with self._changed:
+            while not self._is_closed:
+                if self._waiting:
+                    self._changed.wait_for(
+                        lambda: self._is_closed or self._until or len(self._waiting) >= _MOST_AT_ONCE, self._wait_s
+                    )
+                    return [] if self._is_closed else list(islice(self._waiting, _MOST_AT_ONCE))
+                if self._end < self._journal.added:
+                    self._read_on()
+                else:
+                    self._changed.notify_all()
+                    self._changed.wait()
+        return []
+
+    def _read_on(self) -> None:
+        """Fill the memory with the lines behind those that it had room for. What the files do not have is lost."""
+        added = self._journal.added
+        for entry in self._journal.entries(self._end):
+            self._add(entry)
+            if self._bytes >= MEMORY_BYTES:
+                return
+        self._end = max(self._end, added)
+
+    def _deliver(self, lines: Sequence[Line]) -> bool:
+        """Send lines until they are taken, or lost. Returns False if the outbox is closed before that."""
+        pause_s = 0.0
+        while self._sink is not None and not self._is_closed:
+            began = time.monotonic()
+            try:
+                self._sink.send(lines, None if self._until is None else max(0.0, self._until - began))
+                self._rejected = 0
+            except AwayError as error:
+                text = "%s: run %s: %s. Rows are kept, and sent when it answers"
+                self._warn_once(f"outage {self._outages}", text, self._title, self._run_id, error)
+                pause_s = min(max(_SHORTEST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
+                self._pause(pause_s)
+                continue
+            except RejectedError as error:
+                if len(lines) > 1:
+                    return self._deliver_one_by_one(lines)
+                self._rejected += 1
+                what = ", ".join(lines[0].get("row") or [str(lines[0].get("call"))])
+                text = "%s: run %s: %s is rejected, and lost: %s"
+                self._warn_once(what, text, self._title, self._run_id, what, error)
+            except Exception:
+                logger.warning("%s: run %s: rows are lost", self._title, self._run_id, exc_info=True)
+            if pause_s:
+                logger.warning("%s: run %s: the service answers again", self._title, self._run_id)
+                self._outages += 1
+            with self._changed:
+                self._deliveries += 1
+                self._changed.notify_all()
+            # With many ranks in one store, each waits longer: none writes for more than half of the time.
+            self._wait_s = max(_WAIT_S, time.monotonic() - began)
+            return True
+        return False
+
+    def _deliver_one_by_one(self, lines: Sequence[Line]) -> bool:
+        self._rejected = 0
+        for position, line in enumerate(lines):
+            if not self._deliver([line]):
+                return False
+            if self._rejected == _MOST_REJECTED:
+                text = "%s: run %s: %d more rows are not sent, and lost: the service has rejected all of the last ones"
+                logger.warning(text, self._title, self._run_id, _rows(lines[position + 1 :]))
+                break
+        return True
+
+    def _pause(self, pause_s: float) -> None:
+        with self._changed:
+            if self._until is None:
+                self._changed.wait_for(lambda: self._until is not None or self._is_closed, pause_s)
+            else:
+                self._changed.wait_for(lambda: self._is_closed, min(pause_s, _LAST_PAUSE_S))
+
+
+def _rows(lines: Iterable[Line]) -> int:
+    return sum("row" in line for line in lines)
+
+
+def how_to_send(directories: str | Sequence[str], arguments: Mapping[str, Any] | None = None) -> str:
+    """Return the command, for a shell, that sends what a directory has and its service has not.
+
+    Args:
+        directories: The directory, or several.
+        arguments: The run's arguments, if they may name servers: the command says that these may get a key.
+    """
+    servers = "".join(f"--server {shlex.quote(without_credentials(one))} " for one in addresses_in(arguments or {}))
+    paths = [directories] if isinstance(directories, str) else directories
+    return f"flyteplugins-tracking send {servers}{' '.join(map(shlex.quote, paths))}"
+
+
+def addresses_in(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the servers that a run's arguments name."""
+    named = [arguments[name] for name in _ADDRESSES if "://" in str(arguments.get(name))]
+    return [*map(str, named), *_addresses_in_settings(arguments).values()]
+
+
+def arguments_to_send(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a run's file that the process takes which sends it: they say which run that is."""
+    kept = {name: value for name, value in arguments.items() if name not in _OF_ITS_PROCESS}
+    addresses = _addresses_in_settings(arguments)
+    return {**kept, "settings": addresses} if addresses else kept
+
+
+def _addresses_in_settings(arguments: Mapping[str, Any]) -> dict[str, str]:
+    settings = arguments.get("settings")
+    if not isinstance(settings, Mapping):
+        return {}
+    return {name: settings[name] for name in _ADDRESSES if isinstance(settings.get(name), str)}
+
+
+def require_server(directory: Path, address: str, allowed: Iterable[str]) -> None:
+    """Refuse to send the key of this process to an address that only the data names.
+
+    Args:
+        directory: The directory with the data.
+        address: The server that it names.
+        allowed: The servers that this process is set up for, or was told.
+
+    Raises:
+        TrackerUnavailableError: The address is none of them.
+    """
+    if _origin(address) not in (_origin(without_credentials(one)) for one in allowed):
+        shown = without_credentials(address)
+        raise TrackerUnavailableError(
+            f"{directory} is of the server {shown}, for which this process is not set up: it gets no key of this "
+            f"process. If the server is right: {how_to_send(str(directory), {'settings': {'host': shown}})}"
+        )
+
+
+def _origin(address: str) -> str | tuple[str, str, str | None]:
+    """Return what two addresses of one server have in common; the address itself if it is not a server's."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        return address.rstrip("/")
+    scheme, host, port = match[1].lower(), match[2].lower(), match[3]
+    return scheme, host, port or _DEFAULT_PORTS.get(scheme)

@@ -1,0 +1,319 @@
+"""The outbox of a run: what reaches a service that is away, rejects or is slow, and what is kept of the rest."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flyteplugins_tracking.trackers import outbox as outboxes
+from flyteplugins_tracking.trackers.journal import Journal, Line, stored
+from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError
+
+LONGEST_S = 60
+
+
+class Service:
+    """A service that takes lines unless a test has it do something else."""
+
+    def __init__(self) -> None:
+        self.taken: list[Line] = []
+        self.calls = 0
+        self.is_away = threading.Event()
+        self.enough = float("inf")  # how many lines it takes
+        self.rejects: Any = lambda line: False
+
+    def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
+        self.calls += 1
+        if self.is_away.is_set() or len(self.taken) >= self.enough:
+            raise AwayError("it is away")
+        if any(map(self.rejects, lines)):
+            raise RejectedError("it is not right")
+        self.taken += lines
+
+    @property
+    def numbers(self) -> list[int]:
+        return [line["row"]["n"] for line in self.taken if "row" in line]
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    monkeypatch.setattr(outboxes, "_WAIT_S", 0.01)
+    for name in ("_SHORTEST_PAUSE_S", "_LONGEST_PAUSE_S", "_LAST_PAUSE_S"):
+        monkeypatch.setattr(outboxes, name, 0.01)
+
+
+names = itertools.count()
+
+
+def new_outbox(directory: Path, service: Service | None, earlier: Any = ()) -> Outbox:
+    journal = Journal(directory, f"writer-{next(names):04}", {"id": "x"})
+    return Outbox("A service", "x", journal, service, earlier)
+
+
+def row(number: int) -> Line:
+    return {"row": {"n": number}, "step": number, "time": 1.0}
+
+
+def put(outbox: Outbox, numbers: Any) -> None:
+    for number in numbers:
+        outbox.put(row(number))
+
+
+def test_lines_are_sent_in_their_order_and_nothing_is_left(tmp_path):
+    service = Service()
+    outbox = new_outbox(tmp_path / "run", service)
+    put(outbox, range(10))
+    outbox.put({"exit_code": 0})
+    assert outbox.close(LONGEST_S)
+    outbox.remove()
+    assert service.numbers == list(range(10))
+    assert [(line["step"], line["time"]) for line in service.taken[:3]] == [(0, 1.0), (1, 1.0), (2, 1.0)]
+    assert len({line["id"] for line in service.taken}) == 11
+    assert (outbox.rows, outbox.lost_rows) == (0, 0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_outbox_with_nothing_to_send_starts_no_thread_and_makes_no_file(tmp_path):
+    before = threading.active_count()
+    outbox = new_outbox(tmp_path / "run", Service())
+    assert threading.active_count() == before
+    assert outbox.close(LONGEST_S)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_outage_is_told_once_and_loses_nothing(tmp_path, caplog):
+    service = Service()
+    outbox = new_outbox(tmp_path, service)
+    for attempt in range(2):
+        service.is_away.set()
+        calls = service.calls
+        put(outbox, range(5 * attempt, 5 * attempt + 5))
+        while service.calls < calls + 3:
+            pass
+        service.is_away.clear()
+        outbox.wait(LONGEST_S)
+    assert outbox.close(LONGEST_S)
+    assert service.numbers == list(range(10))
+    assert (
+        caplog.messages
+        == [
+            "A service: run x: it is away. Rows are kept, and sent when it answers",
+            "A service: run x: the service answers again",
+        ]
+        * 2
+    )
+
+
+def test_what_a_service_has_not_taken_in_time_is_sent_before_the_next_attempts_lines(tmp_path, caplog):
+    service = Service()
+    service.is_away.set()
+    first = new_outbox(tmp_path, service)
+    put(first, range(5))
+    assert not first.close(0.1)
+    first.keep()
+    assert (first.rows, first.lost_rows) == (5, 0)
+    service.is_away.clear()
+    second = new_outbox(tmp_path, service, stored(tmp_path))
+    put(second, range(5, 8))
+    assert second.close(LONGEST_S)
+    second.remove()
+    assert service.numbers == list(range(8))
+    assert "A service: run x: sent 5 rows again that an earlier attempt had logged" in caplog.text
+    assert not list(tmp_path.glob("*"))
+
+
+def test_a_line_has_the_same_id_whenever_it_is_sent(tmp_path):
+    service = Service()
+
+    def fails_half_way(lines: Sequence[Line], timeout_s: float | None) -> None:
+        service.taken += lines[:2]
+        raise AwayError("half of it")
+
+    outbox = new_outbox(tmp_path, service)
+    service.send = fails_half_way  # type: ignore[method-assign]
+    put(outbox, range(4))
+    assert not outbox.close(0.1)
+    outbox.keep()
+    del service.send
+    again = new_outbox(tmp_path, service, stored(tmp_path))
+    assert again.close(LONGEST_S)
+    assert sorted({(line["id"][-2:], line["row"]["n"]) for line in service.taken}) == [(f"-{n}", n) for n in range(4)]
+    assert len({line["id"] for line in service.taken}) == 4
+
+
+def test_a_rejected_line_costs_no_other_line(tmp_path, caplog):
+    service = Service()
+    service.rejects = lambda line: line["row"]["n"] == 3
+    outbox = new_outbox(tmp_path, service)
+    put(outbox, range(6))
+    assert outbox.close(LONGEST_S)
+    assert service.numbers == [0, 1, 2, 4, 5]
+    assert caplog.messages == ["A service: run x: n is rejected, and lost: it is not right"]
+
+
+def test_a_service_that_rejects_all_lines_is_not_asked_for_each(tmp_path, caplog):
+    service = Service()
+    service.rejects = lambda line: True
+    outbox = new_outbox(tmp_path, service)
+    with outbox._changed:  # so that they are one batch
+        put(outbox, range(100))
+    assert outbox.close(LONGEST_S)
+    assert service.calls == 1 + outboxes._MOST_REJECTED
+    assert "95 more rows are not sent, and lost" in caplog.text
+
+
+def test_an_error_of_the_sink_costs_its_lines_and_no_others(tmp_path, caplog):
+    service = Service()
+    service.rejects = lambda line: 1 / line["row"]["n"] < 0
+    outbox = new_outbox(tmp_path, service)
+    put(outbox, [0])
+    outbox.wait(LONGEST_S)
+    put(outbox, [1])
+    assert outbox.close(LONGEST_S)
+    assert service.numbers == [1]
+    assert caplog.messages == ["A service: run x: rows are lost"]
+
+
+@pytest.mark.parametrize("segment_bytes", [500, 4_000_000])
+def test_what_memory_has_no_room_for_is_read_from_the_journal(tmp_path, monkeypatch, segment_bytes):
+    monkeypatch.setattr(outboxes, "MEMORY_BYTES", 400)
+    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.SEGMENT_BYTES", segment_bytes)
+    service = Service()
+    service.is_away.set()
+    outbox = new_outbox(tmp_path, service)
+    put(outbox, range(500))
+    assert outbox._bytes < 500
+    service.is_away.clear()
+    put(outbox, range(500, 1000))
+    assert outbox.close(LONGEST_S)
+    outbox.remove()
+    assert service.numbers == list(range(1000))
+
+
+def test_reading_its_own_journal_keeps_the_journals_lock(tmp_path, monkeypatch):
+    """Another process would send what it has, and remove it."""
+    monkeypatch.setattr(outboxes, "MEMORY_BYTES", 1)
+    service = Service()
+    outbox = new_outbox(tmp_path, service)
+    put(outbox, range(10))
+    outbox.wait(LONGEST_S)
+    service.is_away.set()
+    put(outbox, [10])
+    look = "from flyteplugins_tracking.trackers.journal import *; import sys; from pathlib import Path\n"
+    look += "print([journal.is_open() for journal in stored(Path(sys.argv[1]))])"
+    done = subprocess.run([sys.executable, "-c", look, tmp_path], capture_output=True, text=True, timeout=LONGEST_S)
+    assert done.stdout == "[True]\n", done
+    outbox.close(0)
+    assert service.numbers == list(range(10))
+
+
+def test_a_full_disk_costs_no_line_that_the_service_takes(tmp_path, monkeypatch):
+    service = Service()
+    outbox = new_outbox(tmp_path, service)
+    put(outbox, [0])
+    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.os.write", lambda *_: 1)
+    put(outbox, range(1, 10))
+    assert outbox.close(LONGEST_S)
+    assert service.numbers == list(range(10))
+    assert (outbox.rows, outbox.lost_rows) == (0, 0)
+
+
+@pytest.mark.parametrize(("taken", "left", "lost"), [(0, 10, 7), (2, 8, 7), (5, 5, 5)])
+def test_lines_that_are_neither_sent_nor_kept_are_counted(tmp_path, monkeypatch, taken, left, lost):
+    monkeypatch.setattr(outboxes, "_MOST_AT_ONCE", 1)
+    service = Service()
+    service.enough = taken
+    outbox = new_outbox(tmp_path, service)
+    put(outbox, range(3))
+    with monkeypatch.context() as full:
+        full.setattr("flyteplugins_tracking.trackers.journal.os.write", lambda *_: 1)
+        put(outbox, range(3, 10))
+    assert not outbox.close(0.5)
+    outbox.keep()
+    assert (outbox.rows, outbox.lost_rows) == (left, lost)
+    assert len(service.numbers) == taken
+    kept = [line["row"]["n"] for journal in stored(tmp_path) for line in journal.lines()]
+    assert kept[-3:] == [0, 1, 2][-len(kept) :]
+
+
+def test_lines_beyond_memory_and_a_full_disk_are_lost_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(outboxes, "MEMORY_BYTES", 100)
+    service = Service()
+    service.is_away.set()
+    outbox = new_outbox(tmp_path, service)
+    put(outbox, range(5))
+    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.os.write", lambda *_: 1)
+    put(outbox, range(5, 20))
+    service.is_away.clear()
+    assert outbox.close(LONGEST_S)
+    assert service.numbers == list(range(5))
+    assert (outbox.rows, outbox.lost_rows) == (15, 15)
+
+
+def test_without_a_service_everything_is_kept_and_nobody_waits(tmp_path):
+    outbox = new_outbox(tmp_path, None)
+    put(outbox, range(3))
+    outbox.put({"exit_code": 0})
+    assert not outbox.close(LONGEST_S)
+    outbox.keep()
+    (journal,) = stored(tmp_path)
+    assert [line.get("exit_code", line.get("step")) for line in journal.lines()] == [0, 1, 2, 0]
+
+
+def test_who_waits_gives_up_when_nothing_is_taken_anymore(tmp_path):
+    service = Service()
+    outbox = new_outbox(tmp_path, service)
+    put(outbox, range(3))
+    outbox.wait(LONGEST_S)
+    assert service.numbers == [0, 1, 2]
+    service.is_away.set()
+    put(outbox, [3])
+    outbox.wait(0.1)
+    assert service.numbers == [0, 1, 2]
+    outbox.close(0)
+
+
+def test_a_signal_handler_may_put_a_line_while_one_is_put(tmp_path, monkeypatch):
+    service = Service()
+    outbox = new_outbox(tmp_path, service)
+    write, during = os.write, []
+
+    def interrupted(file: int, data: bytes) -> int:
+        if not during and b'"n":1}' in data:
+            during.append(1)
+            signal.raise_signal(signal.SIGUSR1)
+        return write(file, data)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: put(outbox, [100]))
+    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.os.write", interrupted)
+    try:
+        put(outbox, range(3))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert outbox.close(LONGEST_S)
+    assert sorted(service.numbers) == [0, 1, 2, 100]
+
+
+def test_a_forked_child_puts_nothing_and_waits_for_no_lock(tmp_path):
+    service = Service()
+    outbox = new_outbox(tmp_path, service)
+    put(outbox, [0])
+    with outbox._changed, warnings.catch_warnings():  # as another thread of the parent may hold it
+        warnings.simplefilter("ignore")
+        child = os.fork()
+        if child == 0:
+            put(outbox, [1])
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert outbox.close(LONGEST_S)
+    assert service.numbers == [0]
