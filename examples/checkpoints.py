@@ -1,4 +1,3 @@
-# torchrun --nproc-per-node=2 checkpoints.py
 import os
 
 import torch
@@ -37,4 +36,5 @@ def train() -> None:
                 break
 
 
-train()
+if __name__ == "__main__":
+    train()
