@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
     from flyteplugins_tracking._job.failures import Failure
     from flyteplugins_tracking._runs.run import Run
-    from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
-    from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
+    from flyteplugins_tracking._runs.sigterm import SigtermWatcher
     from flyteplugins_tracking._runs.stopping import Stopping
     from flyteplugins_tracking.trackers.base import Tracker
 
@@ -91,7 +90,7 @@ class Call(PerProcess):
     number: int = 1
     parent_id: str | None = None
     run: Run | None = None
-    watcher: SigtermWatcher | AsyncioSigtermWatcher | None = None
+    watcher: SigtermWatcher | None = None
     stopping: Stopping | None = None
     stop_reason: str | None = None
     is_parents: bool = False

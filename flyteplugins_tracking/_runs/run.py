@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,8 @@ from flyteplugins_tracking._runs import ended, goodput
 from flyteplugins_tracking._runs.call import Call, state
 from flyteplugins_tracking._runs.goodput import Attempts
 from flyteplugins_tracking._runs.request import plan_of, request_of
-from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
-from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
+from flyteplugins_tracking._runs.sigterm import ForkMask, LoopWatcher, MainThreadWatcher
+from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
@@ -177,6 +178,7 @@ def require(tracker: Tracker) -> None:
             ) from error
 
 
+@dataclass(eq=False)
 class Run:
     """A run that this process has open. The call that has opened it and those that have joined it share it.
 
@@ -185,39 +187,24 @@ class Run:
         plan: The plan of this rank.
         handle: The tracker's handle.
         attempts: The attempts of the run; None if no other attempt can have it, or if another rank keeps them.
+        failures: Reads why the job ends.
+        held: Stops that, and releases the run's lock, when the run is closed.
         users: How many calls use it. It changes while `state.lock` is held.
         closed: Set when it has been closed.
+        opener_exit_code: The status of the call that has opened it, once that has ended.
+        is_closed_early: Whether it was closed because the process ends, before its function has returned.
     """
 
-    def __init__(
-        self,
-        opener: Call,
-        plan: RunPlan,
-        handle: Handle,
-        attempts: Attempts | None,
-        failures: FailureReader,
-        held: ExitStack,
-    ) -> None:
-        """Take an open run.
-
-        Args:
-            opener: See above.
-            plan: See above.
-            handle: See above.
-            attempts: See above.
-            failures: Reads why the job ends.
-            held: Stops that, and releases the run's lock.
-        """
-        self.opener = opener
-        self.plan = plan
-        self.handle = handle
-        self.attempts = attempts
-        self.users = 1
-        self.closed = threading.Event()
-        self._failures = failures
-        self._held = held
-        self._exit_code = 0  # the opener's, once that has ended
-        self._is_closed_early = False
+    opener: Call
+    plan: RunPlan
+    handle: Handle
+    attempts: Attempts | None
+    failures: FailureReader
+    held: ExitStack
+    users: int = 1
+    closed: threading.Event = field(default_factory=threading.Event)
+    opener_exit_code: int = 0
+    is_closed_early: bool = False
 
     @property
     def tracker(self) -> Tracker:
@@ -236,15 +223,15 @@ class Run:
             exit_code = _or_terminated(exit_code)
             is_opener = call is self.opener
             if is_opener:
-                self._exit_code = exit_code
+                self.opener_exit_code = exit_code
             with state.lock:  # from here on a signal does not end the run, but waits for this call
                 state.calls[:] = [other for other in state.calls if other is not call]
                 self.users -= 1
                 is_last = self.users == 0
-            if is_last and not self._is_closed_early:
+            if is_last and not self.is_closed_early:
                 # A signal's status comes before that of the opener, which may have left before the signal.
-                self.close(exit_code if exit_code == TERMINATED else self._exit_code, failure)
-            elif is_opener and self.plan.primary and not self._is_closed_early:
+                self.close(exit_code if exit_code == TERMINATED else self.opener_exit_code, failure)
+            elif is_opener and self.plan.primary and not self.is_closed_early:
                 self.end_early(exit_code, failure)
 
     def close(self, exit_code: int, failure: Failure | None) -> None:
@@ -255,7 +242,7 @@ class Run:
             failure: Why the function has failed; None if it has not.
         """
         try:
-            with self._held:
+            with self.held:
                 _warn_of_late_group(self)
                 self._await_writers(exit_code)
                 exit_code = self._verdict(_or_terminated(exit_code), failure)
@@ -286,7 +273,7 @@ class Run:
             self.tracker.name,
             self.handle.id,
         )
-        self._is_closed_early = True
+        self.is_closed_early = True
         if terminated_at() is not None:
             self.close(TERMINATED, None)
             return
@@ -310,7 +297,7 @@ class Run:
         """Keep with the run why its job has failed, and return the status of the rank that was first."""
         if exit_code in (0, INTERRUPTED):
             return exit_code
-        verdict, is_new = self._failures.verdict(failure, terminated_at())
+        verdict, is_new = self.failures.verdict(failure, terminated_at())
         if verdict is None:
             return exit_code
         if is_new and self.plan.primary:
@@ -382,18 +369,24 @@ def _close_with_process() -> None:
 # SIGTERM
 
 
-def end_open_runs(exit_code: int) -> None:
-    """End all runs that are open in this process, also those of other threads, while the functions may continue."""
-    runs = state.open_runs()
-    threads = [threading.Thread(target=run.end_early, args=(exit_code,), daemon=True) for run in runs]
-    for thread in threads:
+def end_open_runs(exit_code: int, timeout_s: float) -> None:
+    """End all runs that are open in this process, of all threads, while the functions may continue.
+
+    Args:
+        exit_code: The status that they end with.
+        timeout_s: Seconds to wait at most. After that the runs are ended in their threads.
+    """
+    deadline = time.monotonic() + timeout_s
+    ending = [threading.Thread(target=run.end_early, args=(exit_code,), daemon=True) for run in state.open_runs()]
+    for thread in ending:
         thread.start()
-    for thread in threads:
-        thread.join()
+    for thread in ending:
+        threads.join(thread, max(0.0, deadline - time.monotonic()))
 
 
-WATCHER = register(SigtermWatcher(end_open_runs))
-_ASYNCIO_WATCHER = register(AsyncioSigtermWatcher(end_open_runs))
+WATCHER = register(MainThreadWatcher(end_open_runs))
+_LOOP_WATCHER = register(LoopWatcher(end_open_runs))
+_FORK_MASK = register(ForkMask())
 
 
 def start_watching(call: Call, timeout_s: float) -> None:
@@ -404,13 +397,13 @@ def start_watching(call: Call, timeout_s: float) -> None:
         timeout_s: Seconds that finishing its run may take.
     """
     if not call.is_simulated:
-        watchers = (WATCHER, _ASYNCIO_WATCHER)
+        watchers = (WATCHER, _LOOP_WATCHER)
         call.watcher = next((one for one in watchers if one.start(call.tracker.package, timeout_s)), None)
 
 
 def terminated_at() -> float | None:
     """Return when SIGTERM came to this process, in seconds of `time.monotonic`; None if it has not."""
-    return WATCHER.terminated_at or _ASYNCIO_WATCHER.terminated_at
+    return WATCHER.terminated_at or _LOOP_WATCHER.terminated_at
 
 
 def _or_terminated(exit_code: int) -> int:

@@ -21,7 +21,7 @@ from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
-from flyteplugins_tracking._runs.sigterm.loop import AsyncioSigtermWatcher
+from flyteplugins_tracking._runs.sigterm import LoopWatcher
 from flyteplugins_tracking.testing import RecordingTracker
 
 PROGRAM = jobs.PROGRAMS / "loop_signals.py"
@@ -256,7 +256,7 @@ def test_no_handler_is_installed_if_the_main_thread_cannot_run_it(kind):
 
 
 def test_a_run_that_could_not_be_opened_puts_no_signal_off():
-    watcher = AsyncioSigtermWatcher(lambda _: None)
+    watcher = LoopWatcher(lambda *_: None)
 
     def fail_to_open() -> bool:
         is_watched = watcher.start(None, timeout_s=1.0)

@@ -15,7 +15,7 @@ from support.loopback import Fault
 from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
-from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher
+from flyteplugins_tracking._runs.sigterm import MainThreadWatcher
 from flyteplugins_tracking.testing import RecordingTracker
 
 
@@ -264,10 +264,10 @@ def test_a_process_with_thousands_of_open_files_is_watched(tmp_path):
 @pytest.mark.parametrize("is_reinstalled", [True, False])
 def test_a_handler_that_calls_ours_decides_how_the_function_ends(is_reinstalled, monkeypatch):
     """Lightning's does: its loop then ends all ranks behind the same batch, with a checkpoint."""
-    monkeypatch.setattr(SigtermWatcher, "_exit_in_the_end", lambda _: None)
+    monkeypatch.setattr(MainThreadWatcher, "_exit_in_the_end", lambda _: None)
     told: list[int] = []
     ended: list[int] = []
-    watch, before = SigtermWatcher(ended.append), signal.getsignal(signal.SIGTERM)
+    watch, before = MainThreadWatcher(lambda exit_code, _: ended.append(exit_code)), signal.getsignal(signal.SIGTERM)
     try:
         assert watch.start(None, timeout_s=1)
         watch.run_opened()

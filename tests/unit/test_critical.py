@@ -20,7 +20,7 @@ import flyteplugins_tracking
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking._runs.call import current
 from flyteplugins_tracking._runs.call import state as state_of_calls
-from flyteplugins_tracking._runs.sigterm.main import SigtermWatcher, is_watched
+from flyteplugins_tracking._runs.sigterm import MainThreadWatcher, is_watched
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 
 WATCHED_FILES = (str(Path(flyteplugins_tracking.__file__).parent), contextlib.__file__, __file__)
@@ -113,7 +113,7 @@ def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before
     monkeypatch, handler, status, is_moved
 ):
     """In a run's opening and closing, between these and the function, in the function, and in one that it calls."""
-    monkeypatch.setattr(SigtermWatcher, "_exit_in_the_end", lambda _: None)
+    monkeypatch.setattr(MainThreadWatcher, "_exit_in_the_end", lambda _: None)
     tracker, own = EndsRecorder(), signal.getsignal(signal.SIGTERM)
 
     @tracking_init(tracker=tracker, project="tests", id="inner", run_mode="new")

@@ -375,7 +375,7 @@ def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never
     @tracking_init(tracker=tracker, id="i")
     def train():
         tracker.handle.unsent = lambda: ["unsent"]
-        end_open_runs(143)
+        end_open_runs(143, 60)
         return list(platform)
 
     assert train() == ["unsent"]

@@ -1,0 +1,208 @@
+"""A run from its opening to its end: what is done in which order, what is undone, and who shares it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+
+from flyteplugins_tracking import get_run, tracking_init
+from flyteplugins_tracking._runs.call import Doubles, current, override, state
+from flyteplugins_tracking._runs.context import ProcessContext
+from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+
+ID = "a-run"
+
+
+class Steps(list[Any]):
+    """What was done, in its order."""
+
+
+class Run(Handle):
+    id = ID
+
+    def __init__(self, steps: Steps) -> None:
+        self.run, self.steps = self, steps
+
+    def await_writers(self, exit_code: int) -> None:
+        self.steps.append(f"await writers {exit_code}")
+
+    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        self.steps.append(f"event {name}")
+
+    def summary(self) -> Mapping[str, Any]:
+        self.steps.append("summary")
+        return {}
+
+    def finish(self, exit_code: int) -> None:
+        self.steps.append(f"finish {exit_code}" if is_locked() else "finish without the lock")
+
+    def finish_on_signal(self, exit_code: int) -> None:
+        self.steps.append(f"end early {exit_code}")
+
+    def unsent(self) -> list[str]:
+        return ["directory"]
+
+
+class Service(Tracker):
+    name = title = "steps"
+
+    def __init__(self, steps: Steps, opens: bool = True) -> None:
+        self.steps, self.opens = steps, opens
+
+    def open(self, request: RunRequest) -> Run:
+        self.steps.append("open" if is_locked() else "open without the lock")
+        if not self.opens:
+            raise ValueError("made to fail")
+        return Run(self.steps)
+
+
+class Platform(ProcessContext):
+    """A task with a report and a storage, whose children continue its run."""
+
+    can_render_report = can_persist = has_report = True
+    steps: Steps
+    propagates: bool = True
+
+    @contextmanager
+    def _propagated(self) -> Iterator[None]:
+        self.steps.append("propagate")
+        yield
+        self.steps.append("propagate no more")
+
+    def propagate_run(self, tracker: Tracker, run: Any) -> AbstractContextManager[None]:
+        if not self.propagates:
+            raise ValueError("made to fail")
+        return self._propagated()
+
+    def persist(self, directory: str) -> str:
+        self.steps.append(f"persist {directory}" + " with the lock" * is_locked())
+        return "s3://bucket"
+
+    def render_report(self, run: Any, exit_code: int, summary: Any) -> None:
+        self.steps.append("report")
+
+
+def is_locked() -> bool:
+    """Whether a process or thread has the run's lock."""
+    lock = RunLock.acquire(f"steps/None/{ID}")
+    if lock is None:
+        return True
+    lock.release()
+    return False
+
+
+def nothing_is_open() -> bool:
+    handler = signal.getsignal(signal.SIGTERM)
+    return (state.calls, state.runs, current.get(), handler, is_locked()) == ([], [], None, signal.SIG_DFL, False)
+
+
+@pytest.fixture
+def steps(bare_environment):
+    return Steps()
+
+
+@pytest.fixture
+def platform(steps):
+    with override(Doubles(lambda own: own, lambda _: Platform(steps=steps))):
+        yield
+
+
+def test_a_run_is_opened_and_closed_in_this_order(steps, platform):
+    tracking_init(tracker=Service(steps), id=ID)(lambda: steps.append("function"))()
+    assert steps == [
+        "open",
+        "propagate",
+        "function",
+        "propagate no more",
+        "await writers 0",
+        "summary",
+        "finish 0",
+        "persist directory",
+        "report",
+    ]
+    assert nothing_is_open()
+
+
+def test_an_error_is_kept_with_the_run_before_its_end(steps):
+    with pytest.raises(ZeroDivisionError):
+        tracking_init(tracker=Service(steps), id=ID)(lambda: 1 / 0)()
+    assert steps == ["open", "await writers 1", "event failure", "finish 1"]
+    assert nothing_is_open()
+
+
+def test_a_tracker_that_cannot_open_leaves_nothing_open(steps):
+    with pytest.raises(ValueError, match="made to fail"):
+        tracking_init(tracker=Service(steps, opens=False), id=ID)(lambda: None)()
+    assert steps == ["open"]
+    assert nothing_is_open()
+
+
+def test_a_run_that_cannot_be_propagated_is_closed_as_failed(steps):
+    function = tracking_init(tracker=Service(steps), id=ID)(lambda: steps.append("function"))
+    doubles = Doubles(lambda own: own, lambda _: Platform(steps=steps, propagates=False, can_persist=False))
+    with override(doubles), pytest.raises(ValueError, match="made to fail"):
+        function()
+    assert steps[:4] == ["open", "await writers 1", "event failure", "summary"]
+    assert "function" not in steps
+    assert nothing_is_open()
+
+
+def test_the_last_call_of_a_run_closes_it_with_the_status_of_its_opener(steps, caplog):
+    """The opener fails while a thread that it has started still uses the run."""
+    joined, may_end = threading.Event(), threading.Event()
+    service = Service(steps)
+
+    @tracking_init(tracker=service, id=ID)
+    def inner() -> None:
+        joined.set()
+        assert may_end.wait(60)
+        steps.append(f"inner in {get_run().id}")
+
+    @tracking_init(tracker=service, id=ID)
+    def outer() -> None:
+        import contextvars
+
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(inner,))
+        threads.append(thread)
+        thread.start()
+        assert joined.wait(60)
+        raise SystemExit(3)
+
+    threads: list[threading.Thread] = []
+    with caplog.at_level(logging.CRITICAL), pytest.raises(SystemExit):
+        outer()
+    steps.append("outer has ended")
+    may_end.set()
+    threads[0].join(60)
+    assert steps == [
+        "open",
+        "event failure",
+        "end early 3",
+        "outer has ended",
+        "inner in a-run",
+        "await writers 3",
+        "finish 3",
+    ]
+    assert nothing_is_open()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_that_leaves_the_function_ends_nothing(steps):
+    @tracking_init(tracker=Service(steps), id=ID)
+    def train() -> int:
+        return os.fork()
+
+    pid = train()
+    if pid == 0:
+        os._exit(0 if steps == ["open"] and (state.calls, get_run()) == ([], None) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert steps == ["open", "await writers 0", "finish 0"]
+    assert nothing_is_open()
