@@ -83,6 +83,12 @@ class Launcher:
         self.names_run = names_run
         self.has_one_process_per_job = has_one_process_per_job
 
+    @property
+    def variables(self) -> set[str]:
+        """The variables of its entry."""
+        fields = [(names,) if isinstance(names, str) else names for names in self.names.values()]
+        return {name for names in (*fields, self.markers, self.restart_count) for name in names if name}
+
     def detect(self, env: Env) -> DistributedInfo | None:
         """Return this process's place according to `env`; None if this launcher has not started it.
 

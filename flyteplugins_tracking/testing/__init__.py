@@ -30,9 +30,9 @@ else:  # without the `else`, a type checker would accept every misspelt name
         """Load a public name on first use (PEP 562)."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from flyteplugins_tracking.testing import simulation
+        from flyteplugins_tracking.testing import recorder, simulation
 
-        globals()[name] = value = getattr(simulation, name)
+        globals()[name] = value = getattr(simulation if hasattr(simulation, name) else recorder, name)
         return value
 
 

@@ -229,67 +229,51 @@ class Store:
         return sorted((state.frozen() for state in states), key=lambda run: run.ranks[0])
 
 
-class Dictionary(dict[str, Any]):
-    """A config or a summary, whose keys are also attributes."""
+class Values(Mapping[str, Any]):
+    """A config or a summary, as one rank sees it. Its keys are also attributes."""
+
+    _values: dict[str, Any]
+    _refusal: str | None
+
+    def __init__(self, values: dict[str, Any], refusal: str | None = None) -> None:
+        """Create a view of `values`. With a `refusal`, changes raise a `ConfigError` that says so."""
+        self.__dict__.update(_values=values, _refusal=refusal)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self._refusal:
+            raise ConfigError(self._refusal)
+        self._values[key] = value
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name not in self.__dict__.get("_values", ()):  # while it is being copied, it has none
+            raise AttributeError(name)
+        return self._values[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
-    def update(self, values: Any = None, allow_val_change: bool | None = None, **items: Any) -> None:  # type: ignore[override] # noqa: ARG002 as W&B's
-        """Set several values."""
-        if hasattr(values, "__dict__") and not isinstance(values, Mapping):  # for instance an argparse.Namespace
-            values = vars(values)
-        for key, value in {**dict(values or {}), **items}.items():
+    def update(self, values: Any = None, allow_val_change: bool | None = None, **items: Any) -> None:  # noqa: ARG002 as W&B's
+        """Set several values: of a mapping, or of an object such as an `argparse.Namespace`."""
+        values = values if isinstance(values, Mapping) or values is None else vars(values)
+        for key, value in {**(values or {}), **items}.items():
             self[key] = value
 
     def setdefaults(self, values: Mapping[str, Any]) -> None:
         """Set the values whose keys are not set yet."""
-        for key, value in values.items():
-            self.setdefault(key, value)
+        self.update({key: value for key, value in values.items() if key not in self})
 
     def as_dict(self) -> dict[str, Any]:
         """Return a copy."""
         return dict(self)
-
-
-class _ReadOnly(Mapping[str, Any]):
-    """A read-only view of a shared run's config, for ranks that may not change it."""
-
-    def __init__(self, config: Dictionary, primary: str) -> None:
-        object.__setattr__(self, "_config", config)
-        object.__setattr__(self, "_primary", primary)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._config[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._config)
-
-    def __len__(self) -> int:
-        return len(self._config)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # while it is being copied, it has no `_config` yet
-            raise AttributeError(name)
-        return Dictionary.__getattr__(self._config, name)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a copy."""
-        return dict(self)
-
-    def _refuse(self, *_: Any, **__: Any) -> None:
-        raise ConfigError(
-            f"only the primary may change the config of a shared run: change it on {self._primary}, or pass "
-            "config= to tracking_init"
-        )
-
-    __setitem__ = __setattr__ = update = setdefaults = setdefault = _refuse
 
 
 @dataclass(eq=False)
@@ -302,31 +286,29 @@ class _State:
     primary: Run | None = None
     rows: list[Row] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    config: Dictionary = field(default_factory=Dictionary)
-    summary: Dictionary = field(default_factory=Dictionary)
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
     exit_codes: list[int] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
     saved_state: str | None = None
 
     def frozen(self) -> RecordedRun:
-        head = self.primary
+        head: Any = self.primary
+        named = {} if head is None else {name: getattr(head, name) for name in ("name", "project", "group", "notes")}
         return RecordedRun(
-            id=self.id,
-            tracker=self.tracker,
+            self.id,
+            self.tracker,
             ranks=tuple(sorted(self.opened)),
             primary=None if head is None else head.rank,
             rows=tuple(self.rows),
             config=dict(self.config),
             summary=dict(self.summary),
-            name=None if head is None else head.name,
-            project=None if head is None else head.project,
-            group=None if head is None else head.group,
             tags=() if head is None else tuple(head.tags),
-            notes=None if head is None else head.notes,
             attempts=max(self.opened.values()),
             exit_codes=tuple(self.exit_codes),
             calls=tuple(self.calls),
             texts=dict(self.texts),
+            **named,
         )
 
 
@@ -344,8 +326,8 @@ class Run:
         self.name = config.name
         self.tags = tuple(config.tags or ())
         self.notes = config.notes
-        self.summary = state.summary
-        self.config: Any = state.config
+        self.summary = Values(state.summary)
+        self.config = Values(state.config)
         self._calls = state.calls
         self._log = log
 
@@ -424,21 +406,20 @@ class _Handle(Handle):
         self._steps = request.steps
         self._is_primary = request.plan.primary
         self._attempt = request.info.restart_count if request.info is not None else 0
-        self._prefix = prefix_of(request)
         self._next_row = NextRow()
-        self._pending_row: dict[str, Any] = {}
         self._gate = Gate(tracker.title, state.id, request.watch, lambda: None)
-        is_shared = request.config.run_mode == "shared" and request.info is not None
+        is_shared = request.config.run_mode == "shared" and request.info is not None and tracker.name == "wandb"
         # In W&B's shared runs `step=` becomes a column.
-        self._step_metric = request.config.step_metric if is_shared and tracker.name == "wandb" else None
-        self._rows = RowBuffer(request.config.step_metric, self._prefix, lambda: None)
+        self._step_metric = request.config.step_metric if is_shared else None
+        self._rows = RowBuffer(request.config.step_metric, prefix_of(request), lambda: None)
         config = copy.deepcopy(run_config(request))  # a copy, since each rank's process would have its own
         if self._is_primary:
             self._describe(config)
             return
-        state.config.setdefaults(config)  # the primary of a shared run may open it later, with the same config
-        if is_shared and tracker.name == "wandb":
-            self.run.config = _ReadOnly(state.config, request.primary_name)
+        self.run.config.setdefaults(config)  # the primary of a shared run may open it later, with the same config
+        if is_shared:
+            refusal = f"only the primary may change the config of a shared run: change it on {request.primary_name}"
+            self.run.config = Values(state.config, f"{refusal}, or pass config= to tracking_init")
 
     def _describe(self, config: Mapping[str, Any]) -> None:
         """Set the values that only the primary passes. A later attempt keeps the values of the run."""
@@ -463,10 +444,7 @@ class _Handle(Handle):
         if self._step_metric is not None:
             self._rows.log(lambda row: self._add(row, row.get(self._step_metric)), data, step, commit)
         else:
-            self._pending_row.update({self._prefix + key: value for key, value in data.items()})
-            if commit is not False:
-                row, self._pending_row = self._pending_row, {}
-                self._add(row, step)
+            self._rows.log(lambda row: self._add(row, step), data, commit=commit)
 
     def _add(self, values: Mapping[str, Any], step: Any) -> None:
         values = {**self._next_row.take(), **values}
@@ -478,8 +456,6 @@ class _Handle(Handle):
 
     def _end(self, exit_code: int) -> None:
         self._rows.commit(lambda row: self._add(row, row.get(self._step_metric)))
-        if self._pending_row:
-            self._add(self._pending_row, None)
         self._state.summary.update(self._next_row.take())
         if self._is_primary:
             self._state.exit_codes.append(exit_code)

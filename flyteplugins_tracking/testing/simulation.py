@@ -31,33 +31,17 @@ from flyteplugins_tracking._runs.propagation import set_variables
 from flyteplugins_tracking._util.checks import check_flag, check_seconds
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.testing.recorder import Call, RecordedRun, RecordedRuns, RecordingTracker, Row, Store
-
-__all__ = [
-    "Call",
-    "RankResult",
-    "RecordedRun",
-    "RecordedRuns",
-    "RecordingTracker",
-    "Row",
-    "Simulation",
-    "recording",
-    "simulate",
-]
+from flyteplugins_tracking.testing.recorder import RecordedRuns, RecordingTracker, Store
 
 # The base ids of simulated jobs, and of functions that are called outside a simulation.
-SIMULATED = "simulated"
-RECORDED = "recorded"
+_SIMULATED = "simulated"
+_RECORDED = "recorded"
 # More ranks than this are called one after another.
 _MAX_THREADS = 64
-# The variables that torchrun sets for each process, and others that are unset beside the markers of all launchers. The
-# address of a store stays unset, since there is no store.
-_OF_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK")
-_OF_WORLD = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE")
-_OF_JOB = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+# The variables that are unset beside those that the entries of launchers name. There is no store, so it has no address.
 _UNSET = (
-    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "NODE_RANK"),
-    *("PMI_SIZE", "PET_NODE_RANK", "PET_NNODES", "JOBSET_RESTART_ATTEMPT"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+    *("TORCHELASTIC_MAX_RESTARTS", "ROLE_RANK", "ROLE_WORLD_SIZE", "PET_NNODES"),
 )
 
 
@@ -164,26 +148,30 @@ def simulate(
         ConfigError: An argument is invalid, or no rank has called a function under `@tracking_init`.
         TimeoutError: Ranks did not end in time: they may wait for each other, or for a rank that has raised.
     """
-    callee = callee_of(function)
+    function, requested = _function_of(function)
     check_flag("distributed", distributed)
-    if callee.is_task and callee.workers is None and num_workers is None is nproc_per_node:
+    if requested is None and num_workers is None is nproc_per_node:
         distributed = False
-    sizes = (_sizes if distributed else _single)(num_workers, nproc_per_node, callee)
-    check_integer("max_restarts", max_restarts, minimum=0)
+    requested = requested or NodeRequest(1, 1, 1)
+    sizes = _sizes(num_workers, nproc_per_node, requested) if distributed else _single(num_workers, nproc_per_node)
+    _check_integer("max_restarts", max_restarts, minimum=0)
     if max_restarts and not distributed:
         raise ConfigError(f"max_restarts={max_restarts} needs a distributed job: leave it out, or distributed=False")
     _check_call(args, kwargs, threads, timeout_s)
     failures = _checked_failures(failing, sum(sizes))
     in_threads = sum(sizes) <= _MAX_THREADS if threads is None else threads
-    job = _Job(functools.partial(callee.function, *args, **(kwargs or {})), sizes, distributed)
+    job = _Job(functools.partial(function, *args, **(kwargs or {})), sizes, distributed, max_restarts)
     call_all = functools.partial(_in_threads, timeout_s=timeout_s) if in_threads else _one_by_one
-    for stores in open_recordings:
+    for stores in _recordings:
         stores.append(job.store)
-    with without_variables_of_launchers(), override(job.doubles):  # also for threads that do not inherit the context
-        attempts = [call_all(job.ranks(0, max_restarts, failures))]
-        job.refuse_untracked(attempts[0])
+    with _without_variables_of_launchers(), override(job.doubles):  # in threads that do not inherit the context, too
+        attempts = [call_all(job.ranks(0, failures))]
+        if not job.has_tracked:
+            name = getattr(function, "__qualname__", function)
+            text = f"{name} called no tracked function on any rank: put @tracking_init on it"
+            raise ConfigError(text) from attempts[0][0].error
         while len(attempts) <= max_restarts and _failed(attempts[-1]):
-            attempts.append(call_all(job.ranks(len(attempts), max_restarts, {})))
+            attempts.append(call_all(job.ranks(len(attempts), {})))
     runs = tuple(job.store.read())
     return Simulation(tuple(attempts), RecordedRuns(lambda: runs))
 
@@ -197,22 +185,20 @@ def recording() -> Iterator[RecordedRuns]:
     Yields:
         The runs so far; each use of the sequence reads the current ones.
     """
-    stores, call_counts = [Store()], Counter[str]()
-    context = SimulatedContext(base_id=RECORDED, call_counts=call_counts)
-    runs = RecordedRuns(lambda: [run for store in list(stores) for run in store.read()])
-    open_recordings.append(stores)
+    stores, context = [Store()], _SimulatedContext(base_id=_RECORDED, call_counts=Counter[str]())
+    _recordings.append(stores)
     try:
-        with without_variables_of_launchers(), override(recording_override(stores[0], lambda: context)):
-            yield runs
+        with _without_variables_of_launchers(), override(_doubles(stores[0], lambda: context)):
+            yield RecordedRuns(lambda: [run for store in list(stores) for run in store.read()])
     finally:
-        open_recordings[:] = [other for other in open_recordings if other is not stores]
+        _recordings[:] = [other for other in _recordings if other is not stores]
 
 
-# The stores of each open block of `recording`.
-open_recordings: list[list[Store]] = []
+# The stores of each open block of `recording`: its own, and those of the simulations in it.
+_recordings: list[list[Store]] = []
 
 
-class SimulatedContext(ExecutionContext):
+class _SimulatedContext(ExecutionContext):
     """The execution context of functions in a simulation or a recording. It reads no secret.
 
     Attributes:
@@ -231,7 +217,7 @@ class SimulatedContext(ExecutionContext):
             self.rank.fail(call)
 
 
-def recording_override(store: Store, simulated: Callable[[], SimulatedContext]) -> Doubles:
+def _doubles(store: Store, simulated: Callable[[], _SimulatedContext]) -> Doubles:
     """Return the test doubles of a simulation. They use only the success exceptions of the real context."""
 
     def context(real: ExecutionContext) -> ExecutionContext:
@@ -240,16 +226,44 @@ def recording_override(store: Store, simulated: Callable[[], SimulatedContext]) 
     return Doubles(lambda tracker: RecordingTracker(tracker, store), context)
 
 
+class _Job:
+    """A simulated job and its runs."""
+
+    def __init__(self, call: Callable[[], Any], sizes: Sequence[int], is_distributed: bool, max_restarts: int) -> None:
+        self.store = Store()
+        self.is_distributed = is_distributed
+        self.max_restarts = max_restarts
+        self.has_tracked = False
+        self.doubles = _doubles(self.store, self._context)
+        self._function = call
+        self._sizes = sizes
+        self._without_rank = _SimulatedContext(base_id=_RECORDED, call_counts=Counter())
+
+    def ranks(self, attempt: int, failures: Mapping[int, BaseException]) -> Iterator[_Rank]:
+        """Yield the ranks of an attempt."""
+        for info in iter_ranks(self._sizes, restart_count=attempt, launcher=_SIMULATED, job_id=_SIMULATED):
+            yield _Rank(self, info, failures.get(info.rank))
+
+    def call(self) -> Any:
+        """Call the function in this thread."""
+        outcome = self._function()
+        return asyncio.run(_awaited(outcome)) if inspect.isawaitable(outcome) else outcome
+
+    def _context(self) -> _SimulatedContext:
+        self.has_tracked = True
+        rank = _current.get()
+        if rank is None:  # in a thread that does not inherit the context
+            return self._without_rank
+        return _SimulatedContext(base_id=_SIMULATED, call_counts=rank.call_counts, rank=rank)
+
+
 @dataclass(eq=False)
 class _Rank:
     """One rank in one attempt, which would be one process in a job."""
 
+    job: _Job
     info: DistributedInfo
-    call: Callable[[], Any]
-    doubles: Doubles
-    is_distributed: bool
-    variables: Mapping[str, str]
-    failure: BaseException | None = None
+    failure: BaseException | None
     call_counts: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> RankResult:
@@ -257,12 +271,12 @@ class _Rank:
         return copy_context().run(self._run)
 
     def _run(self) -> RankResult:
-        result = functools.partial(RankResult, self.info.rank, self.info.local_rank or 0, self.info.worker_index or 0)
-        failure = self.failure
+        info, failure = self.info, self.failure
+        result = functools.partial(RankResult, info.rank, info.local_rank or 0, info.worker_index or 0)
         _current.set(self)
-        with override_here(self.doubles), override_distributed_info(self.info if self.is_distributed else None):
+        with override_here(self.job.doubles), override_distributed_info(info if self.job.is_distributed else None):
             try:
-                value = self.call()
+                value = self.job.call()
                 self.fail()  # if no tracked call has ended in the function
             except BaseException as error:
                 # Exceptions of pytest and Ctrl-C are for the caller of `simulate`.
@@ -277,46 +291,24 @@ class _Rank:
             failure, self.failure = self.failure, None
             raise failure
 
+    def variables(self) -> dict[str, str]:
+        """Return torchrun's: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables."""
+        info = self.info
+        values = {
+            **dict.fromkeys(("RANK", "ROLE_RANK"), info.rank),
+            **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), info.world_size),
+            "LOCAL_RANK": info.local_rank,
+            "LOCAL_WORLD_SIZE": info.local_world_size,
+            "GROUP_RANK": info.worker_index,
+            "GROUP_WORLD_SIZE": info.num_workers,
+            "TORCHELASTIC_RUN_ID": _SIMULATED,
+            "TORCHELASTIC_RESTART_COUNT": info.restart_count,
+            "TORCHELASTIC_MAX_RESTARTS": self.job.max_restarts,
+        }
+        return {name: str(value) for name, value in values.items()} if self.job.is_distributed else {}
+
 
 _current: ContextVar[_Rank | None] = ContextVar("flyteplugins_tracking_rank", default=None)
-
-
-class _Job:
-    """A simulated job and its runs."""
-
-    def __init__(self, call: functools.partial[Any], sizes: Sequence[int], is_distributed: bool) -> None:
-        self.store = Store()
-        self._function = call
-        self._sizes = sizes
-        self._is_distributed = is_distributed
-        self._has_tracked = False
-        self._without_rank = SimulatedContext(base_id=RECORDED, call_counts=Counter())
-        self.doubles = recording_override(self.store, self._context)
-
-    def ranks(self, attempt: int, max_restarts: int, failures: Mapping[int, BaseException]) -> Iterator[_Rank]:
-        """Yield the ranks of an attempt."""
-        for info in iter_ranks(self._sizes, restart_count=attempt, launcher=SIMULATED, job_id=SIMULATED):
-            variables = _torchrun(info, max_restarts) if self._is_distributed else {}
-            yield _Rank(info, self._call, self.doubles, self._is_distributed, variables, failures.get(info.rank))
-
-    def refuse_untracked(self, results: Sequence[RankResult]) -> None:
-        """Raise a `ConfigError` if no rank has called a tracked function. The first rank's error is its cause."""
-        if not self._has_tracked:
-            name = getattr(self._function.func, "__qualname__", self._function.func)
-            raise ConfigError(f"{name} called no tracked function on any rank: put @tracking_init on it") from results[
-                0
-            ].error
-
-    def _call(self) -> Any:
-        outcome = self._function()
-        return asyncio.run(_awaited(outcome)) if inspect.isawaitable(outcome) else outcome
-
-    def _context(self) -> SimulatedContext:
-        self._has_tracked = True
-        rank = _current.get()
-        if rank is None:  # in a thread that does not inherit the context
-            return self._without_rank
-        return SimulatedContext(base_id=SIMULATED, call_counts=rank.call_counts, rank=rank)
 
 
 async def _awaited(outcome: Any) -> Any:
@@ -336,7 +328,7 @@ def _one_by_one(ranks: Iterator[_Rank]) -> tuple[RankResult, ...]:
     if asyncio._get_running_loop() is None:
         results = []
         for rank in ranks:
-            os.environ.update(rank.variables)
+            os.environ.update(rank.variables())
             results.append(rank.run())
         return tuple(results)
     from concurrent.futures import ThreadPoolExecutor
@@ -346,14 +338,15 @@ def _one_by_one(ranks: Iterator[_Rank]) -> tuple[RankResult, ...]:
 
 
 def _in_threads(ranks: Iterator[_Rank], timeout_s: float) -> tuple[RankResult, ...]:
-    """Call all ranks at once, each in its own thread, with a copy of this thread's context."""
-    results: dict[int, RankResult | BaseException] = {}
+    """Call all ranks at the same time, each in its own thread, with a copy of this thread's context."""
+    results: dict[int, RankResult] = {}
+    escaped: list[BaseException] = []
 
     def run(rank: _Rank) -> None:
         try:
             results[rank.info.rank] = rank.run()
         except BaseException as error:
-            results[rank.info.rank] = error
+            escaped.append(error)
 
     threads = [
         threading.Thread(target=copy_context().run, args=(run, rank), name=f"rank-{rank.info.rank}", daemon=True)
@@ -364,31 +357,22 @@ def _in_threads(ranks: Iterator[_Rank], timeout_s: float) -> tuple[RankResult, .
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+    if escaped:
+        raise escaped[0]
     late = [str(rank) for rank in range(len(threads)) if rank not in results]
     if late:
+        errors = [f" Rank {rank} raised {result.error!r}" for rank, result in sorted(results.items()) if result.error]
         raise TimeoutError(
             f"rank {', '.join(late[:8])}{' ...' if late[8:] else ''} of {len(threads)} did not end within "
-            f"{timeout_s:g} s: they may wait for a rank that has raised.{_first_error(results)}"
+            f"{timeout_s:g} s: they may wait for a rank that has raised.{''.join(errors[:1])}"
         )
-    return tuple(_result_or_raise(results[rank]) for rank in range(len(threads)))
-
-
-def _result_or_raise(result: RankResult | BaseException) -> RankResult:
-    if isinstance(result, BaseException):
-        raise result
-    return result
-
-
-def _first_error(results: Mapping[int, RankResult | BaseException]) -> str:
-    errors = [(rank, getattr(result, "error", result)) for rank, result in sorted(results.items())]
-    return next((f" Rank {rank} raised {error!r}" for rank, error in errors if error is not None), "")
+    return tuple(results[rank] for rank in range(len(threads)))
 
 
 @contextlib.contextmanager
-def without_variables_of_launchers() -> Iterator[None]:
+def _without_variables_of_launchers() -> Iterator[None]:
     """Unset the variables of this process's launcher, and restore them at the end."""
-    markers = (name for launcher in LAUNCHERS.values() for name in (launcher.rank, *launcher.markers))
-    names = (*_OF_RANK, *_OF_WORLD, *_OF_JOB, *_UNSET, *markers)
+    names = {*_UNSET, *(name for launcher in LAUNCHERS.values() for name in launcher.variables)}
     before = {name: os.environ.get(name) for name in names}
     set_variables(dict.fromkeys(names))
     try:
@@ -397,32 +381,8 @@ def without_variables_of_launchers() -> Iterator[None]:
         set_variables(before)
 
 
-def _torchrun(info: DistributedInfo, max_restarts: int) -> dict[str, str]:
-    """Return the variables of a rank: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables."""
-    of_rank = (info.rank, info.local_rank, info.worker_index, info.rank)
-    of_world = (info.world_size, info.local_world_size, info.num_workers, info.world_size)
-    of_job = (SIMULATED, info.restart_count, max_restarts)
-    names = (*_OF_RANK, *_OF_WORLD, *_OF_JOB)
-    return dict(zip(names, map(str, (*of_rank, *of_world, *of_job)), strict=True))
-
-
-@dataclass(frozen=True)
-class _Callee:
-    """The function that each process of a job calls.
-
-    Attributes:
-        function: The function itself.
-        is_task: Whether it is the function of a Flyte task.
-        workers: The workers that the task requests, if its configuration is known; None if it has none of its own.
-    """
-
-    function: Callable[..., Any]
-    is_task: bool = False
-    workers: NodeRequest | None = None
-
-
-def callee_of(target: Any) -> _Callee:
-    """Return the function that the processes of a job with `target` call.
+def _function_of(target: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
+    """Return the function that the processes of a job with `target` call, and how many of them there are by default.
 
     Raises:
         ConfigError: The target is neither a function nor a Flyte task.
@@ -430,30 +390,30 @@ def callee_of(target: Any) -> _Callee:
     for sdk in (flyte2, flyte1):
         if sdk.is_entity(target):
             function, workers = sdk.function_of(target)
-            return _Callee(function, True, workers)
+            return function, workers
     if not callable(target) or isinstance(target, type):
         raise ConfigError(f"simulate() needs a function or a Flyte task, got {target!r}")
-    return _Callee(target)
+    return target, NodeRequest(2, 2, 4)
 
 
-def _single(num_workers: Any, nproc_per_node: Any, _: _Callee) -> tuple[int, ...]:
+def _single(num_workers: Any, nproc_per_node: Any) -> tuple[int, ...]:
     for name, value in (("num_workers", num_workers), ("nproc_per_node", nproc_per_node)):
         if value not in (None, 1):
             raise ConfigError(f"{name}={value!r} and distributed=False contradict each other: leave one out")
     return (1,)
 
 
-def _sizes(num_workers: Any, nproc_per_node: Any, callee: _Callee) -> tuple[int, ...]:
+def _sizes(num_workers: Any, nproc_per_node: Any, requested: NodeRequest) -> tuple[int, ...]:
     """Return the number of ranks of each worker.
 
     Raises:
         ConfigError: The numbers are invalid or contradict each other.
     """
     if num_workers is not None:
-        check_integer("num_workers", num_workers)
+        _check_integer("num_workers", num_workers)
     if isinstance(nproc_per_node, Sequence) and not isinstance(nproc_per_node, str):
         for index, size in enumerate(nproc_per_node):
-            check_integer(f"nproc_per_node[{index}]", size)
+            _check_integer(f"nproc_per_node[{index}]", size)
         if len(nproc_per_node) != (len(nproc_per_node) or 1 if num_workers is None else num_workers):
             raise ConfigError(
                 f"nproc_per_node={nproc_per_node!r} has {len(nproc_per_node)} numbers for {num_workers or 'no'} "
@@ -461,12 +421,11 @@ def _sizes(num_workers: Any, nproc_per_node: Any, callee: _Callee) -> tuple[int,
             )
         return tuple(nproc_per_node)
     if nproc_per_node is not None:
-        check_integer("nproc_per_node", nproc_per_node)
-    request = callee.workers or (NodeRequest(1, 1, 1) if callee.is_task else NodeRequest(2, 2, 4))
-    return (nproc_per_node or request.nproc_per_node,) * (num_workers or request.max_nodes)
+        _check_integer("nproc_per_node", nproc_per_node)
+    return (nproc_per_node or requested.nproc_per_node,) * (num_workers or requested.max_nodes)
 
 
-def check_integer(name: str, value: Any, minimum: int = 1) -> None:
+def _check_integer(name: str, value: Any, minimum: int = 1) -> None:
     """Check that `value` is an integer of at least `minimum`.
 
     Raises:
