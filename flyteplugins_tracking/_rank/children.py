@@ -17,7 +17,7 @@ from typing import Any
 
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.modules import loaded
+from flyteplugins_tracking._util.modules import initialised_distributed
 
 # "{pid}-{digest}-{base id}": the process that has called a decorated function as a rank, the variables by which it is
 # one, and the base id that it has agreed on, if it has one. Programs that it starts inherit it.
@@ -80,10 +80,8 @@ def has_inherited_group() -> bool:
 
 def default_group() -> Any:
     """Return the process group of all ranks, if the user's code has initialised one; else None."""
-    dist = loaded("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    return dist.group.WORLD
+    dist = initialised_distributed()
+    return dist and dist.group.WORLD
 
 
 def is_child_of_rank(variables: Mapping[str, str]) -> bool:

@@ -14,20 +14,26 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._rank.info import DistributedInfo, check_orders
+from flyteplugins_tracking._util.modules import initialised_distributed, loaded
 from flyteplugins_tracking._util.proc import Env
-from flyteplugins_tracking._util.record import replace
+from flyteplugins_tracking._util.record import Record, replace
 from flyteplugins_tracking.errors import TopologyError
 
 if TYPE_CHECKING:
     Names = str | tuple[str, ...]
 
 
-class Launcher:
+# The fields of an entry that are numbers of a `DistributedInfo`.
+_FIELDS = ("rank", "world_size", "local_rank", "local_world_size", "worker_index", "num_workers")
+
+
+class Launcher(Record):
     """A launcher and its variables. A field with several names is read from the first of them that is set.
 
-    Args:
+    Attributes:
         name: Its name, in `DistributedInfo.launcher`.
-        markers: The variables that are all set if, and only if, it has started the process. By default the rank's.
+        markers: The variables that are all set if, and only if, it has started the process. By default the
+            rank's, or none if it has a function.
         rank: The variable of the rank. Its ranks and the processes below them have it; the launcher itself has not.
         world_size: The variable of the world size.
         local_rank: The variable of the local rank; "" for none, as below.
@@ -46,48 +52,26 @@ class Launcher:
             jsm or Slurm may start the ranks of several jobs.
     """
 
-    def __init__(
-        self,
-        name: str,
-        markers: tuple[str, ...] = (),
-        *,
-        rank: str = "RANK",
-        world_size: Names = "WORLD_SIZE",
-        local_rank: Names = "",
-        local_world_size: Names = "",
-        worker_index: Names = "",
-        num_workers: Names = "",
-        restart_count: tuple[str, ...] = (),
-        job_id: str = "",
-        function: Callable[[Launcher, Env], DistributedInfo | None] | None = None,
-        is_of_node: bool = False,
-        names_run: bool = False,
-        has_one_process_per_job: bool = False,
-    ) -> None:
-        # A plain class: each rank imports this module, and a dataclass costs more than the rest of it.
-        self.name = name
-        self.markers = markers if markers or function is not None else (rank,)
-        self.rank = rank
-        self.names: dict[str, Names] = {
-            "rank": rank,
-            "world_size": world_size,
-            "local_rank": local_rank,
-            "local_world_size": local_world_size,
-            "worker_index": worker_index,
-            "num_workers": num_workers,
-        }
-        self.restart_count = restart_count
-        self.job_id = job_id
-        self.function = function
-        self.is_of_node = is_of_node
-        self.names_run = names_run
-        self.has_one_process_per_job = has_one_process_per_job
+    name: str
+    markers: tuple[str, ...] = ()
+    rank: str = "RANK"
+    world_size: Names = "WORLD_SIZE"
+    local_rank: Names = ""
+    local_world_size: Names = ""
+    worker_index: Names = ""
+    num_workers: Names = ""
+    restart_count: tuple[str, ...] = ()
+    job_id: str = ""
+    function: Callable[[Launcher, Env], DistributedInfo | None] | None = None
+    is_of_node: bool = False
+    names_run: bool = False
+    has_one_process_per_job: bool = False
 
     @property
     def variables(self) -> set[str]:
-        """The variables of its entry."""
-        fields = [(names,) if isinstance(names, str) else names for names in self.names.values()]
-        return {name for names in (*fields, self.markers, self.restart_count) for name in names if name}
+        """The variables that tell the place of a process."""
+        fields = [getattr(self, field) for field in (*_FIELDS, "restart_count")] + [self.markers]
+        return {name for names in fields for name in ((names,) if isinstance(names, str) else names)} - {""}
 
     def detect(self, env: Env) -> DistributedInfo | None:
         """Return this process's place according to `env`; None if this launcher has not started it.
@@ -95,7 +79,7 @@ class Launcher:
         Raises:
             TopologyError: The values are malformed or contradict each other.
         """
-        if not _are_set(env, *self.markers):
+        if not _are_set(env, *(self.markers or (() if self.function else (self.rank,)))):
             return None
         return self.read(env) if self.function is None else self.function(self, env)
 
@@ -107,7 +91,7 @@ class Launcher:
             names: Variables that replace the entry's, by field.
             **computed: Values that replace a variable which does not have the plain number, by field.
         """
-        variables = {field: _first(env, name) for field, name in {**self.names, **names}.items()}
+        variables = {field: _first(env, names.get(field, getattr(self, field))) for field in _FIELDS}
         values: dict[str, Any] = {
             field: _integer(env, name) if computed.get(field) is None else computed[field]
             for field, name in variables.items()
@@ -205,7 +189,7 @@ def _lightning(launcher: Launcher, env: Env) -> DistributedInfo | None:
     """
     if "RANK" in env:
         return None
-    node_variable = _first(env, launcher.names["worker_index"])
+    node_variable = _first(env, launcher.worker_index)
     if (_integer(env, node_variable) or 0) > 0:
         raise TopologyError(
             f"{node_variable}={env[node_variable]} and LOCAL_RANK={env['LOCAL_RANK']} without RANK: which rank this is "
@@ -216,10 +200,8 @@ def _lightning(launcher: Launcher, env: Env) -> DistributedInfo | None:
 
 def detect_process_group(*_: object) -> DistributedInfo | None:
     """Return this process's place in a process group that the user's code initialised; None without one."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    return DistributedInfo(rank=dist.get_rank(), world_size=dist.get_world_size(), launcher="process_group")
+    dist = initialised_distributed()
+    return dist and DistributedInfo(dist.get_rank(), dist.get_world_size(), launcher="process_group")
 
 
 def _jax(_: Launcher, __: Env) -> DistributedInfo | None:
@@ -294,10 +276,8 @@ def _rank_alone(launcher: Launcher, env: Env) -> DistributedInfo | None:
 
 def _has_left_its_group() -> bool:
     """Return whether this process had a process group, and has destroyed it. torch keeps the way it was made."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or dist.is_initialized():
-        return False
-    return getattr(getattr(dist, "distributed_c10d", None), "_default_pg_init_method", None) is not None
+    state = loaded("torch.distributed.distributed_c10d")
+    return getattr(state, "_default_pg_init_method", None) is not None and initialised_distributed() is None
 
 
 def _was_set_late(env: Env, name: str) -> bool:
@@ -314,7 +294,7 @@ def _one_process_per_node(
     """Return the function of a launcher that starts one process on each node. `command` starts one for each GPU."""
 
     def detect(launcher: Launcher, env: Env) -> DistributedInfo | None:
-        node, nodes = (_first(env, launcher.names[field]) for field in ("worker_index", "world_size"))
+        node, nodes = (_first(env, names) for names in (launcher.worker_index, launcher.world_size))
         if _integer(env, nodes) in (None, 1):
             return None
         if (_integer(env, gpus_per_node) or 0) > 1:

@@ -12,10 +12,11 @@ Four places outside of it change an id. The first three keep two runs from getti
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, get_args
 
-from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
 from flyteplugins_tracking._util.record import Record
 from flyteplugins_tracking.errors import ConfigError, TopologyError
 
@@ -92,16 +93,17 @@ def primary_rank_of(
         ConfigError: `primary_rank` is a callable that returns anything but an int.
         TopologyError: The scope does not have this rank.
     """
+    if info is not None:
+        _require_worker(info, rank_scope)
     if info is None or run_mode == "new":
         return 0
-    _require_worker(info, rank_scope)
     number = primary_rank(info) if callable(primary_rank) else primary_rank
     if isinstance(number, bool) or not isinstance(number, int):
         raise ConfigError(
             f"primary_rank={primary_rank!r} returned {number!r} on rank {info.rank}: it must return the primary's rank "
             "as an int, the same on every rank"
         )
-    if number == 0:  # every scope has it, also if its size is unknown
+    if number == 0:  # every scope has it, even if its size is unknown
         return 0
     size = _scope_size(info, rank_scope)
     if size is None or not -size <= number < size:
@@ -118,11 +120,8 @@ def opens_run(
         TopologyError: As `plan`.
         ConfigError: As `plan`.
     """
-    if info is None:
-        return True
-    _require_worker(info, rank_scope)
     primary = primary_rank_of(info, run_mode, rank_scope, primary_rank)
-    return run_mode != "auto" or _position(info, rank_scope) == primary
+    return info is None or run_mode != "auto" or _position(info, rank_scope) == primary
 
 
 def plan(
@@ -194,23 +193,9 @@ def pages(
     """
     if workers is None:
         return (Page("run", plan(None, run_mode, rank_scope, base_id, parent_id).run_id or ""),)
-    size = workers.nproc_per_node
-    plans = [  # of the first rank of each worker
-        plan(
-            DistributedInfo(
-                rank=index * size,
-                world_size=workers.max_nodes * size,
-                local_rank=0,
-                local_world_size=size,
-                worker_index=index,
-                num_workers=workers.max_nodes,
-            ),
-            run_mode,
-            rank_scope,
-            base_id,
-        )
-        for index in range(1 if rank_scope == "global" else workers.min_nodes)
-    ]
+    count = 1 if rank_scope == "global" else workers.min_nodes
+    first_ranks = itertools.islice(iter_ranks([1] * workers.max_nodes), count)  # no page depends on the others
+    plans = [plan(info, run_mode, rank_scope, base_id) for info in first_ranks]
     if rank_scope == "worker" and workers.min_nodes != workers.max_nodes and run_mode != "new":
         return (Page("group", plans[0].group or ""),)  # the number of workers is not known yet
     is_new, is_of_job = run_mode == "new", rank_scope == "global"

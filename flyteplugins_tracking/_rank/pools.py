@@ -20,6 +20,7 @@ from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import loaded
+from flyteplugins_tracking._util.record import Record
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._rank.ray import Trial
 
 
-class Pool:
+class Pool(Record):
     """The pool whose worker runs this function.
 
     Attributes:
@@ -38,14 +39,11 @@ class Pool:
         trial: The trial of Ray Tune that this worker runs; None for another worker.
     """
 
-    def __init__(
-        self, name: str, reason: str, daemon: int, *, is_child: bool = False, trial: Trial | None = None
-    ) -> None:
-        self.name = name
-        self.reason = reason
-        self.daemon = daemon
-        self.is_child = is_child
-        self.trial = trial
+    name: str
+    reason: str
+    daemon: int
+    is_child: bool = False
+    trial: Trial | None = None
 
     def has_inherited(self, variables: Mapping[str, str]) -> bool:
         """Return whether these variables describe the pool's daemon: they are as they were at its start."""
@@ -53,10 +51,10 @@ class Pool:
         return children.has(children.variables_at_birth() if own else proc.variables_at_start(self.daemon), variables)
 
 
-class _KnownPool:
+class _KnownPool(Record):
     """How the workers of a pool are recognised: by any of these.
 
-    Args:
+    Attributes:
         functions: The functions of the pool that call a task: the end of the file's path, and how the function's name
             begins; "" for all functions of the file.
         commands: How the command lines of its daemons and workers begin: the end of the first word, and the words that
@@ -64,16 +62,9 @@ class _KnownPool:
         detect: Returns the pool if this process is its worker: for a task that no such function has called.
     """
 
-    def __init__(
-        self,
-        functions: Sequence[tuple[str, str]] = (),
-        commands: Sequence[str] = (),
-        detect: Callable[[], Pool | None] | None = None,
-    ) -> None:
-        self.functions = functions
-        self.commands = commands
-        self.detect = detect
-        self.is_child = not commands  # without a daemon, the process that uses the pool has started them
+    functions: Sequence[tuple[str, str]] = ()
+    commands: Sequence[str] = ()
+    detect: Callable[[], Pool | None] = lambda: None
 
 
 def _ray() -> Pool | None:
@@ -135,11 +126,8 @@ def innermost_pool() -> Pool | None:
 
     What has called the function is nearer than what its process is, and that nearer than what has started the process.
     """
-    pool = _on_stack()
-    for known in POOLS.values():
-        if pool is None and known.detect is not None:
-            pool = known.detect()
-    return pool or _pool_above(os.getpid())
+    detected = (known.detect() for known in POOLS.values())  # only if no pool is on the stack
+    return _on_stack() or next(filter(None, detected), None) or _pool_above(os.getpid())
 
 
 def _on_stack() -> Pool | None:
@@ -152,7 +140,8 @@ def _on_stack() -> Pool | None:
                 for file, function in known.functions:
                     if code.co_filename.endswith(file) and code.co_name.startswith(function):
                         reason = f"{code.co_name} of {file} has called this function"
-                        return Pool(name, reason, os.getpid(), is_child=known.is_child)
+                        # Without a daemon, the process that uses the pool has started its workers.
+                        return Pool(name, reason, os.getpid(), is_child=not known.commands)
         frame = frame.f_back
     return None
 
@@ -171,7 +160,7 @@ def _pool_above(_: int) -> Pool | None:
 
 
 def _name_in(command: Sequence[str]) -> str | None:
-    """Return the pool whose daemon or worker has this command line, also as a script or a module of Python."""
+    """Return the pool whose daemon or worker has this command line, even as a script or a module of Python."""
     if os.path.basename(command[0]).startswith("python"):
         command = tuple(itertools.dropwhile(lambda word: word.startswith("-"), command[1:])) or ("",)
     if command[0].startswith("ray::"):  # "ray::" and the function's name
@@ -206,7 +195,7 @@ _counts_of_jobs: dict[str, Counter[str]] = {}
 
 
 def counts_of_world(info: DistributedInfo | None, pool: Pool | None) -> Counter[str] | None:
-    """Return how many trainings this process has begun in its world, by tracker; None for the counts of the process.
+    """Return how many tracked calls this process has begun in its world, by tracker; None for the process's counts.
 
     All ranks must have the same number. A launcher's ranks live as long as their job: each counts its own calls. A
     long-lived worker has served other jobs before, with other ranks: there each world has counts of its own.

@@ -14,6 +14,7 @@ from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.call import detached, exit_code_of
 from flyteplugins_tracking._runs.request import may_prompt
 from flyteplugins_tracking._sweeps.sweep import log_in, restored_session
+from flyteplugins_tracking._util.modules import initialised_distributed
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking.errors import ConfigError
 
@@ -158,14 +159,14 @@ class _Ranks:
     """
 
     def __init__(self) -> None:
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        distributed = initialised_distributed()
+        if distributed is None:
             raise ConfigError(
                 "sweep_agent with several ranks needs a process group: call torch.distributed.init_process_group first"
             )
         from datetime import timedelta
 
-        self._distributed: Any = distributed
+        self._distributed = distributed
         # gloo even beside NCCL: the agent's thread must not use a CUDA device. A sweep may have no trial for hours.
         self._group = distributed.new_group(backend="gloo", timeout=timedelta(days=7))
         self.is_leader = distributed.get_rank() == 0

@@ -16,6 +16,12 @@ def loaded(name: str) -> Any:
     return None if getattr(getattr(module, "__spec__", None), "_initializing", False) else module
 
 
+def initialised_distributed() -> Any:
+    """Return `torch.distributed` if the user's code has initialised its process group of all ranks; else None."""
+    module = loaded("torch.distributed")
+    return module if module is not None and module.is_available() and module.is_initialized() else None
+
+
 def is_own(file: str) -> bool:
     """Whether a source file is this package's."""
     return file.startswith(_PACKAGE)
