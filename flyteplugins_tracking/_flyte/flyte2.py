@@ -57,17 +57,7 @@ class TrackingLink:
     variables: Mapping[str, str] = field(default_factory=dict)
     icon_uri: str = ""
 
-    def get_link(
-        self,
-        run_name: str,
-        project: str,  # noqa: ARG002 flyte passes all of them
-        domain: str,  # noqa: ARG002
-        context: Mapping[str, str],
-        parent_action_name: str,  # noqa: ARG002
-        action_name: str,
-        pod_name: str,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
-    ) -> str:
+    def get_link(self, *, run_name: str, context: Mapping[str, str], action_name: str, **_: Any) -> str:
         """Return the page's address. `action_name` may be a template of the backend. Raises nothing."""
         try:
             return self._address(f"{run_name}-{action_name}", action_name, context or {})

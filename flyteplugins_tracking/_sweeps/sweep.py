@@ -33,28 +33,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 METHODS = ("bayes", "custom", "grid", "random")
 _LOCATION = ("project", "entity", "host")
 # https://docs.wandb.ai/models/sweeps/sweep-config-keys, and the keys that the client itself reads.
-_KEYS = frozenset(
-    {
-        "command",
-        "controller",
-        "description",
-        "early_terminate",
-        "image_uri",
-        "job",
-        "method",
-        "metric",
-        "name",
-        "parameters",
-        "program",
-        "run_cap",
-        "scheduler",
-    }
-)
+_TEXTS = ("name", "description", "program", "job", "image_uri")
+_MAPPINGS = ("metric", "parameters", "early_terminate", "controller", "scheduler")
+_KEYS = frozenset({*_TEXTS, *_MAPPINGS, "command", "method", "run_cap"})
 _ARGUMENTS = _KEYS | {*_LOCATION, "prior_runs"}
 # `compat.wandb` propagates `download_logs` too.
 _PROPAGATED = _ARGUMENTS | {"download_logs"}
-_TEXTS = ("entity", "name", "description", "program", "job", "image_uri")
-_MAPPINGS = ("metric", "parameters", "early_terminate", "controller", "scheduler")
 # The variables that `wandb.sweep` and `wandb.agent` leave changed, and the settings that W&B reads from them.
 _CHANGED = {"WANDB_PROJECT": "project", "WANDB_ENTITY": "entity", "WANDB_BASE_URL": "base_url", "WANDB_DIR": None}
 
@@ -87,15 +71,7 @@ def tracking_sweep_config(
     Raises:
         ConfigError: An argument is invalid, or JSON cannot hold it.
     """
-    arguments = {
-        "method": method,
-        "metric": metric,
-        "parameters": parameters,
-        "project": project,
-        "entity": entity,
-        "prior_runs": prior_runs,
-        "name": name,
-    }
+    arguments = {name: value for name, value in locals().items() if name != "options"}
     value = _checked("tracking_sweep_config", {**arguments, **options})
     return PropagatedConfig(propagation.SWEEP, value, "tracking_sweep_config")
 
@@ -175,17 +151,7 @@ class SweepLink:
     name: str = "Weights & Biases sweep"
     icon_uri: str = ""
 
-    def get_link(
-        self,
-        run_name: str,  # noqa: ARG002 flyte calls this with all of them
-        project: str,  # noqa: ARG002
-        domain: str,  # noqa: ARG002
-        context: Mapping[str, str],
-        parent_action_name: str,  # noqa: ARG002
-        action_name: str,  # noqa: ARG002
-        pod_name: str,  # noqa: ARG002
-        **kwargs: Any,  # noqa: ARG002
-    ) -> str:
+    def get_link(self, *, context: Mapping[str, str], **_: Any) -> str:
         """Return the address of the sweep's page, or of the project's sweeps before the sweep is created.
 
         Nothing is raised.
@@ -215,7 +181,7 @@ def _checked(owner: str, options: Mapping[str, Any], allowed: Collection[str] = 
     arguments = {name: value for name, value in options.items() if value is not None}
     check_arguments(owner, arguments, allowed)
     check_config(TrackingConfig.from_arguments(_location(arguments)))
-    for name in _TEXTS:
+    for name in ("entity", *_TEXTS):
         check_text(name, arguments.get(name))
     for name in _MAPPINGS:
         value = arguments.get(name, {})
@@ -256,21 +222,21 @@ def _wrap(arguments: Mapping[str, Any], function: Callable[..., Any], _: Task | 
 
         @functools.wraps(function)
         async def swept_async(*args: Any, **kwargs: Any) -> Any:
-            with _sweep_scope(arguments):
+            with _in_sweep(arguments):
                 return await function(*args, **kwargs)
 
         return swept_async
 
     @functools.wraps(function)
     def swept(*args: Any, **kwargs: Any) -> Any:
-        with _sweep_scope(arguments):
+        with _in_sweep(arguments):
             return function(*args, **kwargs)
 
     return swept
 
 
 @contextmanager
-def _sweep_scope(arguments: Mapping[str, Any]) -> Iterator[None]:
+def _in_sweep(arguments: Mapping[str, Any]) -> Iterator[None]:
     """Propagate the sweep of one call: the caller's sweep, or a new one."""
     with restored_session():
         sweep = flyte_context.propagated(propagation.SWEEP_ID) or _new_sweep(arguments)
@@ -298,23 +264,23 @@ def _new_sweep(arguments: Mapping[str, Any]) -> dict[str, Any]:
     host = configuration.get("host")
     log_in(None if host is None or os.environ.get("WANDB_BASE_URL") else host, may_prompt(info, context))
     timeout_s = TrackingConfig.from_arguments({}).with_defaults(context.propagated).init_timeout_s
-    sweeps: list[dict[str, Any]] = []
-    errors: list[Exception] = []
+    sweep: dict[str, Any] = {}
+    error: Exception = TimeoutError(f"no answer in {timeout_s:g} s")
 
     def create() -> None:
+        nonlocal error
         try:
-            sweeps.append(_create(configuration))
-        except Exception as error:
-            errors.append(error)
+            sweep.update(_create(configuration))
+        except Exception as refusal:
+            error = refusal
 
     run_with_timeout(timeout_s, create)  # W&B's client itself retries for minutes if a server does not answer
-    if sweeps:
-        return sweeps[0]
-    cause = first_line(errors[0]) if errors else f"no answer in {timeout_s:g} s"
-    raise TrackerUnavailableError(
-        f"W&B did not create the sweep: {cause}. Check the sweep's configuration, WANDB_BASE_URL, the API "
-        "key and the network."
-    ) from (errors[0] if errors else None)
+    if not sweep:
+        raise TrackerUnavailableError(
+            f"W&B did not create the sweep: {first_line(error)}. Check the sweep's configuration, WANDB_BASE_URL, the "
+            "API key and the network."
+        ) from error
+    return sweep
 
 
 def _configuration(arguments: Mapping[str, Any], tracking_arguments: Mapping[str, Any]) -> dict[str, Any]:

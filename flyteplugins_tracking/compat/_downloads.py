@@ -136,12 +136,7 @@ async def download_wandb_run_logs(run_id: str) -> Dir:
     Raises:
         RuntimeError: As `download_wandb_run_dir`.
     """
-    import asyncio
-
-    from flyte.io import Dir
-
-    path = os.path.join(_new_directory(), run_id)
-    return await Dir.from_local(await asyncio.to_thread(download_wandb_run_dir, run_id, path))
+    return await _as_dir(download_wandb_run_dir, run_id)
 
 
 @_traced
@@ -157,19 +152,19 @@ async def download_wandb_sweep_logs(sweep_id: str) -> Dir:
     Raises:
         RuntimeError: As `download_wandb_sweep_dirs`.
     """
+    return await _as_dir(download_wandb_sweep_dirs, sweep_id)
+
+
+async def _as_dir(download: Callable[[str, str], object], id: str) -> Dir:
+    """Download to an empty directory: the default one may hold files of another download."""
     import asyncio
 
     from flyte.io import Dir
 
-    base = os.path.join(_new_directory(), sweep_id)
-    os.makedirs(base)
-    await asyncio.to_thread(download_wandb_sweep_dirs, sweep_id, base)
-    return await Dir.from_local(base)
-
-
-def _new_directory() -> str:
-    """Create an empty directory. The default directory may hold files of another download."""
-    return tempfile.mkdtemp(prefix="wandb_runs_")
+    path = os.path.join(tempfile.mkdtemp(prefix="wandb_runs_"), id)
+    os.mkdir(path)
+    await asyncio.to_thread(download, id, path)
+    return await Dir.from_local(path)
 
 
 def _default_base() -> str:
@@ -224,20 +219,17 @@ def _open_api(address: _Address, kind: str) -> Any:
 
 
 def _download(api: Any, run: _Address, path: str, include_history: bool) -> str:
-    with _runtime_error(f"the directory {path} could not be created"):
-        os.makedirs(path, exist_ok=True)
-        inside = Path(path).resolve()
     with _runtime_error(f"W&B did not return the run {run.path!r}"):
         api_run = api.run(run.path)
-    with _runtime_error(f"the files of run {run.path!r} could not be downloaded"):
+    with _runtime_error(f"the run {run.path!r} could not be downloaded to {path}"):
+        os.makedirs(path, exist_ok=True)
+        inside = Path(path).resolve()
         for file in api_run.files():
             if not (inside / file.name).resolve().is_relative_to(inside):
                 raise PermissionError(f"{file.name!r} is outside of {path}")
             file.download(root=path, replace=True)
-    with _runtime_error(f"the summary of run {run.path!r} could not be written"):
         _write(path, "summary.json", api_run.summary_metrics)
-    if include_history:
-        with _runtime_error(f"the rows of run {run.path!r} could not be written"):
+        if include_history:
             # Not `history`, which samples 500 rows. Not the cache, which may be outdated.
             _write(path, "metrics_history.json", list(api_run.scan_history(use_cache=False)))
     return path

@@ -47,20 +47,9 @@ class Wandb:
         """
         self._config()
 
-    def get_link(
-        self,
-        run_name: str,
-        project: str,
-        domain: str,
-        context: Mapping[str, str],
-        parent_action_name: str,
-        action_name: str,
-        pod_name: str,
-        **kwargs: Any,
-    ) -> str:
+    def get_link(self, **of_task: Any) -> str:
         """Return the run's page, or the project's or W&B's if the run or the project is not known."""
-        link = TrackingLink(self.name, self._config())
-        return link.get_link(run_name, project, domain, context, parent_action_name, action_name, pod_name, **kwargs)
+        return TrackingLink(self.name, self._config()).get_link(**of_task)
 
     def _config(self) -> TrackingConfig:
         run_arguments = {"run_mode": self.run_mode, "rank_scope": self.rank_scope, "id": self.id}
@@ -95,20 +84,10 @@ class WandbSweep:
         """
         _checked(_location(self))
 
-    def get_link(
-        self,
-        run_name: str,
-        project: str,
-        domain: str,
-        context: Mapping[str, str],
-        parent_action_name: str,
-        action_name: str,
-        pod_name: str,
-        **kwargs: Any,
-    ) -> str:
+    def get_link(self, **of_task: Any) -> str:
         """Return the sweep's page, or the page of all sweeps or W&B's if the sweep or the project is not known."""
-        link = SweepLink({**_location(self), **({"id": self.id} if self.id else {})}, self.name)
-        return link.get_link(run_name, project, domain, context, parent_action_name, action_name, pod_name, **kwargs)
+        location = {**_location(self), **({"id": self.id} if self.id else {})}
+        return SweepLink(location, self.name).get_link(**of_task)
 
 
 def _location(link: Wandb | WandbSweep) -> dict[str, Any]:

@@ -137,21 +137,8 @@ def wandb_config(
     Raises:
         ConfigError: As `tracking_config`.
     """
-    arguments = {
-        "project": project,
-        "entity": entity,
-        "host": host,
-        "id": id,
-        "name": name,
-        "tags": tags,
-        "config": config,
-        "mode": mode,
-        "group": group,
-        "run_mode": run_mode,
-        "rank_scope": rank_scope,
-        "download_logs": download_logs,
-        **kwargs,
-    }
+    arguments = {**locals()}
+    arguments |= arguments.pop("kwargs")
     return tracking_config(**{name: value for name, value in arguments.items() if value is not None})
 
 
@@ -207,17 +194,10 @@ def wandb_sweep_config(
     Raises:
         ConfigError: As `tracking_sweep_config`.
     """
-    check_flag("download_logs", download_logs)
-    propagated = tracking_sweep_config(
-        method=method,
-        metric=metric,
-        parameters=parameters,
-        project=project,
-        entity=entity,
-        prior_runs=prior_runs,
-        name=name,
-        **kwargs,
-    )
+    arguments = {**locals()}
+    arguments |= arguments.pop("kwargs")
+    check_flag("download_logs", arguments.pop("download_logs"))
+    propagated = tracking_sweep_config(**arguments)
     configuration = propagation.parse(propagated[propagation.SWEEP], propagation.SWEEP)
     if download_logs:
         configuration["download_logs"] = True
@@ -263,35 +243,28 @@ def _downloading(download_logs: bool | None, function: Callable[..., Any], _: Ta
 
     @functools.wraps(function)
     def then_download(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if _is_to_download(download_logs):
-            import asyncio
+        import asyncio
 
-            # In a thread, since a notebook's thread already has a running loop.
-            run_with_timeout(None, asyncio.run, _download_sweep(download_logs))
+        result = function(*args, **kwargs)
+        # In a thread, since a notebook's thread already has a running loop.
+        run_with_timeout(None, asyncio.run, _download_sweep(download_logs))
         return result
 
     return then_download
 
 
-def _is_to_download(download_logs: bool | None) -> bool:
-    context = get_wandb_sweep_context() if download_logs is None else None
-    return (download_logs or (context is not None and context.download_logs)) and get_sweep_id() is not None
-
-
 async def _download_sweep(download_logs: bool | None) -> None:
-    """Download the sweep, with a warning if that fails: the task must not fail because of it."""
-    sweep_id = get_sweep_id()
-    if sweep_id is None or not _is_to_download(download_logs):
+    """Download the sweep if that is wanted, with a warning if it fails: the task must not fail because of it."""
+    context, sweep_id = get_wandb_sweep_context(), get_sweep_id()
+    if download_logs is None:
+        download_logs = context is not None and context.download_logs
+    if sweep_id is None or not download_logs:
         return
     try:
         await download_wandb_sweep_logs(sweep_id)
     except Exception:
-        logger.warning(
-            "download_logs=True: sweep %s could not be downloaded, and is not an output of the task",
-            sweep_id,
-            exc_info=True,
-        )
+        text = "download_logs=True: sweep %s could not be downloaded, and is not an output of the task"
+        logger.warning(text, sweep_id, exc_info=True)
 
 
 @dataclass(frozen=True)

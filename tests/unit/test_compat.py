@@ -119,7 +119,8 @@ def test_distributed_info_is_a_dict_or_none(monkeypatch):
 
 
 def link(of, context=None) -> str:
-    return of.get_link("run", "proj", "dev", context or {}, "a0", "a1", "pod")
+    task = {"project": "proj", "domain": "dev", "parent_action_name": "a0", "action_name": "a1", "pod_name": "pod"}
+    return of.get_link(run_name="run", context=context or {}, **task)
 
 
 PARENT = {"FLYTE_TRACKING_RUNS": json.dumps({"wandb": {"id": "parents", "project": "p", "entity": "e"}})}

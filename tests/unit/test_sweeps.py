@@ -88,7 +88,7 @@ def test_the_configuration_is_one_value_that_blocks_add_to(bare_environment):
 def test_the_link_leads_to_the_sweep_and_before_it_exists_to_the_projects_sweeps(bare_environment):
     def page(link: SweepLink, **context: dict) -> str:
         custom_context = {key: json.dumps(value) for key, value in context.items()}
-        return link.get_link("r", "p", "d", custom_context, "a0", "a1", "pod")
+        return link.get_link(run_name="r", context=custom_context, action_name="a1")
 
     link = pickle.loads(pickle.dumps(SweepLink({"project": "p", "entity": "e"})))
     assert page(link) == "https://wandb.ai/e/p/sweeps"

@@ -144,7 +144,7 @@ def test_the_link_of_a_tracker_object_leads_to_the_calling_tasks_run(monkeypatch
     monkeypatch.setattr(Noting, "page", lambda _, config, page: f"https://noting/{page.id}")
     link = TrackingLink("Noting", TrackingConfig.from_arguments({"tracker": given}))
     runs = {propagation.RUNS: json.dumps({"noting": {"id": "the-parents"}})}
-    address = link.get_link("r", "p", "d", runs, "", "a1", "")
+    address = link.get_link(run_name="r", context=runs, action_name="a1")
     assert address == "https://noting/the-parents"
 
 
