@@ -127,7 +127,7 @@ def decorator_of(
     check_config(config)
 
     def decorate(target: Any) -> Any:
-        decorator = flyte_context.Decorator.of_runs("tracking_init", config)
+        decorator = flyte_context.Decorator("tracking_init", config)
         return flyte_context.adapt(target, functools.partial(wrap, config), decorator)
 
     return decorate

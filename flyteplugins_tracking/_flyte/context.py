@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -23,31 +23,13 @@ class Decorator(NamedTuple):
 
     Attributes:
         name: The decorator's name in messages.
-        links: Returns the links to add to a Flyte 2 task. Called with the nodes that it requests, None for one process,
-            and with the task.
-        link: Returns the values to add to flytekit's task template. Called with the task; None for a function that may
-            become a task later.
+        config: The user's arguments, if its links lead to runs; else None.
+        links: The other links to add to a Flyte 2 task.
     """
 
     name: str
-    links: Callable[[NodeRequest | None, Any], Iterable[Any]]
-    link: Callable[[Any], Mapping[str, str]]
-
-    @classmethod
-    def of_runs(cls, name: str, config: TrackingConfig) -> Decorator:
-        """Return a decorator whose links lead to the runs of `config`."""
-
-        def links(workers: NodeRequest | None, task: Any) -> Iterable[Any]:
-            from flyteplugins_tracking._flyte import flyte2
-
-            return flyte2.run_links(config, workers, task)
-
-        def link(task: Any) -> Mapping[str, str]:
-            from flyteplugins_tracking._flyte import flyte1
-
-            return flyte1.run_link(config, task)
-
-        return cls(name, links, link)
+    config: TrackingConfig | None = None
+    links: Sequence[Any] = ()
 
 
 def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decorator) -> Any:
@@ -61,32 +43,34 @@ def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decor
     Raises:
         ConfigError: `target` cannot be tracked.
     """
-    if type(target) is not FunctionType:
-        entity = _adapted_entity(target, wrap, decorator)
-        if entity is not None:
-            return entity
+    for sdk in loaded_sdks() if type(target) is not FunctionType else ():
+        if sdk.is_entity(target):
+            function, workers = sdk.function_of(target, f"put {decorator.name} on the Python task that trains")
+            if workers is not None and is_async(function):
+                raise ConfigError(
+                    f"{target.name!r} is async and has workers of its own, which run plain functions only: write "
+                    "`def`, not `async def`"
+                )
+            return sdk.adapt_task(target, workers, wrap, decorator)
     _refuse_other_targets(target, decorator.name)
     tracked = wrap(target, None)
     if "flytekit" not in sys.modules:
         return tracked
     from flyteplugins_tracking._flyte import flyte1
 
-    return flyte1.adapt_function(tracked, decorator.link)
+    return flyte1.adapt_function(tracked, decorator)
 
 
-def _adapted_entity(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decorator) -> Any:
-    """Return the changed entity of an SDK that is loaded; None if `target` is not one."""
+def loaded_sdks() -> Iterator[Any]:
+    """Yield the module `flyte2` or `flyte1` of each SDK that the user's code has loaded."""
     if "flyte" in sys.modules:
         from flyteplugins_tracking._flyte import flyte2
 
-        if flyte2.is_entity(target):
-            return flyte2.adapt_task(target, wrap, decorator.name, decorator.links)
+        yield flyte2
     if "flytekit" in sys.modules:
         from flyteplugins_tracking._flyte import flyte1
 
-        if flyte1.is_entity(target):
-            return flyte1.adapt_task(target, wrap, decorator.name, decorator.link)
-    return None
+        yield flyte1
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -109,15 +93,8 @@ def current_context() -> ExecutionContext:
     Raises:
         ConfigError: The propagated arguments are malformed.
     """
-    context: ExecutionContext | None = None
-    if "flyte" in sys.modules:
-        from flyteplugins_tracking._flyte import flyte2
-
-        context = flyte2.Flyte2Context.current()
-    if context is None and "flytekit" in sys.modules:
-        from flyteplugins_tracking._flyte import flyte1
-
-        context = flyte1.Flyte1Context.current()
+    contexts = (sdk.current_context() for sdk in loaded_sdks())
+    context: ExecutionContext | None = next(filter(None, contexts), None)
     return context or ProcessContext.current()
 
 

@@ -7,7 +7,6 @@ agent instead of the workers, and could not be serialized.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import logging
 import os
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._flyte.context import class_names, workers_of
+from flyteplugins_tracking._flyte.context import Decorator, class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, Page, pages
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.context import ExecutionContext, Task
@@ -89,53 +88,41 @@ def is_entity(target: Any) -> bool:
     return not class_names(target).isdisjoint({_TASK, *_OTHER_ENTITIES})
 
 
-def adapt_task(task: Any, wrap: Callable[[Any, Task], Any], name: str, link: Callable[[Any], Mapping[str, str]]) -> Any:
-    """Put `wrap` around the function of `task`, and return the same task.
+def function_of(task: Any, advice: str) -> tuple[Callable[..., Any], NodeRequest | None]:
+    """Return the function of `task`, and the nodes that it requests if it has Elastic workers.
 
     Raises:
-        ConfigError: `task` is not a Python function task, or it is async and has Elastic workers.
+        ConfigError: `task` is not a Python function task. The message ends with the `advice`.
     """
     names = class_names(task)
     if _TASK not in names:
         kind = next(kind for entity, kind in _OTHER_ENTITIES.items() if entity in names)
-        raise ConfigError(f"{task.name!r} is a {kind}: put {name} on the Python task that trains")
-    if _ELASTIC_TASK in names and inspect.iscoroutinefunction(task.task_function):
-        raise ConfigError(
-            f"{task.name!r} is async and has Elastic workers, which run plain functions only: write `def`, "
-            "not `async def`"
-        )
+        raise ConfigError(f"{task.name!r} is a {kind}: {advice}")
+    return task.task_function, workers_of(task.task_config) if _ELASTIC_TASK in names else None
+
+
+def adapt_task(task: Any, _: NodeRequest | None, wrap: Callable[[Any, Task], Any], decorator: Decorator) -> Any:
+    """Put `wrap` around the function of `task`, and return the same task."""
     timeout = task.metadata.timeout  # a timedelta, or None
-    description = Task(
-        None, bool(getattr(task, "enable_deck", False)), timeout_s=timeout.total_seconds() if timeout else None
-    )
-    task._task_function = _adapted(wrap(task.task_function, description), link(task))
+    seconds, has_deck = timeout.total_seconds() if timeout else None, bool(getattr(task, "enable_deck", False))
+    tracked = wrap(task.task_function, Task(None, has_deck, timeout_s=seconds))
+    task._task_function = _adapted(tracked, _link(decorator.config, task))
     return task
 
 
-def function_of(task: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
-    """Return the function of `task`, and the nodes that it requests if it has Elastic workers.
-
-    Raises:
-        ConfigError: `task` is not a Python function task.
-    """
-    if _TASK not in class_names(task):
-        raise ConfigError(f"{task.name!r} is a {type(task).__name__}, not a Python task with a function to call")
-    return task.task_function, workers_of(task.task_config) if _ELASTIC_TASK in class_names(task) else None
-
-
-def adapt_function(tracked: Any, link: Callable[[Any], Mapping[str, str]]) -> Any:
+def adapt_function(tracked: Any, decorator: Decorator) -> Any:
     """Add the link to `tracked` if flytekit is loaded: it may become the function of a task."""
-    return tracked if "flytekit.core.utils" not in sys.modules else _adapted(tracked, link(None))
+    return tracked if "flytekit.core.utils" not in sys.modules else _adapted(tracked, _link(decorator.config, None))
 
 
-def run_link(config: TrackingConfig, task: Any) -> Mapping[str, str]:
-    """Return the values for a task's template that link to the runs of `config`.
+def _link(config: TrackingConfig | None, task: Any) -> Mapping[str, str]:
+    """Return the values for a task's template that link to the runs of `config`; none for None.
 
     Args:
         config: The user's arguments.
         task: The task; None for a function that may become one.
     """
-    return find_tracker(config.tracker).link(config, _pages(task, config))
+    return {} if config is None else find_tracker(config.tracker).link(config, _pages(task, config))
 
 
 def _adapted(tracked: Any, link: Mapping[str, str]) -> Any:
@@ -153,33 +140,32 @@ def _pages(task: Any, config: TrackingConfig) -> Sequence[Page] | None:
     return pages(None, config.run_mode, config.rank_scope, "") if one_run else None
 
 
+def current_context() -> Flyte1Context:
+    """Return flytekit's context of this execution."""
+    flytekit = sys.modules["flytekit"]
+    # Not is_local_execution(): it is False in a local spawn worker. Pods have this variable, and nothing else has.
+    execution = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID")
+    runs_a_task = _runs_a_task(flytekit)
+    is_pod = execution is not None and runs_a_task
+    prefix = flytekit.current_context().raw_output_prefix if is_pod else ""
+    base_id, group = _base_id_and_group(str(execution), prefix) if is_pod else (None, None)
+    return Flyte1Context(
+        base_id=base_id,
+        group=group,
+        propagated=propagation.read(propagation.CONFIG, None),
+        run_metadata={} if execution is None else _run_metadata(execution),
+        on_cluster=execution is not None,
+        can_persist=is_pod,
+        has_report=_has_deck(flytekit.current_context()),
+        can_publish_files=runs_a_task,
+        success_exceptions=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
+    )
+
+
 class Flyte1Context(ExecutionContext):
     """A process in which flytekit is loaded: a task's pod, a local execution, or a script."""
 
-    @classmethod
-    def current(cls) -> Flyte1Context | None:
-        """Return flytekit's context of this execution; None if it is not loaded."""
-        flytekit = sys.modules.get("flytekit")
-        if flytekit is None:
-            return None
-        # Not is_local_execution(): it is False in a local spawn worker. Pods have this variable, and nothing else has.
-        execution = os.environ.get("FLYTE_INTERNAL_EXECUTION_ID")
-        runs_a_task = _runs_a_task(flytekit)
-        is_pod = execution is not None and runs_a_task
-        prefix = flytekit.current_context().raw_output_prefix if is_pod else ""
-        base_id, group = _base_id_and_group(str(execution), prefix) if is_pod else (None, None)
-        return cls(
-            base_id=base_id,
-            group=group,
-            propagated=propagation.read(propagation.CONFIG, None),
-            run_metadata={} if execution is None else _run_metadata(execution),
-            on_cluster=execution is not None,
-            can_persist=is_pod,
-            can_render_report=True,
-            has_report=_has_deck(flytekit.current_context()),
-            can_publish_files=runs_a_task,
-            success_exceptions=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
-        )
+    can_render_report: bool = True
 
     def render_report(self, run: Run, exit_code: int, summary: Mapping[str, Any]) -> None:
         from flyteplugins_tracking._flyte import report

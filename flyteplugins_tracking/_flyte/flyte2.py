@@ -7,17 +7,16 @@ environment, and copies of the task would lack a patched `execute`.
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._flyte.context import class_names, workers_of
+from flyteplugins_tracking._flyte.context import Decorator, class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.context import ExecutionContext, Task
@@ -83,25 +82,22 @@ def is_entity(target: Any) -> bool:
     return not class_names(target).isdisjoint({_ANY_TASK, _ENVIRONMENT})
 
 
-def adapt_task(
-    task: Any, wrap: Callable[[Any, Task], Any], name: str, links: Callable[[NodeRequest | None, Any], Iterable[Any]]
-) -> Any:
-    """Put `wrap` around the function of `task`, add its links, and return the same task.
+def function_of(task: Any, advice: str) -> tuple[Callable[..., Any], NodeRequest | None]:
+    """Return the function of `task`, and the nodes that it requests.
 
     Raises:
-        ConfigError: `task` is not a Python function task, or it is async and has workers of its own.
+        ConfigError: `task` is not a Python function task. The message ends with the `advice`.
     """
     if _TASK not in class_names(task):
-        raise ConfigError(f"{task.name!r} is a {type(task).__name__}: put {name} on the Python task that trains")
-    workers = _workers(task)
-    if workers is not None and inspect.iscoroutinefunction(task.func):
-        raise ConfigError(
-            f"{task.name!r} is async and has workers of its own, which run plain functions only: write `def`, "
-            "not `async def`"
-        )
-    description = Task(has_workers=workers is not None, has_report=task.report, timeout_s=_timeout_s(task))
-    task.func = wrap(task.func, description)
-    task.links = (*task.links, *links(workers, task))
+        raise ConfigError(f"{task.name!r} is a {type(task).__name__}: {advice}")
+    return task.func, _workers(task)
+
+
+def adapt_task(task: Any, workers: NodeRequest | None, wrap: Callable[[Any, Task], Any], decorator: Decorator) -> Any:
+    """Put `wrap` around the function of `task`, add its links, and return the same task."""
+    task.func = wrap(task.func, Task(workers is not None, task.report, timeout_s=_timeout_s(task)))
+    run_links = _run_links(decorator.config, workers, task) if decorator.config else ()
+    task.links = (*task.links, *run_links, *decorator.links)
     return task
 
 
@@ -115,15 +111,26 @@ def _timeout_s(task: Any) -> float | None:
     return seconds or None
 
 
-def function_of(task: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
-    """Return the function of `task`, and the nodes that it requests.
-
-    Raises:
-        ConfigError: `task` is not a Python function task.
-    """
-    if _TASK not in class_names(task):
-        raise ConfigError(f"{task.name!r} is a {type(task).__name__}, not a Python task with a function to call")
-    return task.func, _workers(task)
+def current_context() -> Flyte2Context | None:
+    """Return the context of the task that runs here; None outside of a task."""
+    task = task_context()
+    if task is None:
+        return None
+    action = getattr(task, "task_action", None) or task.action
+    custom_context = task.custom_context or {}
+    on_cluster = task.mode == "remote"
+    return Flyte2Context(
+        base_id=f"{action.run_name}-{action.name}",
+        label=action.name,
+        propagated=_propagated(None, custom_context, action.name),
+        parents=_runs(custom_context),
+        # In local mode, child tasks run in this process, and join the run as functions do.
+        has_children=task.mode != "local",
+        call_counts=task.data.setdefault(_CALL_COUNTS, Counter()),
+        can_persist=on_cluster,
+        run_metadata=_run_metadata(task, action),
+        on_cluster=on_cluster,
+    )
 
 
 class Flyte2Context(ExecutionContext):
@@ -131,28 +138,6 @@ class Flyte2Context(ExecutionContext):
 
     can_render_report: bool = True
     can_publish_files: bool = True
-
-    @classmethod
-    def current(cls) -> Flyte2Context | None:
-        """Return the context of the task that runs here; None outside of a task."""
-        task = task_context()
-        if task is None:
-            return None
-        action = getattr(task, "task_action", None) or task.action
-        custom_context = task.custom_context or {}
-        on_cluster = task.mode == "remote"
-        return cls(
-            base_id=f"{action.run_name}-{action.name}",
-            label=action.name,
-            propagated=_propagated(None, custom_context, action.name),
-            parents=_runs(custom_context),
-            # In local mode, child tasks run in this process, and join the run as functions do.
-            has_children=task.mode != "local",
-            call_counts=task.data.setdefault(_CALL_COUNTS, Counter()),
-            can_persist=on_cluster,
-            run_metadata=_run_metadata(task, action),
-            on_cluster=on_cluster,
-        )
 
     def propagate_run(self, tracker: Tracker, run: Any) -> AbstractContextManager[None]:
         exported = tracker.export_run(run)
@@ -286,7 +271,7 @@ def _runs(custom_context: Mapping[str, str]) -> dict[str, Any]:
     return runs
 
 
-def run_links(config: TrackingConfig, workers: NodeRequest | None, task: Any) -> Iterator[TrackingLink]:
+def _run_links(config: TrackingConfig, workers: NodeRequest | None, task: Any) -> Iterator[TrackingLink]:
     """Yield the links to the runs of `task`, which requests these nodes."""
     tracker = find_tracker(config.tracker)
     if tracker.page(config, None) is None:

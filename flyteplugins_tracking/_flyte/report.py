@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._job.board import Board, from_text, job_board
+from flyteplugins_tracking._job.board import from_text, job_board
 from flyteplugins_tracking._rank.info import DistributedInfo
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 TITLE = "Tracking"
 # How long the first primary waits for the end of the others' runs.
 _WAIT_S = 5.0
-_POLL_S = 0.05
 # How many values of a summary are shown.
 _MAX_VALUES = 12
 # Without it, the console shows the cells of a table side by side without a space.
@@ -68,14 +67,18 @@ def show_run(show: Callable[[str, str], None], run: Run, exit_code: int, summary
         summary: Its last values.
     """
     info, name, other_runs = run.opener.info, run.tracker.name, _other_runs(run)
-    outcome = Outcome.of(run.handle.id, run.handle.url, 0 if info is None else info.rank, exit_code, summary)
-    board = _board(info, _topic(name, info)) if info is not None and other_runs else None
-    if not run.plan.first:
-        send(board, outcome)
-        return
-    others = gather(board, other_runs) if board is not None else []
-    attempt = run.opener.context.run_metadata.get("attempt_number", 0)
-    show(TITLE, page(name, info, attempt, [outcome, *others], other_runs - len(others)))
+    outcomes = [Outcome.of(run.handle.id, run.handle.url, 0 if info is None else info.rank, exit_code, summary)]
+    if info is not None and other_runs:
+        with suppress(RuntimeError):  # the job's store does not answer: this rank's run is shown alone
+            board = job_board(info, os.environ, f"report/{name}/{info.restart_count}")
+            if board is not None and run.plan.first:
+                sent = board.wait_for_texts(other_runs, _WAIT_S)
+                outcomes += filter(None, (from_text(Outcome, text) for text in sent))
+            elif board is not None:
+                board.append(json.dumps(asdict(outcomes[0])))
+    if run.plan.first:
+        attempt = run.opener.context.run_metadata.get("attempt_number", 0)
+        show(TITLE, page(name, info, attempt, outcomes, other_runs + 1 - len(outcomes)))
 
 
 def _other_runs(run: Run) -> int:
@@ -84,32 +87,6 @@ def _other_runs(run: Run) -> int:
     if info is None or (config.run_mode != "new" and config.rank_scope == "global"):
         return 0
     return (info.world_size if config.run_mode == "new" else info.num_workers or 1) - 1
-
-
-def _board(info: DistributedInfo, topic: str) -> Board | None:
-    """Return the job's board; None also if its store does not answer: this rank's run is shown alone then."""
-    with suppress(RuntimeError):
-        return job_board(info, os.environ, topic)
-    return None
-
-
-def _topic(tracker: str, info: DistributedInfo | None) -> str:
-    return f"report/{tracker}/{info.restart_count if info else 0}"
-
-
-def send(board: Board | None, outcome: Outcome) -> None:
-    """Send an outcome to the first run's primary."""
-    if board is not None:
-        with suppress(RuntimeError):
-            board.append(json.dumps(asdict(outcome)))
-
-
-def gather(board: Board, count: int) -> list[Outcome]:
-    """Return the outcomes of `count` other ranks, or those that have been sent within 5 s."""
-    with suppress(RuntimeError):
-        sent = [from_text(Outcome, text) for text in board.wait_for_texts(count, _WAIT_S)]
-        return [outcome for outcome in sent if outcome is not None]
-    return []
 
 
 def page(tracker: str, info: DistributedInfo | None, attempt: int, outcomes: Sequence[Outcome], missing: int) -> str:

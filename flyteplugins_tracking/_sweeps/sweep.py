@@ -15,7 +15,6 @@ from typing import Any, TypeVar, overload
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
 from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig
-from flyteplugins_tracking._rank.plan import NodeRequest
 from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.context import Task
@@ -113,14 +112,10 @@ def tracking_sweep(function: Any = None, /, **options: Any) -> Any:
         TrackerNotInstalledError: At the call: wandb is missing.
     """
     arguments = _checked("tracking_sweep", options)
-    link = SweepLink(_location(arguments))
-
-    def links(workers: NodeRequest | None, task: Any) -> tuple[SweepLink]:  # noqa: ARG001
-        return (link,)
+    decorator = flyte_context.Decorator("tracking_sweep", links=(SweepLink(_location(arguments)),))
 
     def decorate(target: Any) -> Any:
-        wrap = functools.partial(_wrap, arguments)
-        return flyte_context.adapt(target, wrap, flyte_context.Decorator("tracking_sweep", links, lambda _: {}))
+        return flyte_context.adapt(target, functools.partial(_wrap, arguments), decorator)
 
     return decorate if function is None else decorate(function)
 

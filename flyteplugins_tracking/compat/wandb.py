@@ -169,8 +169,7 @@ def wandb_sweep(function: Any = None, /, *, download_logs: bool | None = None, *
     sweep, wrap = tracking_sweep(**kwargs), functools.partial(_downloading, download_logs)
 
     def decorate(target: Any) -> Any:
-        no_links = flyte_context.Decorator("wandb_sweep", lambda *_: (), lambda _: {})
-        return sweep(flyte_context.adapt(target, wrap, no_links))
+        return sweep(flyte_context.adapt(target, wrap, flyte_context.Decorator("wandb_sweep")))
 
     return decorate if function is None else decorate(function)
 

@@ -19,7 +19,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
-from flyteplugins_tracking._flyte import flyte1, flyte2
+from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.plan import NodeRequest
@@ -387,9 +387,9 @@ def _function_of(target: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
     Raises:
         ConfigError: The target is neither a function nor a Flyte task.
     """
-    for sdk in (flyte2, flyte1):
+    for sdk in flyte_context.loaded_sdks():
         if sdk.is_entity(target):
-            function, workers = sdk.function_of(target)
+            function, workers = sdk.function_of(target, "it is not a Python task with a function to call")
             return function, workers
     if not callable(target) or isinstance(target, type):
         raise ConfigError(f"simulate() needs a function or a Flyte task, got {target!r}")

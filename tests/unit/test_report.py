@@ -32,7 +32,7 @@ class Task(ProcessContext):
 def ended(monkeypatch, tmp_path):
     """Ends the run of a rank of 3, and returns the page that it shows; None if it shows none."""
     monkeypatch.setattr(report, "_WAIT_S", 0.1)
-    monkeypatch.setattr(report, "_board", lambda _, topic: Board(DirectoryStore(tmp_path / "board"), topic))
+    monkeypatch.setattr(report, "job_board", lambda _, __, topic: Board(DirectoryStore(tmp_path / "board"), topic))
 
     @tracking_init(tracker=RecordingTracker, id="run", run_mode="new")
     def train(exit_code: int) -> None:
