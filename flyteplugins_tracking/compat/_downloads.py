@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._util.files import private_directory
+from flyteplugins_tracking._util.checks import check_run_id
+from flyteplugins_tracking._util.files import private_directory, replace_whole
 from flyteplugins_tracking.compat._context import (
     get_wandb_context,
     get_wandb_run,
@@ -64,7 +65,7 @@ def download_wandb_run_dir(run_id: str | None = None, path: str | None = None, i
         RuntimeError: There is no run, or W&B does not return it. W&B's own error is the cause.
     """
     run = _run_address(run_id)
-    path = path or os.path.join(_default_base(), run.id)
+    path = path or _directory_in(_default_base(), run.id)
     return _download(_open_api(run, "run"), run, path, include_history)
 
 
@@ -92,7 +93,8 @@ def download_wandb_sweep_dirs(
     for run_id in run_ids:
         run = _Address(run_id, sweep.project, sweep.entity)
         try:
-            directories.append(_download(api, run, os.path.join(base_path or _default_base(), run_id), include_history))
+            path = _directory_in(base_path or _default_base(), run_id)
+            directories.append(_download(api, run, path, include_history))
         except RuntimeError as error:
             failures[run_id] = error
     if failures:
@@ -161,10 +163,17 @@ async def _as_dir(download: Callable[[str, str], object], id: str) -> Dir:
 
     from flyte.io import Dir
 
-    path = os.path.join(tempfile.mkdtemp(prefix="wandb_runs_"), id)
+    path = _directory_in(tempfile.mkdtemp(prefix="wandb_runs_"), id)
     os.mkdir(path)
     await asyncio.to_thread(download, id, path)
     return await Dir.from_local(path)
+
+
+def _directory_in(base: str, run_id: str) -> str:
+    """Return the directory of a run or a sweep in that of all."""
+    with _runtime_error(f"{run_id!r} cannot be the name of a directory"):
+        check_run_id("the id", run_id, longest=200)
+    return os.path.join(base, run_id)
 
 
 def _default_base() -> str:
@@ -236,8 +245,8 @@ def _download(api: Any, run: _Address, path: str, include_history: bool) -> str:
 
 
 def _write(path: str, name: str, value: Any) -> None:
-    with open(os.path.join(path, name), "w") as file:
-        json.dump(value, file, indent=2, default=str)
+    # Not through a link, if others can write to a directory that the user has named.
+    replace_whole(Path(path, name), json.dumps(value, indent=2, default=str), 0o666)
 
 
 @contextmanager

@@ -202,6 +202,31 @@ def test_a_download_does_not_follow_what_another_user_has_planted(shared_tmp, mo
     assert (tmp_path / "authorized_keys").read_text() == "mine"
 
 
+@pytest.mark.parametrize("run_id", ["../../outside", "/outside", "..", "a\0b"])
+def test_an_id_that_is_a_path_is_refused(shared_tmp, monkeypatch, run_id):
+    _served(monkeypatch, "output.log")
+    with pytest.raises(RuntimeError, match="cannot be the name of a directory"):
+        compat.download_wandb_run_dir(run_id)
+    assert not [*shared_tmp.rglob("output.log")]
+
+
+def test_a_run_of_a_sweep_whose_id_is_a_path_is_left_out(monkeypatch, tmp_path):
+    run = SimpleNamespace(files=list, summary_metrics={}, scan_history=lambda **_: [])
+    sweep = SimpleNamespace(runs=[SimpleNamespace(id=one) for one in ("../outside", "inside")])
+    monkeypatch.setattr("wandb.Api", lambda **_: SimpleNamespace(run=lambda path: run, sweep=lambda path: sweep))
+    assert compat.download_wandb_sweep_dirs("s", str(tmp_path / "base")) == [str(tmp_path / "base" / "inside")]
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_summary_is_not_written_through_a_link(monkeypatch, tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "key").write_text("mine")
+    (tmp_path / "r" / "summary.json").symlink_to(tmp_path / "key")
+    _served(monkeypatch)
+    compat.download_wandb_run_dir("r", path=str(tmp_path / "r"))
+    assert ((tmp_path / "key").read_text(), (tmp_path / "r" / "summary.json").read_text()) == ("mine", "{}")
+
+
 def test_a_file_that_would_be_outside_of_the_directory_is_refused(monkeypatch, tmp_path):
     _served(monkeypatch, "../authorized_keys")
     with pytest.raises(RuntimeError, match=r"'\.\./authorized_keys' is outside of"):
