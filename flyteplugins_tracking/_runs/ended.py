@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._util.proc import TERMINATED
+from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.threads import run_with_timeout
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def print_how_to_view(run: Run) -> None:
         return
     command = run.handle.how_to_view()
     if command:
-        print(f"{run.tracker.name}: to look at run {run.handle.id}: {command}", file=sys.stderr)  # noqa: T201
+        print(f"{run.tracker.name}: to look at run {run.handle.id}: {printable(command)}", file=sys.stderr)  # noqa: T201
 
 
 def keep_and_show(run: Run, exit_code: int, summary: Mapping[str, Any] | None) -> None:

@@ -103,7 +103,7 @@ def check_run_id(name: str, value: object, longest: int = 100) -> None:
         ConfigError: The value is anything else.
     """
     check_name(name, value, longest)  # services take 128, and the ids of ranks have a suffix
-    if isinstance(value, str) and (re.search(r"[/\\\x00-\x1f\x7f]", value) or value.strip(".") == ""):
+    if isinstance(value, str) and (re.search(r"[/\\\x00-\x1f\x7f-\x9f\u2028\u2029]", value) or value.strip(".") == ""):
         raise ConfigError(f"{name}={value!r} cannot be a run id: use letters, digits, '-', '_' and '.'")
 
 
