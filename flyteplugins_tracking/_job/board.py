@@ -6,9 +6,7 @@ It is in the job's store if the job has one, so that ranks of all nodes read it.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import math
 import shutil
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +22,7 @@ from flyteplugins_tracking._rank.launchers import rank_variable
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.files import private_directory, read_own, replace_whole
 from flyteplugins_tracking._util.lock import locked
-from flyteplugins_tracking._util.text import printable
+from flyteplugins_tracking._util.text import parse_json, printable
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
@@ -205,12 +203,12 @@ def from_text(kind: type[T], text: str) -> T | None:
     """
     try:
         values = {
-            name: printable(value) if isinstance(value, str) else value for name, value in json.loads(text).items()
+            name: printable(value) if isinstance(value, str) else value for name, value in parse_json(text).items()
         }
         hints = get_type_hints(kind)
         if all(_fits(value, hints[name]) for name, value in values.items()):
             return kind(**values)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         pass
     _warn_once(kind.__name__, "a text on the job's board is left out, since it is no %s: %.80r", kind.__name__, text)
     return None
@@ -223,7 +221,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float)
     kind = get_origin(hint) or hint
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 

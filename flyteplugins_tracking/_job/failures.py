@@ -58,7 +58,7 @@ _TERMINATION = "SignalException"
 # How long a rank that has only lost another one waits for that one's notice.
 _GRACE_S = 1.0
 _GRACE_POLL_S = 0.05
-# How many old notices are read at first. The board may have those of earlier attempts.
+# How many old notices are read at first, and new ones in all. The board may have those of earlier attempts.
 _MOST_NOTICES = 1000
 # How long the store may take to be read. A launcher ends a process 30 s after its SIGTERM.
 _READ_S = 3.0
@@ -328,6 +328,8 @@ class _Notices:
         if is_secondary not in self._starts:
             self._starts[is_secondary] = max(0, board.count("texts") - _MOST_NOTICES)
         found = self._found[is_secondary]
+        if len(found) > _MOST_NOTICES:  # more than a job has, and than can be kept: a peer has made them up
+            return False
         texts = board.numbered_texts(self._starts[is_secondary], found)
         read = {number: from_text(Failure, text) for number, text in texts.items()}
         self._found[is_secondary] = {**found, **read}

@@ -261,7 +261,7 @@ def _through_jax(info: DistributedInfo) -> str | None:
 def _agree(store: Any, token: str, key: str = _STORE_KEY) -> str:
     """Return the token of the first caller: `compare_set` writes only if the key is empty, and returns its value."""
     first_token: bytes = store.compare_set(key, "", token)
-    return first_token.decode()
+    return first_token.decode(errors="replace")
 
 
 def _random_token() -> str:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 # All but tabs and line ends. A terminal obeys some of them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# The most characters of a JSON text: the stacks of a process have less.
+_LONGEST_JSON = 1 << 22
+# The most digits of its integers, and its largest number: the product of two is a number still.
+_MOST_DIGITS = 18
+_LARGEST = 1e100
 # A user, such as a mail address, with a password that may have any character, as those of databases and of careless
 # users have; or a token. Not an @ in a path.
 CREDENTIALS = re.compile(r"(?<=://)(?:[^/:]*:.*@|(?:[^/\s@]*@)+)", re.DOTALL)
@@ -14,6 +21,32 @@ CREDENTIALS = re.compile(r"(?<=://)(?:[^/:]*:.*@|(?:[^/\s@]*@)+)", re.DOTALL)
 def printable(text: str) -> str:
     """Return a text of another process without characters that a terminal obeys."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def parse_json(text: str) -> Any:
+    """Return the value of a JSON text of another process.
+
+    Raises:
+        ValueError: It is none, is too long or nested too deeply, or has a number that nobody can count with.
+    """
+    if len(text) > _LONGEST_JSON:
+        raise ValueError(f"a text has {len(text)} characters")
+    try:
+        return json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_number)
+    except RecursionError:
+        raise ValueError("a text is nested too deeply") from None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
+
+
+def _number(digits: str) -> float:
+    if not abs(number := float(digits)) < _LARGEST:
+        raise ValueError(f"{digits[:20]} is too large, or no number")
+    return number
 
 
 def first_line(error: BaseException | str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import tempfile
@@ -15,6 +16,7 @@ import pytest
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._flyte.report import Outcome
 from flyteplugins_tracking._job import board as board_module
+from flyteplugins_tracking._job import failures as failures_module
 from flyteplugins_tracking._job import hang
 from flyteplugins_tracking._job import pulse as pulse_module
 from flyteplugins_tracking._job.board import Board, DirectoryStore, from_text, job_board, nearest_board
@@ -147,6 +149,10 @@ BAD_TEXTS = [
     '{"put_at": NaN, "steps": 1}',
     '{"steps": true}',
     '{"nothing": 1}',
+    f'{{"rank": 1, "type": "E", "message": "m", "exit_code": 1, "failed_at": {10**400}}}',
+    f'{{"steps": {10**400}, "memory": {10**400}}}',
+    '{"steps": 1, "step_s": 1e300, "own_share": 1e300}',
+    f'{{"type": "{"x" * 5_000_000}"}}',
     '{"rank": [], "type": {}, "message": 3, "exit_code": null}',
     "\ud800",
 ]
@@ -175,13 +181,29 @@ def test_what_a_terminal_obeys_is_taken_out():
     assert failure.message == f"{sign}]0;title{sign} red{sign}31m\nline\ttab"
 
 
-def test_random_changes_of_a_text_raise_nothing():
-    whole, random = Failure(1, "E", "text", 1).to_json(), Random(1)
+@pytest.mark.parametrize("whole", [Failure(1, "E", "text", 1), Pulse(steps=3, step_s=0.5, own_share=1.0, memory=7)])
+def test_random_changes_of_a_text_raise_nothing(whole):
+    text, random = whole.to_json(), Random(1)
     for _ in range(200):
-        changed = bytearray(whole.encode())
+        changed = bytearray(text.encode())
         for _ in range(random.randint(1, 5)):
-            changed[random.randrange(len(changed))] = random.randrange(256)
-        from_text(Failure, changed.decode(errors="replace"))
+            changed[random.randrange(len(changed))] = random.choice([*b'0123456789eE+-"[]{}', random.randrange(256)])
+        found = from_text(type(whole), changed.decode(errors="replace"))
+        if isinstance(found, Pulse):
+            assert all(math.isfinite(value) for value in pulse_module.metrics({0: found}).values())
+
+
+def test_notices_that_a_peer_has_made_up_cost_no_more_than_a_thousand_do(store, monkeypatch):
+    monkeypatch.setattr(failures_module, "nearest_board", lambda *_: Board(store, "failures"))
+    notices = failures_module._Notices(DistributedInfo(0, 2, 0, 2, 0, 1, launcher="mpich"))
+    board = Board(store, "failures/causes")
+    assert notices.read() == []
+    for _ in range(1100):
+        board.append(Failure(1, "E", "", 1).to_json())
+    count = len(notices.read())
+    for _ in range(100):
+        board.append(Failure(1, "E", "", 1).to_json())
+    assert len(notices.read()) == count
 
 
 def test_a_counter_that_somebody_has_raised_costs_a_hundred_requests(store):
