@@ -17,7 +17,7 @@ from typing import Any
 
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._util.checks import check_run_id
-from flyteplugins_tracking._util.files import replace_whole, touch_own
+from flyteplugins_tracking._util.files import is_own_file, own_text, replace_whole, touch_own
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
@@ -75,7 +75,7 @@ def _send(paths: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
 
 def _is_empty(directory: Path) -> bool:
     """Whether a directory has nothing of any run: its process was killed before it had logged anything."""
-    return directory.is_dir() and not (directory / _SENT).exists() and not has_records(directory)
+    return directory.is_dir() and not is_own_file(directory / _SENT) and not has_records(directory)
 
 
 def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
@@ -95,7 +95,7 @@ def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
     journals = _journals_in(directory)
     if any(journal.is_open() for journal in journals):
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
-    is_begun = (directory / _SENT).exists()
+    is_begun = is_own_file(directory / _SENT)
     # A killed process whose rows have all arrived has left a journal without lines, and a run without an end.
     left = [journal for journal in journals if not is_begun or any(True for _ in journal.lines())]
     if not left and not is_begun:
@@ -260,10 +260,10 @@ def _send_to_another(lines: Sequence[Any], tracker: str, first: int) -> None:
 def _replayed(path: Path, tracker: str) -> dict[str, Any]:
     """Return how many rows of each journal of a directory this tracker has."""
     try:
-        replayed: dict[str, Any] = json.loads(_marker(path, tracker).read_text())
-    except (OSError, ValueError):
+        replayed = json.loads(own_text(_marker(path, tracker)) or "")
+    except (ValueError, RecursionError):
         return {}
-    return replayed
+    return replayed if isinstance(replayed, dict) else {}
 
 
 def _marker(path: Path, tracker: str) -> Path:

@@ -168,6 +168,14 @@ def read_own(path: Path, limit: int) -> bytes:
     return data
 
 
+def own_text(path: Path, limit: int = 1 << 16) -> str | None:
+    """Return the text of a file of this user, of at most `limit` bytes; None if there is none, or anything else."""
+    try:
+        return read_own(path, limit).decode(errors="replace")
+    except OSError:
+        return None
+
+
 def replace_whole(path: Path, content: str | bytes, mode: int = 0o600) -> None:
     """Replace the content of a file, or make the file: a reader, and a kill, finds the old content or the new one.
 

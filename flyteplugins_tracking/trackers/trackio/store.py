@@ -13,9 +13,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
+from flyteplugins_tracking._util.files import is_own_file, own_text
+
 # The longest time that a statement waits for another process, in seconds.
 _BUSY_S = 5.0
 _RETRY_S = 0.1
+_LONGEST_FILE = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,17 @@ class Inbox(Store):
         """Do nothing: the config is written with the first row."""
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        for path in sorted(self._inbox.rglob("*.jsonl"), key=lambda path: path.stat().st_mtime):
-            with contextlib.suppress(OSError, ValueError):  # the dashboard may have imported and removed it
-                records = [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(filter(is_own_file, self._inbox.rglob("*.jsonl")), key=_written_at):
+            with contextlib.suppress(ValueError):
+                records = [json.loads(line) for line in (own_text(path, _LONGEST_FILE) or "").splitlines()]
                 yield from (record for record in records if record.get("kind") == "metric")
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # the dashboard has imported and removed it
+        return 0.0
 
 
 class Server(Store):
