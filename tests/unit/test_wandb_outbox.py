@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -109,6 +110,30 @@ def test_what_cannot_be_read_costs_one_warning(run, earlier, monkeypatch, caplog
     assert [row["n"] for row in ended(outbox.run_directory(run)).rows] == [0]
 
 
+PLANTED = {
+    "fifo": os.mkfifo,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "link": lambda path: path.symlink_to("../../key"),
+    "directory": Path.mkdir,
+    "damaged": lambda path: path.write_bytes(bytes(7)),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_what_is_planted_in_the_place_of_a_mark_neither_holds_up_a_run_nor_hides_rows(run, earlier, plant):
+    """In a directory that a whole group can write to, or after a power loss."""
+    (earlier / "../../key").write_text("private")
+    for name in (outbox._MOVED, "rewound", outbox._STATE):
+        PLANTED[plant](earlier / name)
+    assert outbox.is_rewound(earlier) is (plant == "damaged")  # it has no content
+    beginning = threading.Thread(target=begun, args=(run,), daemon=True)
+    beginning.start()
+    beginning.join(60)
+    assert not beginning.is_alive()
+    handle_of(run).finish(0)
+    assert len(ended(outbox.run_directory(run)).rows) == ROWS
+
+
 def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
     made = begun(run)
     run.log({"a": 1})
@@ -170,10 +195,13 @@ def test_files_of_rows_are_uploaded_again_and_no_file_from_elsewhere(run, earlie
     (media / "planted").symlink_to(tmp_path / "id_rsa")
     (media / "elsewhere").symlink_to(tmp_path, target_is_directory=True)
     (media / "odd[1].png").write_bytes(b"odd")
-    names = ["media/../../id_rsa", str(tmp_path / "id_rsa"), "media/elsewhere/id_rsa", "media/gone.png"]
-    if os.getuid() == 0:
-        os.lchown(media / "planted", 65534, -1)
-        names.append("media/planted")
+    names = [
+        "media/../../id_rsa",
+        str(tmp_path / "id_rsa"),
+        "media/elsewhere/id_rsa",
+        "media/gone.png",
+        "media/planted",
+    ]
     image = {"_type": "image-file", "path": "media/image.png"}
     values = {"image": image, "more": {"filenames": ["media/odd[1].png", *names]}, "text": "media/image.png"}
     journal_in(earlier, outbox.Place.of(run), [(values, ROWS)], "owner-2", step=ROWS, first_step=ROWS)
@@ -216,6 +244,17 @@ def test_a_mark_is_not_written_through_a_link(directories, tmp_path):
 def test_a_directory_of_another_user_is_none_of_a_run(directories):
     os.chown(directories[0], 65534, -1)
     assert outbox.directories_of(directories[0].parent, "train") == [directories[2]]
+
+
+@needs_root
+def test_a_mark_of_another_user_does_not_count(directories):
+    directory = directories[0].rename(directories[0].with_name(f"offline-{directories[0].name}"))
+    for name, text in ((outbox._MOVED, "7"), ("rewound", ""), ("run-train.wandb.synced", "")):
+        (directory / name).write_text(text)
+        os.chown(directory / name, NOBODY, NOBODY)
+    assert outbox.attempt_at(directory).moved_by is None
+    assert not outbox.is_rewound(directory)
+    assert not outbox.is_synced(directory)
 
 
 @needs_root

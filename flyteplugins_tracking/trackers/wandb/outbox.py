@@ -34,9 +34,10 @@ from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util.files import (
     is_own_directory,
+    is_own_file,
     open_own,
     own_file_in,
-    read_own,
+    own_text,
     replace_whole,
     touch_own,
 )
@@ -120,8 +121,8 @@ class Attempt:
     @property
     def moved_by(self) -> int | None:
         """How far its rows are moved at the service; None if nothing of an offline run was sent from here."""
-        with contextlib.suppress(OSError, ValueError):
-            return int((self.directory / _MOVED).read_text())
+        with contextlib.suppress(ValueError):  # damaged, or there is none
+            return int(own_text(self.directory / _MOVED) or "")
         return None if is_offline(self.directory) else 0
 
     def move_to(self, step: int) -> None:
@@ -243,7 +244,7 @@ def _automatic(place: Place, parent: Path) -> Iterator[Attempt]:
     """Yield the attempts of a run that were offline because W&B could not be used."""
     for directory in directories_of(parent, place.run_id, _OFFLINE):
         attempt = attempt_at(directory, place)
-        is_sent = attempt.moved_by is None and any(directory.glob("*.synced"))  # by `wandb sync`
+        is_sent = attempt.moved_by is None and is_synced(directory)
         if any(one.header.get("is_automatic") for one in attempt.journals) and not is_sent and not attempt.is_open():
             yield attempt
 
@@ -278,6 +279,11 @@ def run_directory(run: Any) -> Path:
     return Path(str(run.dir)).parent
 
 
+def is_synced(directory: Path) -> bool:
+    """Whether `wandb sync` has sent the file of this directory."""
+    return any(map(is_own_file, directory.glob("*.synced")))
+
+
 def mark_rewound(run: Any) -> None:
     """Note in the directories of earlier attempts that W&B has dropped rows of theirs, which must not be sent again."""
     own = run_directory(run)
@@ -289,7 +295,7 @@ def mark_rewound(run: Any) -> None:
 
 def is_rewound(directory: Path) -> bool:
     """Whether W&B has dropped rows of a run's directory since they were sent."""
-    return (directory / _REWOUND).exists()
+    return is_own_file(directory / _REWOUND)
 
 
 # Logging again
@@ -324,7 +330,7 @@ def _save_media(run: Any, kind: Any, files: Path, value: Any) -> None:
     """Have the files of a value, such as an image, be uploaded with this run."""
     if isinstance(value, str):
         source = own_file_in(files, value) if value.startswith("media/") else None
-        if source is not None:
+        if source is not None and not source.is_symlink():  # the client has copied it there
             kind.save(run, glob.escape(str(source)), base_path=str(files), policy="now")
     elif isinstance(value, (dict, list)):
         for part in value.values() if isinstance(value, dict) else value:
@@ -590,9 +596,9 @@ def saved_state(run: Any) -> str | None:
     """Return the text that the last attempt offline on this disk has kept; None for none."""
     own = run_directory(run)
     for directory in reversed(directories_of(own.parent, run.id, _OFFLINE)):
-        with contextlib.suppress(OSError, ValueError):
-            if directory != own:
-                return read_own(directory / _STATE, _LONGEST_STATE).decode()
+        text = own_text(directory / _STATE, _LONGEST_STATE) if directory != own else None
+        if text is not None:
+            return text
     return None
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.files import touch_own
+from flyteplugins_tracking._util.files import is_own_file, touch_own
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import exit_code_in
@@ -96,7 +96,7 @@ def _sync(directory: Path, place: Place) -> int:
     """
     rows = sum(1 for _ in datastore.rows(directory))
     before = _rows_stored(place)
-    wanted = rows if any(directory.glob("*.synced")) else (before or 0) + rows
+    wanted = rows if outbox.is_synced(directory) else (before or 0) + rows
     command = [sys.executable, "-m", "wandb", "sync", "--yes", str(directory)]
     if subprocess.run(command, check=False).returncode:  # noqa: S603 our own
         raise TrackerUnavailableError(f"{directory} was not sent: wandb sync has failed, as it has printed")
@@ -128,7 +128,7 @@ def _send_rows(place: Place, attempts: Sequence[Attempt], described: Any) -> str
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
     found, exit_code, directory = _stored(place), attempts[-1].exit_code, attempts[-1].directory
     marker = directory / _SENDING
-    is_left_open = exit_code is not None or marker.exists()  # by us, and not by a job that continues it
+    is_left_open = exit_code is not None or is_own_file(marker)  # by us, and not by a job that continues it
     is_ended = found is not None and (found.state != "running" or not is_left_open)
     text = f"W&B has all of {directory}: run {place.run_id}"
     if found is None or not is_ended or any(True for one in attempts for _ in one.rows(found.last_step + 1)):
@@ -139,7 +139,7 @@ def _send_rows(place: Place, attempts: Sequence[Attempt], described: Any) -> str
         with _opened(place, vendor.description(described) if is_new else {}, exit_code) as run:
             rows = outbox.rows_of(attempts, run.starting_step)
             count = sum(1 for _ in outbox.log_again(run, type(run), rows, attempts[-1].step_metric))
-        marker.unlink()
+        marker.unlink(missing_ok=True)
         text = f"sent {count} rows of run {place.run_id}"
     for attempt in attempts:
         attempt.clear()
