@@ -196,16 +196,26 @@ class NodeServer:
                 is_served = not self._is_closing and len(self._peers) < _MOST_PEERS and peer.is_of_this_user()
                 if is_served:
                     self._peers.add(peer)
+            try:
+                if is_served:
                     _started(self._serve, peer)
+            except RuntimeError:  # there may be too many threads
+                is_served = False
             if not is_served:
-                peer.hang_up()
+                self._forget(peer)
 
     def _serve(self, peer: _Peer) -> None:
         """Handle what one follower sends, until it hangs up or sends no valid message."""
         try:
             for message in peer.messages(_LONGEST_QUESTION):
                 self._handle(peer, message)
-        except (OSError, ValueError, TypeError, ArithmeticError):
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            ArithmeticError,
+            RuntimeError,
+        ):  # it says no number, or no thread starts
             pass
         finally:
             self._forget(peer)
@@ -222,7 +232,8 @@ class NodeServer:
         with self._changed:
             if "rank" in message:
                 self._ranks[peer] = int(message["rank"])
-                self._seen_ranks.add(self._ranks[peer])
+                if len(self._seen_ranks) < _MOST_PEERS:
+                    self._seen_ranks.add(self._ranks[peer])
             if "suspended" in message:
                 self._suspended.add(peer)
                 self._changed.notify_all()
@@ -233,9 +244,9 @@ class NodeServer:
             if "request" in message:
                 if self._answering >= _MOST_REQUESTS:
                     raise ValueError("too many requests at a time")
-                self._answering += 1
                 # In a thread of its own: the answer may wait in `suspend`, which needs the messages that are read here.
                 _started(self._answer, str(message["request"]))
+                self._answering += 1
 
     def _answer(self, request: str) -> None:
         try:
