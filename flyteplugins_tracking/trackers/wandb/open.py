@@ -183,7 +183,9 @@ def _init(
                 run = wandb.init(**arguments)
             _begin_outbox(request, run)
             return run
-    except (wandb.errors.CommError, wandb.errors.AuthenticationError, ConnectionError, TimeoutError) as error:
+    except wandb.errors.UsageError:  # of an argument
+        raise
+    except (wandb.errors.Error, ConnectionError, TimeoutError) as error:
         raise TrackerUnavailableError(
             f"W&B cannot be used: {first_line(error)}. Check WANDB_BASE_URL, the API key and the network.",
             _OFFLINE,
