@@ -583,23 +583,20 @@ def of(run: Any) -> Outbox:
     return NoOutbox() if found is None else found
 
 
-# What an attempt offline leaves to the next one: W&B's client does not read its files
+# What an attempt leaves to the next one on this disk: W&B's client does not read its files
 
 
 def save_state(run: Any, text: str) -> None:
-    """Keep a text in the directory of a run that is logged offline."""
+    """Keep a text in the run's directory."""
     with contextlib.suppress(OSError):
         replace_whole(run_directory(run) / _STATE, text)
 
 
-def saved_state(run: Any) -> str | None:
-    """Return the text that the last attempt offline on this disk has kept; None for none."""
+def saved_states(run: Any) -> list[str]:
+    """Return the texts that earlier attempts on this disk have kept."""
     own = run_directory(run)
-    for directory in reversed(directories_of(own.parent, run.id, _OFFLINE)):
-        text = own_text(directory / _STATE, _LONGEST_STATE) if directory != own else None
-        if text is not None:
-            return text
-    return None
+    earlier = [path for path in directories_of(own.parent, run.id) if path != own]
+    return [text for path in earlier if (text := own_text(path / _STATE, _LONGEST_STATE)) is not None]
 
 
 def guest_journal(directory: str, place: Sequence[str], rank: int) -> Journal:

@@ -133,16 +133,21 @@ class WandbHandle(Handle):
             self.run.save(str(path), base_path=self.files, policy="now")
 
     def save_state(self, text: str) -> None:
-        self._state = {_STATE: text}
+        state = f"{time.time():.3f} {text}"
+        self._state = {_STATE: state}
         self._call_open(_update_summary, (self._state,), {})  # or later: no run is opened again for it
-        if self._offline:
-            outbox.save_state(self.run, text)
+        if self.files is not None:
+            outbox.save_state(self.run, state)  # the summary of an attempt that is killed may not have arrived
 
     def saved_state(self) -> str | None:
+        if self.files is None:
+            return None
+        states = outbox.saved_states(self.run)
         if self.run.resumed:  # its summary is from the server
-            state: str | None = self.run.summary.get(_STATE)
-            return state
-        return outbox.saved_state(self.run) if self._offline else None
+            states.append(str(self.run.summary.get(_STATE)))
+        # The last attempt may have run on another machine.
+        latest = max(states, key=_time_of, default="")
+        return latest.partition(" ")[2] or None
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         # Not `log(values, commit=False)`: it would open a run again that a signal has ended.
@@ -572,6 +577,12 @@ def _guard_ending(method: Callable[..., Any]) -> Any:
         return method(run, *args, **kwargs) if handle is None or handle.may_end() else None
 
     return guarded
+
+
+def _time_of(state: str) -> float:
+    """Return when a state was saved, in seconds since the epoch; 0 for a text that is none."""
+    time_s = state.partition(" ")[0]
+    return float(time_s) if time_s.replace(".", "", 1).isdecimal() else 0.0
 
 
 def directory(run: Any) -> str:
