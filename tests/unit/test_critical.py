@@ -113,7 +113,9 @@ def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before
     monkeypatch, handler, status, is_moved
 ):
     """In a run's opening and closing, between these and the function, in the function, and in one that it calls."""
-    monkeypatch.setattr(MainThreadWatcher, "_exit_in_the_end", lambda _: None)
+    ends, ignored = [], []
+    monkeypatch.setattr(MainThreadWatcher, "_exit_in_the_end", lambda watcher: ends.append(watcher))
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: ignored.append(unraisable.exc_type))
     tracker, own = EndsRecorder(), signal.getsignal(signal.SIGTERM)
 
     @tracking_init(tracker=tracker, project="tests", id="inner", run_mode="new")
@@ -131,8 +133,13 @@ def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before
             give_other_names(monkeypatch)
         before, statuses = state(), set()
         for point in itertools.count():
-            tracker.runs.clear()
+            for each in (tracker.runs, ends, ignored):
+                each.clear()
             has_point, raised = signalled_at(point, outer)
+            if has_point and raised is None and ignored == [SystemExit]:
+                # Python ignores what is raised in a weak reference's callback: our thread ends the process in the end.
+                assert len(ends) == 1, point
+                continue
             assert (None if raised is None else type(raised), has_point) in [(SystemExit, True), (None, False)], raised
             wait_until(lambda: threading.active_count() == before[2])  # a thread that has ended may still be counted
             assert state() == before, point
