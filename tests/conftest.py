@@ -96,11 +96,5 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(functools.partial(shutil.rmtree, directory, ignore_errors=True))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the fixtures of its first test, whose jobs are this file's first ones."""
-    jobs.in_file(item.path)
-
-
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     return _Scheduler(config, log)

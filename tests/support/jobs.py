@@ -37,24 +37,15 @@ PROGRAMS = Path(__file__).parents[1] / "programs"
 TRAIN = PROGRAMS / "train.py"
 
 
-# The file of the test that runs.
-_file = Path()
-
-
-def in_file(path: Path) -> None:
-    """Note whose test comes next."""
-    global _file
-    _file = path
-
-
 def _is_cold(words: Sequence[str]) -> bool:
     """Whether a job is to have a new interpreter, by the variable TESTS_COLD: see CONTRIBUTING.md."""
     which = os.environ.get("TESTS_COLD", "")
     if which != "first":
         return {"": False, "1": True}[which]
-    program = [word for before, word in pairwise(["", *words]) if before == "-m" or word.endswith(".py")]
-    # A file's tests may be in several workers, which share this directory.
-    digest = hashlib.sha256(json.dumps([str(_file), *program]).encode()).hexdigest()
+    pairs = pairwise(["", *words])
+    program = [Path(word).name for before, word in pairs if before == "-m" or word.endswith(".py")]
+    # pytest's workers share this directory.
+    digest = hashlib.sha256(json.dumps(program).encode()).hexdigest()
     try:
         Path(os.environ["TESTS_WARM_DIR"], f"cold-{digest}").touch(exist_ok=False)
     except FileExistsError:
@@ -131,8 +122,8 @@ def start(
 ) -> Process:
     """Start `command`, forked from a warm process if it is Python's; in a new interpreter if `cold`, or with Pluto.
 
-    By default the variable TESTS_COLD says whether it is cold: "1" for each job, "first" for the first one of a test
-    file that starts this launcher with this program.
+    By default the variable TESTS_COLD says whether it is cold: "1" for each job, "first" for the first one
+    that starts this launcher with this program.
 
     Forked with Pluto's client, one row of 2,000 was sent twice in the place of another one, in 3 of 4 jobs.
     """
