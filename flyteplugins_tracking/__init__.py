@@ -1,4 +1,4 @@
-"""One decorator gives a training function its experiment-tracking run, on exactly the ranks that should have one.
+"""One decorator opens a W&B, Pluto, MLflow or Trackio run on the right ranks, and closes it with the true exit code.
 
 Importing the package loads only the modules that a rank without a run needs. The other public names are loaded on first
 use.

@@ -1,4 +1,4 @@
-"""`python -m flyteplugins_tracking`: the doctor; `send`: sends what local directories have."""
+"""`python -m flyteplugins_tracking` checks a job before it starts. With `send` it sends local directories."""
 
 from __future__ import annotations
 

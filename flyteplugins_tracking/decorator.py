@@ -55,7 +55,7 @@ def tracking_init(
 
 
 def tracking_init(function: Any = None, /, **options: Any) -> Any:
-    """Give a training function its tracking run, on exactly the ranks that should have one.
+    """Open a tracking run for a function, on the right ranks, and close it with the function's true exit code.
 
     It works on a plain function, sync or async, under any launcher or none; on a Flyte 1 task, above or below `@task`;
     and above `@env.task` of Flyte 2. In the function, `get_run()` returns the tracker's own run object on the ranks
@@ -65,17 +65,19 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         function: The function or task, if the decorator is used without arguments.
         tracker: The tracker's name: "wandb", "pluto", "mlflow", "trackio", or one that is registered under the entry
             point group `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`.
-        run_mode: Which ranks have a run. "auto": one run for the scope, on its primary rank. "new": a run for every
-            rank. "shared": one run for the scope, on all its ranks; the primary ends it.
-        rank_scope: What the scope of `run_mode` is. "global": the whole job. "worker": each worker (= node).
-        primary_rank: The scope's primary: a rank, or with rank_scope="worker" a local rank. Negative numbers count from
-            the end: -1 is the last rank, which has the loss in pipeline parallelism. Or a callable of `DistributedInfo`
-            that returns the same int on every rank of the scope. No effect with "new" and outside a distributed job.
+        run_mode: Which ranks have a run. "auto": one run, on the primary rank. "new": a run for every rank. "shared":
+            one run that all ranks log to; the primary rank ends it.
+        rank_scope: Whether `run_mode` holds once for the job ("global") or once for each worker ("worker"), which is a
+            node.
+        primary_rank: The primary rank, or with rank_scope="worker" the primary local rank of each node. Negative
+            numbers count from the end: -1 is the last rank, which has the loss in pipeline parallelism. Or a callable
+            of `DistributedInfo` that returns the same int on every rank. No effect with "new" and outside a distributed
+            job.
         id: The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on
             one.
         project: The runs' project; None for the tracker's default.
         group: The runs' group, instead of the planned one.
-        name: The run's name. Only the primary rank passes it, as it does `tags`, `notes` and `config`.
+        name: The run's name. As with `tags`, `notes` and `config`, only that of the primary rank counts.
         tags: The run's tags.
         notes: The run's notes.
         config: The run's config: a mapping, dataclass or namespace that JSON can hold; or, for W&B, the path of a file.
@@ -89,10 +91,9 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             that calls `should_stop()` is not interrupted for as long after SIGTERM.
         hang_timeout_s: Seconds without a row and without a `heartbeat()` after which the run and the primary's log say
             where each rank is, with its stacks. Nothing is ended. None for never.
-        pulse_s: Seconds between two looks at which rank is slow. After each, the primary's next row has
-            `ranks/slowest`, the rank that the others wait for; `ranks/own_time/median` and `/max`, the seconds of a
-            step outside collectives; `ranks/step_time/median` and `/max`; `ranks/memory/max`, in MiB; and
-            `ranks/silent`, how many ranks have told nothing for 2 times as long. It uses no collective. None for never.
+        pulse_s: Seconds between two measurements of which rank is slow. After each, the next row of the primary rank
+            also has `ranks/slowest`, the rank that the others wait for, and `ranks/own_time/*`, `ranks/step_time/*`,
+            `ranks/memory/max` and `ranks/silent`. It uses no collective. None for never.
         stop_before_s: Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm
             job (SLURM_JOB_END_TIME), or the `timeout=` of a Flyte task below this decorator. None for never.
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.

@@ -220,7 +220,8 @@ def _show(title: str, html: str) -> None:
     """Add a tab to the report. The process that stores its report last wins: the first run's primary."""
     report = importlib.import_module("flyte.report")
     report.get_tab(title).log(html)
-    # flyte does not store the report of a worker or of a task that fails. In local mode, flyte's loop may wait for us.
+    # flyte does not store the report of a worker or of a task that fails. In local mode, its loop may wait for this
+    # thread.
     if task_context().mode == "remote":
         report.flush()
 

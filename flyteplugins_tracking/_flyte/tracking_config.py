@@ -56,10 +56,10 @@ class PropagatedConfig(dict[str, str]):
 def tracking_config(**options: Any) -> PropagatedConfig:
     """Set arguments for the decorated functions and tasks that are called, unless their decorators set them.
 
-    As a context manager, it applies to the calls in its block. As a mapping, it applies to a whole run of Flyte 2:
-    `flyte.with_runcontext(custom_context=tracking_config(project="llm"))`; or, by the environment, to a flytekit task
-    or a torchrun job: `@task(environment=tracking_config(project="llm"))`, `os.environ.update(tracking_config(...))`.
-    The mapping has one key, `FLYTE_TRACKING_CONFIG`, whose value is JSON. So each value keeps its type.
+    As a context manager, it applies to the calls in its block. It is a mapping too: as `custom_context=` of
+    `flyte.with_runcontext` it applies to a whole run of Flyte 2, as `environment=` of `@task` to a flytekit task, and
+    after `os.environ.update(...)` to this process and those that it starts. The mapping has one key,
+    `FLYTE_TRACKING_CONFIG`, whose value is JSON. So each value keeps its type.
 
     The decorator's own arguments take precedence over those of a Flyte 2 run, these over those of blocks in this
     process, these over the environment variable, and that over the defaults. The run's `config` is merged key by key in

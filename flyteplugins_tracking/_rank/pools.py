@@ -1,7 +1,7 @@
 """Pools of long-lived workers: Ray, Dask, Spark, mpi4py.futures, loky and concurrent.futures start functions.
 
-Such a worker is a launcher of its own, the innermost one. What Slurm, an MPI or a pod have told the process was told to
-the pool's daemon: the function is nobody's rank, unless its worker has become one since, as Ray Train's do.
+Such a pool is the innermost launcher. The variables of Slurm, MPI or a pod describe the pool's daemon, so a function in
+a worker is not a rank, unless the worker has become one since, as Ray Train's workers do.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Pool(Record):
 
     Attributes:
         name: "ray", "dask", "spark", "mpi4py.futures", "loky" or "concurrent.futures".
-        reason: How it was found, for the doctor.
-        daemon: The process that was given the variables of what is around the pool: this one, or one above it.
+        reason: How it was found, for the check of a job.
+        daemon: The process that the launcher around the pool has started: this one, or one above it.
         is_child: Whether its workers are children of the process that uses the pool.
         trial: The trial of Ray Tune that this worker runs; None for another worker.
     """

@@ -81,9 +81,9 @@ class Detection(NamedTuple):
 
 
 def detect(env: Env) -> DistributedInfo | None:
-    """Return this process's place according to `env`, as `get_distributed_info`; also for one of torchelastic or Ray.
+    """Return this process's place according to `env`, as `get_distributed_info`, even in a world of one process.
 
-    Such a job may have shrunk to one process, or be restarted: it keeps its identity. A child of a rank has
+    A job of torchelastic or Ray may have shrunk to one process, and keeps its identity. A child of a rank has
     that rank's place here, so that it can read that rank's share of the data. A worker of a pool has none.
     """
     found = examine(env)

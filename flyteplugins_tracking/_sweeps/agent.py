@@ -27,7 +27,7 @@ _received_parameters: dict[str, Any] | None = None
 
 
 def sweep_agent(objective: Callable[[], Any], *, count: int | None = None, sweep_id: str | None = None) -> None:
-    """Run trials of a sweep on every rank. Like `wandb.agent`, but also for distributed jobs.
+    """Run trials of a sweep on every rank. Like `wandb.agent`, even in a distributed job.
 
     Only rank 0 has the agent, which calls the objective in a thread. The other ranks call it for the same trials, in
     step, and return when the agent has ended. A trial fails if the objective raises on any rank. If a rank raises while

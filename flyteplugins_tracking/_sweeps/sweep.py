@@ -123,7 +123,7 @@ def tracking_sweep(function: Any = None, /, **options: Any) -> Any:
 def get_sweep_id() -> str | None:
     """Return the id of the current sweep, or None.
 
-    It is the sweep of the `tracking_sweep` function that is running, also in threads and in the tasks that it calls;
+    It is the sweep of the `tracking_sweep` function that is running, even in threads and in the tasks that it calls;
     otherwise the sweep of the W&B agent that runs this trial.
 
     Raises:

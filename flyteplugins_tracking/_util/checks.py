@@ -123,7 +123,7 @@ def check_texts(name: str, values: object) -> tuple[str, ...] | None:
     return texts
 
 
-# The words of other tools, and ours for the same thing.
+# The words of other tools, and this library's for the same thing.
 _SYNONYMS = {
     "node": "worker",
     "host": "worker",

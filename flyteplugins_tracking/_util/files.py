@@ -68,7 +68,7 @@ def _candidates(on_disk: bool) -> Iterator[Path]:
 
 @functools.cache
 def _of_this_process() -> Path:
-    """Return a new directory, where all names are taken: the process's other files work, and no other finds them."""
+    """Return a new directory, if all usual names are taken: only this process finds its files."""
     return Path(tempfile.mkdtemp(prefix=f"{_NAME}-"))
 
 
@@ -86,7 +86,7 @@ def _is_made(path: Path) -> bool:
 
 
 def is_private(path: Path) -> bool:
-    """Whether `path` is a directory, and no link to one, that belongs to this user and that no other can enter."""
+    """Whether `path` is a directory, not a link to one, that belongs to this user and that no other user can enter."""
     mode = _own_mode(path)
     return stat.S_ISDIR(mode) and not mode & 0o077
 

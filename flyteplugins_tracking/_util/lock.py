@@ -1,7 +1,7 @@
 """Locks between the processes of this user on this machine, for one writer per run.
 
-A lock is a POSIX record lock on a file that no other user can open. The system frees it when the process ends, also if
-it is killed. Not `flock`, which a child that was forked would go on holding. A process loses such a lock when it closes
+A lock is a POSIX record lock on a file that no other user can open. The system frees it when the process ends, even if
+it is killed. Not `flock`, because a forked child would go on holding it. A process loses such a lock when it closes
 any descriptor of the file, so each file is opened once. https://man7.org/linux/man-pages/man2/F_GETLK.2const.html
 """
 

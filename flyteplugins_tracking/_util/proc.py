@@ -21,7 +21,7 @@ INTERRUPTED = 130
 
 
 def machine() -> str:
-    """Return a text that identifies this machine until it is started again."""
+    """Return a string that identifies this machine until it is started again."""
     return _read("/proc/sys/kernel/random/boot_id") + os.uname().nodename
 
 

@@ -55,7 +55,8 @@ def masked(text: str, *, with_forms: bool = True) -> str:
 
     Args:
         text: The text.
-        with_forms: Whether to mask also what has the form of a key, as in `api_key: ...`. Not for our own sentences.
+        with_forms: Whether to mask also what has the form of a key, as in `api_key: ...`. False for the library's own
+            sentences.
     """
     # A key with a line end around it is printed without that.
     keys = {value.strip() for name, value in os.environ.items() if _SECRET_NAME.search(name)}

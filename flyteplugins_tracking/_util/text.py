@@ -8,7 +8,7 @@ from typing import Any
 
 # All but tabs and line ends. A terminal obeys some of them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-# The most characters of a JSON text: the stacks of a process have less.
+# The most characters of a JSON string: the stacks of a process have less.
 _LONGEST_JSON = 1 << 22
 # The most digits of its integers, and its largest number: the product of two is a number still.
 _MOST_DIGITS = 18
@@ -19,22 +19,22 @@ CREDENTIALS = re.compile(r"(?<=://)(?:[^/:]*:.*@|(?:[^/\s@]*@)+)", re.DOTALL)
 
 
 def printable(text: str) -> str:
-    """Return a text of another process without characters that a terminal obeys."""
+    """Return a string of another process without characters that a terminal obeys."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text of another process.
+    """Return the value of the JSON that another process has written.
 
     Raises:
-        ValueError: It is none, is too long or nested too deeply, or has a number that nobody can count with.
+        ValueError: It is not JSON, is too long or nested too deeply, or has a number that is too large to count with.
     """
     if len(text) > _LONGEST_JSON:
-        raise ValueError(f"a text has {len(text)} characters")
+        raise ValueError(f"a message has {len(text)} characters")
     try:
         return json.loads(text, parse_int=_integer, parse_float=_number, parse_constant=_number)
     except RecursionError:
-        raise ValueError("a text is nested too deeply") from None
+        raise ValueError("a message is nested too deeply") from None
 
 
 def _integer(digits: str) -> int:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 class WakeupFd:
-    """A pipe of ours that replaces the process's wakeup fd, such as an asyncio loop's.
+    """A pipe of this library that replaces the process's wakeup fd, such as an asyncio loop's.
 
     Attributes:
         reader: The end that can be read when a signal has come.
@@ -20,17 +20,17 @@ class WakeupFd:
         self.reader, self._writer = os.pipe()
         for end in (self.reader, self._writer):
             os.set_blocking(end, False)
-        # The wakeup fd of somebody else: its number, to be given back, and a duplicate, to be written to. The number
+        # The wakeup fd of another library: its number, to be given back, and a duplicate, to be written to. The number
         # may be another file's by then.
         self._number = self._duplicate = -1
 
     @property
     def has_replaced(self) -> bool:
-        """Whether somebody else had a wakeup fd, to which signals are to be forwarded."""
+        """Whether another library had a wakeup fd, to which signals are to be forwarded."""
         return self._duplicate != -1
 
     def divert(self) -> None:
-        """Receive the signals from now on; called again, also if somebody has set another wakeup fd since."""
+        """Receive the signals from now on. Can be called again, for instance after another wakeup fd was set."""
         current = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if current != self._writer:
             self._remember(current)
@@ -63,7 +63,7 @@ class WakeupFd:
                 os.write(self._duplicate, signals)
 
     def give_back(self) -> None:
-        """Put the replaced wakeup fd back, unless somebody has set another one or its number is another file's."""
+        """Put the replaced wakeup fd back, unless another one was set since, or its number is another file's."""
         current = signal.set_wakeup_fd(-1)
         if current != self._writer:
             signal.set_wakeup_fd(current, warn_on_full_buffer=False)

@@ -433,10 +433,10 @@ class _Handle(Handle):
         """Record a row.
 
         Raises:
-            TypeError: `data` is not a mapping of text to values.
+            TypeError: `data` is not a mapping of strings to values.
         """
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-            raise TypeError(f"log() needs a mapping of text to values, got {data!r:.100}")
+            raise TypeError(f"log() needs a mapping of strings to values, got {data!r:.100}")
         self._steps.row_logged(data, step)
         data = _snapshot(data)
         if self._gate.refuses():

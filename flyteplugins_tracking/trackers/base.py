@@ -28,7 +28,7 @@ class SigtermWatch(Protocol):
         """Whether the job is being terminated."""
 
     def before_row(self) -> None:
-        """Install our handler again if the function has replaced it. Fast: a tracker calls this before each row."""
+        """Install the library's handler again if the function has replaced it. Fast: called before each row."""
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:
         """Wait until the user's handler has run, which may end the process.
@@ -86,13 +86,13 @@ class RunRequest(Record):
         run_metadata: The values to add to the run's config: the job's shape, its restarts, the Flyte execution.
         read_secret: Returns the API key; None if the user has not passed a secret. A tracker calls it at most once.
         may_prompt: Whether this process may ask the user for a key in its terminal.
-        watch: Watches for SIGTERM. `SigtermWatch` says when a tracker calls its methods.
+        watch: Watches for SIGTERM. `ClientHandle` calls its methods.
         deadline: When the run must be open, in seconds of `time.monotonic`.
         ask_to_stop: Asks the function to leave its loop, on all ranks: called, from any thread, when somebody stops the
             run at the service. It takes what the tracker does by itself then, and calls that if the function does not
             use `should_stop()`, or if the ranks do not agree.
-        steps: Takes the steps of the rows. `StepWatch` says when a tracker calls its methods.
-        earlier: The journals of earlier attempts that are sent with this run. By default, those that are found here.
+        steps: Takes the steps of the rows. `ClientHandle` calls its methods.
+        earlier: The rows of earlier attempts that are sent with this run. By default, those that are on this disk.
     """
 
     plan: RunPlan
@@ -179,7 +179,7 @@ class Handle(Protocol):
         return
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:  # noqa: ARG002
-        """Keep with the run what has happened to its job. Called on the primary, also from other threads.
+        """Keep with the run what has happened to its job. Called on the primary, from any thread.
 
         Args:
             name: "failure": why the job has failed, before the run is ended. "hang": where its ranks are. "stop": who
@@ -199,7 +199,7 @@ class Handle(Protocol):
         return
 
     def save_state(self, text: str) -> None:  # noqa: ARG002
-        """Keep a text of this library's in the run, for the next attempt, wherever that runs.
+        """Keep a string of this library's in the run, for the next attempt, wherever that runs.
 
         Called on the primary, from the function's threads: it must not wait for the service. It takes the place of the
         one before. A run that has ended must not be opened again for it. By default nothing is kept.
@@ -207,7 +207,7 @@ class Handle(Protocol):
         return
 
     def saved_state(self) -> str | None:
-        """Return the text that the run had when it was opened; None for none."""
+        """Return the saved string that the run had when it was opened; None for none."""
         return None
 
     def how_to_view(self) -> str:
@@ -303,7 +303,7 @@ class Tracker(Protocol):
         return None
 
     def diagnose(self) -> Diagnosis:
-        """Return how the service is set up in this environment, for the doctor. Must not change anything."""
+        """Return how the service is set up here, for `python -m flyteplugins_tracking`. Must not change anything."""
         return Diagnosis()
 
     def open(self, request: RunRequest) -> Handle:

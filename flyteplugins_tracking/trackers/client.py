@@ -53,7 +53,7 @@ class Run:
 class ClientHandle(Handle):
     """An open run that this process writes to, alone or beside other ranks.
 
-    `write`, `end` and `resume` are called one at a time, never by several threads at once.
+    `write`, `end` and `resume` are called one at a time, never by two threads at the same time.
 
     Attributes:
         request: The decorator's request for this run.

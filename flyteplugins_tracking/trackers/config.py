@@ -54,7 +54,7 @@ class TrackingConfig(Record):
     """The arguments of one `tracking_init`, each written down here and nowhere else.
 
     `make includes` writes the signature and the docstring of `tracking_init`, and docs/reference/arguments.md, from the
-    fields, their defaults and their texts. The type of a field says how its value is checked: see `_CHECKS`.
+    fields, their defaults and their descriptions. The type of a field says how its value is checked: see `_CHECKS`.
     """
 
     _hidden = ("secret", "options", "given")
@@ -64,17 +64,17 @@ class TrackingConfig(Record):
     `flyteplugins_tracking.trackers`; or a `flyteplugins_tracking.trackers.Tracker`."""
 
     run_mode: RunMode = "auto"
-    """Which ranks have a run. "auto": one run for the scope, on its primary rank. "new": a run for every rank.
-    "shared": one run for the scope, on all its ranks; the primary ends it."""
+    """Which ranks have a run. "auto": one run, on the primary rank. "new": a run for every rank. "shared": one run that
+    all ranks log to; the primary rank ends it."""
 
     rank_scope: RankScope = "global"
-    """What the scope of `run_mode` is. "global": the whole job. "worker": each worker (= node)."""
+    """Whether `run_mode` holds once for the job ("global") or once for each worker ("worker"), which is a node."""
 
     # In the config that a tracker gets, it is the primary's number in its scope, from 0.
     primary_rank: PrimaryRank = 0
-    """The scope's primary: a rank, or with rank_scope="worker" a local rank. Negative numbers count from the end: -1 is
-    the last rank, which has the loss in pipeline parallelism. Or a callable of `DistributedInfo` that returns the same
-    int on every rank of the scope. No effect with "new" and outside a distributed job."""
+    """The primary rank, or with rank_scope="worker" the primary local rank of each node. Negative numbers count from
+    the end: -1 is the last rank, which has the loss in pipeline parallelism. Or a callable of `DistributedInfo` that
+    returns the same int on every rank. No effect with "new" and outside a distributed job."""
 
     id: str | None = None
     """The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on one."""
@@ -86,7 +86,7 @@ class TrackingConfig(Record):
     """The runs' group, instead of the planned one."""
 
     name: str | None = None
-    """The run's name. Only the primary rank passes it, as it does `tags`, `notes` and `config`."""
+    """The run's name. As with `tags`, `notes` and `config`, only that of the primary rank counts."""
 
     tags: Sequence[str] | None = None
     """The run's tags."""
@@ -118,10 +118,9 @@ class TrackingConfig(Record):
     is, with its stacks. Nothing is ended. None for never."""
 
     pulse_s: float | None = None
-    """Seconds between two looks at which rank is slow. After each, the primary's next row has `ranks/slowest`, the rank
-    that the others wait for; `ranks/own_time/median` and `/max`, the seconds of a step outside collectives;
-    `ranks/step_time/median` and `/max`; `ranks/memory/max`, in MiB; and `ranks/silent`, how many ranks have told
-    nothing for 2 times as long. It uses no collective. None for never."""
+    """Seconds between two measurements of which rank is slow. After each, the next row of the primary rank also has
+    `ranks/slowest`, the rank that the others wait for, and `ranks/own_time/*`, `ranks/step_time/*`, `ranks/memory/max`
+    and `ranks/silent`. It uses no collective. None for never."""
 
     stop_before_s: float | None = None
     """Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm job
@@ -289,7 +288,7 @@ def _plain_key(key: Any, path: str) -> str:
         return key
     if isinstance(key, (int, float, bool)):
         return json.dumps(key)
-    raise ConfigError(f"{path} has the key {key!r} of type {type(key).__name__}: JSON keys must be text")
+    raise ConfigError(f"{path} has the key {key!r} of type {type(key).__name__}: JSON keys must be strings")
 
 
 def _plain_object(value: Any, path: str, parents: tuple[int, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""A tracker's diagnosis for the doctor: what is wrong, and whether the server answers. It never holds a key."""
+"""A tracker's diagnosis: what is wrong with its setup, and whether the server answers. It never holds a key."""
 
 from __future__ import annotations
 

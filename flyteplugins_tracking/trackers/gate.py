@@ -39,7 +39,7 @@ _PATIENCE_S = 1.0
 # How long the end of a run waits for threads that are in a call, in seconds. A call may never return.
 _CALLERS_S = 1.0
 _POLL_S = 0.001
-# How often the run is opened again if the service's process dies again at once.
+# How often the run is opened again if the service's process dies again immediately.
 _TRIES = 3
 _NOT_PASSED: Any = object()
 

@@ -189,7 +189,7 @@ class Journal(PerProcess):
         self._close_file()
         self.directory.mkdir(parents=True, exist_ok=True)
         path = f"{self._base}{self._count}"
-        # A name that is there already, such as a link of another user's, is none of this journal's.
+        # O_EXCL: a file of that name, such as a link of another user's, is not this journal's.
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
         # Not `flock`: a child of a writer that was killed would hold it.
         fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,7 +197,7 @@ class Journal(PerProcess):
         self._segments.append((path, before))
         self._count += 1
         header = json.dumps({**self.header, "before": before}, default=str).encode()
-        for _ in range(2):  # without one, nobody knows whose records the others are
+        for _ in range(2):  # without a header, the run of the other records is not known
             self._write(_HEADER, self._acknowledged, header)
         if not self.is_closed:
             self._room = max(SEGMENT_BYTES, size)
@@ -400,7 +400,7 @@ def _frames(data: bytes) -> Iterator[_Frame | None]:
     is_damaged = False
     while 0 <= position < len(data):
         frame = _frame_at(data, position)
-        # The next frame may be behind what is none.
+        # The next frame may stand behind bytes that are not a frame.
         position = data.find(_MARK, position + 1) if frame is None else frame.end
         is_whole = frame is not None and frame.is_whole
         if is_whole or not is_damaged:

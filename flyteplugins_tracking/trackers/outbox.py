@@ -28,7 +28,7 @@ from flyteplugins_tracking.trackers.journal import Entry, Journal, Line, StoredJ
 
 logger = logging.getLogger(__name__)
 
-# How long a line waits for more lines, in seconds, and how many are sent at once.
+# How long a line waits for more lines, in seconds, and how many are sent together.
 _WAIT_S = 0.5
 _MOST_AT_ONCE = 1000
 # How much of what waits is in memory.

@@ -441,7 +441,9 @@ CASES = [
     failure_of_rank_1(
         "another rank's exception after its collectives are cut", "destroy, raise at go", 1, "ValueError"
     ),
-    failure_of_rank_1("exceptions on two ranks at once", "raise at go", 1, "ValueError", rank_0="destroy, raise at go"),
+    failure_of_rank_1(
+        "exceptions on two ranks together", "raise at go", 1, "ValueError", rank_0="destroy, raise at go"
+    ),
     failure_of_rank_1("new: exception on another rank", "raise at go", 1, "ValueError", run_mode="new"),
     failure_of_rank_1("shared: exception on another rank", "raise at go", 1, "ValueError", run_mode="shared"),
     Case("SIGTERM in a gloo collective", rank_signalled(0, SIGTERM, PEER), (143,), PREEMPTED),

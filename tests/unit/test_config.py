@@ -86,7 +86,7 @@ class Settings:
         ({"config": 3}, "config must be a mapping, a dataclass or a namespace, got int"),
         ({"config": {"a": {"b": [1, {2, 3}]}}}, "config['a']['b'][1] is a set: JSON cannot hold it"),
         ({"config": {"f": print}}, "config['f'] is a builtin_function_or_method: JSON cannot hold it"),
-        ({"config": {(1, 2): 3}}, "config has the key (1, 2) of type tuple: JSON keys must be text"),
+        ({"config": {(1, 2): 3}}, "config has the key (1, 2) of type tuple: JSON keys must be strings"),
     ],
 )
 def test_invalid_arguments_are_refused_at_decoration(arguments, message):

@@ -228,7 +228,7 @@ def _row(
 
 
 def _pattern(texts: Iterable[str]) -> str:
-    """Return one pattern for texts that differ in their numbers, such as `a-{0..3}`; empty for none."""
+    """Return one pattern for strings that differ in their numbers, such as `a-{0..3}`; empty for none."""
     parts = []
     for column in zip(*(re.split(r"(\d+)", text) for text in texts), strict=True):
         values = set(column)

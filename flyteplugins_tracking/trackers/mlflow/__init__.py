@@ -206,7 +206,7 @@ def _experiment_id(config: TrackingConfig) -> str | None:
 
 
 def _quoted(text: str) -> str:
-    """Quote a text for an address. Braces stay: Flyte replaces templates in them."""
+    """Quote a string for an address. Braces stay: Flyte replaces templates in them."""
     return quote(text, safe="{}")
 
 

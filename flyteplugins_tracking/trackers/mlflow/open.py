@@ -1,4 +1,4 @@
-"""Find or create the run on the server. MLflow makes the ids of runs itself, so our ids are tags."""
+"""Find or create the run on the server. MLflow makes the ids of runs itself, so the library's ids are tags."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Opened:
 
 
 def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
-    """Create the run with this id of ours, or resume it.
+    """Create the run with this id of the library, or resume it.
 
     Only one rank creates it: a new run cannot be found immediately, so several ranks would each create one.
 
@@ -89,7 +89,7 @@ def end_run(service: Service, opened: Opened, exit_code: int) -> None:
 
 
 def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a config as MLflow's params: texts by flat keys."""
+    """Return a config as MLflow's params: strings by flat keys."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -183,7 +183,7 @@ def _parent(request: RunRequest, service: Service, experiment_id: str) -> Any:
 def _end_parent(service: Service, parent_id: str, experiment_id: str) -> None:
     """Send the group's status, the worst of its runs, if all of them have ended.
 
-    Two runs that end at once may both send it, and send the same.
+    Two runs that end at the same time may both send it, and send the same.
     """
     children = f"tags.`{_PARENT_ID_TAG}` = '{parent_id}' and attributes.status = "
 

@@ -137,7 +137,7 @@ class MlflowHandle(OutboxHandle):
         if self._gate.refuses():
             return
         self.request.watch.before_row()
-        texts = {str(key): str(value) for key, value in values.items()}  # the server has only texts
+        texts = {str(key): str(value) for key, value in values.items()}  # the server has only strings
         self.put({"call": method, "args": [texts], "kwargs": {}})
 
     def end(self, exit_code: int) -> None:

@@ -380,7 +380,7 @@ def tags_of_start_run(tags: Mapping[str, str]) -> dict[str, str]:
     return dict(resolve_tags(dict(tags)))
 
 
-# Stores that are a SQLite file. The first client creates the tables; two clients at once break them.
+# Stores that are a SQLite file. The first client creates the tables; two clients at the same time break them.
 
 _SCHEME = "sqlite:///"
 _LOCK_PAUSE_S = 0.1
@@ -498,7 +498,7 @@ def _set_terminated(client: Any) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def leave_end_to_us(is_ours: Callable[[str], bool]) -> None:
-    """Have MLflow's client leave the status of our open runs: frameworks and `mlflow.end_run` set it."""
+    """Have MLflow's client leave the status of the library's open runs: frameworks and `mlflow.end_run` set it."""
     from mlflow import MlflowClient
 
     original = MlflowClient.set_terminated
