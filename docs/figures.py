@@ -175,7 +175,7 @@ def costs() -> str:
     inert, imported, log = (ROWS[at] for at in (0, 3, 5))
     return "\n".join(
         [
-            f"- **A rank without a run**: {reads[inert.what]}, once.",
+            f"- **A rank without a run**, once: {reads[inert.what]}.",
             f"- **Import** beside torch: {reads[imported.what]}, once in each process.",
             f"- **A `log`** every 10 ms: {reads[log.what]}, compared with W&B's own.",
         ]
