@@ -104,8 +104,8 @@ def function_of(task: Any, advice: str) -> tuple[Callable[..., Any], NodeRequest
 def adapt_task(task: Any, _: NodeRequest | None, wrap: Callable[[Any, Task], Any], decorator: Decorator) -> Any:
     """Put `wrap` around the function of `task`, and return the same task."""
     timeout = task.metadata.timeout  # a timedelta, or None
-    seconds, has_deck = timeout.total_seconds() if timeout else None, bool(getattr(task, "enable_deck", False))
-    tracked = wrap(task.task_function, Task(None, has_deck, timeout_s=seconds))
+    has_deck = task.enable_deck if hasattr(task, "enable_deck") else not task.disable_deck  # before 1.15
+    tracked = wrap(task.task_function, Task(None, has_deck, timeout_s=timeout.total_seconds() if timeout else None))
     task._task_function = _adapted(tracked, _link(decorator.config, task))
     return task
 
@@ -156,7 +156,7 @@ def current_context() -> Flyte1Context:
         run_metadata={} if execution is None else _run_metadata(execution),
         on_cluster=execution is not None,
         can_persist=is_pod,
-        has_report=_has_deck(flytekit.current_context()),
+        has_report=runs_a_task and _has_deck(flytekit.current_context()),
         can_publish_files=runs_a_task,
         success_exceptions=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
     )
@@ -290,7 +290,7 @@ def _pickle_like_a_function_for_cloudpickle() -> None:
 
 
 def _has_deck(context: Any) -> bool:
-    """Whether the task has a deck. Before 1.15 its context does not say so, and refuses the question."""
+    """Whether the task may have a deck. Before 1.15, its context does not say so, and shows no report without one."""
     with suppress(AssertionError):
         return bool(getattr(context, "enable_deck", False))
-    return False
+    return True
