@@ -10,8 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from packaging.version import Version
 
 from support import jobs, pluto_server
 from support.mlflow_server import GROUP_TAG, MlflowServer, StoredRun
@@ -211,7 +214,9 @@ def pluto_environment(server: PlutoServer) -> dict[str, str]:
 
 @contextmanager
 def wandb(directory: Path) -> Iterator[Backend]:
-    with WandbServer() as server:
+    # Before 0.20, a resumed run takes its count of rows from there alone, and W&B's service tells it.
+    is_old = Version(version("wandb")) < Version("0.20")
+    with WandbServer(counts_on_upsert=is_old) as server:
         yield WandbBackend(server)
 
 

@@ -430,7 +430,7 @@ class Operations:
         viewer = {"id": "viewer", "entity": ENTITY, "username": ENTITY, "email": "", "flags": "{}"}
         return {"viewer": {**viewer, "teams": {"edges": []}}}
 
-    GetDefaultEntity = Viewer
+    GetDefaultEntity = GetViewer = Viewer
 
     def ServerInfo(self, _: Json) -> Json:
         return {"serverInfo": {"cliVersionInfo": {}, "latestLocalVersionInfo": None}}
@@ -475,6 +475,14 @@ class Operations:
             "historyLineCount": len(run.rows),
         }
         return {"rewindRun": {"rewoundRun": bucket}}
+
+    def ProbeServerSettings(self, _: Json) -> Json:
+        """A question of `wandb sync` before 0.28.1, which is written in Python."""
+        return {"ServerSettingsType": {"fields": []}}
+
+    def ProbeRunInput(self, _: Json) -> Json:
+        """A question of `wandb.Api` in the oldest versions."""
+        return {"RunType": {"fields": [{"name": "projectId"}]}}
 
     def RunStoppedStatus(self, _: Json) -> Json:
         return {"project": {"run": {"stopped": False}}}

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.files import is_own_file, touch_own
+from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import exit_code_in
 from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
+from flyteplugins_tracking.trackers.vendor_parts import numbers
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.outbox import Attempt, Place, attempt_at
@@ -28,6 +30,8 @@ from flyteplugins_tracking.trackers.wandb.outbox import Attempt, Place, attempt_
 _SENDING = "flyteplugins-tracking-sending"
 # How long W&B may take to count the rows that it has got: it counts 2 to 4 s late.
 _CONFIRMED_S, _POLL_S = 30.0, 0.5
+# The first version whose `sync` asks whether to send, unless it gets an option that older ones refuse.
+_ASKS_SINCE = "0.28.1"
 _STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
 
 
@@ -97,7 +101,8 @@ def _sync(directory: Path, place: Place) -> int:
     rows = sum(1 for _ in datastore.rows(directory))
     before = _rows_stored(place)
     wanted = rows if outbox.is_synced(directory) else (before or 0) + rows
-    command = [sys.executable, "-m", "wandb", "sync", "--yes", str(directory)]
+    asks = numbers(installed_version("wandb") or "") >= numbers(_ASKS_SINCE)
+    command = [sys.executable, "-m", "wandb", "sync", *(["--yes"] if asks else []), str(directory)]
     if subprocess.run(command, check=False).returncode:  # noqa: S603 our own
         raise TrackerUnavailableError(f"{directory} was not sent: wandb sync has failed, as it has printed")
     until = time.monotonic() + _CONFIRMED_S
