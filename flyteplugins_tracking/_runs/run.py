@@ -32,13 +32,15 @@ from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.record import replace
-from flyteplugins_tracking.errors import TrackerNotInstalledError
+from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackingError
 from flyteplugins_tracking.trackers.base import Uncounted
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking.trackers.base import Handle, SigtermWatch, Tracker
+    from flyteplugins_tracking.trackers.base import Handle, RunRequest, SigtermWatch, Tracker
 
 logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
 
 
 class _Opening(PerProcess):
@@ -80,7 +82,7 @@ def open_run(call: Call) -> Run:
             attempts = Attempts(config.step_metric) if can_continue else None
             request = request_of(call, planned, run_plan, _watch_of(call), attempts or Uncounted(), deadline)
             require(tracker)
-            handle = tracker.open(request)
+            handle = _opened(tracker, request)
             run = Run(call, run_plan, handle, attempts, failures, undo.pop_all())
             # Called once a run is open: hooks run in the reverse order of their registration, and the vendor's would
             # end the run as finished.
@@ -163,7 +165,11 @@ def require(tracker: Tracker) -> None:
     """
     from importlib.util import find_spec
 
+    from flyteplugins_tracking.trackers.vendor_parts import known_faults
+
     package = tracker.package
+    for fault in known_faults(package or tracker.name):
+        _warn_once(fault.text, "%s: %s. Install another version: %s", tracker.title, fault.text, fault.fix)
     if package is None or package in sys.modules:
         return
     if find_spec(package) is None:
@@ -176,6 +182,23 @@ def require(tracker: Tracker) -> None:
                 f"{package} cannot be imported, since an earlier import of it in this process was interrupted or has "
                 f"failed: start the process again ({error})"
             ) from error
+
+
+def _opened(tracker: Tracker, request: RunRequest) -> Handle:
+    """Open the run at the service.
+
+    Raises:
+        TrackerNotInstalledError: The vendor's package cannot be imported, as when a package that it needs is too old.
+    """
+    try:
+        return tracker.open(request)
+    except Exception as error:
+        if isinstance(error, TrackingError) or tracker.package is None or tracker.package in sys.modules:
+            raise
+        text = f"{tracker.package} cannot be imported: {type(error).__name__}: {error}"
+        raise TrackerNotInstalledError(
+            f"{text}. See which packages are missing or do not fit together: pip check"
+        ) from error
 
 
 @dataclass(eq=False)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -26,6 +27,33 @@ logger = logging.getLogger(__name__)
 CHANGED = (ImportError, AttributeError, TypeError)
 
 
+class Fault(NamedTuple):
+    """A fault of some versions of a client.
+
+    Attributes:
+        first: The first version that has it.
+        fixed: The first later version without it.
+        text: What happens.
+    """
+
+    first: str
+    fixed: str
+    text: str
+
+
+# By distribution. Each was seen in a real run with this library.
+FAULTS: Mapping[str, Sequence[Fault]] = {
+    "wandb": (
+        # https://github.com/wandb/wandb/pull/11249
+        Fault("0.24.0", "0.24.1", "rows may be missing at the service after it was slow, without an error"),
+        # https://github.com/wandb/wandb/issues/11758
+        Fault("0.26.0", "0.26.1", "with protobuf 6 before 6.32.1, it cannot be imported"),
+        # https://github.com/wandb/wandb/issues/12079
+        Fault("0.25.1", "0.28.1", "after wandb.Api() was used, forked processes may hang, as workers of a DataLoader"),
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Part:
     """A name of a vendor's client that its documentation does not promise.
@@ -35,11 +63,13 @@ class Part:
             for the object that the tracker's `vendor.py` chooses.
         use: What the name is for.
         loss: The feature that is lost without it. Empty if no run can be opened without it.
+        since: The first version of the client that has it. Empty if all have it that the extra allows.
     """
 
     path: str
     use: str
     loss: str = ""
+    since: str = ""
 
     @property
     def is_static(self) -> bool:
@@ -53,14 +83,15 @@ class VendorParts:
     Attributes:
         requirement: The client's version that was tested, as `pip install` takes it.
         parts: The names, by their paths.
-        later: What the oldest versions cannot do, and the first version that can.
+        later: What the oldest versions cannot do, and the first version that can: features without a name of their
+            own, and those of parts with `since`.
     """
 
     def __init__(
         self, title: str, requirement: str, parts: Sequence[Part] = (), later: Mapping[str, str] | None = None
     ) -> None:
         self.requirement = requirement
-        self.later = later or {}
+        self.later = {**(later or {}), **{part.loss: part.since for part in parts if part.since}}
         self.parts = {part.path: part for part in parts}
         self._title = title
         self._warn_once = WarnOnce(logger)
@@ -97,17 +128,18 @@ class VendorParts:
         part = self.parts[path]
         is_there = _failure(part) is None if part.is_static else hasattr(vendor_object, path.partition(".")[2])
         if not is_there:
-            self._warn(path, f"lost: {part.loss}", self._absence(part))
+            self._warn(path, f"lost: {part.loss}", self._absence(part), self._fix(part.loss))
         return is_there
+
+    def losses(self, version: str) -> list[str]:
+        """Return what this version of the client cannot do."""
+        return [ability for ability, first in self.later.items() if numbers(version) < numbers(first)]
 
     def limits(self) -> Iterator[Diagnostic]:
         """Yield what is known of the installed version: what it cannot do, and that it was not tested yet."""
         installed = self._version()
-        for ability, first in self.later.items():
-            if installed and numbers(installed) < numbers(first):
-                yield Diagnostic(
-                    "note", f"{self._title}: {self._installed()} is limited ({ability})", self._fix(ability)
-                )
+        for ability in self.losses(installed) if installed else ():
+            yield Diagnostic("note", f"{self._title}: {self._installed()} is limited ({ability})", self._fix(ability))
         if numbers(installed) > numbers(self.requirement.partition("==")[2]):
             text = f"{self._title}: {self._installed()} is newer than {self.requirement}, which was tested"
             yield Diagnostic("note", text)
@@ -138,10 +170,11 @@ class VendorParts:
 
     def lose(self, consequence: str, cause: object) -> None:
         """Warn once that the client lacks an optional part, for which `cause` is the reason."""
-        self._warn(consequence, consequence, f"{self._installed()} lacks what is needed here ({cause})")
+        cause = f"{self._installed()} lacks what is needed here ({cause})"
+        self._warn(consequence, consequence, cause, self._fix(consequence))
 
-    def _warn(self, key: str, consequence: str, cause: str) -> None:
-        self._warn_once(key, "%s: %s. %s. %s", self._title, consequence, cause, self._fix(consequence))
+    def _warn(self, key: str, consequence: str, cause: str, fix: str) -> None:
+        self._warn_once(key, "%s: %s. %s. %s", self._title, consequence, cause, fix)
 
     def _required(self) -> Iterator[Part]:
         return (part for part in self.parts.values() if not part.loss)
@@ -152,12 +185,13 @@ class VendorParts:
         )
 
     def _not_importable(self, error: Exception) -> TrackerNotInstalledError | None:
-        """Return the error to raise if a package that the client needs is the cause: None if it is the client's own."""
+        """Return the error to raise if a package that the client needs is the cause; None if it is the client's own."""
         package = self._distribution.partition("-")[0]  # as in pluto-ml
-        if not isinstance(error, ImportError) or (error.name or "").partition(".")[0] == package:
+        is_own = package in sys.modules and (getattr(error, "name", None) or "").partition(".")[0] == package
+        if not isinstance(error, ImportError) or is_own:
             return None
         text = f"{self._title}: {self._installed()} cannot be imported: {type(error).__name__}: {error}"
-        return TrackerNotInstalledError(f"{text}. See which of the packages that it needs are missing: pip check")
+        return TrackerNotInstalledError(f"{text}. See which packages are missing or do not fit together: pip check")
 
     def _absence(self, part: Part) -> str:
         return f"{self._installed()} has no {part.path.replace(':', '.')}"
@@ -177,6 +211,15 @@ class VendorParts:
         if first:
             return f'Version {first} and later ones can: pip install "{self._distribution}>={first}"'
         return f'Install a version that was tested: pip install "{self.requirement}"'
+
+
+def known_faults(distribution: str) -> Iterator[Diagnostic]:
+    """Yield a warning for each known fault of the installed version."""
+    version = (installed_version(distribution) or "") if distribution in FAULTS else ""
+    for fault in FAULTS[distribution] if version else ():
+        if numbers(fault.first) <= numbers(version) < numbers(fault.fixed):
+            fix = f'pip install "{distribution}>={fault.fixed}"'
+            yield Diagnostic("warning", f"{distribution} {version} has a known fault: {fault.text}", fix)
 
 
 def _failure(part: Part) -> Exception | None:

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 from flyteplugins_tracking import TrackerNotInstalledError, get_run, tracking_init
-from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
+from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts, numbers
 
 
 def pluto_objects(run: Any) -> dict[str, Any]:
@@ -51,9 +51,12 @@ def owner_of(part: Part) -> tuple[Any, str]:
     return functools.reduce(getattr, parents, import_module(module)), name
 
 
-def missing_names(parts: VendorParts, objects: dict[str, Any]) -> list[str]:
+def missing_names(parts: VendorParts, objects: dict[str, Any], installed: str) -> list[str]:
+    """Return the names that are not there, and should be in this version."""
     missing = []
     for part in parts.parts.values():
+        if part.since and numbers(installed) < numbers(part.since):
+            continue
         owner, name = (
             owner_of(part) if part.is_static else (objects[part.path.partition(".")[0]], part.path.partition(".")[2])
         )
@@ -111,7 +114,7 @@ def main(tracker: str, distribution: str) -> None:
     def train() -> None:
         run = get_run()
         run.log({"loss": 1})
-        result["missing"] = missing_names(parts, OBJECTS[tracker](run))
+        result["missing"] = missing_names(parts, OBJECTS[tracker](run), result["version"])
 
     train()
     static = [part for part in parts.parts.values() if part.is_static]

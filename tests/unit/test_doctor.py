@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import os
 import secrets
 import sys
@@ -25,10 +26,13 @@ from flyteplugins_tracking._commands import doctor
 from flyteplugins_tracking._commands.doctor import examine, printing
 from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._rank import launchers
+from flyteplugins_tracking._runs.run import require
 from flyteplugins_tracking._util.text import without_credentials
+from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
+from flyteplugins_tracking.trackers.registry import find_tracker
 
 KEY = "a1b2" * 10
 
@@ -582,6 +586,36 @@ def test_the_doctor_says_what_is_known_of_the_installed_version(ask, monkeypatch
     shown = [note for note in notes if f"W&B: wandb {installed} is" in note]
     assert len(shown) == len(known)
     assert all(part in note for part, note in zip(known, shown, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("installed", "faults"),
+    [
+        ("0.23.1", []),
+        ("0.24.0", [("rows may be missing", "0.24.1")]),
+        ("0.24.1", []),
+        ("0.25.1", [("forked processes may hang", "0.28.1")]),
+        ("0.26.0", [("with protobuf 6 before 6.32.1", "0.26.1"), ("forked processes may hang", "0.28.1")]),
+        ("0.28.0", [("forked processes may hang", "0.28.1")]),
+        ("0.28.1", []),
+    ],
+)
+def test_the_doctor_and_the_first_run_warn_of_known_faults(ask, monkeypatch, tmp_path, caplog, installed, faults):
+    info = tmp_path / "site" / f"wandb-{installed}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Name: wandb\nVersion: {installed}\n")
+    monkeypatch.syspath_prepend(info.parent)
+    monkeypatch.setattr("flyteplugins_tracking._runs.run._warn_once", WarnOnce(logging.getLogger("first run")))
+    shown = diagnostics(ask("--json", "--offline", WANDB_API_KEY=KEY)[1], "warning")
+    for _ in range(2):
+        require(find_tracker("wandb"))
+    warnings = [record.getMessage() for record in caplog.records if record.name == "first run"]
+    assert len(warnings) == shown.count("known fault") == len(faults)
+    for warning, (text, fixed) in zip(warnings, faults, strict=True):
+        assert f"wandb {installed} has a known fault" in warning
+        assert text in warning
+        assert text in shown
+        assert f'pip install "wandb>={fixed}"' in warning
 
 
 def test_the_console_script_is_what_python_runs():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flyteplugins_tracking import get_run, tracking_init
+from flyteplugins_tracking import TrackerNotInstalledError, get_run, tracking_init
 from flyteplugins_tracking._runs.call import Doubles, current, override, state
 from flyteplugins_tracking._runs.context import ProcessContext
 from flyteplugins_tracking._util.lock import RunLock
@@ -143,6 +143,16 @@ def test_a_tracker_that_cannot_open_leaves_nothing_open(steps):
         tracking_init(tracker=Service(steps, opens=False), id=ID)(lambda: None)()
     assert steps == ["open"]
     assert nothing_is_open()
+
+
+@pytest.mark.parametrize(("package", "error"), [("a_client", TrackerNotInstalledError), ("json", ValueError)])
+def test_an_error_at_the_import_of_a_client_is_told_as_such(steps, monkeypatch, tmp_path, package, error):
+    (tmp_path / "a_client.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    tracker = Service(steps, opens=False)
+    tracker.package = package
+    with pytest.raises(error, match=r"^a_client cannot be imported: ValueError: made to fail\. See|^made to fail$"):
+        tracking_init(tracker=tracker)(lambda: None)()
 
 
 def test_a_run_that_cannot_be_propagated_is_closed_as_failed(steps):

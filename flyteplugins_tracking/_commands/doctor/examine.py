@@ -23,7 +23,7 @@ from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, Level, check_directory
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
-from flyteplugins_tracking.trackers.vendor_parts import numbers
+from flyteplugins_tracking.trackers.vendor_parts import known_faults, numbers
 
 OWN = "flyteplugins-tracking"
 # No job has more ranks. A larger number is a mistake, and planning for it would take all memory.
@@ -202,7 +202,7 @@ def _trackers(only: str | None, *, asks: bool) -> tuple[list[dict[str, Any]], li
             text = f"{tracker.title} is not installed{'' if only else ', but it is set up here'}"
             problems.append(Diagnostic(level, text, install))
         elif name in meant:
-            problems += diagnosis.diagnostics
+            problems += [*diagnosis.diagnostics, *known_faults(tracker.package or name)]
         if answer:
             text = f"{tracker.title}: the server at {diagnosis.place} cannot be used: {answer}"
             fix = "check its address and the network (a proxy by HTTPS_PROXY); or log to local files"
