@@ -42,9 +42,10 @@ test-engines: $(ENGINES)/.installed
 test-slurm: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slurm tests/slurm
 
-# The oldest and the newest version of each vendor's client that pyproject.toml allows: all, or TRACKERS="mlflow pluto".
+# Many versions of each vendor's client, and their table in docs/start.md: all, or VENDOR=mlflow, or VENDOR="mlflow 2.14.3".
 vendors: $(INSTALLED)
-	OMP_NUM_THREADS=1 TESTS_COLD=1 PYTHONPATH=tests:examples $(BIN)/python -m support.vendors $(TRACKERS)
+	OMP_NUM_THREADS=1 TESTS_COLD=1 PYTHONPATH=tests:examples $(BIN)/python -m support.vendors $(VENDOR)
+	$(BIN)/python docs/include.py
 
 # The fault matrix of docs/about/guarantees.md, measured again.
 reliability: $(INSTALLED)

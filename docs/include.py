@@ -81,10 +81,13 @@ def _packages() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _versions() -> str:
-    """The versions that pyproject.toml allows and constraints.txt has, and what older clients lack."""
+    """The versions that pyproject.toml allows and constraints.txt has, and what `make vendors` has found."""
     rows = [(f"{title} (`{name}`)" if name else title, *versions) for title, name, *versions in _packages()]
-    lacking = list(csv.reader((ROOT / "docs" / "versions.csv").read_text().splitlines()))
-    return f"{_table(['', 'allowed', 'tested'], rows)}\n\n{_table(lacking[0], lacking[1:])}"
+    head, *outcomes = csv.reader((ROOT / "docs" / "versions.csv").read_text().splitlines())
+    # One row for neighbours with the same outcome.
+    same = itertools.groupby(outcomes, lambda outcome: (outcome[0], *outcome[2:]))
+    clients = [(client, ", ".join(row[1] for row in group), *rest) for (client, *rest), group in same]
+    return f"{_table(['', 'allowed', 'tested'], rows)}\n\n{_table(head, clients)}"
 
 
 def _supported() -> str:

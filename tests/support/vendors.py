@@ -1,28 +1,49 @@
-"""Run the contract and the conformance tests of each tracker with the oldest and the newest version of its client.
+"""Run the contract and the conformance tests of each tracker with many versions of its client.
 
-`python -m support.vendors [TRACKER...]`. Each version has a virtual environment of its own in `.vendors`. It has only
-what differs from the environment that runs this, whose packages it finds after its own.
+`python -m support.vendors [TRACKER [VERSION...]]`. Each version has a virtual environment of its own in `.vendors`. It
+has only what differs from the environment that runs this, whose packages it finds after its own. The outcomes are
+written to docs/versions.csv.
 """
 
 from __future__ import annotations
 
+import csv
 import re
 import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "versions.csv"
 # The distribution whose versions are tested, by tracker.
 CLIENTS = {"wandb": "wandb", "pluto": "pluto-ml", "mlflow": "mlflow", "trackio": "trackio"}
-# What is installed with it: the tests' server is of the same version as the client.
-_WITH = {"mlflow": ("mlflow-skinny", "mlflow-tracing")}
-# What its server needs in an older version, though it does not say so: MLflow 3.1 imports a name that 2.1 has removed.
-_OLDER = {"mlflow": ("sqlalchemy<2.1",)}
+# How many of the newest minor versions are tested.
+MINORS = 4
+# A distribution that must be there in the same version: the index may get it later.
+_WITH = {"mlflow": "mlflow-skinny"}
+# What clients need in an older version than they say. SQLAlchemy 2.1 has no name that MLflow imports before 3.10, and
+# setuptools 81 no pkg_resources, which MLflow imports before 2.15.
+_OLDER = {"mlflow": ("sqlalchemy<2.1", "setuptools<81")}
+_TESTS = ("tests/jobs/test_vendors.py", "tests/jobs/test_conformance.py")
+
+
+class Outcome(NamedTuple):
+    """A row of the table of versions."""
+
+    client: str
+    version: str
+    works: str
+    lost: str
 
 
 def requirement_of(tracker: str) -> str:
@@ -33,13 +54,44 @@ def requirement_of(tracker: str) -> str:
     return next(name for name in re.findall(r'"([^"]+)"', extra[1]) if Requirement(name).name == CLIENTS[tracker])
 
 
+def later_abilities(tracker: str) -> dict[str, str]:
+    """Return what the oldest allowed versions cannot do, and the first version that can."""
+    later: dict[str, str] = import_module(f"flyteplugins_tracking.trackers.{tracker}.vendor").PARTS.later
+    return later
+
+
 def versions_of(tracker: str) -> list[str]:
-    """Return the oldest and the newest version that the extra allows; one version if there is no other."""
-    command = [sys.executable, "-m", "pip", "index", "versions", CLIENTS[tracker]]
+    """Return the versions to test, the oldest first.
+
+    They are the oldest that the extra allows, the last one before each that brought a feature, the last ones of the
+    newest minors, and a newer pre-release.
+    """
+    allowed = sorted(Requirement(requirement_of(tracker)).specifier.filter(_published(tracker)), key=Version)
+    last = [list(patches)[-1] for _, patches in groupby(allowed, _minor)]
+    before = [
+        [name for name in allowed if Version(name) < Version(first)] for first in later_abilities(tracker).values()
+    ]
+    newer = [name for name in _published(tracker, "--pre") if Version(name) > Version(last[-1])]
+    chosen = {allowed[0], *last[-MINORS:], *(names[-1] for names in before if names), *sorted(newer, key=Version)[-1:]}
+    return sorted(chosen, key=Version)
+
+
+def _published(tracker: str, *options: str) -> set[str]:
+    """Return the versions that the package index has. pip leaves out those that were withdrawn."""
+    return set.intersection(*(_of_index(name, options) for name in (CLIENTS[tracker], _WITH.get(tracker)) if name))
+
+
+def _of_index(distribution: str, options: Sequence[str]) -> set[str]:
+    command = [sys.executable, "-m", "pip", "index", "versions", distribution, *options]
     answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (line,) = re.findall(r"^Available versions: (.*)$", answer, re.MULTILINE)
-    allowed = sorted(Requirement(requirement_of(tracker)).specifier.filter(line.split(", ")), key=Version)
-    return list(dict.fromkeys([allowed[0], allowed[-1]]))
+    return set(line.split(", "))
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """The version without its patch. Before 0.1, each version is a minor one."""
+    release = Version(version).release
+    return release[:2] if any(release[:2]) else release
 
 
 def environment_of(tracker: str, version: str) -> Path:
@@ -51,41 +103,74 @@ def environment_of(tracker: str, version: str) -> Path:
         packages = Path(sysconfig.get_path("purelib", vars=config))
         shared = sysconfig.get_path("purelib")
         (packages / "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n")
-        _install(tracker, version, directory, packages)
+        _install(tracker, version, directory)
+        command = directory / "bin" / "flyteplugins-tracking"
+        command.write_text(
+            f"#!{directory / 'bin' / 'python'}\nfrom flyteplugins_tracking.__main__ import main\nexit(main())\n"
+        )
+        command.chmod(0o755)
         (directory / "installed").touch()
     return directory
 
 
-def _install(tracker: str, version: str, directory: Path, packages: Path) -> None:
-    names = [f"{name}=={version}" for name in (CLIENTS[tracker], *_WITH.get(tracker, ()))]
-    needs = [*names, *_OLDER.get(tracker, ())]
+def _install(tracker: str, version: str, directory: Path) -> None:
+    name = f"{CLIENTS[tracker]}=={version}"
     pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     if tracker == "pluto":  # beside the others, as in the Makefile
-        subprocess.run([*pip, "--no-deps", "--target", str(directory / "pluto"), *names], check=True)
+        subprocess.run([*pip, "--no-deps", "--target", str(directory / "pluto"), name], check=True)
     else:
-        subprocess.run([*pip, "--ignore-installed", "--no-deps", *names], check=True)
-        subprocess.run([*pip, *needs], check=True)  # what they need in other versions
-    assert packages.is_dir()
+        subprocess.run([*pip, "--ignore-installed", "--no-deps", name], check=True)
+        subprocess.run([*pip, name, *_OLDER.get(tracker, ())], check=True)  # what it needs in other versions
 
 
-def run_tests(tracker: str, version: str) -> bool:
-    """Whether the tests pass with this version."""
-    python = environment_of(tracker, version) / "bin" / "python"
-    tests = ["tests/jobs/test_vendors.py", "tests/jobs/test_conformance.py"]
-    done = subprocess.run([str(python), "-m", "pytest", "-q", *tests, "-k", tracker], cwd=ROOT)
-    return done.returncode == 0
+def run_tests(tracker: str, version: str) -> Outcome:
+    """Run the tests with this version."""
+    directory = environment_of(tracker, version)
+    report = directory / "report.xml"
+    report.unlink(missing_ok=True)
+    pytest = [str(directory / "bin" / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    subprocess.run([*pytest, f"--junitxml={report}", *_TESTS, "-k", tracker], cwd=ROOT)
+    failed = sorted(_failures(report))
+    lost = [ability for ability, first in later_abilities(tracker).items() if Version(version) < Version(first)]
+    works = f"not: {', '.join(failed)}" if failed else "everything else" if lost else "everything"
+    return Outcome(CLIENTS[tracker], version, works, "; ".join(lost) or "nothing")
 
 
-def main(trackers: list[str]) -> int:
-    failed = []
-    for tracker in trackers or CLIENTS:
-        for version in versions_of(tracker):
-            print(f"== {CLIENTS[tracker]} {version}", flush=True)
-            if not run_tests(tracker, version):
-                failed.append(f"{CLIENTS[tracker]} {version}")
-    print("failed:", ", ".join(failed) or "none")
+def _failures(report: Path) -> Iterator[str]:
+    cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    if not cases:
+        yield "the tests do not start"
+    for case in cases:
+        if case.find("failure") is not None or case.find("error") is not None:
+            yield str(case.get("name")).partition("[")[0].removeprefix("test_").replace("_", " ")
+
+
+def write(outcome: Outcome, tested: Sequence[str]) -> None:
+    """Put an outcome into the table, in place of what is there of its version and of versions that are not `tested`."""
+    with TABLE.open(newline="") as file:
+        head, *lines = csv.reader(file)
+    rows = [Outcome(*line) for line in lines]
+    kept = {(row.client, row.version): row for row in rows if row.client != outcome.client or row.version in tested}
+    kept[outcome.client, outcome.version] = outcome
+    order = list(CLIENTS.values())
+    ordered = sorted(kept.values(), key=lambda row: (order.index(row.client), Version(row.version)))
+    with TABLE.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([head, *ordered])
+
+
+def main(tracker: str = "", *versions: str) -> int:
+    failed: list[str] = []
+    for name in [tracker] if tracker else CLIENTS:
+        tested = versions_of(name)
+        for version in versions or tested:
+            print(f"== {CLIENTS[name]} {version}", flush=True)
+            outcome = run_tests(name, version)
+            write(outcome, [*tested, *versions])
+            if outcome.works.startswith("not"):
+                failed.append(f"{outcome.client} {version} {outcome.works}")
+    print("failed:", "; ".join(failed) or "none")
     return int(bool(failed))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))
