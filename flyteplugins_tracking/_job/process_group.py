@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import inspect
 import itertools
 import logging
 import os
@@ -183,15 +184,21 @@ def _create(
     if on_gpu:
         torch.cuda.set_device(rank_device)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    # NCCL fails here then, and not in the first collective; from torch 2.3 on.
+    bound = {"device_id": rank_device} if on_gpu and _takes_device(dist) else {}
     dist.init_process_group(
         backend,
         store=dist.HashStore() if info is None else _group_store(dist, info, timeout),
         rank=0 if info is None else info.rank,
         world_size=1 if info is None else info.world_size,
         timeout=timeout,
-        device_id=rank_device if on_gpu else None,  # so that NCCL fails here and not in the first collective
+        **bound,
     )
     return rank_device
+
+
+def _takes_device(dist: Any) -> bool:
+    return "device_id" in inspect.signature(dist.init_process_group).parameters
 
 
 def _group_store(dist: Any, info: DistributedInfo, timeout: timedelta | None) -> Any:

@@ -61,6 +61,17 @@ def test_one_process_has_a_group_of_one(bare_environment, gpus):
     assert not dist.is_initialized()
 
 
+def test_a_torch_before_2_3_which_binds_no_group_to_a_device_has_one_too(bare_environment, gpus, monkeypatch):
+    init = dist.init_process_group
+
+    def of_old_torch(backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, store=None):
+        return init(backend, init_method, timeout, world_size, rank, store)
+
+    monkeypatch.setattr(dist, "init_process_group", of_old_torch)
+    with process_group() as device:
+        assert (dist.get_world_size(), device) == (1, torch.device("cpu"))
+
+
 def test_nccl_without_cuda_is_refused(place, gpus):
     place(CUDA_VISIBLE_DEVICES="")
     text = refusal(ConfigError, "nccl")
