@@ -36,7 +36,7 @@ _LAST_RECORDS_AT_EXIT_S = 10.0
 # The process that ends its wandb-core itself: see `end_service_with_process`.
 _ends_with = 0
 _NO_STOP_BUTTON = "W&B's Stop button interrupts the rank that has the run, and no other"
-_ONE_WRITER = "runs with several writers"
+_ONE_WRITER = "runs that several nodes write to"
 # All names show only when they are used: the functions say what for. Of what older versions lack, here is the first
 # version that has it.
 PARTS = VendorParts("W&B", "wandb==0.31.0", later={_ONE_WRITER: "0.22", _NO_STOP_BUTTON: "0.26"})
