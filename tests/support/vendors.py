@@ -31,9 +31,9 @@ CLIENTS = {"wandb": "wandb", "pluto": "pluto-ml", "mlflow": "mlflow", "trackio":
 MINORS = 4
 # A distribution that must be there in the same version: the index may get it later.
 _WITH = {"mlflow": "mlflow-skinny"}
-# What clients need in an older version than they say. SQLAlchemy 2.1 has no name that MLflow imports before 3.10, and
-# setuptools 81 no pkg_resources, which MLflow imports before 2.15.
-_OLDER = {"mlflow": ("sqlalchemy<2.1", "setuptools<81")}
+# What clients need in an older version than they say, since they import names that are gone: MLflow before 3.10 those
+# of SQLAlchemy, before 2.15 pkg_resources of setuptools, and Trackio 0.30 those of the Hugging Face Hub's client.
+_OLDER = {"mlflow": ("sqlalchemy<2.1", "setuptools<81"), "trackio": ("huggingface-hub<1.16",)}
 _TESTS = ("tests/jobs/test_vendors.py", "tests/jobs/test_conformance.py")
 
 

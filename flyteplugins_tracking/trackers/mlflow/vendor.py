@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import os
@@ -34,6 +35,8 @@ _NESTED = "the experiment of runs that the function nests in this one"
 _SERVER = "the program's server in other tasks"
 _STEPS = "the steps of a resumed run: they begin at 0"
 _NO_AUTOLOGGING = "no autologging on ranks without a run"
+_NODES = "metrics of the system do not say which node they are of"
+_FORKED = "in a forked process, mlflow.active_run() is the run of its parent"
 PARTS = VendorParts(
     "MLflow",
     "mlflow==3.17.2",
@@ -48,6 +51,7 @@ PARTS = VendorParts(
         Part(f"{_AUTOLOGGING}:_AUTOLOGGING_GLOBALLY_DISABLED", "stops autologging", _NO_AUTOLOGGING),
         Part(_MONITOR, "measures the system", "metrics of the system"),
     ],
+    later={_NODES: "2.11", _FORKED: "2.18"},
 )
 
 
@@ -537,6 +541,10 @@ def start_monitor(run_id: str, node_id: str | None, *, is_resumed: bool) -> Any:
     import psutil  # noqa: F401
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-    monitor = SystemMetricsMonitor(run_id, resume_logging=is_resumed, node_id=node_id)
+    of_node = {"node_id": node_id} if node_id is not None else {}
+    if of_node and "node_id" not in inspect.signature(SystemMetricsMonitor).parameters:
+        PARTS.lose(_NODES, "no node_id")
+        of_node = {}
+    monitor = SystemMetricsMonitor(run_id, resume_logging=is_resumed, **of_node)
     monitor.start()
     return monitor
