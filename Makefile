@@ -44,8 +44,8 @@ test-slurm: $(INSTALLED)
 
 # Many versions of each vendor's client, and their table in docs/start.md: all, or VENDOR=mlflow, or VENDOR="mlflow 2.14.3".
 vendors: $(INSTALLED)
-	OMP_NUM_THREADS=1 TESTS_COLD=1 PYTHONPATH=tests:examples $(BIN)/python -m support.vendors $(VENDOR)
-	$(BIN)/python docs/include.py
+	OMP_NUM_THREADS=1 TESTS_COLD=1 PYTHONPATH=tests:examples $(BIN)/python -m support.vendors $(VENDOR); \
+	failed=$$?; $(BIN)/python docs/include.py && exit $$failed
 
 # The fault matrix of docs/about/guarantees.md, measured again.
 reliability: $(INSTALLED)
