@@ -54,7 +54,7 @@ def process_group(
 
     An existing group is joined, and left as it is at the end. Otherwise a group of all ranks of
     `get_distributed_info()` is created, which meet at MASTER_ADDR and MASTER_PORT ("env://"); outside a distributed job
-    it is a group of one. It is destroyed at the end, also after an exception.
+    it is a group of one. It is destroyed at the end, even after an exception.
 
     Args:
         backend: As in `torch.distributed.init_process_group`. None for NCCL if CUDA is available, else gloo.

@@ -394,8 +394,8 @@ def get_run(tracker: str | None = None) -> Any:
 
     Returns:
         None on ranks that have no run, outside a decorated function, and in a forked child such as a DataLoader's
-        worker. Threads started inside the function see its run; if several calls run in threads at a time, theirs
-        must be started with `contextvars.copy_context().run`, and get None without.
+        worker. Threads that the function starts have its run. If several decorated functions run in threads at the same
+        time, start their threads with `contextvars.copy_context().run`: otherwise `get_run()` is None in them.
     """
     call = here()
     if tracker is not None:

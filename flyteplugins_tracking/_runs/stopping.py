@@ -38,18 +38,18 @@ def should_stop(step: int | None = None) -> bool:
     """Whether the function should leave its loop. Call it once a step, on every rank of a decorated function.
 
     It returns True at the same call on all ranks: save a checkpoint, and leave the loop. From then on it returns True,
-    until the function ends. It is not a collective, and costs some 0.1 us; with `step` on a rank with a run, some 1 us.
+    until the function ends. It is not a collective: a call compares two numbers, so that you can call it at every step.
 
     The ranks are asked to stop by SIGTERM or SIGUSR1 on any rank, by `request_stop`, by the launcher's time limit (see
     `stop_before_s` of `tracking_init`), or by the tracker's service, if that has a Stop button. While they agree, and
     until 5 s before the SIGKILL (see `kill_after_s`), SIGTERM does not interrupt the function.
 
-    In one process it is this process's flag; so it is in a job of several nodes without a store that all ranks know.
-    Outside a decorated function it returns False.
+    In one process, and in a job of several nodes without a common store, each process stops for itself. Outside a
+    decorated function it returns False.
 
     Args:
-        step: The step that was made, as a checkpoint counts it. It tells `goodput/*` in the summary of a run that was
-            restarted, how much of its time has made steps that were kept, even if the run's rows have no step.
+        step: The step that was made, as a checkpoint counts it. If the run is restarted, `goodput/*` in its summary
+            then says how much of its time made steps that were kept, even if the run's rows have no step.
     """
     # As `CallCounter.next`, without one more call.
     counter = _state.counter

@@ -88,9 +88,9 @@ class RunRequest(Record):
         may_prompt: Whether this process may ask the user for a key in its terminal.
         watch: Watches for SIGTERM. `ClientHandle` calls its methods.
         deadline: When the run must be open, in seconds of `time.monotonic`.
-        ask_to_stop: Asks the function to leave its loop, on all ranks: called, from any thread, when somebody stops the
-            run at the service. It takes what the tracker does by itself then, and calls that if the function does not
-            use `should_stop()`, or if the ranks do not agree.
+        ask_to_stop: Asks the function to leave its loop, on all ranks. To be called, from any thread, when a user stops
+            the run at the service. Its argument is what the tracker does otherwise: it is called if the function does
+            not use `should_stop()`, or if the ranks do not agree.
         steps: Takes the steps of the rows. `ClientHandle` calls its methods.
         earlier: The rows of earlier attempts that are sent with this run. By default, those that are on this disk.
     """
