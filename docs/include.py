@@ -19,6 +19,8 @@ from typing import NamedTuple
 import api
 import figures
 
+from flyteplugins_tracking.trackers import vendor_parts
+
 ROOT = Path(__file__).parents[1]
 DECORATOR = ROOT / "flyteplugins_tracking" / "decorator.py"
 _BLOCK = re.compile(r"^( *)<!-- include: (\S+) -->\n\n?\1```(\w*)\n(?:.*?\n)??\1```$", re.DOTALL | re.MULTILINE)
@@ -81,13 +83,23 @@ def _packages() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _versions() -> str:
-    """The versions that pyproject.toml allows and constraints.txt has, and what `make vendors` has found."""
+    """The versions that pyproject.toml allows and constraints.txt has, what `make vendors` has found, known faults."""
     rows = [(f"{title} (`{name}`)" if name else title, *versions) for title, name, *versions in _packages()]
     head, *outcomes = csv.reader((ROOT / "docs" / "versions.csv").read_text().splitlines())
     # One row for neighbours with the same outcome.
     same = itertools.groupby(outcomes, lambda outcome: (outcome[0], *outcome[2:]))
     clients = [(client, ", ".join(row[1] for row in group), *rest) for (client, *rest), group in same]
-    return f"{_table(['', 'allowed', 'tested'], rows)}\n\n{_table(head, clients)}"
+    faults = [
+        (distribution, fault.first, fault.fixed, fault.text)
+        for distribution, of_client in vendor_parts.FAULTS.items()
+        for fault in of_client
+    ]
+    tables = (
+        _table(["", "allowed", "tested"], rows),
+        _table(head, clients),
+        _table(["client", "from", "fixed in", "fault"], faults),
+    )
+    return "\n\n".join(tables)
 
 
 def _supported() -> str:

@@ -46,10 +46,10 @@ FAULTS: Mapping[str, Sequence[Fault]] = {
     "wandb": (
         # https://github.com/wandb/wandb/pull/11249
         Fault("0.24.0", "0.24.1", "rows may be missing at the service after it was slow, without an error"),
-        # https://github.com/wandb/wandb/issues/11758
-        Fault("0.26.0", "0.26.1", "with protobuf 6 before 6.32.1, it cannot be imported"),
         # https://github.com/wandb/wandb/issues/12079
         Fault("0.25.1", "0.28.1", "after wandb.Api() was used, forked processes may hang, as workers of a DataLoader"),
+        # https://github.com/wandb/wandb/issues/11758
+        Fault("0.26.0", "0.26.1", "with protobuf 6 before 6.32.1, it cannot be imported"),
     ),
 }
 

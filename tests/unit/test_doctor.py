@@ -595,7 +595,7 @@ def test_the_doctor_says_what_is_known_of_the_installed_version(ask, monkeypatch
         ("0.24.0", [("rows may be missing", "0.24.1")]),
         ("0.24.1", []),
         ("0.25.1", [("forked processes may hang", "0.28.1")]),
-        ("0.26.0", [("with protobuf 6 before 6.32.1", "0.26.1"), ("forked processes may hang", "0.28.1")]),
+        ("0.26.0", [("forked processes may hang", "0.28.1"), ("with protobuf 6 before 6.32.1", "0.26.1")]),
         ("0.28.0", [("forked processes may hang", "0.28.1")]),
         ("0.28.1", []),
     ],
