@@ -27,6 +27,7 @@ from support.kills import (
     send_in_spite_of_kills,
 )
 from support.mlflow_server import PARENT_OF_TAG, MlflowServer, StoredRun, stored_runs
+from support.vendors import skip_where_lost
 from support.waiting import wait_for_file, wait_until
 
 from flyteplugins_tracking import get_run, tracking_init
@@ -114,6 +115,7 @@ def test_a_called_task_continues_the_callers_run_and_does_not_end_it(fluent):
 
 
 def test_a_forked_child_neither_hangs_nor_logs(fluent):
+    skip_where_lost("mlflow", "in a forked process")
     _, noted, runs = fluent
     (run,) = (run for run in runs if run.id == "fluent")
     assert noted["child"] == 0

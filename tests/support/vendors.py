@@ -14,12 +14,13 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Iterator, Sequence
-from importlib import import_module
+from importlib import import_module, metadata
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -58,6 +59,13 @@ def later_abilities(tracker: str) -> dict[str, str]:
     """Return what the oldest allowed versions cannot do, and the first version that can."""
     later: dict[str, str] = import_module(f"flyteplugins_tracking.trackers.{tracker}.vendor").PARTS.later
     return later
+
+
+def skip_where_lost(tracker: str, text: str) -> None:
+    """Skip the test if the installed client cannot do what it tests: `text` is a part of the loss in words."""
+    (loss,) = (loss for loss in later_abilities(tracker) if text in loss)
+    if Version(metadata.version(CLIENTS[tracker])) < Version(later_abilities(tracker)[loss]):
+        pytest.skip(f"lost with this version: {loss}")
 
 
 def versions_of(tracker: str) -> list[str]:
