@@ -16,7 +16,7 @@ the decorated function:
 If the handler runs within 1 s, the main thread runs Python:
 
     1. Our thread waits for the function's end: 6 s, or longer while the run is closed, at most finish_timeout_s + 1 s.
-    2. If the end does not come: it ends the runs, at most finish_timeout_s + 1 s.
+    2. If the end does not come: it ends the runs, until finish_timeout_s + 3 s after the signal at most.
     3. The process is ended with 143, if it still runs 10 s after the function's end; or finish_timeout_s after the
        handler, if the function has not ended. A run that is open again then has 2 s more.
 
@@ -75,6 +75,8 @@ _OPENING_S = 5.0
 _UNWINDING_S = 6.0
 # How long after the signal it stays open at most: a function that has used its grace for its loop leaves no more time.
 _LATEST_UNWINDING_S = 26.0
+# The runs are ended until so long after their timeout at most: SIGKILL comes 5 s after it.
+_LATEST_END_S = 3.0
 # How long the user's handler waits for the end of the runs: it may have a checkpoint to save. Rows wait as long for it.
 _HANDLER_S = 5.0
 # How long rows of other threads wait for the effects of the handler, such as the end of the loop.
@@ -356,7 +358,9 @@ class SigtermWatcher(PerProcess):
             ends_process = handler is not None and handler.ends_process
             if not self._is_left_to_main_thread(ends_process):
                 self._runs = Runs.ENDING
-                self._end_open_runs(self._timeout_s + _ANSWER_S if ends_process else min(_HANDLER_S, self._timeout_s))
+                left_s = signalled_at + self._timeout_s + _LATEST_END_S - time.monotonic()
+                longest_s = self._timeout_s + _ANSWER_S if ends_process else min(_HANDLER_S, self._timeout_s)
+                self._end_open_runs(max(_ANSWER_S, min(longest_s, left_s)))
                 if not ends_process:
                     self._due_at = time.monotonic()  # the user's handler has had to wait for the end of the runs
                 self._runs = Runs.ENDED
