@@ -74,7 +74,7 @@ def trained(step: Callable[[], None], kind: str) -> dict[str, float]:
 
 
 class Job:
-    """The threads of 1,024 ranks in one process, each with a connection of its own: two threads look for all."""
+    """The watches of 1,024 ranks in one process, each with a connection of its own: two threads look for all."""
 
     def __init__(self, port: int) -> None:
         from torch.distributed import TCPStore
@@ -87,25 +87,24 @@ class Job:
             return Board(TCPStore("127.0.0.1", port, is_master=False), "monitor")
 
         with ThreadPoolExecutor(32) as pool:  # each takes a tenth of a second
-            self.boards = list(pool.map(lambda _: board(), range(RANKS)))
+            boards = list(pool.map(lambda _: board(), range(RANKS)))
         place = {"local_rank": 0, "local_world_size": 8, "launcher": "torchelastic"}
         self.ranks = [Agreement(DistributedInfo(rank, RANKS, **place), "stop/1") for rank in range(RANKS)]
-        for rank, board in zip(self.ranks, self.boards, strict=True):
-            rank.begin(board)
+        for number, rank in enumerate(self.ranks):
+            rank.begin(boards[number])
+            rank.due_at = time.monotonic() + rank.next_wait_s() * number / RANKS
         self.ended = threading.Event()
         self.threads = [threading.Thread(target=self._look, args=(half,)) for half in (0, 1)]
         for thread in self.threads:
             thread.start()
 
     def _look(self, half: int) -> None:
-        """Look at the times at which the ranks' threads would."""
-        numbers = range(half, RANKS, 2)
-        due = {number: time.monotonic() + self.ranks[number].next_wait_s() * number / RANKS for number in numbers}
+        """Look at the times at which the ranks' watches would."""
         while not self.ended.is_set():
-            for number in numbers:
-                if due[number] <= time.monotonic():
-                    self.ranks[number].look(self.boards[number])
-                    due[number] = time.monotonic() + self.ranks[number].next_wait_s()
+            for rank in self.ranks[half::2]:
+                if rank.due_at <= time.monotonic():
+                    rank.look()
+                    rank.due_at = time.monotonic() + rank.next_wait_s()
             time.sleep(0.001)
 
     def agreement_s(self) -> float:

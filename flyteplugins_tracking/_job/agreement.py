@@ -29,6 +29,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from flyteplugins_tracking._job.board import Board, from_text
+from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 
 logger = logging.getLogger(__name__)
@@ -136,8 +137,8 @@ class _Decision:
     why: str = ""
 
 
-class Agreement:
-    """This rank's part in the agreement. Its methods `begin`, `look` and `end` are called in one thread.
+class Agreement(Duty):
+    """This rank's part in the agreement.
 
     A rank that is alone needs no thread: it stops at its next call.
 
@@ -165,11 +166,10 @@ class Agreement:
         self.stopped_at: int | None = None
         self.has_failed = False
         self._info = info
-        self._topic = topic
+        self.topic = topic
         self._on_commit = on_commit
         self._name = os.urandom(8).hex()
         self._requests: list[StopRequest] = []  # appended to by any thread, and by handlers of signals
-        self._board: Board | None = None
         self._number = 1  # of the next round
         self._round: _Round | None = None  # the open one
         self._round_ends_at = 0.0
@@ -182,6 +182,7 @@ class Agreement:
             self._stop_alone(request)
         else:
             self._requests.append(request)
+            WATCH.wake(self)
 
     def at_limit(self, count: int) -> bool:
         """Return whether the function should stop at its call `count`. Waits for the decision of an open round."""
@@ -195,7 +196,6 @@ class Agreement:
         return True
 
     def next_wait_s(self) -> float:
-        """Return how long the thread waits before the next `look`."""
         ranks = self._info.world_size
         if self._round is not None:
             return max(_FAST_POLL_S, ranks / _FAST_RANKS_PER_S)
@@ -206,87 +206,83 @@ class Agreement:
         with suppress(RuntimeError, OSError):  # the other board may have gone
             self._leave(_Decision())
         self._forget_round()
-        board = board.of_topic(self._topic)
-        board.put(f"member/{self._info.rank}", self._name)
-        self._number = board.count("decided") + 1
-        self._board = board
+        super().begin(board)
+        self.board.put(f"member/{self._info.rank}", self._name)
+        self._number = self.board.count("decided") + 1
 
-    def look(self, board: Board) -> None:  # noqa: ARG002 that of `begin`, with this topic
+    def look(self) -> None:
         """Take part in a round, or open one if this rank is asked to stop."""
-        if self.committed is not None or self._board is None:
+        if self.committed is not None:
             return
         try:
-            self._look(self._board, time.monotonic())
+            self._look(time.monotonic())
         except (RuntimeError, OSError):
             self._forget_round()  # this rank will not hear of the decision
             raise
 
-    def end(self, board: Board, has_failed: bool) -> None:  # noqa: ARG002 as for `look`
+    def end(self, has_failed: bool) -> None:  # noqa: ARG002 both are the same to the others
         """Say that this rank's function has ended: then nobody waits for its count."""
         self._leave(_Decision(why=f"the function has ended on rank {self._info.rank}"))
 
-    def close(self) -> None:
-        """Do nothing."""
-
-    def _look(self, board: Board, now: float) -> None:
+    def _look(self, now: float) -> None:
         if self._round is None and self._requests and not self.has_failed:
-            self._open_round(board, now)
+            self._open_round(now)
         if self._round is None:
-            self._join_round(board, now)
-        elif (text := board.get(f"decision/{self._number}")) is not None:
-            self._apply(board, self._round, text)
+            self._join_round(now)
+        elif (text := self.board.get(f"decision/{self._number}")) is not None:
+            self._apply(self._round, text)
         elif now > self._round_ends_at:
-            self._decide(board, _Decision(why=f"not all ranks have answered within {self._round.wait_s:.2g} s"))
+            self._decide(_Decision(why=f"not all ranks have answered within {self._round.wait_s:.2g} s"))
         for request in list(self._requests):
             if request.rest_s(now) <= 0 and self.committed is None:
-                self._give_up(board, request)
+                self._give_up(request)
 
     # A round
 
-    def _open_round(self, board: Board, now: float) -> None:
+    def _open_round(self, now: float) -> None:
         request = min(self._requests, key=lambda one: one.timeout_s is None)  # the urgent ones first
-        if board.is_of_machine and self._info.local_world_size != self._info.world_size:
+        if self.board.is_of_machine and self._info.local_world_size != self._info.world_size:
             # The job has other nodes, and no store in which they could be asked: only this rank stops.
             self._stop_alone(request)
             return
-        members = [name or _LEFT for name in board.get_all([f"member/{rank}" for rank in self._ranks])]
+        members = [name or _LEFT for name in self.board.get_all([f"member/{rank}" for rank in self._ranks])]
         self._missing = [rank for rank, name in enumerate(members) if name == _LEFT]
         if not self._missing:
             timeout_s = min(ROUND_S, *(one.rest_s(now) for one in self._requests))
             opened = _Round(request.reason, self._info.rank, members, timeout_s)
-            board.put_first(f"round/{self._number}", json.dumps(asdict(opened)))
+            self.board.put_first(f"round/{self._number}", json.dumps(asdict(opened)))
         elif now > request.made_at + ROUND_S and not self._has_warned:
             self._has_warned = True
             logger.warning("%s; waiting", _not_agreed(request.reason, _missing_text(self._missing)))
 
-    def _find_round(self, board: Board) -> None:
-        text = board.get(f"round/{self._number}")
+    def _find_round(self) -> None:
+        text = self.board.get(f"round/{self._number}")
         self._round = None if text is None else from_text(_Round, text) or _Round()
 
-    def _join_round(self, board: Board, now: float) -> None:
-        self._find_round(board)
+    def _join_round(self, now: float) -> None:
+        self._find_round()
         if self._round is None:
             return
         if not self._is_member(self._round):
-            self._decide(board, _Decision())
+            self._decide(_Decision())
         elif self.has_failed:
-            self._decide(board, _Decision(why=f"rank {self._info.rank} is ending"))
+            self._decide(_Decision(why=f"rank {self._info.rank} is ending"))
         else:
             self._round_ends_at = now + self._round.wait_s
             self.counter.limit = 0  # the rank's next call waits
             count = self.counter.count  # read after the limit is set: see `CallCounter.next`
-            board.put(f"count/{self._number}/{self._info.rank}", str(count))
-            if board.count(f"counted/{self._number}", 1) == self._info.world_size:
-                counts = board.get_all([f"count/{self._number}/{rank}" for rank in self._ranks])
-                self._decide(board, _Decision(step=1 + max(int(count or 0) for count in counts)))
+            self.board.put(f"count/{self._number}/{self._info.rank}", str(count))
+            if self.board.count(f"counted/{self._number}", 1) == self._info.world_size:
+                counts = self.board.get_all([f"count/{self._number}/{rank}" for rank in self._ranks])
+                self._decide(_Decision(step=1 + max(int(count or 0) for count in counts)))
 
-    def _decide(self, board: Board, decision: _Decision) -> None:
+    def _decide(self, decision: _Decision) -> None:
         """Decide the open round, unless somebody was faster."""
         if self._round is not None:
-            text = board.put_first(f"decision/{self._number}", json.dumps(asdict(decision)))
-            self._apply(board, self._round, text)
+            text = self.board.put_first(f"decision/{self._number}", json.dumps(asdict(decision)))
+            self._apply(self._round, text)
 
-    def _apply(self, board: Board, decided: _Round, text: str) -> None:
+    def _apply(self, decided: _Round, text: str) -> None:
         is_member = self._is_member(decided)
         decision = from_text(_Decision, text) or _Decision(why="the decision on the job's board cannot be read")
         if is_member and decision.step is not None:
@@ -298,7 +294,7 @@ class Agreement:
                 if request.timeout_s is None:
                     self._fail(request, decision.why)
         if is_member and decided.rank == self._info.rank:  # once for each round
-            board.count("decided", 1)
+            self.board.count("decided", 1)
 
     def _stop_alone(self, request: StopRequest) -> None:
         if self.committed is None:
@@ -318,11 +314,10 @@ class Agreement:
 
     def _leave(self, decision: _Decision) -> None:
         """Be no member any more. If a round is open, the decision is this one, unless it is decided already."""
-        if self._board is not None:
-            self._board.put(f"member/{self._info.rank}", _LEFT)
-            if self._round is None:  # it may have been opened since the last look
-                self._find_round(self._board)
-            self._decide(self._board, decision)
+        self.board.put(f"member/{self._info.rank}", _LEFT)
+        if self._round is None:  # it may have been opened since the last look
+            self._find_round()
+        self._decide(decision)
 
     @property
     def _ranks(self) -> range:
@@ -334,9 +329,9 @@ class Agreement:
 
     # A request
 
-    def _give_up(self, board: Board, request: StopRequest) -> None:
+    def _give_up(self, request: StopRequest) -> None:
         """Give an urgent request up; but not if the ranks have agreed in the last moment."""
-        self._decide(board, _Decision(why=f"the time of {request.reason} on rank {self._info.rank} is over"))
+        self._decide(_Decision(why=f"the time of {request.reason} on rank {self._info.rank} is over"))
         if self.committed is None:
             self.has_failed = True
             why = _missing_text(self._missing) if self._missing else f"it took longer than {request.timeout_s:g} s"

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import shutil
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from flyteplugins_tracking._job.store import SHORT_TIMEOUT, connected_store
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -36,87 +35,67 @@ _LONGEST = 1 << 20
 _MOST_MISSING = 100
 
 
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that a board needs."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a counter, which is 0 at first, and return its value."""
-
-    def set(self, key: str, value: str, /) -> object:
-        """Store a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return a value that has been stored."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys have been stored."""
-
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Store a value if the present one is `expected`, "" for none; return the one that is stored then."""
-
-
 class Board:
-    """A part of a job's board.
+    """A part of a job's board. Threads may share it.
 
     Its methods raise a RuntimeError if the store has gone: with torch.distributed's own store, with rank 0.
+
+    Attributes:
+        store: What all ranks share.
     """
 
-    def __init__(self, store: Store, topic: str) -> None:
+    def __init__(self, store: Any, topic: str) -> None:
         """Does nothing in the store yet.
 
         Args:
-            store: What all ranks share.
+            store: What all ranks share: a `torch.distributed.Store`, or an object with its methods `add`, `set`, `get`,
+                `check` and `compare_set`.
             topic: Separates what has nothing to do with each other.
         """
-        self._store = store
+        self.store = store
         self._prefix = f"{_NAMESPACE}/{topic}"
         self._known: set[str] = set()  # names that have a text: none is ever taken away
 
     @property
     def is_of_machine(self) -> bool:
         """Whether only ranks of this machine read it."""
-        return isinstance(self._store, DirectoryStore)
-
-    def remove(self) -> None:
-        """Remove the board of all topics, if it is a directory. Elsewhere it ends with its store."""
-        if isinstance(self._store, DirectoryStore):
-            shutil.rmtree(self._store.directory, ignore_errors=True)
+        return isinstance(self.store, DirectoryStore)
 
     def of_topic(self, topic: str) -> Board:
         """Return the board of another topic, over the same connection."""
-        board = Board(self._store, topic)
+        board = Board(self.store, topic)
         board._known = self._known
         return board
 
     def count(self, key: str, amount: int = 0) -> int:
         """Add to a counter, and return its value. It is 0 at first."""
-        return self._store.add(f"{self._prefix}/{key}", amount)
+        return int(self.store.add(f"{self._prefix}/{key}", amount))
 
     def put(self, key: str, text: str) -> None:
         """Store a text, in the place of an earlier one."""
-        self._store.set(f"{self._prefix}/{key}", text)
+        self.store.set(f"{self._prefix}/{key}", text)
 
     def put_first(self, key: str, text: str) -> str:
         """Store a text if there is none, and return the one that is stored: the same to all ranks."""
-        return bytes(self._store.compare_set(f"{self._prefix}/{key}", "", text)).decode(errors="replace")
+        return bytes(self.store.compare_set(f"{self._prefix}/{key}", "", text)).decode(errors="replace")
 
     def get(self, key: str) -> str | None:
         """Return the text of this key; None if there is none."""
         name = f"{self._prefix}/{key}"
-        return bytes(self._store.get(name)).decode(errors="replace") if self._store.check([name]) else None
+        return bytes(self.store.get(name)).decode(errors="replace") if self.store.check([name]) else None
 
     def get_all(self, keys: Iterable[str]) -> list[str | None]:
         """Return the texts of these keys, None for each that has none: in one request, if all have had one before."""
         names = [f"{self._prefix}/{key}" for key in keys]
         self._learn([name for name in names if name not in self._known])
         stored = [name for name in names if name in self._known]
-        read = getattr(self._store, "multi_get", lambda several: [self._store.get(name) for name in several])
+        read = getattr(self.store, "multi_get", lambda several: [self.store.get(name) for name in several])
         texts = dict(zip(stored, read(stored) if stored else (), strict=True))
         return [bytes(texts[name]).decode(errors="replace") if name in texts else None for name in names]
 
     def _learn(self, names: Sequence[str]) -> None:
         """Find out which of these names have a text: a store waits for one that has none. By halves."""
-        if names and self._store.check(list(names)):
+        if names and self.store.check(list(names)):
             self._known.update(names)
         elif len(names) > 1:
             middle = len(names) // 2
@@ -161,8 +140,6 @@ def job_board(
 ) -> Board | None:
     """Return the board in the job's store; None if the job has no store that is known.
 
-    It has a connection of its own.
-
     Raises:
         RuntimeError: The store has not answered within `timeout`.
     """
@@ -177,7 +154,7 @@ def nearest_board(
     directory: Path | None = None,
     timeout: timedelta = SHORT_TIMEOUT,
 ) -> Board:
-    """Return the board in the job's store or, if the job has none, that of this machine's ranks.
+    """Return the board in the job's store or, if the job has none, that of this machine's ranks. One rank has its own.
 
     Args:
         info: This rank.
@@ -189,6 +166,8 @@ def nearest_board(
     Raises:
         RuntimeError: It does not answer. This machine's board would not do: the other ranks may be on the store's.
     """
+    if info.world_size == 1:
+        return Board(OwnStore(), topic)
     try:
         board = job_board(info, env, topic, timeout)
     except ImportError:  # a job without torch, or with a broken one
@@ -224,6 +203,24 @@ def _fits(value: Any, hint: Any) -> bool:
         return type(value) in (int, float)
     kind = get_origin(hint) or hint
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+class OwnStore(dict[str, bytes]):
+    """A store for a process without other ranks, as far as that needs one."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which is 0 at first, and return its value."""
+        value = int(self.get(key, 0)) + amount
+        self.set(key, str(value))
+        return value
+
+    def set(self, key: str, value: str) -> None:
+        """Store a value."""
+        self[key] = value.encode()
+
+    def check(self, keys: Iterable[str]) -> bool:
+        """Whether all keys have been stored."""
+        return all(key in self for key in keys)
 
 
 class DirectoryStore:

@@ -24,16 +24,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._job.board import Board, board_directory, from_text, job_board, nearest_board
-from flyteplugins_tracking._job.store import STORE_TIMEOUT, has_job_store
+from flyteplugins_tracking._job.board import board_directory, from_text, nearest_board
+from flyteplugins_tracking._job.store import is_torch_loaded
+from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._util import proc, threads
+from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import is_own
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.threads import run_with_timeout
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._job.siblings import SiblingWatcher
+    from flyteplugins_tracking._job.siblings import Siblings
 
 _LAST_LINES = 50
 _LONGEST_LINE = 1000
@@ -68,8 +69,6 @@ _SEND_S = 10.0
 _ACKNOWLEDGED_S = 1.0
 _ACKNOWLEDGED = "read"
 _POLL_S = 0.1
-# How long the end of a run waits for the thread that reads the board, which a store may hold up.
-_STOP_S = 0.5
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -279,36 +278,25 @@ def _failure_of_file(path: Path, rank: int) -> Failure:
 # What a rank that has a run does
 
 
-class _Notices:
-    """The failure notices of the other ranks in this attempt."""
+class _Notices(Duty):
+    """The failure notices of the other ranks in this attempt. The watch reads and acknowledges those of other nodes."""
+
+    topic = "failures"
 
     def __init__(self, info: DistributedInfo) -> None:
-        """Read the board from here on, if there are other nodes."""
+        """Does nothing on the board yet."""
         self._info = info
         self._directory = board_directory(info, os.environ)  # while the launcher still runs
         self._started_at = proc.started_at()
-        self._lock = threading.Lock()
-        self._board: Board | None = None
         self._starts: dict[bool, int] = {}
         self._found: dict[bool, dict[int, Failure | None]] = {False: {}, True: {}}
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-        if _has_other_nodes(info):
-            self._thread = threading.Thread(target=self._watch, name="failure notices", daemon=True)
-            self._thread.start()
-
-    def stop(self) -> None:
-        """Stop reading. A store that does not answer now is not waited for."""
-        self._stopped.set()
-        if self._thread is not None:
-            threads.join(self._thread, _STOP_S)
 
     def read(self) -> list[Failure]:
         """Return the failures of all notices, as far as the store answers in time."""
-        if self._info.launcher != "torchelastic" or has_job_store(self._info):
+        if self._info.launcher != "torchelastic" or is_torch_loaded():
             # Importing torch takes seconds, which a process that is being terminated may not have.
             run_with_timeout(_READ_S, self._read_all)
-        found = [*self._found[False].values(), *self._found[True].values()]
+        found = [notice for of_topic in self._found.values() for notice in list(of_topic.values())]
         notices = [notice for notice in found if notice is not None]
         withdrawn = {(notice.rank, notice.failed_at) for notice in notices if not notice.exit_code}
         return [
@@ -317,40 +305,32 @@ class _Notices:
             if (notice.rank, notice.failed_at) not in withdrawn and notice.failed_at > self._started_at
         ]
 
-    def _read_all(self) -> None:
-        with suppress(RuntimeError, OSError, ImportError), self._lock:
-            self._board = self._board or nearest_board(self._info, os.environ, "failures", self._directory)
-            for is_secondary in (False, True):
-                self._read_new(self._board.of_topic(_topic(is_secondary)), is_secondary)
+    def next_wait_s(self) -> float:
+        return _POLL_S
 
-    def _read_new(self, board: Board, is_secondary: bool) -> bool:
-        """Read what is new, and return whether there was something."""
-        if is_secondary not in self._starts:
-            self._starts[is_secondary] = max(0, board.count("texts") - _MOST_NOTICES)
+    def look(self) -> None:
+        """Read and acknowledge causes as they come, once there is a store."""
+        if not self.board.is_of_machine and self._read_new(False):
+            self.board.of_topic(_topic(False)).count(_ACKNOWLEDGED, 1)
+
+    def _read_all(self) -> None:
+        with suppress(RuntimeError, OSError, ImportError):
+            if self.board is Duty.board:  # the watch does not read it
+                self.board = nearest_board(self._info, os.environ, self.topic, self._directory)
+            self._read_new(False)
+            self._read_new(True)
+
+    def _read_new(self, is_secondary: bool) -> bool:
+        """Read what is new, and return whether there was something. Two threads may do so together."""
         found = self._found[is_secondary]
         if len(found) > _MOST_NOTICES:  # more than a job has, and than can be kept: a peer has made them up
             return False
+        board = self.board.of_topic(_topic(is_secondary))
+        if is_secondary not in self._starts:
+            self._starts[is_secondary] = max(0, board.count("texts") - _MOST_NOTICES)
         texts = board.numbered_texts(self._starts[is_secondary], found)
-        read = {number: from_text(Failure, text) for number, text in texts.items()}
-        self._found[is_secondary] = {**found, **read}
+        found.update({number: from_text(Failure, text) for number, text in texts.items()})
         return bool(texts)
-
-    def _watch(self) -> None:
-        """Read and acknowledge causes as they come, once there is a store."""
-        while not has_job_store(self._info):
-            if self._stopped.wait(10 * _POLL_S):
-                return
-        with suppress(RuntimeError, OSError, ImportError):
-            with self._lock:
-                self._board = self._board or job_board(self._info, os.environ, "failures", STORE_TIMEOUT)
-            if self._board is None:
-                return
-            causes = self._board.of_topic(_topic(False))
-            while not self._stopped.wait(_POLL_S):
-                with self._lock:
-                    has_grown = self._read_new(causes, False)
-                if has_grown:
-                    causes.count(_ACKNOWLEDGED, 1)
 
 
 @dataclass(frozen=True)
@@ -401,23 +381,25 @@ class FailureReader:
         self._info = None if is_alone else info
         self._is_own_run = is_own_run
         self._notices: _Notices | None = None
-        self._siblings: SiblingWatcher | None = None
+        self._siblings: Siblings | None = None
         if self._info is not None:
-            from flyteplugins_tracking._job import siblings  # it needs `Failure`
-
-            self._notices = _Notices(self._info)
-            if siblings.can_watch(self._info):
-                self._siblings = siblings.SiblingWatcher(self._info)
+            self._watch(self._info)
         self._lock = threading.Lock()
         self._verdict: Verdict | None = None
 
+    def _watch(self, info: DistributedInfo) -> None:
+        from flyteplugins_tracking._job import siblings  # it needs `Failure`
+
+        if siblings.can_watch(info):
+            self._siblings = siblings.Siblings(info)
+            WATCH.add(info, self._siblings, without="a rank of this machine that is killed may not be named")
+        self._notices = _Notices(info)
+        if _has_other_nodes(info):
+            WATCH.add(info, self._notices, without="a failure on another node may not be named")
+
     def stop(self) -> None:
         """Stop watching."""
-        if self._notices is not None:
-            self._notices.stop()
-        if self._siblings is not None:
-            self._siblings.stop()
-            self._siblings = None
+        WATCH.remove(*filter(None, (self._siblings, self._notices)))
 
     def verdict(self, own: Failure | None, terminated_at: float | None) -> tuple[Verdict | None, bool]:
         """Return why the job ends, and whether this is the first time that it is known.

@@ -1,6 +1,6 @@
 """The roll-call of a job that makes no progress: each rank writes its stacks, and the primary says who is where.
 
-The monitor's thread looks at the job's board a few times within `hang_timeout_s`. A rank with a run that has not
+The watch looks at the job's board a few times within `hang_timeout_s`. A rank with a run that has not
 logged and not called `heartbeat` for so long calls the roll: it starts an episode there, once. Every rank then writes
 its stacks by `faulthandler`, and the primary groups them.
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import logging
 import os
 import re
 import socket
@@ -28,14 +27,12 @@ from pathlib import Path
 
 from flyteplugins_tracking._job import progress
 from flyteplugins_tracking._job.board import Board, from_text
+from flyteplugins_tracking._job.watch import Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import is_own
 from flyteplugins_tracking._util.text import printable
 
-logger = logging.getLogger(__name__)
-
-_TOPIC = "hang"
 # How often the thread looks, within `hang_timeout_s`.
 _LOOKS = 5
 # The primary waits for the other ranks' stacks as long as `hang_timeout_s`, and at most this long.
@@ -49,38 +46,22 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _LIBRARIES = tuple({str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-@dataclass(frozen=True)
-class RollCall:
-    """The answers of the ranks.
-
-    Attributes:
-        verdict: Who is where, in one line.
-        text: The verdict, and the stacks of all ranks.
-    """
-
-    verdict: str
-    text: str
-
-
-class RollCallDuty:
+class RollCallDuty(Duty):
     """Watches the progress of this rank, and answers when a roll is called."""
 
+    topic = "hang"
+
     def __init__(
-        self,
-        info: DistributedInfo,
-        timeout_s: float,
-        show: Callable[[RollCall], None] | None,
-        has_run: bool,
-        stopped: threading.Event,
+        self, info: DistributedInfo, timeout_s: float, show: Callable[[str, str], object] | None, has_run: bool
     ) -> None:
         """Called in the thread that runs the decorated function.
 
         Args:
             info: This rank.
             timeout_s: `hang_timeout_s`.
-            show: What the primary does with the answers; None on the other ranks.
+            show: What the primary does with the answers: who is where, in one line, and a text with the stacks of all
+                ranks. None on the other ranks.
             has_run: Whether this rank logs, and so calls the roll. The others only answer: nobody knows of their steps.
-            stopped: Is set when the function has ended.
         """
         self._info = info
         self._timeout_s = timeout_s
@@ -90,44 +71,45 @@ class RollCallDuty:
         self._started_s = time.monotonic()
         # Without a name: it ends with this process, however that ends, and no forked child can remove it.
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        self._stopped = stopped
         self._alarmed_at = -1.0  # the progress that was the last one when this rank has called the roll
         self._answered = 0
+        self._answers: dict[int, _Answer] | None = None  # those of the episode that the primary waits for
+        self._answers_until = 0.0
 
     def next_wait_s(self) -> float:
-        """Return how long the thread waits before the next `look`."""
-        return self._timeout_s / _LOOKS
+        return self._timeout_s / _LOOKS if self._answers is None else _POLL_S
 
     def begin(self, board: Board) -> None:
         """Say where the other ranks find this one."""
+        super().begin(board)
         # Not by the attempt: torchelastic's agents count restarts each for itself. The numbers of episodes continue.
-        board = board.of_topic(_TOPIC)
         place = _Place(socket.gethostname(), os.getpid(), self._thread_id, self._file.fileno())
-        board.put(f"place/{self._info.rank}", json.dumps(asdict(place)))
-        self._answered = board.count("episodes")
+        self.board.put(f"place/{self._info.rank}", json.dumps(asdict(place)))
+        self._answered = self.board.count("episodes")
 
-    def look(self, board: Board) -> None:
+    def look(self) -> None:
         """Call the roll, or answer it, if it is time."""
-        board = board.of_topic(_TOPIC)
         was_blocked = self._put_off()
-        episode = board.count("episodes")
+        if self._answers is not None:
+            self._collect(self._answers)
+            return
+        episode = self.board.count("episodes")
         # While this rank was blocked, others may have called the roll: then it only answers.
-        if episode == self._answered and self._is_silent() and board.count(f"claims/{episode}", 1) == 1:
-            episode = board.count("episodes", 1)
+        if episode == self._answered and self._is_silent() and self.board.count(f"claims/{episode}", 1) == 1:
+            episode = self.board.count("episodes", 1)
         if episode > self._answered:
             self._answered = episode
             self._alarmed_at = self._last_progress()  # the roll is called once for all ranks that hang
-            self._answer(board, episode, was_blocked)
+            self._answer(episode, was_blocked)
         elif was_blocked:
             self._empty_file()  # nobody has asked
 
-    def end(self, board: Board, has_failed: bool) -> None:
-        """Nobody is told."""
-
-    def close(self) -> None:
-        """Take the deadline back."""
+    def end(self, has_failed: bool) -> None:  # noqa: ARG002 nobody is told
+        """Take the deadline back, and show the answers that have come."""
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
+        if self._answers is not None:
+            self._show_answers(self._answers)
 
     def _put_off(self) -> bool:
         """Put off `faulthandler`'s deadline. Returns whether it has passed: somebody has held the GIL."""
@@ -145,7 +127,7 @@ class RollCallDuty:
     def _last_progress(self) -> float:
         return max(progress.last_progress(), self._started_s)
 
-    def _answer(self, board: Board, episode: int, was_blocked: bool) -> None:
+    def _answer(self, episode: int, was_blocked: bool) -> None:
         if not was_blocked:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.dump_traceback(file=self._file, all_threads=True)
@@ -153,33 +135,35 @@ class RollCallDuty:
         dump = self._file.read().decode(errors="replace")
         self._empty_file()
         where = place_of(frames_of(dump, self._thread_id))
-        board.put(f"stacks/{episode}/{self._info.rank}", json.dumps(asdict(_Answer(f"at {where}", dump))))
+        self.board.put(f"stacks/{episode}/{self._info.rank}", json.dumps(asdict(_Answer(f"at {where}", dump))))
         if self._show is not None:
-            try:
-                self._show(self._roll_call(board, episode))
-            except Exception:
-                logger.warning("the run does not show where the ranks are", exc_info=True)
+            self._answers = {}
+            self._answers_until = time.monotonic() + min(self._timeout_s, _LONGEST_ANSWER_S)
 
     def _empty_file(self) -> None:
         self._file.seek(0)
         self._file.truncate()
 
-    def _roll_call(self, board: Board, episode: int) -> RollCall:
-        answers: dict[int, _Answer] = {}
-        deadline = time.monotonic() + min(self._timeout_s, _LONGEST_ANSWER_S)
-        while len(answers) < self._info.world_size and time.monotonic() < deadline and not self._stopped.is_set():
-            time.sleep(_POLL_S)
-            for rank in range(self._info.world_size):
-                text = None if rank in answers else board.get(f"stacks/{episode}/{rank}")
-                if text is not None:
-                    answers[rank] = from_text(_Answer, text) or _Answer("has given an answer that cannot be read")
+    def _collect(self, answers: dict[int, _Answer]) -> None:
+        """Read the answers that have come since the last look, and show all if it is time."""
+        missing = [rank for rank in range(self._info.world_size) if rank not in answers]
+        texts = self.board.get_all(f"stacks/{self._answered}/{rank}" for rank in missing)
+        for rank, text in zip(missing, texts, strict=True):
+            if text is not None:
+                answers[rank] = from_text(_Answer, text) or _Answer("has given an answer that cannot be read")
+        if len(answers) == self._info.world_size or time.monotonic() > self._answers_until:
+            self._show_answers(answers)
+
+    def _show_answers(self, answers: dict[int, _Answer]) -> None:
+        self._answers = None
         for rank in range(self._info.world_size):
             if rank not in answers:
-                answers[rank] = _silent_rank(board, rank)
+                answers[rank] = _silent_rank(self.board, rank)
         line = f"no progress for {self._timeout_s:g} s: "
         line += verdict_of({rank: answer.place for rank, answer in answers.items()})
         dumps = [f"rank {rank}\n{answers[rank].dump}" for rank in sorted(answers) if answers[rank].dump]
-        return RollCall(line, "\n\n".join([line, *dumps]))
+        if self._show is not None:
+            self._show(line, "\n\n".join([line, *dumps]))
 
 
 @dataclass(frozen=True)

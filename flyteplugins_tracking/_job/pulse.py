@@ -1,8 +1,8 @@
 """The pulse of a job: how fast each rank is, what the run shows of all ranks, and which of them are silent.
 
-Each rank puts its step time and its memory on the board every few seconds, and the first primary reads them. The
-monitor's thread looks a few times a second where the function's thread is: a rank that waits for others is in a
-collective then, and the one that they wait for is not. That needs no hooks, and works for any framework.
+Each rank puts its step time and its memory on the board every few seconds, and the first primary reads them. The watch
+looks a few times a second where the function's thread is: a rank that waits for others is in a collective then, and the
+one that they wait for is not. That needs no hooks, and works for any framework.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, Literal
 from flyteplugins_tracking._job import progress
 from flyteplugins_tracking._job.board import Board, from_text
 from flyteplugins_tracking._job.failures import COLLECTIVES
+from flyteplugins_tracking._job.watch import Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import loaded
@@ -32,7 +33,6 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 
 logger = logging.getLogger(__name__)
 
-_TOPIC = "pulse"
 # A rank is silent if it has put nothing on the board for this many pulses.
 _SILENT_PULSES = 2
 # The most seconds between two looks at the function's stack, and the number of looks within a short pulse.
@@ -142,8 +142,10 @@ def metrics(pulses: Mapping[int, Pulse]) -> dict[str, float]:
     return values
 
 
-class PulseDuty:
+class PulseDuty(Duty):
     """Puts this rank's pulse on the board. The first primary's also reads those of all ranks."""
+
+    topic = "pulse"
 
     def __init__(
         self, info: DistributedInfo, pulse_s: float, log: Callable[[Mapping[str, float]], None] | None
@@ -172,15 +174,16 @@ class PulseDuty:
         self._warn_once = WarnOnce(logger)
 
     def next_wait_s(self) -> float:
-        """Return how long the thread waits before the next `look`: at random, as steps may have the same rhythm."""
+        """Return a time at random, as steps may have the same rhythm."""
         self._wait_s = self._look_s * self._random.uniform(0.5, 1.5)
         return self._wait_s
 
     def begin(self, board: Board) -> None:
         """Say that this rank is there."""
-        put(board.of_topic(_TOPIC), self._info.rank, self._pulse("running"))
+        super().begin(board)
+        self._put("running")
 
-    def look(self, board: Board) -> None:
+    def look(self) -> None:
         """See where the function is; and put a pulse if it is time."""
         now = time.monotonic()
         if self._stop_counting is None:  # the function may have imported torch since
@@ -191,24 +194,19 @@ class PulseDuty:
         del frame  # it holds the function's variables
         if now - self._put_at >= self._pulse_s:
             self._put_at = now
-            board = board.of_topic(_TOPIC)
-            put(board, self._info.rank, self._pulse("running"))
+            self._put("running")
             if self._log is not None:
-                self._read(board, self._log)
+                self._read(self._log)
 
-    def end(self, board: Board, has_failed: bool) -> None:
+    def end(self, has_failed: bool) -> None:
         """Say that this rank's function has ended: then it is not silent."""
-        state: State = "failed" if has_failed else "returned"
-        put(board.of_topic(_TOPIC), self._info.rank, self._pulse(state))
-
-    def close(self) -> None:
-        """Remove the hook."""
         if self._stop_counting is not None:
             self._stop_counting()
+        self._put("failed" if has_failed else "returned")
 
-    def _pulse(self, state: State) -> Pulse:
+    def _put(self, state: State) -> None:
         now = time.monotonic()
-        return Pulse(
+        pulse = Pulse(
             steps=self._steps.steps,
             step_s=self._steps.step_s(now),
             own_share=self._waits.own_share(),
@@ -216,9 +214,10 @@ class PulseDuty:
             cuda_memory=cuda_memory(),
             state=state,
         )
+        put(self.board, self._info.rank, pulse)
 
-    def _read(self, board: Board, log: Callable[[Mapping[str, float]], None]) -> None:
-        present = read(board, self._info.world_size, since=self._started_at)
+    def _read(self, log: Callable[[Mapping[str, float]], None]) -> None:
+        present = read(self.board, self._info.world_size, since=self._started_at)
         silent = self._silence.silent(present, time.monotonic())
         alive = {rank: pulse for rank, pulse in present.items() if pulse.state == "running" and rank not in silent}
         try:

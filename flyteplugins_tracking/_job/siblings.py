@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import select
 import signal
@@ -16,22 +17,21 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flyteplugins_tracking._job.failures import Failure
+from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import rank_variable
-from flyteplugins_tracking._util import proc, threads
+from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.proc import TERMINATED
 
 # include/uapi/linux/pidfd.h
 _PIDFD_GET_INFO = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
-_STOP = b"."
-_STOP_S = 0.5
 # A sibling may be started after this rank: they are looked for again until all are there.
-_LOOK_AGAIN_MS, _LONGEST_PAUSE_MS = 50, 60_000
+_LOOK_AGAIN_S, _LONGEST_PAUSE_S = 0.05, 60.0
 # Two threads of this process notice that a rank has ended, and that the launcher has sent SIGTERM for that: torchrun
 # within a millisecond of seeing the end, which may be at once. They may notice it in the wrong order, by this much.
 _NOTICE_S = 0.05
@@ -50,7 +50,8 @@ class Ended:
         rank: Its rank.
         pid: The process.
         status: The status of waitpid(2); None if it could not be read in time.
-        at: When, in seconds of `time.monotonic`.
+        at: When this was noticed, in seconds of `time.monotonic`. For one that a signal has ended while the watch was
+            busy: since when the watch was busy.
     """
 
     rank: int
@@ -114,39 +115,64 @@ class Ended:
         )
 
 
-class SiblingWatcher:
-    """Watches the other ranks that the same process has started, in a thread that sleeps until one ends."""
+class Siblings(Duty):
+    """The other ranks that the same process has started. The watch sleeps until one ends."""
 
     def __init__(self, info: DistributedInfo) -> None:
-        """Start the thread."""
+        """Look for them: what ends from here on is seen, however late the thread starts."""
         self._info = info
         self._ended: dict[int, Ended] = {}
         self._oom_kills = proc.oom_kills()
-        self._wake, self._stop = os.pipe()
-        self._poll, self._descriptors = select.poll(), dict[int, tuple[int, int]]()
-        self._poll.register(self._wake, select.POLLIN)
+        self._running = select.epoll()
+        self._processes: dict[int, tuple[int, int]] = {}  # rank and process, by descriptor
         self._known, self._seen = set[int](), set[int]()  # ranks, and processes
-        self._look()  # what ends from here on is seen, however late the thread starts
-        self._thread = threading.Thread(target=self._watch, name="flyteplugins_tracking.siblings", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread."""
-        with contextlib.suppress(OSError):  # the thread has ended
-            os.write(self._stop, _STOP)
-        os.close(self._stop)
-        threads.join(self._thread, _STOP_S)
+        self._lock = threading.Lock()  # held while ends are read
+        self._pause_s = _LOOK_AGAIN_S
+        self.descriptor = self._running.fileno()
+        self._look_for_new()
 
     def failures(self, terminated_at: float | None) -> list[Failure]:
         """Return the siblings that may be why the job ends, in the order of their ends. See `Ended.is_cause`."""
+        self._read_ends()  # the watch may wait for its store
         _, named = _named(self._info)  # by now, a rank may be there whose place a helper of the launcher's has had
         ranks = [ended for ended in list(self._ended.values()) if named.get(ended.rank, ended.pid) == ended.pid]
         failed = [ended for ended in ranks if ended.is_cause(terminated_at)]
         is_out_of_memory = proc.oom_kills() > self._oom_kills
         return [ended.failure(is_out_of_memory) for ended in failed]
 
-    def _look(self) -> None:
-        """Watch the siblings that are new."""
+    def next_wait_s(self) -> float:
+        if self._is_complete:
+            return math.inf
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+    def look(self) -> None:
+        self._read_ends()
+        if not self._is_complete:
+            self._look_for_new()
+
+    def _read_ends(self) -> None:
+        seen_at = WATCH.awake_since or time.monotonic()
+        with self._lock:
+            for descriptor, _ in [] if self._running.closed else self._running.poll(0):
+                rank, pid = self._processes.pop(descriptor)
+                ended = Ended(rank, pid, _status(descriptor, pid))
+                has_exited = ended.signal in (0, signal.SIGINT)
+                self._ended[rank] = ended if has_exited else replace(ended, at=seen_at)
+                self._running.unregister(descriptor)  # a forked child may have a copy, and keep it open
+                os.close(descriptor)
+
+    def end(self, has_failed: bool) -> None:  # noqa: ARG002 nobody is told
+        with self._lock:
+            self._running.close()
+            for descriptor in self._processes:
+                os.close(descriptor)
+
+    @property
+    def _is_complete(self) -> bool:
+        return len(self._known) >= (self._info.local_world_size or 1) - 1
+
+    def _look_for_new(self) -> None:
         for rank, pid in _siblings(self._info).items():
             if rank not in self._known and pid not in self._seen:
                 self._seen.add(pid)
@@ -155,27 +181,8 @@ class SiblingWatcher:
                     self._known.add(rank)
                 with contextlib.suppress(OSError):
                     descriptor = os.pidfd_open(pid)
-                    self._descriptors[descriptor] = (rank, pid)
-                    self._poll.register(descriptor, select.POLLIN)
-
-    def _watch(self) -> None:
-        pause_ms = _LOOK_AGAIN_MS
-        try:
-            while True:
-                is_complete = len(self._known) >= (self._info.local_world_size or 1) - 1
-                for descriptor, _ in self._poll.poll(None if is_complete else pause_ms):
-                    if descriptor == self._wake:
-                        return
-                    rank, pid = self._descriptors.pop(descriptor)
-                    self._ended[rank] = Ended(rank, pid, _status(descriptor, pid))
-                    self._poll.unregister(descriptor)
-                    os.close(descriptor)
-                if not is_complete:
-                    pause_ms = min(2 * pause_ms, _LONGEST_PAUSE_MS)
-                    self._look()
-        finally:
-            for descriptor in [self._wake, *self._descriptors]:
-                os.close(descriptor)
+                    self._processes[descriptor] = (rank, pid)
+                    self._running.register(descriptor, select.POLLIN)
 
 
 def can_watch(info: DistributedInfo) -> bool:

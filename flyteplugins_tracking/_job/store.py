@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from flyteplugins_tracking._rank import jax
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.modules import loaded
 from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking.errors import IdentityError
@@ -17,54 +21,80 @@ STORE_TIMEOUT = timedelta(seconds=30)
 SHORT_TIMEOUT = timedelta(seconds=10)
 
 
+class _Connections(PerProcess):
+    """This process's connections to its job's stores. It has one, unless it moves to another store.
+
+    They are kept: torch asks for the names of both ends' hosts at each connection, and a busy name server answers after
+    seconds. A forked child must not use its parent's.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held while one is made
+        self.elastic: Any = None
+        self.elastic_job: tuple[str | None, ...] = ()  # the variables of the job that it is of
+        self.group: Any = None
+        # The store of the process group that `group` reaches. Not held: it ends with its group, and so does its port.
+        self.group_store: Callable[[], Any] = lambda: None
+
+
+_connections = register(_Connections())
+
+
 def is_torch_loaded() -> bool:
     """Whether torch.distributed is imported, and no thread is about to import it."""
     return loaded("torch") is not None and loaded("torch.distributed") is not None
 
 
-def has_job_store(info: DistributedInfo) -> bool:
-    """Return whether `job_store` can find a store now, without importing torch."""
-    if jax.job_store(info) is not None:
-        return True
-    return is_torch_loaded() and (info.launcher == "torchelastic" or _group_store(info) is not None)
-
-
-def job_store(info: DistributedInfo, env: Env) -> Any:
+def connected_store(info: DistributedInfo, env: Env, timeout: timedelta = SHORT_TIMEOUT) -> Any:
     """Return a `torch.distributed.Store`, or JAX's, that all nodes of the job share; None if none is known.
 
-    Raises:
-        RuntimeError: The store of torchelastic does not answer.
-    """
-    return _elastic_store(info, env) or _group_store(info) or jax.job_store(info)
-
-
-def connected_store(info: DistributedInfo, env: Env, timeout: timedelta = SHORT_TIMEOUT) -> Any:
-    """Return the job's store by a connection of its own: a thread that waits on a connection keeps others from it.
+    It is this process's own connection, which its threads share. So none of them may wait for a value there.
 
     Raises:
         RuntimeError: The store does not answer.
     """
-    store: Any = _elastic_store(info, env, timeout)
-    if store is not None:
-        return store
-    store = _group_store(info) or jax.job_store(info)
-    while hasattr(store, "underlying_store"):  # a process group's prefixes: other processes do not know them
-        store = store.underlying_store
-    return store.clone() if hasattr(store, "clone") else store
+    with _connections.lock:
+        return _elastic_store(info, env, timeout) or _clone_of_group_store(info) or jax.job_store(info)
 
 
-def _elastic_store(info: DistributedInfo, env: Env, timeout: timedelta = SHORT_TIMEOUT) -> Any:
-    """Return a new connection to torchelastic's store; None for another launcher, and if it has no such store.
+def _elastic_store(info: DistributedInfo, env: Env, timeout: timedelta) -> Any:
+    """Return the connection to torchelastic's store; None for another launcher, and if it has no such store.
 
     Raises:
         RuntimeError: It does not answer.
     """
     if info.launcher != "torchelastic":
         return None
+    job = tuple(env.get(name) for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
+    if _connections.elastic_job != job or not _answers(_connections.elastic):
+        try:
+            _connections.elastic = rendezvous_store(env, timeout) or agents_store(env, timeout)
+            _connections.elastic_job = job
+        except IdentityError as error:
+            raise RuntimeError(f"the job's store does not answer: {error.__cause__}") from error
+    return _connections.elastic
+
+
+def _answers(store: Any) -> bool:
+    """Whether there is a connection, and its other end."""
     try:
-        return rendezvous_store(env, timeout) or agents_store(env, timeout)
-    except IdentityError as error:
-        raise RuntimeError(f"the job's store does not answer: {error.__cause__}") from error
+        return store is not None and store.check(["flyteplugins_tracking"]) is not None
+    except RuntimeError:
+        return False
+
+
+def _clone_of_group_store(info: DistributedInfo) -> Any:
+    """Return a connection to the process group's store; None if there is no such group."""
+    store = _group_store(info)
+    if store is None or _connections.group_store() is store:
+        return None if store is None else _connections.group
+    base: Any = store
+    while hasattr(base, "underlying_store"):  # a process group's prefixes: other processes do not know them
+        base = base.underlying_store
+    if not hasattr(base, "clone"):  # an older torch
+        return base
+    _connections.group, _connections.group_store = base.clone(), weakref.ref(store)
+    return _connections.group
 
 
 def _group_store(info: DistributedInfo) -> Any:
@@ -75,17 +105,9 @@ def _group_store(info: DistributedInfo) -> Any:
     return dist.distributed_c10d._get_default_store() if dist.get_world_size() == info.world_size else None
 
 
-def hosts_job_store(info: DistributedInfo, env: Env) -> bool:
-    """Return whether the job's store ends with this process: it is the process group's or JAX's, in rank 0."""
-    if info.rank != 0:
-        return False
-    try:
-        store = _elastic_store(info, env)
-    except RuntimeError:  # it is the agents', and does not answer
-        return False
-    if store is not None:
-        return False
-    return _group_store(info) is not None or jax.job_store(info) is not None
+def hosts_job_store(info: DistributedInfo) -> bool:
+    """Return whether the store of `connected_store` ends with this process: it is a process group's, or JAX's."""
+    return info.rank == 0 and _connections.elastic is None
 
 
 def rendezvous_store(env: Env, timeout: timedelta = STORE_TIMEOUT) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -28,14 +29,14 @@ def job_store(info: DistributedInfo) -> JaxStore | None:
     return None if state is None or state.num_processes != info.world_size else JaxStore(state.client)
 
 
+@dataclass(frozen=True)
 class JaxStore:
     """The key-value store of JAX's coordinator, which is in process 0, as a store for a board. Threads may share it.
 
     Its methods raise a RuntimeError if the coordinator has gone.
     """
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    _client: Any
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which is 0 at first, and return its value."""

@@ -181,7 +181,7 @@ class Call(PerProcess):
             self.watcher.run_opened()
         if self.run is not None and self.run.opener is self:
             undo.enter_context(self.context.propagate_run(self.tracker, self.run.handle.run))
-        self._monitor(undo)
+        self._watch_ranks(undo)
 
     def _detect(self) -> None:
         """Find out who this process is, and with it the arguments of this call."""
@@ -234,15 +234,29 @@ class Call(PerProcess):
                 self.watcher.stop()
                 self.watcher = None
 
-    def _monitor(self, undo: ExitStack) -> None:
-        """Have a thread look at the job's ranks, if `hang_timeout_s` or `pulse_s` asks for it."""
+    def _watch_ranks(self, undo: ExitStack) -> None:
+        """Have the watch look at the job's ranks, if `hang_timeout_s` or `pulse_s` asks for it.
+
+        It does so for one call: not if it does it for a function around this one, or in another thread.
+        """
         if not self.config.is_monitored or self.is_simulated:
             return
-        from flyteplugins_tracking._runs import monitor as monitoring
+        from flyteplugins_tracking._job.hang import RollCallDuty
+        from flyteplugins_tracking._job.pulse import PulseDuty
+        from flyteplugins_tracking._job.watch import ALONE, WATCH, Duty
 
-        monitor = monitoring.start_monitor(self, self.config)
-        if monitor is not None:
-            undo.push(lambda kind, *_: monitor.stop(has_failed=kind is not None))
+        if WATCH.does(RollCallDuty, PulseDuty):
+            return
+        config, info, run, duties = self.config, self.info or ALONE, self.run, list[Duty]()
+        shown_by = run if run is not None and run.plan.first else None  # the first primary
+        if config.hang_timeout_s is not None:
+            show = None if shown_by is None else shown_by.record_hang
+            duties.append(RollCallDuty(info, config.hang_timeout_s, show, has_run=run is not None))
+        if config.pulse_s is not None:
+            log = None if shown_by is None else shown_by.handle.add_to_next_row
+            duties.append(PulseDuty(info, config.pulse_s, log))
+        if WATCH.add(info, *duties, without="hang_timeout_s and pulse_s are ignored"):
+            undo.push(lambda kind, *_: WATCH.remove(*duties, has_failed=kind is not None))
 
     # What closes it
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from flyteplugins_tracking._job import progress
 from flyteplugins_tracking._job.failures import Failure, FailureReader
 from flyteplugins_tracking._rank import jax
 from flyteplugins_tracking._rank.launchers import detect_process_group
@@ -37,7 +38,7 @@ from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackingError
 from flyteplugins_tracking.trackers.base import Uncounted
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking.trackers.base import Handle, RunRequest, SigtermWatch, Tracker
+    from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 
 logger = logging.getLogger(__name__)
 _warn_once = WarnOnce(logger)
@@ -80,7 +81,8 @@ def open_run(call: Call) -> Run:
             # Only one rank keeps the attempts of a run, and only if another attempt can find it.
             can_continue = run_plan.run_id is not None and run_plan.primary and not call.is_simulated
             attempts = Attempts(config.step_metric) if can_continue else None
-            request = request_of(call, planned, run_plan, _watch_of(call), attempts or Uncounted(), deadline)
+            watch = call.watcher or WATCHER
+            request = request_of(call, planned, run_plan, watch, attempts or Uncounted(), deadline)
             require(tracker)
             handle = _opened(tracker, request)
             run = Run(call, run_plan, handle, attempts, failures, undo.pop_all())
@@ -145,16 +147,6 @@ def _lock_run(call: Call, planned: RunPlan) -> tuple[RunPlan, RunLock]:
     new_id = f"{planned.run_id}-{os.urandom(3).hex()}"
     logger.warning("%s: run %s is open in another process or thread: this one is %s", name, planned.run_id, new_id)
     return replace(planned, run_id=new_id), RunLock()
-
-
-def _watch_of(call: Call) -> SigtermWatch:
-    """Return the watch that the tracker gets. With a monitor, each row counts as progress."""
-    watch: SigtermWatch = call.watcher or WATCHER
-    if not call.config.is_monitored:
-        return watch
-    from flyteplugins_tracking._runs.monitor import ProgressWatch
-
-    return ProgressWatch(watch)
 
 
 def require(tracker: Tracker) -> None:
@@ -310,6 +302,11 @@ class Run:
         except Exception:
             logger.warning("%s: the run does not show this: %s", self.tracker.name, text, exc_info=True)
 
+    def record_hang(self, verdict: str, text: str) -> None:
+        """Keep with the run where each rank is, since the job makes no progress."""
+        logger.error("%s: %s", self.tracker.name, verdict)
+        self.record("hang", {"hang/verdict": verdict}, text)
+
     def _await_writers(self, exit_code: int) -> None:
         try:
             self.handle.await_writers(exit_code)
@@ -407,8 +404,8 @@ def end_open_runs(exit_code: int, timeout_s: float) -> None:
         threads.join(thread, max(0.0, deadline - time.monotonic()))
 
 
-WATCHER = register(MainThreadWatcher(end_open_runs))
-_LOOP_WATCHER = register(LoopWatcher(end_open_runs))
+WATCHER = register(MainThreadWatcher(end_open_runs, progress.count_row))
+_LOOP_WATCHER = register(LoopWatcher(end_open_runs, progress.count_row))
 _FORK_MASK = register(ForkMask())
 
 

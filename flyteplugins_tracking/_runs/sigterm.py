@@ -179,9 +179,15 @@ class SigtermWatcher(PerProcess):
     _depth = 0  # how many functions are watched
     _wakeup: WakeupFd | None = None
 
-    def __init__(self, end_runs: Callable[[int, float], None]) -> None:
-        """`end_runs` ends all open runs of this process: with this exit code, in so many seconds at most."""
+    def __init__(self, end_runs: Callable[[int, float], None], on_row: Callable[[], object] = lambda: None) -> None:
+        """Does not watch yet.
+
+        Args:
+            end_runs: Ends all open runs of this process: with this exit code, in so many seconds at most.
+            on_row: Called before each row.
+        """
         self._end_runs = end_runs
+        self._on_row = on_row
         # Held while `_depth` and the installation change. The handler, and what a loop calls, must never take it.
         self._lock = threading.Lock()
         self._reset()
@@ -202,7 +208,7 @@ class SigtermWatcher(PerProcess):
         self._restore()
         self._close()
         self._depth = 0
-        self.__init__(self._end_runs)  # type: ignore[misc]
+        self.__init__(self._end_runs, self._on_row)  # type: ignore[misc]
 
     # Called by the call of a decorated function
 
@@ -265,6 +271,7 @@ class SigtermWatcher(PerProcess):
 
     def before_row(self) -> None:
         """Install our handler again if the function has replaced it. Fast: a tracker calls this before each row."""
+        self._on_row()
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:
         """Wait until the user's handler has run, which may end the process. Called before a run is opened again.
@@ -483,6 +490,7 @@ class MainThreadWatcher(SigtermWatcher):
         A signal that had to wait for a critical section takes effect here: a loop that only logs is nearly always in
         such a section.
         """
+        super().before_row()
         if self._signalled_at is None and time.monotonic() < self._put_in_front_at + _PUT_IN_FRONT_S:
             return
         if self._depth == 0 or not _is_main():

@@ -9,6 +9,7 @@ All of it starts with the first call of `should_stop()` in a function. A rank th
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -18,7 +19,7 @@ from contextlib import suppress
 from types import FrameType
 
 from flyteplugins_tracking._job.agreement import ROUND_S, Agreement, CallCounter, Stop, StopRequest
-from flyteplugins_tracking._runs import monitor as monitoring
+from flyteplugins_tracking._job.watch import ALONE, WATCH, Duty
 from flyteplugins_tracking._runs import run as runs
 from flyteplugins_tracking._runs.call import Call, find_simulated, here
 from flyteplugins_tracking._util import proc
@@ -88,21 +89,16 @@ class Stopping:
         global _functions
         _functions += 1
         self._call = call
-        self._monitor: monitoring.Monitor | None = None
-        self._owns_monitor = False
         self._signalled_at: float | None = None
         self._grace_s = call.config.finish_timeout_s
         self._timeout_s = min(ROUND_S, self._grace_s)
-        self._timer: threading.Timer | None = None
+        self._time_limit: _TimeLimit | None = None
         self._has_usr1 = False
-        info = call.info or monitoring.alone()
-        if info.world_size > 1:
-            self._monitor, self._owns_monitor = monitoring.current_or_new(info)
-        self._ranks = Agreement(
-            monitoring.alone() if self._monitor is None else info, f"stop/{_functions}", self._on_commit
-        )
-        if self._monitor is not None:
-            self._monitor.add(self._ranks)
+        self._ranks = Agreement(call.info or ALONE, f"stop/{_functions}", self._on_commit)
+        if call.info is not None and not WATCH.add(
+            call.info, self._ranks, without="only this process is asked to stop"
+        ):
+            self._ranks = Agreement(ALONE, f"stop/{_functions}", self._on_commit)
         self.counter: CallCounter = self._ranks.counter
         self.on_step: Callable[[object], object] = _ignore
         if call.run is not None and call.run.attempts is not None:
@@ -140,22 +136,12 @@ class Stopping:
 
     def before_close(self) -> None:
         """Keep with the run what there is to tell of its stop. Called before the run is closed."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._end_duties()
+        WATCH.remove(self._ranks, *filter(None, [self._time_limit]))
         if self._ranks.committed is not None and self._ranks.stopped_at is not None:
             self._record_stop(self._ranks.committed, self._ranks.stopped_at)
             self._expect_another_attempt()
         if self._call.watcher is not None and self._call.watcher is not runs.WATCHER:
             self._call.watcher.postpone(None)  # the function's thread waits for the signal's effect
-
-    def _end_duties(self) -> None:
-        if self._monitor is None:
-            return
-        if self._owns_monitor:
-            self._monitor.stop(has_failed=False)
-        else:
-            self._monitor.remove(self._ranks)
 
     def after_close(self) -> None:
         """Forget the function. Called when its run has been closed."""
@@ -208,9 +194,24 @@ class Stopping:
         if ends_at is None:
             logger.warning("stop_before_s=%g is ignored: the launcher names no time limit", before_s)
             return
-        self._timer = threading.Timer(max(0.0, ends_at - before_s - time.time()), self.request, [TIME_LIMIT])
-        self._timer.daemon = True
-        self._timer.start()
+        self._time_limit = _TimeLimit(ends_at - before_s, self.request)
+        WATCH.add(info or ALONE, self._time_limit, without="stop_before_s is ignored")
+
+
+class _TimeLimit(Duty):
+    """Asks for a stop when it is time."""
+
+    def __init__(self, at: float, request: Callable[[str], object]) -> None:
+        """`at` is in seconds since the epoch."""
+        self._at = at
+        self._request = request
+
+    def next_wait_s(self) -> float:
+        return max(0.0, self._at - time.time())
+
+    def look(self) -> None:
+        self._at = math.inf
+        self._request(TIME_LIMIT)
 
 
 def _time_limit(timeout_s: float | None) -> float | None:

@@ -68,7 +68,7 @@ class WriterBarrier:
         else:
             barrier.enter()
             if board is not None and request.info is not None:
-                barrier._hosts_board = hosts_job_store(request.info, os.environ)
+                barrier._hosts_board = hosts_job_store(request.info)
         barrier.is_retry |= request.is_retry
         return barrier
 

@@ -12,7 +12,8 @@ import sys
 import time
 
 from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._job.siblings import SiblingWatcher
+from flyteplugins_tracking._job.siblings import Siblings
+from flyteplugins_tracking._job.watch import WATCH
 
 CASE = sys.argv[1]
 SLEEP, END = "import time; time.sleep(60)", "import os; os._exit({})"
@@ -44,13 +45,15 @@ def start_ranks() -> None:
 
 def look() -> None:
     input()
-    watcher = SiblingWatcher(DistributedInfo(0, 3, 0, 3, 0, 1, launcher="torchelastic"))
+    info = DistributedInfo(0, 3, 0, 3, 0, 1, launcher="torchelastic")
+    siblings = Siblings(info)
+    WATCH.add(info, siblings, without="nobody is watched")
     print("looked", flush=True)
     input()
     until = time.monotonic() + 20
-    while not any(failure.rank == 1 for failure in watcher.failures(None)) and time.monotonic() < until:
+    while not any(failure.rank == 1 for failure in siblings.failures(None)) and time.monotonic() < until:
         time.sleep(0.01)
-    print([(failure.rank, failure.exit_code) for failure in watcher.failures(None)])
+    print([(failure.rank, failure.exit_code) for failure in siblings.failures(None)])
 
 
 if "RANK" in os.environ:

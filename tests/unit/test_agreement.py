@@ -16,6 +16,7 @@ from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import agreement as module
 from flyteplugins_tracking._job.agreement import Agreement, StopRequest
 from flyteplugins_tracking._job.board import Board, DirectoryStore
+from flyteplugins_tracking._job.watch import Duty
 
 RANKS = 4
 
@@ -52,10 +53,10 @@ class InTurn:
     def turn(self) -> None:
         number = self.random.choices(range(2 * len(self.ranks)), self.weights)[0]
         rank = self.ranks[number // 2]
-        if number % 2 and rank._board is None:
+        if number % 2 and rank.board is Duty.board:
             rank.begin(self.board)
         elif number % 2:
-            rank.look(self.board)
+            rank.look()
         elif number // 2 not in self.stopped_at and not self._waits(rank) and rank.counter.next():
             self.stopped_at[number // 2] = rank.counter.count
 
@@ -122,8 +123,8 @@ class Ranks:
         with suppress(RuntimeError):
             agreement.begin(self.board)
             while not self._ended.wait(agreement.next_wait_s()):
-                agreement.look(self.board)
-            agreement.end(self.board, has_failed=False)
+                agreement.look()
+            agreement.end(has_failed=False)
 
     def _train(self, rank: int, step_s: float, barrier: threading.Barrier | None) -> None:
         while not self._ended.is_set():
@@ -234,12 +235,12 @@ def test_a_store_that_goes_away_holds_nobody_up(tmp_path, impatient):
     one.begin(board)
     other.begin(board)
     one.request(StopRequest("a reason"))
-    one.look(board)
+    one.look()
     assert one.counter.limit == 0  # the next call waits
     store.is_gone = True
     assert not any(one.counter.next() for _ in range(10))
     with pytest.raises(RuntimeError):
-        other.look(board)
+        other.look()
     assert other.counter.limit == math.inf  # nobody will decide
 
 
@@ -263,12 +264,12 @@ def test_a_round_of_ranks_that_have_ended_is_void(store, fast):
     first, second = Agreement(info(0, 2), "stop/1"), Agreement(info(1, 2), "stop/1")
     first.begin(board)
     first.request(StopRequest("a reason"))
-    first.look(board)
+    first.look()
     assert first.counter.limit == 0  # it has answered
     second.begin(board)
     for _ in range(6):
-        second.look(board)
-        first.look(board)
+        second.look()
+        first.look()
     assert first.committed == second.committed is not None
 
 
@@ -280,16 +281,16 @@ def test_a_rank_that_dies_between_the_phases_holds_nobody_up_and_the_next_attemp
         rank.begin(board)
     if phase == "opened the round":
         dead.request(StopRequest("a reason"))
-        dead._open_round(dead._board, time.monotonic())
+        dead._open_round(time.monotonic())
     else:
         first.request(StopRequest("a reason", otherwise=failures.append))
-        dead._board.put("count/1/2", "7")
-    first.look(board)
-    second.look(board)
+        dead.board.put("count/1/2", "7")
+    first.look()
+    second.look()
     assert first.counter.limit == second.counter.limit == 0
     time.sleep(0.35)
     for rank in (first, second, first):
-        rank.look(board)
+        rank.look()
     assert not any(rank.committed or rank.counter.next() for rank in (first, second))
     assert failures == ([] if phase == "opened the round" else ["not all ranks have answered within 0.3 s"])
     again = [Agreement(info(rank, 3), "stop/1") for rank in range(3)]
@@ -297,7 +298,7 @@ def test_a_rank_that_dies_between_the_phases_holds_nobody_up_and_the_next_attemp
         rank.begin(board)
     again[1].request(StopRequest("again"))
     for rank in again * 4:
-        rank.look(board)
+        rank.look()
     assert {rank.committed for rank in again} == {again[0].committed}
     assert again[0].committed.reason == "again"
 
@@ -309,7 +310,7 @@ def test_a_rank_that_has_answered_and_died_is_not_needed_for_the_decision(store,
         rank.begin(board)
     first.request(StopRequest("a reason"))
     for rank in (first, dead, second, first):
-        rank.look(board)
+        rank.look()
     assert first.committed == second.committed is not None
 
 
@@ -318,16 +319,16 @@ def test_a_rank_that_has_answered_and_died_is_not_needed_for_the_decision(store,
 def test_a_text_that_another_program_has_put_on_the_board_stops_nobody(store, fast, key, text):
     ranks = [Agreement(info(rank, 2), "stop/1") for rank in range(2)]
     for rank in ranks:
-        rank.begin(board := Board(store, "monitor"))
-    board.of_topic("stop/1").put(key, text)
+        rank.begin(Board(store, "monitor"))
+    ranks[0].board.put(key, text)
     for _ in range(3):
         for rank in ranks:
-            rank.look(board)
+            rank.look()
     assert not any(rank.counter.next() for rank in ranks)
     ranks[0].request(StopRequest("dropped if it is decided", otherwise=lambda _: ranks[0].request(StopRequest("more"))))
     for _ in range(6):
         for rank in ranks:
-            rank.look(board)
+            rank.look()
     assert ranks[0].committed == ranks[1].committed is not None
     assert ranks[0].committed.step == 2
 
@@ -338,14 +339,14 @@ def test_a_rank_that_moves_to_another_board_agrees_there(store, fast):
     for rank in ranks:
         rank.begin(boards[0])
     ranks[0].request(StopRequest("a reason"))
-    ranks[0].look(boards[0])
+    ranks[0].look()
     ranks[1].begin(boards[1])  # before it has looked at the round
-    ranks[0].look(boards[0])
+    ranks[0].look()
     assert ranks[0].counter.limit == math.inf
     ranks[0].begin(boards[1])
     for _ in range(3):
         for rank in ranks:
-            rank.look(boards[1])
+            rank.look()
     assert ranks[0].committed == ranks[1].committed is not None
 
 
@@ -353,11 +354,11 @@ def test_a_rank_whose_function_ends_before_it_has_seen_the_round_holds_nobody_up
     failures: list[str] = []
     ranks = [Agreement(info(rank, 2), "stop/1") for rank in range(2)]
     for rank in ranks:
-        rank.begin(board := Board(store, "monitor"))
+        rank.begin(Board(store, "monitor"))
     ranks[0].request(StopRequest("a reason", otherwise=failures.append))
-    ranks[0].look(board)
-    ranks[1].end(board, has_failed=False)
-    ranks[0].look(board)
+    ranks[0].look()
+    ranks[1].end(has_failed=False)
+    ranks[0].look()
     assert failures == ["the function has ended on rank 1"]
     assert not ranks[0].counter.next()
 
@@ -369,7 +370,7 @@ def test_a_decision_that_was_made_while_a_rank_moved_holds(store, fast):
         rank.begin(boards[0])
     ranks[0].request(StopRequest("a reason"))
     for rank in ranks:
-        rank.look(boards[0])
+        rank.look()
     ranks[0].begin(boards[1])
     assert ranks[0].committed == ranks[1].committed is not None
     assert ranks[0].counter.next()
@@ -386,7 +387,7 @@ def test_1024_ranks_agree_in_one_round():
     stopped: dict[Agreement, int] = {}
     while len(stopped) < 1024:
         for rank in rng.sample(ranks, 1024):
-            rank.look(board)
+            rank.look()
             while rank not in stopped and (rank.committed or rank.counter.limit == math.inf):  # it need not wait
                 if rank.counter.next():
                     stopped[rank] = rank.counter.count
@@ -398,10 +399,10 @@ def test_1024_ranks_agree_in_one_round():
 
 def test_ranks_that_have_no_store_stop_alone(tmp_path):
     rank = Agreement(info(0, 8, local=4), "stop/1")
-    rank.begin(board := Board(DirectoryStore(tmp_path), "monitor"))
+    rank.begin(Board(DirectoryStore(tmp_path), "monitor"))
     assert not rank.counter.next()
     rank.request(StopRequest("a reason"))
-    rank.look(board)
+    rank.look()
     assert rank.counter.next()
     assert rank.stopped_at == 2
 

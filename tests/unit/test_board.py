@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -19,9 +20,12 @@ from flyteplugins_tracking._job import board as board_module
 from flyteplugins_tracking._job import failures as failures_module
 from flyteplugins_tracking._job import hang
 from flyteplugins_tracking._job import pulse as pulse_module
+from flyteplugins_tracking._job import store as stores
 from flyteplugins_tracking._job.board import Board, DirectoryStore, from_text, job_board, nearest_board
 from flyteplugins_tracking._job.failures import Failure
 from flyteplugins_tracking._job.pulse import Pulse
+
+MPI = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="mpich")
 
 
 @pytest.fixture(params=["HashStore", "directory"])
@@ -111,7 +115,7 @@ def test_the_waiting_reader_returns_what_there_is(store):
 
 def test_ranks_without_a_store_share_a_directory_if_one_launcher_has_started_them(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    ranks = [DistributedInfo(rank, 2, rank, 2, 0, 1, launcher="mpich") for rank in range(2)]
+    ranks = [MPI, DistributedInfo(1, 2, 1, 2, 0, 1, launcher="mpich")]
     assert job_board(ranks[0], os.environ, "topic") is None
 
     def board(rank: int, **env: str) -> Board:
@@ -133,6 +137,63 @@ def test_ranks_whose_store_does_not_answer_do_not_meet_elsewhere(tmp_path, monke
         with pytest.raises(RuntimeError, match="the job's store does not answer"):
             nearest_board(info, env, "topic", timeout=timedelta(seconds=0.1))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def agents(monkeypatch):
+    """Makes the store of torchelastic's agents, and the variables of its ranks. This process has no connection yet."""
+    torch = pytest.importorskip("torch.distributed")
+    monkeypatch.setattr(stores, "_connections", stores._Connections())
+    running: list[object] = []
+
+    def start() -> dict[str, str]:
+        running[:] = [server := torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+        return {**os.environ, **address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+    return start
+
+
+ELASTIC = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="torchelastic")
+
+
+def test_a_process_has_one_connection_to_its_jobs_store(agents):
+    env = agents()
+    boards = [job_board(ELASTIC, env, topic) for topic in ("report", "writers")]
+    assert boards[0].store is boards[1].store
+    boards[0].put("key", "text")
+    assert boards[0].get("key") == "text"
+
+
+def test_a_connection_to_a_store_that_has_gone_or_of_another_job_is_not_used_again(agents):
+    first = job_board(ELASTIC, agents(), "topic")
+    env = agents()  # the first one ends
+    second = job_board(ELASTIC, env, "topic")
+    assert second.store is not first.store
+    second.put("key", "text")
+    stores._connections.elastic = first.store
+    assert job_board(ELASTIC, env, "topic").get("key") == "text"
+
+
+def test_a_forked_child_has_a_connection_of_its_own(agents):
+    stores.register(stores._connections)
+    job_board(ELASTIC, agents(), "topic")
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if stores._connections.elastic is None else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_the_store_of_a_process_group_ends_with_the_group(agents, monkeypatch):
+    torch = sys.modules["torch.distributed"]
+    group = [torch.PrefixStore("group", torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))]
+    monkeypatch.setattr(stores, "_group_store", lambda _: group[0])
+    board = job_board(MPI, os.environ, "topic")
+    board.put("key", "text")
+    assert job_board(MPI, os.environ, "topic").store is board.store
+    group.clear()
+    with pytest.raises(RuntimeError):
+        board.get("key")
 
 
 NESTED = "[" * 100_000

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +14,8 @@ from urllib.parse import quote
 import pytest
 
 from flyteplugins_tracking import DistributedInfo, tracking_init
-from flyteplugins_tracking._job import failures
-from flyteplugins_tracking._job.board import Board, DirectoryStore, from_text
+from flyteplugins_tracking._job import failures, siblings, watch
+from flyteplugins_tracking._job.board import Board, OwnStore, from_text
 from flyteplugins_tracking._job.failures import (
     Failure,
     FailureReader,
@@ -107,7 +110,7 @@ def test_what_a_rank_raises_because_of_its_sigterm_is_no_failure(machine):
     assert read(terminated_s=60.0) == "none"
 
 
-class EndingStore(DirectoryStore):
+class EndingStore(OwnStore):
     """A store that ends when it is told to, as that of a node whose agent ends."""
 
     has_ended = False
@@ -118,11 +121,11 @@ class EndingStore(DirectoryStore):
         return super().add(key, amount)
 
 
-def test_a_notice_from_another_node_is_known_though_the_store_ends_with_that_node(tmp_path, monkeypatch):
-    store = EndingStore(tmp_path)
-    for function in ("job_board", "nearest_board"):
-        monkeypatch.setattr(failures, function, lambda info, env, topic, directory=None: Board(store, topic))
-    monkeypatch.setattr(failures, "has_job_store", lambda _: True)
+def test_a_notice_from_another_node_is_known_though_the_store_ends_with_that_node(monkeypatch):
+    store = EndingStore()
+    for module in (failures, watch):
+        monkeypatch.setattr(module, "nearest_board", lambda info, env, topic, *_, **__: Board(store, topic))
+    monkeypatch.setattr(failures, "is_torch_loaded", lambda: True)
     info = [DistributedInfo(rank, 4, rank % 2, 2, rank // 2, 2, launcher="torchelastic") for rank in range(4)]
     reader = FailureReader(info[0], is_alone=False, is_own_run=False)
     error = raised(ValueError("made to fail"))
@@ -355,6 +358,26 @@ def test_an_exit_of_unknown_status_counts_if_the_job_has_ended_soon_after():
     assert not ended.is_cause(terminated_at=5.0)
     failure = ended.failure(is_out_of_memory=False)
     assert (failure.type, failure.exit_code) == ("unknown", 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it needs pidfd")
+@pytest.mark.parametrize(("end", "named"), [("os.kill(os.getpid(), 9)", ["SIGKILL"]), ("os._exit(7)", [])])
+def test_a_rank_that_a_signal_has_ended_is_named_even_if_the_watch_was_busy_until_after_sigterm(
+    monkeypatch, end, named
+):
+    """One that exits may do so because of SIGTERM."""
+    monkeypatch.setattr(siblings.WATCH, "awake_since", time.monotonic())
+    command = [sys.executable, "-c", f"import os; input(); {end}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        monkeypatch.setattr(siblings, "_siblings", lambda _: {1: process.pid})
+        found = siblings.Siblings(RANKS[0])
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        terminated_at = time.monotonic()
+        time.sleep(0.1)
+        assert [failure.type for failure in found.failures(terminated_at)] == named
+        found.end(has_failed=False)
 
 
 def test_a_rank_that_was_killed_for_its_memory_is_told_so():

@@ -13,7 +13,7 @@ import pytest
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import progress
 from flyteplugins_tracking._job.board import Board, DirectoryStore
-from flyteplugins_tracking._job.hang import Frame, RollCall, RollCallDuty, frames_of, place_of, verdict_of
+from flyteplugins_tracking._job.hang import Frame, RollCallDuty, frames_of, place_of, verdict_of
 
 TIMEOUT_S = 1000.0
 
@@ -29,17 +29,16 @@ class Rank:
     """A rank of two with a run of its own, which has begun."""
 
     def __init__(self, rank: int, board: Board) -> None:
-        self.board = board
-        self.reports: list[RollCall] = []
+        self.reports: list[str] = []
         info = DistributedInfo(rank, 2, rank, 2, 0, 1)
-        self.duty = RollCallDuty(info, TIMEOUT_S, self.reports.append, has_run=True, stopped=threading.Event())
+        self.duty = RollCallDuty(info, TIMEOUT_S, lambda verdict, _: self.reports.append(verdict), has_run=True)
         self.duty.begin(board)
 
     def hang(self) -> None:
         self.duty._started_s = time.monotonic() - 2 * TIMEOUT_S
 
     def look(self) -> None:
-        self.duty.look(self.board)
+        self.duty.look()
 
 
 def test_one_roll_is_called_for_all_ranks_that_hang(board, tmp_path):
@@ -55,7 +54,7 @@ def test_one_roll_is_called_for_all_ranks_that_hang(board, tmp_path):
         assert board.of_topic("hang").count("episodes") == 1
     finally:
         for rank in ranks:
-            rank.duty.close()
+            rank.duty.end(has_failed=False)
 
 
 def test_stacks_of_an_earlier_block_for_which_nobody_has_asked_are_not_the_answer(board):
@@ -71,7 +70,7 @@ def test_stacks_of_an_earlier_block_for_which_nobody_has_asked_are_not_the_answe
         assert "faulthandler's thread" not in answer
         assert "test_hang_duty.py" in answer
     finally:
-        rank.duty.close()
+        rank.duty.end(has_failed=False)
 
 
 def test_a_process_that_is_ended_leaves_no_file(board, tmp_path):
@@ -79,7 +78,7 @@ def test_a_process_that_is_ended_leaves_no_file(board, tmp_path):
     try:
         assert [path for path in Path(tmp_path).iterdir() if path.is_file()] == []
     finally:
-        rank.duty.close()
+        rank.duty.end(has_failed=False)
 
 
 # Where ranks are, from the stacks that faulthandler writes

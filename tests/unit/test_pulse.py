@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import time
 from types import FrameType
@@ -231,32 +229,12 @@ def test_the_pulse_joins_the_functions_own_rows(monkeypatch, tmp_path):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_two_processes_of_one_shell_have_boards_of_their_own(machine):
-    program = f"""
-import sys, tempfile; tempfile.tempdir = {str(machine)!r}
-from flyteplugins_tracking import tracking_init
-from flyteplugins_tracking.testing import RecordingTracker
-@tracking_init(tracker=RecordingTracker(), pulse_s=15)
-def train():
-    print("ready", flush=True)
-    sys.stdin.read()
-train()
-"""
-    command = [sys.executable, "-c", program]
-    jobs = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [job.stdout.readline() for job in jobs] == ["ready\n"] * 2
-    wait_until(lambda: len(list(machine.glob("*/boards/*"))) == 2)
-    for job in jobs:
-        job.communicate("")
-    assert list(machine.glob("*/boards/*")) == []
-
-
 def test_without_pulse_s_there_is_no_thread_and_no_hook():
     @tracking_init(tracker=RecordingTracker())
     def train() -> list[str]:
         return [thread.name for thread in threading.enumerate()]
 
-    assert not [name for name in train() if "monitor" in name]
+    assert not [name for name in train() if "watch" in name]
 
 
 INFO = DistributedInfo(0, 3, 0, 2, 0, 2, launcher="mpich")
@@ -268,7 +246,7 @@ def test_looks_come_at_random_so_that_they_do_not_keep_the_rhythm_of_the_steps(m
     before = random.getstate()
     duty = PulseDuty(INFO, 15.0, None)
     waits_s = {duty.next_wait_s() for _ in range(50)}
-    duty.close()
+    duty.end(has_failed=False)
     assert len(waits_s) > 10
     assert 0.125 <= min(waits_s) < max(waits_s) <= 0.375
     assert random.getstate() == before
