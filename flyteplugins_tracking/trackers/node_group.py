@@ -100,7 +100,11 @@ class NodeRole:
 
 
 class NodeServer:
-    """Publishes a value to the followers that connect."""
+    """Publishes a value to the followers that connect.
+
+    Attributes:
+        on_request: See `__init__`. It may be replaced.
+    """
 
     def __init__(self, name: str, on_request: Callable[[str], None], expected: int = 0) -> None:
         """Listen under `name`.
@@ -115,7 +119,7 @@ class NodeServer:
             NodeServerExistsError: Another process has the name.
             NodeError: The directory of the socket cannot be used.
         """
-        self._on_request = on_request
+        self.on_request = on_request
         self._value: Json | None = None
         self._rejection: str | None = None
         self._expected = expected
@@ -250,7 +254,7 @@ class NodeServer:
 
     def _answer(self, request: str) -> None:
         try:
-            self._on_request(request)
+            self.on_request(request)
         finally:
             with self._changed:
                 self._answering -= 1

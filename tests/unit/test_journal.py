@@ -16,7 +16,7 @@ import pytest
 
 from flyteplugins_tracking.trackers import journal as files
 from flyteplugins_tracking.trackers.journal import Journal
-from flyteplugins_tracking.trackers.wandb.rollback import Rollback
+from flyteplugins_tracking.trackers.wandb.run import Rollback
 
 
 @pytest.fixture
@@ -267,13 +267,20 @@ sys.stdin.read()
 
 
 def rolled(first_step, *steps, next_step=None, rewind=None):
+    """The rows of an attempt that logs at these steps, and how often it has defined the column for steps."""
     state = SimpleNamespace(first=first_step, next=first_step if next_step is None else next_step)
-    drop = rewind and (lambda step: rewind(state, step))
-    rollback = Rollback("global_step", 2, lambda: state.first, lambda: state.next, drop)
-    defined = []
+    defined: list[int] = []
+    handle = SimpleNamespace(
+        first_step=lambda: state.first,
+        next_step=lambda: state.next,
+        rewind=lambda step: rewind(state, step),
+        run=SimpleNamespace(define_metric=lambda *_, **__: defined.append(1)),
+    )
+    config = SimpleNamespace(step_metric="global_step", rollback="rewind" if rewind else "keep", run_mode="auto")
+    rollback = Rollback(handle, SimpleNamespace(config=config, run_metadata={"restart_count": 2}))
     rows = []
     for step in steps:
-        row, at = rollback.place({"x": 1}, step, lambda: defined.append(1))
+        row, at = rollback.place({"x": 1}, step)
         state.next = state.next + 1 if at is None else max(state.next, at)
         rows.append((at, row.get("global_step"), row.get("restart_count")))
     return rows, len(defined)

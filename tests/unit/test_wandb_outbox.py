@@ -62,7 +62,7 @@ def begun(run, deadline: float = math.inf, has_one_writer: bool = True) -> outbo
 
 
 def handle_of(run) -> WandbHandle:
-    config = SimpleNamespace(step_metric="global_step", rollback="keep", finish_timeout_s=20)
+    config = SimpleNamespace(step_metric="global_step", rollback="keep", finish_timeout_s=20, run_mode="auto")
     request = SimpleNamespace(
         config=config,
         watch=Unwatched(),
@@ -70,7 +70,7 @@ def handle_of(run) -> WandbHandle:
         run_metadata={"restart_count": 1},
         steps=Uncounted(),
     )
-    return WandbHandle(run, None, request, lambda *_: None)
+    return WandbHandle(run, None, request)
 
 
 def ended(directory: Path) -> StoredRun:

@@ -105,9 +105,9 @@ def open_run(request: RunRequest) -> Handle:
     open_own = functools.partial(_open_own, request)
     if request.config.run_mode != "shared" and not NodeRole.of(request).has_peers:
         before = vendor.global_run()
-        return WandbHandle(open_own(), before, request, reopen, functools.partial(_rewind, request))
+        return WandbHandle(open_own(), before, request, reopen)
     # Imported here: most decorated functions have a run of their own.
-    from flyteplugins_tracking.trackers.wandb.shared.open import open_shared
+    from flyteplugins_tracking.trackers.wandb.shared import open_shared
 
     return open_shared(
         request,
@@ -165,7 +165,7 @@ def _init(
         arguments = _init_arguments(request, mode)
         if rewind_to is not None:
             arguments.pop("resume", None)
-            arguments["resume_from"] = f"{request.plan.run_id}?_step={rewind_to}"
+            arguments["resume_from"] = f"{request.plan.run_id}?_step={rewind_to - 1}"
         if not _is_online(arguments):
             run = wandb.init(**arguments)
             _begin_outbox(request, run, is_automatic)
@@ -277,40 +277,41 @@ def _begin_outbox(request: RunRequest, run: Any, is_automatic: bool = False) -> 
     outbox.of(run).send_earlier(math.inf if is_shared else request.deadline)
 
 
-def _reopen(request: RunRequest, run: Any, is_offline: bool) -> Any:
-    """Open a run again that a signal or the death of wandb-core has ended; offline if W&B does not answer in time."""
-    request = _resuming(request, run)
+def _reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | None) -> Any:
+    """Open a run again that has ended; offline if W&B does not answer in time.
+
+    Args:
+        request: The request with which it was opened first.
+        run: The run.
+        is_offline: Whether it shall be offline in any case.
+        rewind_to: The step from which on W&B drops its rows; None to keep them.
+
+    Raises:
+        TrackerUnavailableError: It cannot be rewound.
+    """
+    rewinds = rewind_to is not None
+    request = _resuming(request, run, request.config.init_timeout_s if rewinds else _REOPENING_S)
     vendor.drop_unusable_service()
     with _opening, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
         failed: list[Path] = []
         if not is_offline:
-            with contextlib.suppress(TrackerUnavailableError):
-                return _init(request, failed=failed)
+            try:
+                opened = _init(request, rewind_to=rewind_to, failed=failed)
+                if rewinds:
+                    outbox.mark_rewound(opened)
+                return opened
+            except Exception as error:
+                if rewinds:
+                    # wandb-core keeps the run's id, and would refuse it when the run is opened again.
+                    vendor.restart_service()
+                if rewinds or not isinstance(error, TrackerUnavailableError):
+                    raise
         reopened = _init_offline(request)
         remove_failed_runs(failed)
         return reopened
 
 
-def _rewind(request: RunRequest, run: Any, step: int) -> Any:
-    """Open a run again that has ended, without its rows from a step on.
-
-    Raises:
-        TrackerUnavailableError: W&B does not do that, or cannot be used.
-    """
-    request = replace(_resuming(request, run), deadline=time.monotonic() + request.config.init_timeout_s)
-    vendor.drop_unusable_service()
-    with _opening, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
-        try:
-            rewound = _init(request, rewind_to=step - 1)
-        except BaseException:
-            # wandb-core keeps the run's id, and would refuse it when the run is opened again.
-            vendor.restart_service()
-            raise
-    outbox.mark_rewound(rewound)
-    return rewound
-
-
-def _resuming(request: RunRequest, run: Any) -> RunRequest:
+def _resuming(request: RunRequest, run: Any, timeout_s: float) -> RunRequest:
     """Return the request that continues `run` in its project, even if variables name another one by now."""
     config = request.config
     options = {k: v for k, v in config.options.items() if k not in ("resume", "resume_from", "fork_from")}
@@ -321,7 +322,7 @@ def _resuming(request: RunRequest, run: Any) -> RunRequest:
         config=replace(
             config, project=run.project or config.project, options={**options, "entity": entity, "reinit": "create_new"}
         ),
-        deadline=time.monotonic() + _REOPENING_S,
+        deadline=time.monotonic() + timeout_s,
     )
 
 

@@ -604,6 +604,11 @@ def guest_journal(directory: str, place: Sequence[str], rank: int) -> Journal:
     return Journal(Path(directory), f"guest-{rank}-{secrets.token_hex(3)}", {"place": place, "step": None})
 
 
+def keep_rows(run: Any, journal: Journal, is_only: bool = False) -> None:
+    """Have a guest's rows be kept in its journal: also in there, or only, if its run's wandb-core has died."""
+    vendor.on_rows(run, lambda values, *_: journal.add(line_of(values)), is_only)
+
+
 def line_of(values: str, step: int | None = None, is_placed: bool = False) -> bytes:
     """Return a row as a line of a journal.
 

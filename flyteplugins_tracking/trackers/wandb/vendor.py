@@ -348,8 +348,8 @@ def was_torn_down(run: Any, error: BaseException, timeout_s: float) -> bool:
 
 # The methods that end the run. `_finish` is what wandb's hooks call.
 ENDINGS = ("finish", "_finish")
-# What the run's summary and config call when they change.
-CALLBACKS = ("_summary_update_callback", "_config_callback")
+# What the run's summary and config call when they change, and when the summary is read.
+CALLBACKS = ("_summary_update_callback", "_config_callback", "_summary_get_current_summary_callback")
 
 
 def _interface(run: Any) -> Any:
@@ -403,6 +403,8 @@ def report_changes(run: Any) -> None:
         return
     with _optional("changes of the summary and the config after an early end of the run are lost"):
         run.summary._set_update_callback(run._summary_update_callback)
+        read = run._summary_get_current_summary_callback
+        object.__setattr__(run.summary, "_get_current_summary_callback", lambda: read() or {})
         run.config._set_callback(run._config_callback)
 
 
@@ -476,22 +478,6 @@ def replace_config_class(run: Any, subclass: Callable[[Any], type]) -> None:
     """Make `run.config` an object of `subclass(its class)`. Without it, every rank can change the config."""
     with _optional("every rank can change the config of a shared run"):
         object.__setattr__(run._config, "__class__", subclass(type(run._config)))
-
-
-def read_summary(run: Any) -> Any:
-    """Ask wandb-core for the run's summary, as `run.summary` does. Without it, the summary is empty."""
-    with _optional("run.summary is empty on ranks that have not opened the run"):
-        method = type(run)._summary_get_current_summary_callback
-        return method(run)
-    return {}
-
-
-def set_summary_reader(run: Any, read: Callable[[], Any]) -> None:
-    """Have `run.summary` call `read` for its values. Without it, it waits a minute for a wandb-core that has died."""
-    if getattr(run, "disabled", False):
-        return
-    with _optional("run.summary may block for a minute after the death of wandb-core"):
-        object.__setattr__(run.summary, "_get_current_summary_callback", read)
 
 
 def flush(run: Any, timeout_s: float) -> None:

@@ -1,0 +1,605 @@
+"""W&B runs that several ranks share: one process of each node, the leader, writes, and its followers attach to it.
+
+The leader has called `wandb.init`, and so has a wandb-core. Its followers call `wandb.attach` and log into the same
+stream. Who is who, and the messages: `trackers.node_group`.
+
+```
+leader (primary or local rank 0)       socket                 followers (the other ranks of the node)
+NodeServer(name)                                              NodeClient.connect(name)
+  |                                                             |  waits until the socket is there
+  |<------------------- rank: 1 --------------------------------|
+wandb.init                                                      |
+  |-------------------- publish: run id, wandb-core ----------->|  wandb.attach; a second `request` and another
+  |   (or reject: why) ---------------------------------------->|  connection, if that fails
+  |                                                             |  run.log ... straight into the leader's wandb-core
+  |                                                             |
+  |== SIGTERM: the run ends early ==============================|
+  |-------------------- suspend ------------------------------->|  holds its rows from now on
+  |<------------------- suspended ------------------------------|  wandb-core has read its rows
+run.finish(143)                                                 |
+  |<------------------- request: "" ----------------------------|  its function logs on, in `finally`
+opens the run again                                             |
+  |-------------------- publish: run id, new wandb-core ------->|  attaches again, and logs the rows that it held
+  |                                                             |
+  |== wandb-core dies ==========================================|
+  |<------------------- request: the dead wandb-core -----------|  holds its rows
+starts another, opens the run again                             |
+  |-------------------- publish: run id, new wandb-core ------->|  attaches again
+  |                                                             |
+  |== the end ==================================================|
+waits for its followers                                         |
+  |<------------------- hangs up -------------------------------|  its function has returned, or it was killed
+run.finish(0)
+```
+
+If the leader is killed, its followers are disconnected. Their functions continue. Their rows go into their journals,
+for the next attempt on this machine, with one warning. A run with leaders on several nodes is in W&B's own shared mode
+on all of them: another kind of writer beside these would lose rows (https://github.com/wandb/wandb/issues/12269). The
+primary waits for the other leaders through `trackers.barrier`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import logging
+import os
+import shlex
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
+from flyteplugins_tracking.trackers.barrier import WriterBarrier
+from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.journal import Journal
+from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodeRole, NodeServer, NodeServerExistsError
+from flyteplugins_tracking.trackers.outbox import how_to_send
+from flyteplugins_tracking.trackers.rows import RowBuffer
+from flyteplugins_tracking.trackers.wandb import outbox, vendor
+from flyteplugins_tracking.trackers.wandb.run import Reopen, WandbHandle
+
+logger = logging.getLogger(__name__)
+
+Open = Callable[[], Any]
+# How long to wait before attaching again.
+_RETRY_S = 0.5
+# How long the followers of a leader that was signalled may take to end: they have been signalled with it.
+_LEAVING_S = 3.0
+# How long wandb-core may take to read what was written to it; and before `suspended` is sent.
+_FLUSH_S, _SUSPEND_S = 5.0, 3.0
+# How long a row waits for a run that a signal has ended to be open again, before it is held; and other calls.
+_ROW_WAIT_S, _CALL_WAIT_S = 0.5, 10.0
+# The run's settings that a follower needs.
+_PUBLISHED_SETTINGS = (
+    *("root_dir", "x_sync_dir_suffix", "base_url", "app_url_override", "entity", "project", "resumed"),
+)
+
+
+class SharedHandle(WandbHandle):
+    """An open W&B run that this rank shares with others: its rows are kept apart from theirs."""
+
+    def __init__(self, run: Any, before: Any, request: RunRequest, reopen: Reopen | None = None) -> None:
+        config, info = request.config, request.info
+        prefix = f"rank_{info.rank if info else 0}/" if config.rank_prefix else ""
+        self._rows = RowBuffer(config.step_metric, prefix, self._define_step)
+        self._run_log = type(run).log
+        super().__init__(run, before, request, reopen)
+
+    def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if method.__name__ == "log" and os.getpid() == self._pid:
+            return self._rows.log(self._log_row, *args, **kwargs)
+        return super().use(method, *args, **kwargs)
+
+    def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if accessor.__name__ != "step":
+            return super().change(accessor, *args, **kwargs)
+        try:
+            step = super().change(accessor)
+        except Exception:  # W&B's shared mode has none
+            step = None
+        return self._rows.logged if step is None else step
+
+    def keep_for_next_row(self, data: Mapping[str, Any]) -> None:
+        """Add these values to this rank's next row."""
+        self._rows.log(self._log_row, data, commit=False)
+
+    def await_writers(self, exit_code: int) -> None:  # noqa: ARG002 the leader's counts
+        self._rows.commit(self._log_row)
+
+    def _log_row(self, row: dict[str, Any]) -> Any:
+        self._request.watch.before_row()
+        self._log(self._log_now, row)
+
+    def _log_now(self, run: Any, row: Any, *_: Any) -> None:
+        self._run_log(run, row)
+
+    def _define_step(self) -> None:
+        self.run.define_metric("*", step_metric=self._request.config.step_metric)
+
+    def _restrict_config(self) -> None:
+        """Let only the primary change the config."""
+        request = self._request
+        if request.plan.primary:
+            return
+        if request.info is None:
+            vendor.set_config(self.run, request.config.config)  # the calling task's
+            vendor.on_config_change(self.run, self._warn_of_change)
+        else:
+            rank, primary = request.info.rank, request.primary_name
+            vendor.replace_config_class(self.run, lambda kind: _read_only(kind, rank, primary))
+
+    def _warn_of_change(self, *_: Any, **__: Any) -> None:
+        """Warn once. A task that continues its caller's run must not fail because of a change of the config."""
+        text = (
+            "W&B: run %s belongs to the task that has called this one: this task's changes of its config are not sent"
+        )
+        self._warn_once("config", f"{text}. Change it in the calling task.", self.id)
+
+
+class LeaderHandle(SharedHandle):
+    """A shared run that this rank has opened: alone on its node, or for its followers."""
+
+    def __init__(
+        self,
+        run: Any,
+        before: Any,
+        request: RunRequest,
+        reopen: Reopen | None,
+        server: NodeServer | None = None,
+        barrier: WriterBarrier | None = None,
+    ) -> None:
+        """Take over the run. Call `start` before use.
+
+        Args:
+            run: The open run.
+            before: The earlier `wandb.run`.
+            request: The decorator's request for this run.
+            reopen: See `WandbHandle`.
+            server: The connections to the followers; None without followers.
+            barrier: Where the writers of other nodes are waited for; None if the run has one writer.
+        """
+        self._server, self._barrier = server, barrier
+        super().__init__(run, before, request, reopen)
+
+    def start(self) -> None:
+        """Protect the config, and publish the run to the followers."""
+        self._restrict_config()
+        if self._server is not None:
+            self._server.on_request = self._answer_request
+            self._publish()
+
+    def await_writers(self, exit_code: int) -> None:
+        super().await_writers(exit_code)
+        if self._server is not None:
+            self._await_followers(self._server, exit_code)
+        if self._barrier is not None and exit_code == 0:
+            self._barrier.wait_for_run(self._request, "W&B")
+
+    def finish(self, exit_code: int) -> None:
+        try:
+            super().finish(exit_code)
+        finally:
+            if self._barrier is not None:
+                self._barrier.leave()
+                if exit_code == 0:
+                    self._barrier.stay(self._request.config.finish_timeout_s, self._request.watch)
+            if self._server is not None:
+                self._server.close()
+            has_peers = NodeRole.of(self._request).has_peers
+            if self._offline and has_peers and self._request.plan.primary and self._request.info:
+                _log_merge_command(self.run)
+
+    def _await_followers(self, server: NodeServer, exit_code: int) -> None:
+        """Wait for the followers, but not if this rank's function has raised: theirs may wait for this rank."""
+        watch, timeout_s, ranks = self._request.watch, self._request.config.finish_timeout_s, []
+        if exit_code == 0:
+            ranks = server.wait(timeout_s, until=lambda: watch.terminated)
+        if exit_code in (TERMINATED, INTERRUPTED) or watch.terminated:
+            server.wait(min(_LEAVING_S, timeout_s))
+        elif ranks or (server.missing and exit_code == 0):
+            logger.warning(
+                "W&B: run %s ends now, %s after the function of its node's local rank %d has "
+                "returned. What these ranks log from now on is lost: %s. Number of ranks of the node that have not "
+                "called the function: %d.",
+                self.id,
+                self._request.config.finish_limit,
+                self._request.node_leader,
+                ", ".join(map(str, ranks)) or "none",
+                server.missing,
+            )
+
+    def _end(self, exit_code: int) -> None:
+        if self._server is not None:
+            self._server.suspend()
+        super()._end(exit_code)
+
+    def _adopt(self, reopened: Any) -> None:
+        super()._adopt(reopened)
+        self._restrict_config()
+        self._publish()
+
+    def _answer_request(self, unreachable: str) -> None:
+        """Open the run again if it was ended early, and publish it: a follower logs to it.
+
+        Args:
+            unreachable: The address of the wandb-core that the follower cannot reach; empty if it has not tried.
+        """
+        self._request.watch.wait_for_user_handler(any_thread=True)
+        try:
+            if unreachable and unreachable == vendor.service_address() and vendor.has_service_died():
+                self._gate.note_death(ConnectionResetError())
+            if self._gate.open_again():
+                self._publish()
+        except Exception:
+            logger.warning(
+                "W&B: run %s could not be opened again for the other ranks of its node", self.id, exc_info=True
+            )
+
+    def _publish(self) -> None:
+        if self._server is not None:
+            self._server.publish(_published(self.run))
+
+
+class FollowerHandle(SharedHandle):
+    """A W&B run that the leader of the node has opened. The leader has its files and its summary."""
+
+    def __init__(self, run: Any, connection: Any, before: Any, request: RunRequest, client: NodeClient) -> None:
+        """Make the run `wandb.run`, and subscribe to the leader's messages.
+
+        Args:
+            run: The attached run.
+            connection: The connection to the leader's wandb-core.
+            before: The earlier `wandb.run`.
+            request: The decorator's request for this run.
+            client: The connection to the leader.
+        """
+        self._client, self._connection = client, connection
+        self._service, self._unreachable = client.value["service"], ""  # the addresses of wandb-cores
+        self._changed = threading.Condition()
+        self._published: Mapping[str, Any] | None = None  # a run to attach to
+        self._is_gone = self._has_asked = False
+        self._patience_s = _ROW_WAIT_S
+        self._journal: Journal | None = None
+        super().__init__(run, before, request)
+        self._keep_journal(client.value)
+        client.subscribe(self._on_publish, self._on_suspend, self._on_disconnect)
+
+    @property
+    def files(self) -> str | None:
+        return None
+
+    def summary(self) -> Mapping[str, Any]:
+        return {}
+
+    def unsent(self) -> Sequence[str]:
+        return ()
+
+    def finish(self, exit_code: int) -> None:  # noqa: ARG002 the leader's counts
+        """Leave the run. The leader ends it."""
+        self._rows.commit(self._log_row)
+        limit_s = self._request.config.finish_timeout_s
+        self._patience_s, self._has_asked = limit_s, False  # the leader may take that long to end the run first
+        self._gate.finish(lambda: self._flush(min(limit_s, _FLUSH_S)))
+        if self._journal is not None:
+            self._journal.close()  # one that is open is not read
+        self._client.leave()
+        vendor.detach(self.run, self._connection)
+        vendor.set_finished(self.run)
+        self._let_go()
+
+    def finish_on_signal(self, exit_code: int) -> None:  # noqa: ARG002 the leader's counts
+        """Return when the leader's wandb-core has this rank's rows."""
+        self._flush(_FLUSH_S)
+
+    def may_end(self) -> bool:
+        """Whether the run's own `finish` may end it now: see `WandbHandle.may_end`."""
+        return False
+
+    def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if method.__name__ != "log" and os.getpid() == self._pid:
+            if self._gate.state == "ended":
+                self._client.request(self._unreachable)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_gone or self._published is not None, _CALL_WAIT_S)
+            if self._is_gone:
+                self._warn_of_end()
+                return None
+        return super().use(method, *args, **kwargs)
+
+    def _use_in_child(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with vendor.service_variable(self._service):
+            return super()._use_in_child(method, *args, **kwargs)
+
+    def _log_now(self, run: Any, row: Any, *_: Any) -> None:
+        if self._is_gone:  # this attempt of the job cannot send it: the next one does
+            self._warn_of_end()
+            if self._journal is None:
+                return
+            outbox.keep_rows(run, self._journal, is_only=True)
+        super()._log_now(run, row)
+
+    def _take_over(self) -> None:
+        super()._take_over()
+        self._restrict_config()
+
+    def _note_death(self, error: BaseException) -> None:  # noqa: ARG002 the leader tells it
+        self._unreachable, self._service = self._service, ""
+
+    def _reopen(self) -> bool:
+        """Attach to the run that the leader has opened again. Returns whether it has: the row is held otherwise."""
+        if not self._has_asked:
+            self._has_asked = True
+            # The leader was told to end, so this process will be too: a row that is held may be lost with it.
+            self._client.request(self._unreachable)
+            with self._changed:
+                self._changed.wait_for(lambda: self._published is not None or self._is_gone, self._patience_s)
+        published, self._published = self._published, None
+        if published is not None:
+            self._attach(published)
+        return published is not None or self._is_gone
+
+    def _attach(self, published: Mapping[str, Any]) -> None:
+        """Attach to the run in the leader's wandb-core, in the object that the function holds."""
+        if published["service"] != self._service:
+            run, connection = attached(published)
+            vendor.detach(self.run, self._connection)
+            self._connection, self._service = connection, published["service"]
+            vendor.share_state(self.run, run)
+            self._take_over()
+        self._has_asked = False
+        self._keep_journal(published)
+        for define in self._definitions:
+            define()
+
+    def _how_to_send_all(self) -> str:
+        return ""
+
+    def _flush(self, timeout_s: float) -> None:
+        if not self._is_gone:
+            vendor.flush(self.run, timeout_s)
+
+    def _keep_journal(self, published: Mapping[str, Any]) -> None:
+        """Keep this rank's rows beside the leader's, in the directory of the run."""
+        if self._journal is not None:
+            self._journal.close()
+        if published["directory"] is not None:
+            self._journal = outbox.guest_journal(published["directory"], published["place"], self._client.rank)
+            outbox.keep_rows(self.run, self._journal)
+
+    def _warn_of_end(self) -> None:
+        self._warn_once(
+            "gone",
+            "W&B: rank %d cannot log to run %s any more: local rank %d of its node, which writes the run, has ended it "
+            "or was killed. What this rank logs from now on is lost, unless the job is restarted on this machine.",
+            self._client.rank,
+            self.id,
+            self._request.node_leader,
+        )
+
+    # In the thread of the connection to the leader
+
+    def _on_publish(self, published: Mapping[str, Any]) -> None:
+        is_used = published["service"] == self._service and self._gate.state == "open"
+        if published["service"] == self._unreachable or is_used:
+            return
+        with self._changed:
+            self._published = published
+            self._changed.notify_all()
+        self._gate.note_death(ConnectionResetError())  # if that is not known yet
+        self._gate.open_again()
+
+    def _on_suspend(self) -> None:
+        self._published = None
+        self._gate.end(lambda: self._flush(_SUSPEND_S))
+
+    def _on_disconnect(self) -> None:
+        with self._changed:
+            self._is_gone = True
+            self._changed.notify_all()
+        if self._gate.state == "ended":
+            self._gate.open_again()
+
+
+def attached(published: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Attach to the run that the leader has published. Returns the run and the connection to its wandb-core."""
+    run, connection = vendor.attach(published["service"], published["run_id"])
+    try:
+        vendor.update_settings(run, published["settings"])
+        vendor.set_config(run, published["config"])
+    except BaseException:
+        vendor.detach(run, connection)
+        raise
+    return run, connection
+
+
+def _published(run: Any) -> dict[str, Any]:
+    """Return the values with which a follower attaches. A disabled run has none."""
+    if getattr(run, "disabled", False):
+        return {"is_disabled": True}
+    return {
+        "is_disabled": False,
+        "service": vendor.service_address(),
+        "run_id": run.id,
+        "settings": vendor.settings_of(run, _PUBLISHED_SETTINGS),
+        "config": json.loads(json.dumps(dict(run.config), default=str)),
+        **outbox.of(run).for_guests(),
+    }
+
+
+def _log_merge_command(run: Any) -> None:
+    """Log the command that sends the directories of all nodes, one after the other in the order of their start."""
+    logger.warning(
+        "W&B: run %s was logged offline, by each node into its own directory. Copy these to one machine, and send them "
+        "all with: %s",
+        run.id,
+        f"{how_to_send(os.path.dirname(os.path.dirname(run.dir)))}/offline-run-*-{shlex.quote(run.id)}*",
+    )
+
+
+@functools.cache
+def _read_only(kind: Any, rank: int, primary: str) -> Any:
+    """A subclass of `wandb.Config` that refuses changes, except for wandb's own keys, which begin with _."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"rank {rank} cannot change the config of its shared run, which is the primary's: change it on {primary}, "
+            "or pass config= to tracking_init"
+        )
+
+    def refuse_users_keys(name: str) -> Any:
+        def changed(config: Any, *args: Any, **kwargs: Any) -> Any:
+            change = next(iter([*args, *kwargs.values()]), None)
+            keys = change if isinstance(change, Mapping) else [change]
+            method = getattr(kind, name) if all(str(key).startswith("_") for key in keys) else refuse
+            return method(config, *args, **kwargs)
+
+        return changed
+
+    members = {name: refuse_users_keys(name) for name in ("__setitem__", "__setattr__", "update", "setdefaults")}
+    members.update(dict.fromkeys(("update_locked", "merge_locked"), refuse))
+    return type(kind.__name__, (kind,), members)
+
+
+# Opening
+
+
+def open_shared(
+    request: RunRequest,
+    open_own: Open,
+    open_degraded: Callable[[TrackerUnavailableError], Any],
+    reopen: Reopen,
+    is_disabled: Callable[[], bool],
+) -> Handle:
+    """Open this rank's part of a shared run: as the leader of its node, as its follower, or alone.
+
+    Args:
+        request: The decorator's request for this run.
+        open_own: Opens the run in this process.
+        open_degraded: Opens a run offline because of this error, or raises it.
+        reopen: Opens a run again: see `WandbHandle`.
+        is_disabled: Whether W&B is disabled for this rank.
+
+    Raises:
+        TrackerUnavailableError: The run cannot be opened, or not be attached to.
+    """
+    role = NodeRole.of(request)
+    if role.name == "leader":
+        return _open_as_leader(request, open_own, reopen)
+    if role.name == "single":
+        return _open(request, open_own, reopen)
+    disabled = is_disabled()
+    try:
+        return _open_as_follower(request, disabled)
+    except TrackerUnavailableError as unavailable:
+        if disabled:
+            return _open(request, open_own, reopen)
+        error = unavailable
+    return _open(request, lambda: open_degraded(error), reopen)
+
+
+def _open_as_leader(request: RunRequest, open_own: Open, reopen: Reopen) -> Handle:
+    ranks = request.info.local_world_size if request.info else None
+    try:
+        server = NodeServer(_node_name(request), on_request=lambda _: None, expected=(ranks or 1) - 1)
+    except NodeServerExistsError:  # a process that this rank has started has the variables of the rank itself
+        return _open(request, open_own, reopen)
+    except NodeError as error:
+        raise TrackerUnavailableError(f"W&B: the ranks of this node cannot share a run: {error}.") from error
+    try:
+        return _open(request, open_own, reopen, server)
+    except BaseException as error:
+        server.reject(str(error) if isinstance(error, TrackingError) else type(error).__name__)
+        server.close()
+        raise
+
+
+def _open(request: RunRequest, open_own: Open, reopen: Reopen | None, server: NodeServer | None = None) -> Handle:
+    before = vendor.global_run()
+    barrier = _writer_barrier(request)
+    handle = LeaderHandle(open_own(), before, request, reopen, server, barrier)
+    if barrier is not None:
+        vendor.set_resumed(handle.run, barrier.is_retry)
+    handle.start()
+    return handle
+
+
+def _open_as_follower(request: RunRequest, is_disabled: bool) -> Handle:
+    """Attach to the leader's run. If W&B is disabled for this rank or for the leader, open a disabled run.
+
+    Raises:
+        TrackerUnavailableError: The leader has opened no run, or it cannot be attached to.
+    """
+    before, failure = vendor.global_run(), None
+    while True:
+        try:
+            client = _connect(request)
+        except TrackerUnavailableError as error:
+            raise failure or error from error.__cause__
+        if is_disabled or client.value["is_disabled"]:
+            client.leave()
+            wandb: Any = importlib.import_module("wandb")
+            handle = LeaderHandle(wandb.init(mode="disabled"), before, request, None)
+            handle.start()
+            return handle
+        try:
+            return FollowerHandle(*attached(client.value), before, request, client)
+        except BaseException as error:
+            failure = _give_up(request, client, before, error)
+            if time.monotonic() > request.deadline:
+                raise failure from error
+        time.sleep(_RETRY_S)
+
+
+def _give_up(request: RunRequest, client: NodeClient, before: Any, error: BaseException) -> TrackerUnavailableError:
+    """Leave the leader for now, and return the error to raise if this was the last attempt."""
+    # The leader's wandb-core may have died. When the leader learns of that, it starts another one.
+    client.request(client.value["service"])
+    client.leave(will_return=True)
+    vendor.set_global_run(before)
+    if not isinstance(error, Exception):
+        raise error
+    return TrackerUnavailableError(
+        f"W&B: rank {client.rank} could not attach to run {client.value['run_id']}, which local rank "
+        f"{request.node_leader} of its node has opened: {error or type(error).__name__}"
+    )
+
+
+def _connect(request: RunRequest) -> NodeClient:
+    info, config = request.info, request.config
+    assert info is not None
+    try:
+        return NodeClient.connect(_node_name(request), info.rank, request.deadline, config.init_timeout_s)
+    except NodeError as error:
+        raise TrackerUnavailableError(
+            f"W&B: rank {info.rank} waited for run {request.planned_run_id}, which local rank {request.node_leader} of "
+            f"worker {info.worker_index} opens for its node: {error}. Call the decorated function on every rank "
+            f"of the node; or pass a longer init_timeout_s than {config.init_timeout_s:g}."
+        ) from error
+
+
+def _node_name(request: RunRequest) -> str:
+    """The name under which the leader listens on its node.
+
+    It differs for another job with the same run id, and for an earlier attempt of this job that is still ending.
+    """
+    info = request.info
+    assert info is not None
+    run = (request.config.project, request.planned_run_id, info.worker_index)
+    address = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    return json.dumps(["wandb", *run, info.launcher, info.job_id, info.restart_count, *address])
+
+
+def _writer_barrier(request: RunRequest) -> WriterBarrier | None:
+    """Enter the barrier of the leaders, or of the ranks whose node is unknown. None if the run has one writer."""
+    if not NodeRole.of(request).has_peers:
+        return None
+    info = request.info
+    kind, count = ("rank", 0) if info is None else ("rank", info.world_size)
+    if info is not None and info.worker_index is not None:
+        kind, count = "worker", info.num_workers or 1
+    others = [f"{kind}-{index}" for index in range(count)]
+    return WriterBarrier.entered(request, "W&B", request.plan.label or "", others)
