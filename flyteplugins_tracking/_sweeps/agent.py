@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -72,9 +73,10 @@ def get_sweep_parameters() -> dict[str, Any]:
     path = os.environ.get("WANDB_SWEEP_PARAM_PATH")
     if not path:
         return {}
-    from wandb.sdk.lib.config_util import dict_from_config_file
-
-    return dict(dict_from_config_file(path) or {})
+    yaml: Any = importlib.import_module("yaml")  # which W&B's client needs
+    with open(path) as file:
+        parameters = yaml.safe_load(file) or {}
+    return {name: value["value"] for name, value in parameters.items() if name != "wandb_version"}
 
 
 def _run_agent(function: Callable[[], Any], count: int | None, sweep_id: str | None) -> None:

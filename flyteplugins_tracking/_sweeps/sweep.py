@@ -373,6 +373,6 @@ def _client_settings() -> Any:
     """Return the settings of W&B's session; an object without effect if wandb is not loaded in this process."""
     if "wandb" not in sys.modules:
         return SimpleNamespace()
-    from wandb.sdk import wandb_setup
+    from flyteplugins_tracking.trackers.wandb import vendor
 
-    return wandb_setup.singleton().settings
+    return vendor.session().settings

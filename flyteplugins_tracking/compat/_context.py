@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +9,7 @@ from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._rank.plan import RankScope, RunMode
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.call import get_run
+from flyteplugins_tracking.trackers.wandb import vendor
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,7 @@ def get_wandb_sweep_context() -> WandbSweepContext | None:
 def get_wandb_run() -> Any:
     """Return the W&B run of the decorated function, or one opened without the decorator; None without a run."""
     run = get_run("wandb")
-    if run is None and "wandb" in sys.modules:
-        run = sys.modules["wandb"].run
-        # A forked child has a copy of its parent's, and cannot log to it.
-        return None if getattr(run, "_init_pid", None) != os.getpid() else run
-    return run
+    return vendor.global_run() if run is None else run
 
 
 def _arguments(key: str, kind: type) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Gate(PerProcess):
         self.openings = 1
         self._title, self._run_id, self._watch = title, run_id, watch
         self._reopen_run, self._deaths, self._on_death, self._hint = reopen, deaths, on_death, hint
-        self._died = self._holds_all = False
+        self._is_cut = self._holds_all = False  # the first: it has ended in the middle, and has not its true status
         self._held: deque[Callable[[], object]] = deque()
         self._inside: set[int] = set()  # the ids of the threads that are in a call
         self._enders: set[int] = set()  # those that end the run or open it: their own calls pass
@@ -149,10 +149,17 @@ class Gate(PerProcess):
             timeout_s: How long a process of the service that dies meanwhile is replaced, in seconds.
         """
         with self._changing:
-            if self._held or self._died:
+            if self._held or self._is_cut:
                 self._reopen()
             if self.state == "open":
                 self._end(finish, time.monotonic() + timeout_s)
+
+    def restart(self, finish: Callable[[], object]) -> None:
+        """End the run by `finish`, and open it again. A signal that comes meanwhile ends the run after that."""
+        with self._changing:
+            self.end(finish)
+            self._is_cut = True  # also if a signal's exception comes before it is open
+            self._reopen()
 
     def finish(self, finish: Callable[[], object], timeout_s: float = 0.0) -> None:
         """As `end`, after the function's end: nothing passes from then on."""
@@ -199,7 +206,7 @@ class Gate(PerProcess):
         with self._changing:
             if self.state in ("open", "ending") and opening in (None, self.openings):
                 self._on_death(error)
-                self._died, self.state = True, "ended"
+                self._is_cut, self.state = True, "ended"
 
     def lose(self) -> None:
         """Give the run up, with one warning: it cannot be opened again."""
@@ -312,7 +319,7 @@ class Gate(PerProcess):
         while True:
             with self._lock:
                 if not self._held:
-                    self._died = self._holds_all = False
+                    self._is_cut = self._holds_all = False
                     self.state = "open"
                     return
                 log = self._held[0]

@@ -37,9 +37,8 @@ def journal_in(directory: Path, place, rows, name: str = "owner-1", step: int | 
     """Leave a journal of rows: each its values, and the step if the writer knows it."""
     journal = Journal(directory, name, {"place": place, "step": step, **more})
     for values, at in rows:
-        text = json.dumps(values)[1:-1]
         journal.header["step"] = at
-        journal.add(outbox.line_of(text, at))
+        journal.add(outbox.record_of(json.dumps(values).encode(), at))
     journal.close()
 
 
@@ -100,7 +99,7 @@ def test_the_rows_of_an_earlier_attempt_come_first(run, earlier, deadline):
 
 
 def test_what_cannot_be_read_costs_one_warning(run, earlier, monkeypatch, caplog):
-    monkeypatch.setattr(files.StoredJournal, "lines", lambda _: 1 / 0)
+    monkeypatch.setattr(outbox, "_rows_of", lambda *_: 1 / 0)
     begun(run)
     handle = handle_of(run)
     run.log({"n": 0})
@@ -162,8 +161,8 @@ def test_files_below_the_first_step_are_not_parsed(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "SEGMENT_BYTES", 500)
     journal_in(tmp_path, ["s", "", "p", "x"], [({"n": number}, number) for number in range(100)])
     parsed: list[int] = []
-    lines_of = files.lines_of
-    monkeypatch.setattr(files, "lines_of", lambda *of: parsed.append(1) or lines_of(*of))
+    entries = files._entries
+    monkeypatch.setattr(files, "_entries", lambda frames: parsed.append(1) or entries(frames))
     attempt = outbox.attempt_at(tmp_path)
     assert [row.step for row in attempt.rows(95)] == [95, 96, 97, 98, 99]
     assert 0 < len(parsed) < len(list(tmp_path.iterdir())) / 2

@@ -42,36 +42,35 @@ def no_warning(caplog, monkeypatch):
 
 
 def test_a_run_has_every_part(run, no_warning):
-    assert (vendor.has_active_run(), vendor.is_finished(run), vendor.global_run()) == (True, False, run)
-    assert vendor.is_only_run(run)
-    assert not vendor.is_only_run(object())
-    vendor.report_changes(run)
+    assert (vendor.open_runs(), vendor.is_finished(run), vendor.global_run()) == ([run], False, run)
     vendor.set_resumed(run, False)
     assert not run.resumed
     vendor.update_settings(run, {"x_label": "label"})
-    assert vendor.settings_of(run, ("x_label", "run_notes")) == {"x_label": "label"}
+    assert run.settings.x_label == "label"
     vendor.set_config(run, {"lr": 1})
-    changes = []
-    vendor.on_config_change(run, lambda *args, **kwargs: changes.append(args))
-    run.config["batch"] = 2
-    assert (run.config["lr"], len(changes)) == (1, 1)
-    vendor.replace_config_class(run, lambda kind: type("Sub", (kind,), {}))
-    assert type(run.config).__name__ == "Sub"
+    assert run.config["lr"] == 1
     run.log({"x": 1})
     vendor.flush(run, 5)
     assert run.summary["x"] == 1
     assert vendor.row_method(type(run)).__name__ == "_log"
-    assert all(hasattr(run, name) for name in (*vendor.ENDINGS, *vendor.CALLBACKS))
-    assert hasattr(run, "_init_pid")
+    log = wandb.log
     vendor.set_global_run(None)
     assert vendor.global_run() is None
+    with pytest.raises(wandb.Error, match="must call"):
+        wandb.log({})
     vendor.set_global_run(run)
-    assert vendor.global_run() is run
+    assert (vendor.global_run(), wandb.log, wandb.summary) == (run, log, run.summary)
+
+
+def test_a_run_that_a_fork_has_inherited_is_not_the_childs(run, monkeypatch):
+    monkeypatch.setattr(vendor, "_global", vendor._Global())
+    vendor._global.after_fork_in_child()
+    assert vendor.global_run() is None
 
 
 def test_rows_and_records_have_every_part(run, no_warning):
     kept = []
-    vendor.on_rows(run, lambda values, step, commit: kept.append((json.loads(f"{{{values}}}"), step, commit)))
+    vendor.on_rows(run, lambda row, step, commit: kept.append((vendor.parse_row(row), step, commit)))
     run.log({'a"b': 0.5, "nested": {"a": 1}}, step=3)
     run.log({"x": 1}, commit=False)
     row, step, commit = kept[0]
@@ -106,11 +105,30 @@ def test_wandb_core_has_every_part(run, no_warning):
     assert address
     assert not vendor.has_service_died(0.1)
     assert not vendor.restart_service()  # a run is open in it
-    assert not vendor.was_torn_down(run, ConnectionError(), 0)
+    assert not vendor.was_torn_down(run, 0)
     vendor.drop_unusable_service()
     assert vendor.service_address() == address
-    with vendor.identity_resolved_once(time.monotonic()), vendor.outside_sweep():
-        pass
+    with vendor.without_viewer(), vendor.outside_sweep():
+        assert vendor.session().settings.x_disable_viewer
+    assert not vendor.session().settings.x_disable_viewer
+
+
+def test_a_torn_down_client_is_recognized(tmp_path, monkeypatch, no_warning):
+    opened = open_run("ended", tmp_path, monkeypatch)
+    wandb.teardown()
+    for call in (lambda: opened.log({"x": 1}), lambda: dict(opened.summary)):
+        with pytest.raises(Exception) as raised:  # noqa: PT011 which one, `service_gone` says
+            call()
+        assert isinstance(raised.value, vendor.service_gone(opened, raised.value))
+    assert ValueError in vendor.service_gone(opened, ValueError())
+    assert vendor.was_torn_down(opened, 5)
+    vendor.set_finished(opened)
+    vendor.set_global_run(None)
+
+
+@pytest.mark.parametrize("error", [ValueError(), KeyError()])
+def test_an_error_of_an_open_run_is_no_death_of_wandb_core(run, error):
+    assert vendor.service_gone(run, error) == (ConnectionError,)
 
 
 def test_wandb_core_has_written_the_files_of_ended_runs_when_it_is_restarted(tmp_path, monkeypatch):
@@ -132,7 +150,7 @@ def test_a_process_of_multiprocessing_ends_its_wandb_core_once(monkeypatch):
     vendor.end_service_with_process()  # in this process, wandb does so itself
     assert finalizers == []
     monkeypatch.setattr(multiprocessing.process, "parent_process", object)
-    monkeypatch.setattr(vendor, "_ends_with", 0)
+    monkeypatch.setattr(vendor, "_at_exit", vendor._AtExit())
     vendor.end_service_with_process()
     vendor.end_service_with_process()
     assert [(args[:2], kwargs) for args, kwargs in finalizers] == [
@@ -144,11 +162,12 @@ def test_attaching_has_every_part(run, no_warning):
     attached, connection = vendor.attach(vendor.service_address(), run.id)
     assert attached.id == run.id
     other = object.__new__(type(run))
-    vendor.take_over_state(other, attached)
+    vendor.share_state(other, attached)
     assert vars(other) is vars(attached)
+    assert attached not in vendor.open_runs()
     vendor.detach(other, connection)
-    vendor.set_finished(other)
     assert vendor.is_finished(attached)
+    assert other not in vendor.open_runs()
     vendor.set_global_run(run)
 
 
@@ -156,17 +175,13 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    settings = wandb.Settings(init_timeout=3)
-    vendor.merge_settings(settings, {"finish_timeout": 4})
-    vendor.merge_settings(settings, wandb.Settings(run_notes="n"))
+    settings = wandb.Settings(init_timeout=3, run_notes="n")
     effective = vendor.effective_settings(settings)
-    assert (effective.init_timeout, effective.finish_timeout, effective.run_notes) == (3, 4, "n")
-    asked: list[object] = []
-    vendor.on_stop_request(settings, asked.append, has_others=True)
+    assert (effective.init_timeout, effective.run_notes) == (3, "n")
+    asked: list[int] = []
+    vendor.on_stop_request(settings, lambda: asked.append(1), has_others=True)
     settings.stop_fn()
-    assert [function.__name__ for function in asked] == ["interrupt_main"]
-    assert vendor.is_set(settings, "init_timeout")
-    assert not vendor.is_set(settings, "run_group")
+    assert asked == [1]
     from flyteplugins_tracking.trackers.wandb.open import _SAFER_SETTINGS
 
     for name, value in {**_SAFER_SETTINGS, "x_file_stream_transmit_interval": 2.0}.items():
@@ -178,49 +193,23 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     with vendor.without_error_reports():
         assert os.environ["WANDB_ERROR_REPORTING"] == "false"
     assert "://" in vendor.default_server("")
-    assert len(vendor.service_gone(RUN)) == 4
-    assert ValueError in vendor.service_gone(torn_down())
-    assert vendor.was_torn_down(torn_down(), ValueError(), 0)
-    assert vendor.was_torn_down(RUN, vendor._torn_down_error()("x"), 0)
-
-
-def torn_down():
-    return SimpleNamespace(_interface=SimpleNamespace(_asyncer=SimpleNamespace(_joined=True)))
-
-
-def test_a_torn_down_client_is_recognized():
-    from wandb.sdk.lib.asyncio_manager import AsyncioManager
-
-    manager = AsyncioManager()
-    manager.start()
-    assert manager._joined is False
-    manager.join()
-    assert manager._joined is True
+    assert vendor.has_credentials("http://127.0.0.1:9") is False
 
 
 # Calls with a wandb that has no private part: what they return, or that they raise the one clear error.
 RUN = SimpleNamespace()
 WITHOUT = {
-    "on_rows": (lambda: vendor.on_rows(RUN, print), None),
-    "is_only_run": (lambda: vendor.is_only_run(RUN), False),
-    "has_active_run": (lambda: vendor.has_active_run(), False),
+    "on_rows": (lambda: vendor.on_rows(RUN, print), False),
+    "open_runs": (lambda: vendor.open_runs(), []),
     "restart_service": (lambda: vendor.restart_service(), False),
     "drop_unusable_service": (lambda: vendor.drop_unusable_service(), None),
     "has_service_died": (lambda: vendor.has_service_died(), False),
     "row_method": (lambda: vendor.row_method(SimpleNamespace), None),
-    "report_changes": (lambda: vendor.report_changes(RUN), None),
     "set_resumed": (lambda: vendor.set_resumed(RUN, True), None),
     "set_config": (lambda: vendor.set_config(RUN, {}), None),
-    "on_config_change": (lambda: vendor.on_config_change(RUN, print), None),
-    "replace_config_class": (lambda: vendor.replace_config_class(RUN, type), None),
-    "flush": (lambda: vendor.flush(RUN, 1), None),
-    "detach": (lambda: vendor.detach(RUN, RUN), None),
-    "was_torn_down": (lambda: vendor.was_torn_down(RUN, ConnectionError(), 0), False),
     "outside_sweep": (lambda: vendor.outside_sweep().__enter__(), TrackerNotInstalledError),
-    "service_address": (lambda: vendor.service_address(), TrackerNotInstalledError),
-    "settings_of": (lambda: vendor.settings_of(RUN, ()), TrackerNotInstalledError),
     "update_settings": (lambda: vendor.update_settings(RUN, {}), TrackerNotInstalledError),
-    "take_over_state": (lambda: vendor.take_over_state(RUN, RUN), TrackerNotInstalledError),
+    "share_state": (lambda: vendor.share_state(RUN, RUN), TrackerNotInstalledError),
     "effective_settings": (lambda: vendor.effective_settings(RUN), TrackerNotInstalledError),
     "set_required": (lambda: vendor.set_required(wandb.Settings(), x_gone=1), TrackerNotInstalledError),
 }
@@ -248,15 +237,15 @@ def without_setting(monkeypatch):
     """A wandb whose settings lack a name: pydantic refuses it, and our lookup does not find it."""
 
     def remove(name):
-        has = vendor._has_setting
-        monkeypatch.setattr(vendor, "_has_setting", lambda each: each != name and has(each))
+        has = vendor.has_setting
+        monkeypatch.setattr(vendor, "has_setting", lambda each: each != name and has(each))
         monkeypatch.setattr(vendor.PARTS._warn_once, "_logged", set())
 
     return remove
 
 
 def test_a_setting_that_this_wandb_does_not_know_is_not_set(without_setting, caplog):
-    assert not vendor._has_setting("x_gone")
+    assert not vendor.has_setting("x_gone")
     settings = vendor.new_settings(init_timeout=3, x_gone=1)
     vendor.set_default(settings, settings, "x_gone", 1)
     assert settings.init_timeout == 3

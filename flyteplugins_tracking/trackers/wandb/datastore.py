@@ -108,6 +108,19 @@ def description(directory: Path) -> Any:
     return None
 
 
+def arguments_of(record: Any) -> dict[str, Any]:
+    """Return the arguments of `wandb.init` that make the run of a description again."""
+    config = {item.key: json.loads(item.value_json) for item in record.config.update if item.key[:1] not in ("", "_")}
+    return {
+        "name": record.display_name or None,
+        "group": record.run_group or None,
+        "job_type": record.job_type or None,
+        "tags": list(record.tags) or None,
+        "notes": record.notes or None,
+        "config": config,
+    }
+
+
 def records(path: Path, block: int = 0) -> Iterator[bytes]:
     """Yield the records that begin at this block of 32 KiB or later.
 

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,8 +58,8 @@ _SAFER_SETTINGS = {
 _PROMPT_S = 2.0
 # The largest log, and the largest file of rows, of a run that could not be opened.
 _LONGEST_FILE = 1 << 26
-# How long `wandb.init` may run beyond its own timeout.
-_INIT_GRACE_S = 0.5
+# How long `wandb.init` may run beyond its own timeout, and how long it asks whose key it is.
+_INIT_GRACE_S, _VIEWER_S = 0.5, 10.0
 # How long W&B may take to say how many rows a run has.
 _COUNT_S = 2.0
 # wandb-core adds these to each row of a run's history.
@@ -170,13 +171,16 @@ def _init(
             run = wandb.init(**arguments)
             _begin_outbox(request, run, is_automatic)
             return run
-        with _opening, vendor.identity_resolved_once(request.deadline):
+        left_s = request.deadline - time.monotonic() - _INIT_GRACE_S
+        with _opening, nullcontext() if left_s > 2 * _VIEWER_S else vendor.without_viewer():
             settings = arguments["settings"]
+            left_s -= _VIEWER_S if left_s > 2 * _VIEWER_S else 0
             # If the user's settings have a longer timeout than our argument, the difference is added.
-            longer_s = settings.init_timeout - request.config.init_timeout_s
-            settings.init_timeout = max(1.0, request.deadline + longer_s - time.monotonic() - _INIT_GRACE_S)
+            settings.init_timeout = max(1.0, left_s + settings.init_timeout - request.config.init_timeout_s)
             effective = vendor.effective_settings(settings)
-            directory = Path(vendor.directory_of_runs(effective, arguments.get("dir")))
+            if arguments.get("dir") is not None:
+                effective.root_dir = arguments["dir"]
+            directory = Path(effective.wandb_dir)
             _send_promptly_after_kill(arguments, effective, directory)
             _await_count(request, arguments, effective, directory)
             with _noting_failed(directory, arguments.get("id"), failed if failed is not None else []):
@@ -300,7 +304,7 @@ def _reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | No
                 if rewinds:
                     outbox.mark_rewound(opened)
                 return opened
-            except Exception as error:
+            except BaseException as error:  # also a signal's
                 if rewinds:
                     # wandb-core keeps the run's id, and would refuse it when the run is opened again.
                     vendor.restart_service()
@@ -364,7 +368,7 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
     _adapt_to_role(arguments, request)
     if arguments.get("dir") is not None:
         arguments["dir"] = os.fspath(arguments["dir"])  # this downloads a FlyteDirectory
-    if vendor.global_run() is not None or vendor.has_active_run():
+    if vendor.global_run() is not None or vendor.open_runs():
         # wandb.init would return that run instead of a new one.
         arguments.setdefault("reinit", "create_new")
     return {name: value for name, value in arguments.items() if value is not None}
@@ -436,12 +440,16 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
     if _dies_with_pod(request):
         vendor.set_default(settings, effective, "x_file_stream_transmit_interval", _PROMPT_S)
     info, is_online = request.info, (mode or effective.mode) not in _NOT_ONLINE
-    vendor.on_stop_request(
-        settings, request.ask_to_stop, has_others=is_online and info is not None and info.world_size > 1
-    )
+    has_others = is_online and info is not None and info.world_size > 1
+    vendor.on_stop_request(settings, lambda: request.ask_to_stop(_interrupt), has_others=has_others)
     if is_online:
         _authenticate(settings, effective, request)
     return settings
+
+
+def _interrupt() -> None:
+    """Raise KeyboardInterrupt in the main thread, as Ctrl-C does."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _dies_with_pod(request: RunRequest) -> bool:
@@ -456,11 +464,15 @@ def _given_settings(request: RunRequest) -> Any:
         finish_timeout=request.config.finish_timeout_s,
         finish_timeout_raises=True,
     )
-    vendor.merge_settings(settings, request.config.options.get("settings"))
+    users = request.config.options.get("settings")
+    if isinstance(users, Mapping):
+        settings.update_from_dict(dict(users))
+    elif users is not None:
+        settings.update_from_settings(users)
     host = request.config.options.get(HOST)
     if _is_joined(request) and host:
         settings.base_url = host  # the server that has the caller's run
-    elif host and not vendor.is_set(settings, "base_url") and not os.environ.get("WANDB_BASE_URL"):
+    elif host and "base_url" not in settings.model_fields_set and not os.environ.get("WANDB_BASE_URL"):
         server = api_of(host)
         if server is not None:
             settings.base_url = server
@@ -473,7 +485,6 @@ def _authenticate(settings: Any, effective: Any, request: RunRequest) -> None:
     key = request.read_secret()
     if key:
         settings.api_key = key.strip()  # W&B refuses a key with a line end, and prints it in its message
-        vendor.use_key(settings.api_key, host, effective.app_url)
     elif not request.may_prompt and not vendor.has_credentials(host):
         raise TrackerUnavailableError(
             "W&B: there is no API key for this process. Run `wandb login`, set WANDB_API_KEY, or pass secret= to "

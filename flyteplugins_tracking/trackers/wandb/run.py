@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +29,15 @@ from flyteplugins_tracking.trackers.wandb import HOST, outbox, vendor
 
 logger = logging.getLogger(__name__)
 
-# The properties that change the run, by being set or through the object that they return.
-_CHANGING = ("config", "name", "notes", "step", "summary", "tags")
-# The run's attribute that holds its handle.
-HANDLE = "_flyteplugins_tracking_handle"
+# The properties that change the run by being set, or that ask wandb-core.
+_CHANGING = ("name", "notes", "step", "tags")
+# The methods of a run's config and summary that change it, or that ask wandb-core.
+_CHANGES = {
+    "config": ("__setitem__", "__setattr__", "update", "setdefaults", "update_locked", "merge_locked"),
+    "summary": ("__setitem__", "__setattr__", "__delitem__", "__getitem__", "update", "get", "keys"),
+}
+# The run's attribute that holds its handle; and that of its config and summary which holds the run.
+HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
 # The key of `save_state` in the summary: W&B's pages do not show keys that begin with "_".
 _STATE = "_flyteplugins_tracking"
 # The status of a run that is ended to be rewound: until then, its last attempt has failed.
@@ -67,7 +73,7 @@ class WandbHandle(Handle):
             run.id,
             request.watch,
             self._reopen,
-            deaths=lambda: vendor.service_gone(run),
+            deaths=lambda: vendor.service_gone(run, sys.exc_info()[1]),
             on_death=self._note_death,
             hint=self._how_to_send_all,
         )
@@ -112,7 +118,9 @@ class WandbHandle(Handle):
         state = f"{time.time():.3f} {text}"
         self._state = {_STATE: state}
         if self._gate.state == "open":  # or later: no run is opened again for it
-            self._gate.call(lambda: self.run.summary.update(self._state))
+            kind: Any = type(self.run.summary)
+            with contextlib.suppress(Exception):  # its wandb-core has died
+                getattr(kind, "__wrapped__", kind).update(self.run.summary, self._state)
         if self.files is not None:
             outbox.save_state(self.run, state)  # the summary of an attempt that is killed may not have arrived
 
@@ -181,8 +189,20 @@ class WandbHandle(Handle):
             return accessor(self.run, *args, **kwargs)
         return self._gate.call(lambda: accessor(self.run, *args, **kwargs), while_ending=True)
 
+    def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the config that changes it."""
+        # Of the run's present config: a run that is opened again has another one.
+        return self.change(lambda run, *given, **named: method(run.config, *given, **named), *args, **kwargs)
+
+    def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the summary."""
+        result = self.change(lambda run, *given, **named: method(run.summary, *given, **named), *args, **kwargs)
+        return () if result is None and method.__name__ == "keys" else result
+
     def _use_in_child(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method in a forked child, which W&B's client attaches to the run by itself."""
+        if method.__name__ == "log":
+            self._outbox.note_child()
         return method(self.run, *args, **kwargs)
 
     def _log(self, log: Callable[..., Any], data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> None:
@@ -194,7 +214,13 @@ class WandbHandle(Handle):
 
         def row() -> None:
             # Now, and not before: the rows before one that was held have no steps until they are logged.
-            log(self.run, *self._rollback.place(data, step), commit, **kwargs)
+            placed, at = self._rollback.place(data, step)
+            keep = outbox.plain_rows(self.run)
+            if keep is not None and isinstance(placed, Mapping):
+                placed = {"_timestamp": time.time(), **placed}
+            log(self.run, placed, at, commit, **kwargs)
+            if keep is not None:
+                keep(outbox.plain(placed), at, commit)
 
         self._gate.row(row)
 
@@ -225,7 +251,6 @@ class WandbHandle(Handle):
     def _take_over(self) -> None:
         vars(self.run)[HANDLE] = self
         guard(self.run)
-        vendor.report_changes(self.run)
         vendor.set_global_run(self.run)
 
     def _let_go(self) -> None:
@@ -282,7 +307,7 @@ class WandbHandle(Handle):
 
         `wandb.teardown` has ended it with a status of its own. A launcher's SIGTERM may reach wandb-core before us.
         """
-        was_torn_down = vendor.was_torn_down(self.run, error, self._request.config.finish_timeout_s / 2)
+        was_torn_down = vendor.was_torn_down(self.run, self._request.config.finish_timeout_s / 2)
         if not was_torn_down:
             text = "wandb-core has died (%s). A new one continues run %s, and sends the rest from %s"
             logger.warning(text, type(error).__name__, self.id, directory(self.run))
@@ -313,20 +338,19 @@ class WandbHandle(Handle):
         """
         if RESTART_COUNT in self.summary():
             return "an earlier attempt has rows at other steps than its own"
-        if not vendor.is_only_run(self.run):
+        if any(other is not self.run for other in vendor.open_runs()):
             return "this process has another run open"
         self._rewind_to, self._obstacle = step, None
-        self._gate.end(lambda: self._end(_FAILED))
-        self._gate.open_again()
+        self._gate.restart(lambda: self._end(_FAILED))
         return self._obstacle
 
     def _adopt(self, reopened: Any) -> None:
         """Continue with the state of `reopened` in the object that the function holds."""
         if reopened.id != self.id:
             raise RuntimeError(f"W&B opened run {reopened.id} instead of run {self.id}")
-        vendor.take_over_state(self.run, reopened)
+        vendor.share_state(self.run, reopened)
         vars(self.run)[HANDLE] = self
-        vendor.report_changes(self.run)
+        guard_values(self.run)
         self._be_global()
         for define in self._definitions:
             define()
@@ -402,6 +426,17 @@ def guard(run: Any) -> None:
     """Route the calls of the run's methods through its handle, `vars(run)[HANDLE]`."""
     kind: Any = type(run)
     run.__class__ = _guarded(kind)
+    guard_values(run)
+
+
+def guard_values(run: Any) -> None:
+    """Route changes of the run's config and summary through its handle, also by those who have kept these objects."""
+    is_disabled = getattr(run, "disabled", False)
+    for name in ["config"] if is_disabled else _CHANGES:  # the summary of a disabled run is no object of wandb's
+        value: Any = getattr(run, name)
+        kind: Any = type(value)
+        object.__setattr__(value, RUN, run)
+        object.__setattr__(value, "__class__", _guarded_value(kind, name))
 
 
 def _new(kind: Any) -> Any:
@@ -415,13 +450,30 @@ def _guarded(kind: Any) -> Any:
     members: dict[str, Any] = {name: _guard(getattr(kind, name)) for name in _methods(kind)}
     members.update({name: _guard_ending(getattr(kind, name)) for name in vendor.ENDINGS if hasattr(kind, name)})
     members.update({name: _guard_property(getattr(kind, name)) for name in _CHANGING if hasattr(kind, name)})
-    members.update({name: _guard_change(getattr(kind, name)) for name in vendor.CALLBACKS if hasattr(kind, name)})
     row_method = vendor.row_method(kind)
     if row_method is not None:
         members[row_method.__name__] = _guard_row(row_method)
     members["__reduce_ex__"] = lambda run, _: (_new, (kind,), run.__getstate__())
     named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (kind,), {**named, **members})
+
+
+@functools.cache
+def _guarded_value(kind: Any, name: str) -> Any:
+    """A subclass of the class of a run's config or summary whose methods call the run's handle."""
+
+    def guarded(method: Callable[..., Any]) -> Any:
+        @functools.wraps(method)
+        def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+            handle = vars(object.__getattribute__(value, RUN)).get(HANDLE)
+            if handle is None:
+                return method(value, *args, **kwargs)
+            return getattr(handle, f"change_{name}")(method, *args, **kwargs)
+
+        return call
+
+    members = {method: guarded(getattr(kind, method)) for method in _CHANGES[name] if hasattr(kind, method)}
+    return kind if hasattr(kind, "__wrapped__") else type(kind.__name__, (kind,), {**members, "__wrapped__": kind})
 
 
 def _methods(kind: type) -> list[str]:

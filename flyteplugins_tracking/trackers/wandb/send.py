@@ -76,7 +76,7 @@ def _send(directory: Path, servers: Sequence[str]) -> str:
     has_file_sent = attempt.moved_by is None
     place = _place(attempt, described, is_set_up_here=has_file_sent)
     if not has_file_sent:
-        require_server(directory, place.server, [vendor.default_settings().base_url, *servers])
+        require_server(directory, place.server, [vendor.session().settings.base_url, *servers])
         earlier = (one for one in outbox.pending(place, directory.parent, 0) if one.directory != directory)
         return _send_rows(place, [*earlier, attempt], described)
     rows = 0 if described is None else _sync(directory, place)
@@ -141,7 +141,7 @@ def _send_rows(place: Place, attempts: Sequence[Attempt], described: Any) -> str
             exit_code = 1 if found is None else _STATES.get(found.state, 1)
         touch_own(marker)
         is_new = found is None and described is not None
-        with _opened(place, vendor.description(described) if is_new else {}, exit_code) as run:
+        with _opened(place, datastore.arguments_of(described) if is_new else {}, exit_code) as run:
             rows = outbox.rows_of(attempts, run.starting_step)
             count = sum(1 for _ in outbox.log_again(run, type(run), rows, attempts[-1].step_metric))
         marker.unlink(missing_ok=True)
@@ -171,7 +171,7 @@ def as_lines(directory: Path) -> list[Any]:
     described = datastore.description(directory)
     if described is None:
         raise TrackerUnavailableError(f"{directory} has no rows: its process was killed while it opened the run")
-    arguments = {name: value for name, value in vendor.description(described).items() if value is not None}
+    arguments = {name: value for name, value in datastore.arguments_of(described).items() if value is not None}
     arguments.pop("job_type", None)
     attempt = attempt_at(directory)
     header = {
@@ -205,7 +205,7 @@ def replay(lines: Sequence[Any]) -> int:
     header, arguments = lines[0], lines[0]["arguments"]
     names = ("name", "group", "tags", "notes", "config")
     described = {name: arguments[name] for name in names if arguments.get(name) is not None}
-    settings = vendor.default_settings()
+    settings = vendor.session().settings
     server, entity = without_credentials(settings.base_url), settings.entity or ""
     place = Place(server, entity, arguments.get("project") or "", header["id"])
     rows, step = [], -1
@@ -231,4 +231,4 @@ def _place(attempt: Attempt, described: Any, is_set_up_here: bool) -> Place:
         return kept
     of_run = described or kept
     assert of_run is not None
-    return Place(without_credentials(vendor.default_settings().base_url), of_run.entity, of_run.project, of_run.run_id)
+    return Place(without_credentials(vendor.session().settings.base_url), of_run.entity, of_run.project, of_run.run_id)

@@ -40,7 +40,6 @@ primary waits for the other leaders through `trackers.barrier`.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import logging
@@ -49,7 +48,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
@@ -120,24 +119,23 @@ class SharedHandle(WandbHandle):
     def _define_step(self) -> None:
         self.run.define_metric("*", step_metric=self._request.config.step_metric)
 
-    def _restrict_config(self) -> None:
-        """Let only the primary change the config."""
-        request = self._request
-        if request.plan.primary:
-            return
-        if request.info is None:
-            vendor.set_config(self.run, request.config.config)  # the calling task's
-            vendor.on_config_change(self.run, self._warn_of_change)
-        else:
-            rank, primary = request.info.rank, request.primary_name
-            vendor.replace_config_class(self.run, lambda kind: _read_only(kind, rank, primary))
-
-    def _warn_of_change(self, *_: Any, **__: Any) -> None:
-        """Warn once. A task that continues its caller's run must not fail because of a change of the config."""
+    def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Let only the primary change the config. wandb's own keys begin with _."""
+        request, (change, *value) = self._request, [*args, *kwargs.values()]
+        changes = change if isinstance(change, Mapping) else {change: next(iter(value), None)}
+        if request.plan.primary or all(str(key).startswith("_") for key in changes):
+            return super().change_config(method, *args, **kwargs)
+        if request.info is not None:
+            raise ConfigError(
+                f"rank {request.info.rank} cannot change the config of its shared run, which is the primary's: change "
+                f"it on {request.primary_name}, or pass config= to tracking_init"
+            )
+        # A task that continues its caller's run must not fail because of a change of the config.
         text = (
             "W&B: run %s belongs to the task that has called this one: this task's changes of its config are not sent"
         )
         self._warn_once("config", f"{text}. Change it in the calling task.", self.id)
+        return vendor.set_config(self.run, changes)
 
 
 class LeaderHandle(SharedHandle):
@@ -166,11 +164,15 @@ class LeaderHandle(SharedHandle):
         super().__init__(run, before, request, reopen)
 
     def start(self) -> None:
-        """Protect the config, and publish the run to the followers."""
-        self._restrict_config()
+        """Take the config from the calling task, if there is one, and publish the run to the followers."""
+        self._take_callers_config()
         if self._server is not None:
             self._server.on_request = self._answer_request
             self._publish()
+
+    def _take_callers_config(self) -> None:
+        if self._request.info is None and not self._request.plan.primary:
+            vendor.set_config(self.run, self._request.config.config)
 
     def await_writers(self, exit_code: int) -> None:
         super().await_writers(exit_code)
@@ -219,7 +221,7 @@ class LeaderHandle(SharedHandle):
 
     def _adopt(self, reopened: Any) -> None:
         super()._adopt(reopened)
-        self._restrict_config()
+        self._take_callers_config()
         self._publish()
 
     def _answer_request(self, unreachable: str) -> None:
@@ -317,14 +319,13 @@ class FollowerHandle(SharedHandle):
     def _log_now(self, run: Any, row: Any, *_: Any) -> None:
         if self._is_gone:  # this attempt of the job cannot send it: the next one does
             self._warn_of_end()
-            if self._journal is None:
+            if self._journal is None or not outbox.keep_rows(run, self._keep, is_only=True):
                 return
-            outbox.keep_rows(run, self._journal, is_only=True)
         super()._log_now(run, row)
 
-    def _take_over(self) -> None:
-        super()._take_over()
-        self._restrict_config()
+    def _keep(self, row: bytes, *_: Any) -> None:
+        if self._journal is not None:
+            self._journal.add(outbox.record_of(row))
 
     def _note_death(self, error: BaseException) -> None:  # noqa: ARG002 the leader tells it
         self._unreachable, self._service = self._service, ""
@@ -368,7 +369,7 @@ class FollowerHandle(SharedHandle):
             self._journal.close()
         if published["directory"] is not None:
             self._journal = outbox.guest_journal(published["directory"], published["place"], self._client.rank)
-            outbox.keep_rows(self.run, self._journal)
+            outbox.keep_rows(self.run, self._keep)
 
     def _warn_of_end(self) -> None:
         self._warn_once(
@@ -424,10 +425,16 @@ def _published(run: Any) -> dict[str, Any]:
         "is_disabled": False,
         "service": vendor.service_address(),
         "run_id": run.id,
-        "settings": vendor.settings_of(run, _PUBLISHED_SETTINGS),
+        "settings": {
+            name: getattr(run.settings, name) for name in _PUBLISHED_SETTINGS if _is_known(run.settings, name)
+        },
         "config": json.loads(json.dumps(dict(run.config), default=str)),
         **outbox.of(run).for_guests(),
     }
+
+
+def _is_known(settings: Any, name: str) -> bool:
+    return getattr(settings, name, None) is not None
 
 
 def _log_merge_command(run: Any) -> None:
@@ -438,30 +445,6 @@ def _log_merge_command(run: Any) -> None:
         run.id,
         f"{how_to_send(os.path.dirname(os.path.dirname(run.dir)))}/offline-run-*-{shlex.quote(run.id)}*",
     )
-
-
-@functools.cache
-def _read_only(kind: Any, rank: int, primary: str) -> Any:
-    """A subclass of `wandb.Config` that refuses changes, except for wandb's own keys, which begin with _."""
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(
-            f"rank {rank} cannot change the config of its shared run, which is the primary's: change it on {primary}, "
-            "or pass config= to tracking_init"
-        )
-
-    def refuse_users_keys(name: str) -> Any:
-        def changed(config: Any, *args: Any, **kwargs: Any) -> Any:
-            change = next(iter([*args, *kwargs.values()]), None)
-            keys = change if isinstance(change, Mapping) else [change]
-            method = getattr(kind, name) if all(str(key).startswith("_") for key in keys) else refuse
-            return method(config, *args, **kwargs)
-
-        return changed
-
-    members = {name: refuse_users_keys(name) for name in ("__setitem__", "__setattr__", "update", "setdefaults")}
-    members.update(dict.fromkeys(("update_locked", "merge_locked"), refuse))
-    return type(kind.__name__, (kind,), members)
 
 
 # Opening
