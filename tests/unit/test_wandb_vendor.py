@@ -63,8 +63,8 @@ def test_a_run_has_every_part(run, no_warning):
 
 
 def test_a_run_that_a_fork_has_inherited_is_not_the_childs(run, monkeypatch):
-    monkeypatch.setattr(vendor, "_global", vendor._Global())
-    vendor._global.after_fork_in_child()
+    monkeypatch.setattr(vendor, "_inherited", vendor._Inherited())
+    vendor._inherited.after_fork_in_child()
     assert vendor.global_run() is None
 
 

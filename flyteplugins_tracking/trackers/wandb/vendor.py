@@ -496,34 +496,39 @@ def _as_set_up(server: str) -> str:
 # The global run: `wandb.run`
 
 
-class _Global(PerProcess):
-    """The run that a forked child has inherited as `wandb.run`, and the functions of `wandb` when it has no run."""
+class _Inherited(PerProcess):
+    """The run that a forked child has inherited as `wandb.run`."""
 
     def __init__(self) -> None:
-        self.inherited: Any = None
-        self.without_run: dict[str, Any] = {}
+        self.run: Any = None
 
     def after_fork_in_child(self) -> None:
-        self.inherited = getattr(sys.modules.get("wandb"), "run", None)
+        self.run = getattr(sys.modules.get("wandb"), "run", None)
 
 
-_global = register(_Global())
+_inherited = register(_Inherited())
 
 
 def global_run() -> Any:
     """Return `wandb.run`; None in a forked child that has inherited it, and cannot end it."""
     run = getattr(sys.modules.get("wandb"), "run", None)
-    return None if run is _global.inherited else run
+    return None if run is _inherited.run else run
 
 
 def set_global_run(run: Any) -> None:
-    """Set `wandb.run` and `wandb.log`, which frameworks use; None unsets them. `reinit="create_new"` leaves them."""
+    """Set `wandb.run` and `wandb.log`, which frameworks use; None unsets them. `reinit="create_new"` leaves them.
+
+    Without it, they stay those of a run that has ended.
+    """
     wandb: Any = importlib.import_module("wandb")
-    if wandb.run is None:
-        _global.without_run = {name: getattr(wandb, name) for name in _GLOBALS if hasattr(wandb, name)}
-    members = {name: getattr(run, name) for name in _GLOBALS if hasattr(run, name)}
-    for name, value in {"run": run, **(_global.without_run if run is None else members)}.items():
-        setattr(wandb, name, value)
+    if run is None:
+        with _optional("wandb.log refers to a run that has ended"):
+            importlib.import_module("wandb.sdk.lib.module").unset_globals()
+        return
+    for name in _GLOBALS:
+        if hasattr(run, name):
+            setattr(wandb, name, getattr(run, name))
+    wandb.run = run
 
 
 # Settings
