@@ -82,7 +82,7 @@ class Gate(PerProcess):
         self.openings = 1
         self._title, self._run_id, self._watch = title, run_id, watch
         self._reopen_run, self._deaths, self._on_death, self._hint = reopen, deaths, on_death, hint
-        self._is_cut = self._holds_all = False  # the first: it has ended in the middle, and has not its true status
+        self._is_cut = False  # whether it has ended in the middle, without its true status
         self._held: deque[Callable[[], object]] = deque()
         self._inside: set[int] = set()  # the ids of the threads that are in a call
         self._enders: set[int] = set()  # those that end the run or open it: their own calls pass
@@ -112,7 +112,7 @@ class Gate(PerProcess):
         Args:
             log: Logs the row. It may be called later and in another thread; again if the service's process dies.
         """
-        if not self.refuses() and (self._holds_all or self._pass(log) is _NOT_PASSED):
+        if not self.refuses() and self._pass(log) is _NOT_PASSED:
             self._pass_late(log, is_row=True)
 
     def call(self, method: Callable[[], T], *, while_ending: bool = False) -> T | None:
@@ -172,16 +172,6 @@ class Gate(PerProcess):
                     self._held.clear()
                 if is_left:
                     self._warn(NOT_OPEN)
-
-    def hold(self) -> None:
-        """Hold rows from now on, although the run is open: something has to come before them."""
-        self._holds_all = True
-
-    def pass_held(self) -> None:
-        """Log the rows that are held, in their order, and let further ones pass. Nothing if the run has ended."""
-        with self._changing:
-            if self.state == "open":
-                self._pass_rest()
 
     def opened(self) -> None:
         """Let everything pass: the run is open again, after `reopen` has returned False."""
@@ -261,10 +251,9 @@ class Gate(PerProcess):
     def _holds(self, log: Callable[[], object]) -> bool:
         """Hold a row if the time is not right for it. Returns whether it is held."""
         with self._lock:
-            is_held = self.state == "ending" or (self._holds_all and self.state == "open")
-            if is_held:
+            if self.state == "ending":
                 self._held.append(log)
-            return is_held
+            return self.state == "ending"
 
     def _end(self, finish: Callable[[], object], until: float) -> None:
         while self.state == "open":
@@ -319,7 +308,7 @@ class Gate(PerProcess):
         while True:
             with self._lock:
                 if not self._held:
-                    self._is_cut = self._holds_all = False
+                    self._is_cut = False
                     self.state = "open"
                     return
                 log = self._held[0]

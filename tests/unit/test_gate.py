@@ -392,28 +392,6 @@ def test_a_service_that_dies_at_each_opening_is_given_up(caplog):
     assert len(caplog.messages) == 1
 
 
-def test_rows_can_be_held_while_the_run_is_open():
-    run = Run()
-    run.gate.hold()
-    run.log(1)
-    assert run.gate.call(lambda: "result") == "result"
-    run.events.append("what comes first")
-    run.gate.pass_held()
-    run.log(2)
-    assert run.events == ["what comes first", 1, 2]
-
-
-def test_rows_that_a_signal_finds_held_pass_when_the_run_is_opened_again():
-    run = Run()
-    run.gate.hold()
-    run.log(1)
-    run.gate.end(run.finish)
-    run.gate.pass_held()
-    assert run.events == ["end"]
-    run.log(2)
-    assert run.events == ["end", "handler", "reopen", 1, 2]
-
-
 def test_a_run_that_another_process_opens_again_holds_rows_until_then():
     run = Run(reopen=lambda: False)
     run.gate.end(run.finish)

@@ -53,10 +53,12 @@ def earlier(run) -> Path:
     return directory
 
 
-def begun(run, deadline: float = math.inf, has_one_writer: bool = True) -> outbox.Outbox:
+def begun(run, has_one_writer: bool = True) -> outbox.Outbox:
     """Give the run, which is offline, the outbox of one that is online."""
-    made = vars(run)[outbox.OUTBOX] = outbox.Outbox(run, has_one_writer, step_metric="global_step")
-    made.send_earlier(deadline)
+    made = vars(run)[outbox.OUTBOX] = outbox.Outbox(
+        run, outbox.run_directory(run), has_one_writer, step_metric="global_step", restart_count=1
+    )
+    outbox.send_earlier(made, has_one_writer)
     return made
 
 
@@ -81,10 +83,8 @@ def ended(directory: Path) -> StoredRun:
     return stored
 
 
-@pytest.mark.parametrize("deadline", [math.inf, 0.0], ids=["in time", "the rest in the background"])
-def test_the_rows_of_an_earlier_attempt_come_first(run, earlier, deadline):
-    made = begun(run, deadline)
-    assert made.is_kept is (deadline > 0)
+def test_the_rows_of_an_earlier_attempt_come_first(run, earlier):
+    begun(run)
     handle = handle_of(run)
     run.log({"n": ROWS})
     run.log({"n": ROWS + 1}, step=3)  # the run has this step
@@ -96,6 +96,42 @@ def test_the_rows_of_an_earlier_attempt_come_first(run, earlier, deadline):
     assert (rows[-1]["global_step"], rows[-1]["restart_count"]) == (3, 1)
     assert stored.summary["n"] == ROWS + 1
     assert not files.stored(earlier)
+
+
+def test_rows_that_a_killed_attempt_had_logged_again_come_once(run, earlier):
+    """They are in its journal too, with the same steps. Its own row of a step counts: the earlier one was damaged."""
+    later = earlier.with_name("run-20260102_000000-tail")
+    rows = [({"n": number, "_timestamp": 1.7e9 + number}, number) for number in range(10, 30)]
+    journal_in(later, outbox.Place.of(run), [*rows, ({"n": -1, "_timestamp": 1.8e9}, 35)], step=10, first_step=10)
+    begun(run)
+    handle_of(run).finish(0)
+    assert [row["n"] for row in ended(outbox.run_directory(run)).rows] == [*range(35), -1, *range(36, ROWS)]
+    assert not files.stored(earlier)
+    assert not files.stored(later)
+
+
+def test_rows_of_an_offline_attempt_that_a_killed_one_had_begun_to_log_come_once(run, earlier):
+    """At the steps of the run, and with their own ones in a column."""
+    place = outbox.Place.of(run)
+    offline = earlier.with_name("offline-run-20260102_000000-tail")
+    journal = Journal(
+        offline,
+        "owner-1",
+        {"place": place, "step": 0, "is_automatic": True, "step_metric": "own_step", "restart_count": 3},
+    )
+    for number in range(10):
+        row = json.dumps({"n": number, "_timestamp": 1.8e9 + number}).encode()
+        journal.add(outbox.record_of(row, number, is_placed=True))
+    journal.close()
+    later = earlier.with_name("run-20260103_000000-tail")
+    rows = [({"n": number, "_timestamp": 1.8e9 + number}, ROWS + number) for number in range(4)]
+    journal_in(later, place, rows, step=ROWS, first_step=0)
+    begun(run)
+    handle_of(run).finish(0)
+    found = ended(outbox.run_directory(run)).rows[ROWS:]
+    assert [(row["_step"], row["n"]) for row in found] == [(ROWS + number, number) for number in range(10)]
+    assert [(row["own_step"], row["restart_count"]) for row in found[4:]] == [(number, 3) for number in range(4, 10)]
+    assert not files.stored(offline)
 
 
 def test_what_cannot_be_read_costs_one_warning(run, earlier, monkeypatch, caplog):
@@ -122,7 +158,7 @@ PLANTED = {
 def test_what_is_planted_in_the_place_of_a_mark_neither_holds_up_a_run_nor_hides_rows(run, earlier, plant):
     """In a directory that a whole group can write to, or after a power loss."""
     (earlier / "../../key").write_text("private")
-    for name in (outbox._MOVED, "rewound", outbox._STATE):
+    for name in (outbox._FORKED, "rewound", outbox._STATE):
         PLANTED[plant](earlier / name)
     assert outbox.is_rewound(earlier) is (plant == "damaged")  # it has no content
     beginning = threading.Thread(target=begun, args=(run,), daemon=True)
@@ -247,11 +283,10 @@ def test_a_directory_of_another_user_is_none_of_a_run(directories):
 
 @needs_root
 def test_a_mark_of_another_user_does_not_count(directories):
-    directory = directories[0].rename(directories[0].with_name(f"offline-{directories[0].name}"))
-    for name, text in ((outbox._MOVED, "7"), ("rewound", ""), ("run-train.wandb.synced", "")):
-        (directory / name).write_text(text)
+    directory = directories[0]
+    for name in ("rewound", "run-train.wandb.synced"):
+        (directory / name).touch()
         os.chown(directory / name, NOBODY, NOBODY)
-    assert outbox.attempt_at(directory).moved_by is None
     assert not outbox.is_rewound(directory)
     assert not outbox.is_synced(directory)
 
@@ -321,6 +356,15 @@ def test_the_place_of_a_run_is_stored_without_the_servers_password():
     settings = SimpleNamespace(base_url="https://me:pass/word@wandb.example.com")
     place = outbox.Place.of(SimpleNamespace(settings=settings, entity="e", project="p", id="i"))
     assert place == ("https://wandb.example.com", "e", "p", "i")
+
+
+def test_a_run_without_an_entity_is_that_of_the_default_one():
+    place = outbox.Place("https://wandb.example.com", "e", "p", "i")
+    unknown, other = place._replace(entity=""), place._replace(entity="f")
+    assert place.is_same(unknown)
+    assert unknown.is_same(place)
+    assert not place.is_same(other)
+    assert not place.is_same(place._replace(run_id="j"))
 
 
 @pytest.fixture

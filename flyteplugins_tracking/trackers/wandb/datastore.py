@@ -1,4 +1,4 @@
-"""Read the `.wandb` file of a run's directory, also from its end.
+"""Read the `.wandb` file of a run's directory.
 
 The file is a log in the format of LevelDB after a header of 7 bytes. wandb has no reader for Python.
 https://github.com/google/leveldb/blob/main/doc/log_format.md
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -24,8 +23,6 @@ _warn_once = WarnOnce(logging.getLogger(__name__))
 _HEADER, _BLOCK = 7, 32 * 1024
 _FRAGMENT = struct.Struct("<IHB")
 _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
-# How many blocks are read from the end at first, and how many times more if these are not enough.
-_BLOCKS, _MORE = 8, 4
 
 
 class Row(NamedTuple):
@@ -34,13 +31,11 @@ class Row(NamedTuple):
     Attributes:
         step: Its step.
         values: Its values, with the time at which it was logged as "_timestamp".
-        directory: The directory of the run that has logged it.
         is_placed: Whether the function has given the step.
     """
 
     step: int
     values: Mapping[str, Any]
-    directory: Path
     is_placed: bool = False
 
     @property
@@ -54,32 +49,12 @@ def file_in(directory: Path) -> Path | None:
     return next(filter(is_own_file, sorted(directory.glob("*.wandb"))), None)
 
 
-def rows(directory: Path, since: float = 0) -> Iterator[Row]:
-    """Yield the rows of a directory's file from a step on."""
+def rows(directory: Path) -> Iterator[Row]:
+    """Yield the rows of a directory's file."""
     file = file_in(directory)
     for kind, record in map(vendor.parse_record, records(file)) if file is not None else ():
-        if kind == "history" and (row := _row(record, directory)).step >= since:
-            yield row
-
-
-def tail(directory: Path, since: float) -> tuple[list[Row], bool]:
-    """Return the file's last rows, with one of a step before `since` if there is any, and whether these are all."""
-    file = file_in(directory)
-    blocks = -(-file.stat().st_size // _BLOCK) if file is not None else 0
-    count = _BLOCKS
-    while file is not None:
-        skipped = max(0, blocks - count)
-        parsed = map(vendor.parse_record, records(file, skipped))
-        found = [_row(record, directory) for kind, record in parsed if kind == "history"]
-        if not skipped or (found and found[0].step < since):
-            return found, not skipped
-        count *= _MORE
-    return [], True
-
-
-def last_step(directory: Path) -> int:
-    """Return the step of the file's last row; -1 if it has none."""
-    return max((row.step for row in tail(directory, math.inf)[0]), default=-1)
+        if kind == "history":
+            yield _row(record)
 
 
 def exit_code(directory: Path) -> int | None:
@@ -168,7 +143,7 @@ def _fragment_at(data: bytes, start: int) -> tuple[int, bytes]:
     return kind if is_whole and _FULL <= kind <= _LAST else 0, fragment
 
 
-def _row(record: Any, directory: Path) -> Row:
+def _row(record: Any) -> Row:
     values: dict[str, Any] = {}
     for item in record.item:
         *parents, key = item.nested_key or [item.key]
@@ -178,4 +153,4 @@ def _row(record: Any, directory: Path) -> Row:
         place[key] = json.loads(vendor.json_of(item))
     step = values.pop("_step", None)
     values.pop("_runtime", None)  # wandb-core gives it
-    return Row(record.step.num if step is None else int(step), values, directory)
+    return Row(record.step.num if step is None else int(step), values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import os
 import shutil
 import signal
@@ -53,8 +52,7 @@ _SAFER_SETTINGS = {
     # to write once more.
     "x_transaction_log_flush_interval": 0.1,
 }
-# How often rows are sent if the next attempt could not send them, in seconds, or if one was killed: wandb's 15 s is
-# what a kill would lose, or leave to be sent again.
+# How often rows are sent if the next attempt could not send them, in seconds: wandb's 15 s is what a kill would lose.
 _PROMPT_S = 2.0
 # The largest log, and the largest file of rows, of a run that could not be opened.
 _LONGEST_FILE = 1 << 26
@@ -181,7 +179,6 @@ def _init(
             if arguments.get("dir") is not None:
                 effective.root_dir = arguments["dir"]
             directory = Path(effective.wandb_dir)
-            _send_promptly_after_kill(arguments, effective, directory)
             _await_count(request, arguments, effective, directory)
             with _noting_failed(directory, arguments.get("id"), failed if failed is not None else []):
                 run = wandb.init(**arguments)
@@ -242,15 +239,6 @@ def _is_linked(directory: Path) -> bool:
     return any((directory.parent / link).resolve().is_relative_to(inside) for link in _LINKS)
 
 
-def _send_promptly_after_kill(arguments: Mapping[str, Any], settings: Any, directory: Path) -> None:
-    """Have rows be sent more often if an attempt on this disk was killed.
-
-    Attempts that all live for less than the interval would each hand over the rows of all those before.
-    """
-    if arguments.get("id") is not None and outbox.is_any_left(directory, arguments["id"]):
-        vendor.set_default(arguments["settings"], settings, "x_file_stream_transmit_interval", _PROMPT_S)
-
-
 def _await_count(request: RunRequest, arguments: Mapping[str, Any], settings: Any, directory: Path) -> None:
     """Wait until W&B counts the rows of an earlier attempt that has just ended here."""
     run_id = arguments.get("id")
@@ -278,7 +266,6 @@ def _begin_outbox(request: RunRequest, run: Any, is_automatic: bool = False) -> 
         has_one_writer=not (is_shared or options.get("sync_tensorboard") or options.get("tensorboard")),
         is_automatic=is_automatic,
     )
-    outbox.of(run).send_earlier(math.inf if is_shared else request.deadline)
 
 
 def _reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | None) -> Any:

@@ -4,14 +4,17 @@ wandb-core sends every 15 s, and SIGKILL of its process keeps it from sending th
 run keeps its rows in a journal in the run's directory, until the run has ended: then all have arrived.
 
 What the service has of a run is a prefix. The step at which the next opening starts tells how long it is. That attempt
-logs the rest again before the function's first row, with the steps and times that the rows had. A process that writes a
-run alone knows the steps of its rows. If there are several, as in a shared run, wandb-core gives the steps, and the
-run's file (`run-ID.wandb`) has them.
+logs the rest again before the function's first row, with the steps and times that the rows had. So these rows are in
+its own journal too, and what it was left is removed. If it is killed before that, the next attempt finds rows in two
+journals: equal steps tell that.
+
+A process that writes a run alone knows the steps of its rows. If there are several, as in a shared run, wandb-core
+gives the steps, and the run's file (`run-ID.wandb`) has them.
 
 An offline run's file has all its rows, but for the last 0.1 s of an attempt that was killed. The next attempt here logs
 these into its own file, or `send` logs them when it has sent the file. If a run is offline because W&B could not be
-used, the next attempt that is online sends its rows, behind those that the run has. Rows that are moved so keep their
-own step in a column, as after a rollback.
+used, the next attempt that is online logs its rows, behind those that the run has, with their own steps in a column, as
+after a rollback. Equal times tell which of them an attempt has logged that was killed then.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ import glob
 import heapq
 import json
 import logging
-import math
 import os
 import secrets
 import socket
@@ -50,17 +52,13 @@ from flyteplugins_tracking.trackers.wandb.datastore import Row
 
 logger = logging.getLogger(__name__)
 
-# The run's attributes that hold its `Outbox`, and what keeps plain rows: see `plain_rows`.
+# The run's attributes that hold its `Outbox`, and what keeps plain rows: see `log_kept`.
 OUTBOX, _PLAIN = "_flyteplugins_tracking_outbox", "_flyteplugins_tracking_plain_rows"
 _OFFLINE = "offline-"
-# Files in a run's directory: how far its rows were moved when they were sent; and that its run was rewound later.
-_MOVED, _REWOUND = "flyteplugins-tracking-moved-by.json", "rewound"
-# That a forked child has logged too; and a text that is kept offline for the next attempt.
-_FORKED, _STATE = "flyteplugins-tracking-forked", "flyteplugins-tracking-state"
-# The most bytes of the latter.
+# Files in a run's directory: that its run was rewound later; that a forked child has logged too; and a text that is
+# kept offline for the next attempt, of at most so many bytes.
+_REWOUND, _FORKED, _STATE = "rewound", "flyteplugins-tracking-forked", "flyteplugins-tracking-state"
 _LONGEST_STATE = 1 << 20
-# The steps that a shared run's file is read back for, so that each of its writers has a row among them.
-_OVERLAP = 1000
 # How long wandb-core may take to write the end of a run that it has ended.
 _END_S, _POLL_S = 5.0, 0.01
 # How long after the last acknowledged rows W&B's count of them may be wrong, and how often it is asked for.
@@ -84,8 +82,9 @@ class Place(NamedTuple):
         return cls(server, str(run.entity or ""), str(run.project), str(run.id))
 
     def is_same(self, other: Place) -> bool:
-        """Whether it is the same run. Offline, the client does not know the user's default entity."""
-        return self._replace(entity="") == other._replace(entity="") and self.entity in ("", other.entity)
+        """Whether it is the same run. Offline, the client does not know the user's default entity: it has none."""
+        is_entity = self.entity == other.entity or not (self.entity and other.entity)
+        return is_entity and self._replace(entity="") == other._replace(entity="")
 
 
 # Attempts on this disk
@@ -108,51 +107,36 @@ class Attempt:
         return any(journal.is_open() for journal in self.journals if "first_step" in journal.header)
 
     @property
-    def first_step(self) -> int | None:
-        """The step from which on its rows are its own. None if it has not sent all of those of earlier attempts."""
-        known = [journal.header.get("first_step") for journal in self.journals]
-        return max((step for step in known if step is not None), default=None)
-
-    @property
     def exit_code(self) -> int | None:
         """The status with which it has ended its run; None if it was killed before."""
         if not self.journals:
             return datastore.exit_code(self.directory)
-        lines = chain.from_iterable(journal.segments()[-1].lines() for journal in self.journals)
-        return next((line["exit_code"] for line in lines if "exit_code" in line), None)
-
-    @property
-    def moved_by(self) -> int | None:
-        """How far its rows are moved at the service; None if nothing of an offline run was sent from here."""
-        with contextlib.suppress(ValueError):  # damaged, or there is none
-            return int(own_text(self.directory / _MOVED) or "")
-        return None if is_offline(self.directory) else 0
-
-    def move_to(self, step: int) -> None:
-        """Have its first row get this step, unless it is a later one: for good, also if the row is sent again."""
-        first = next(self._rows(0), None)
-        if first is not None:
-            self.move(max(0, step - first.step))
-
-    def move(self, distance: int) -> None:
-        """Move its rows by so many steps."""
-        replace_whole(self.directory / _MOVED, str(distance))
+        ends = chain.from_iterable([one.header, *one.segments()[-1].lines()] for one in self.journals)
+        return next((end["exit_code"] for end in ends if "exit_code" in end), None)
 
     def rows(self, since: int = 0) -> Iterator[Row]:
-        """Yield its rows from a step on, in their order and where they are at the service."""
-        distance = self.moved_by or 0
-        for row in self._rows(since - distance):
-            if row.step >= since - distance:
-                yield row._replace(step=row.step + distance, values=self.with_columns(row)) if distance else row
+        """Yield its rows from a step on, in their order."""
+        if not self.journals:
+            found: Iterable[Row] = datastore.rows(self.directory)
+        elif all(one.header["step"] is not None for one in self.journals) and not is_own_file(self.directory / _FORKED):
+            in_order = sorted(self.journals, key=lambda journal: int(journal.header["step"]))
+            found = chain.from_iterable(_rows_of(journal, since) for journal in in_order)
+        else:
+            found = self._rows_of_writers()
+        return (row for row in found if row.step >= since)
 
-    def missing(self) -> list[Row]:
-        """Return the rows that its file lacks, with their own steps."""
-        last = datastore.last_step(self.directory)
-        return [row for row in self._rows(last + 1) if row.step > last] if self.journals else []
+    def missing(self) -> Iterator[Row]:
+        """Yield the rows that its file lacks."""
+        last = max((row.step for row in datastore.rows(self.directory)), default=-1)
+        return self.rows(last + 1) if self.journals else iter(())
+
+    def times(self) -> set[float]:
+        """Return the times of the rows that its journals have: they tell rows apart that have other steps elsewhere."""
+        return {row.time for row in self.rows()} if self.journals else set()
 
     @property
     def step_metric(self) -> str | None:
-        """The column for the steps of rows that are moved."""
+        """The column for the steps of rows that get others."""
         return self.journals[0].header.get("step_metric") if self.journals else None
 
     def with_columns(self, row: Row) -> Mapping[str, Any]:
@@ -161,34 +145,30 @@ class Attempt:
             return row.values
         return {self.step_metric: row.step, RESTART_COUNT: self.journals[0].header[RESTART_COUNT], **row.values}
 
-    def _rows(self, since: int) -> Iterator[Row]:
-        if not self.journals:
-            return datastore.rows(self.directory, since)
-        if all(one.header["step"] is not None for one in self.journals) and not is_own_file(self.directory / _FORKED):
-            in_order = sorted(self.journals, key=lambda journal: int(journal.header["step"]))
-            return chain.from_iterable(_rows_of(journal, since) for journal in in_order)
-        return self._rows_of_writers(since)
-
-    def _rows_of_writers(self, since: int) -> Iterator[Row]:
-        """Yield the rows of several writers from a step on: those of the file, then what it lacks, by time."""
-        in_file, is_all = datastore.tail(self.directory, since - _OVERLAP)
-        yield from (row for row in in_file if row.step >= since)
-        times = {row.time for row in in_file}
-        begin = -math.inf if is_all or not in_file else in_file[0].time
+    def _rows_of_writers(self) -> Iterator[Row]:
+        """Yield the rows of several writers: those of the file, then what it lacks, by time."""
+        step, times = max(one.header.get("first_step") or 0 for one in self.journals), set()
+        for row in datastore.rows(self.directory):
+            step = row.step + 1
+            times.add(row.time)
+            yield row
         rest: list[Row] = []
-        for journal in self.journals:
+        for journal in self.journals:  # of each writer, the file has a prefix
             rows = list(_rows_of(journal, 0))
-            last = max((n for n, row in enumerate(rows) if row.time in times or row.time < begin), default=-1)
+            last = max((n for n, row in enumerate(rows) if row.time in times), default=-1)
             rest += rows[last + 1 :]
-        step = in_file[-1].step + 1 if in_file else self.first_step or 0
-        yield from (row._replace(step=step + n) for n, row in enumerate(sorted(rest, key=lambda row: row.time)))
+        placed = []
+        for row in sorted(rest, key=lambda row: row.time):
+            # What an attempt has logged again has its step already.
+            placed.append(row if row.step >= 0 else row._replace(step=step))
+            step = max(step, placed[-1].step + 1)
+        yield from sorted(placed, key=lambda row: row.step)
 
     def clear(self) -> None:
-        """Remove what is to be sent: the service has everything."""
+        """Remove what is to be sent: the service has everything, or another journal."""
         self.remove_journals()
-        file = datastore.file_in(self.directory)
-        if is_offline(self.directory) and file is not None:
-            touch_own(Path(f"{file}.synced"))  # for `wandb sync`, which would send it again
+        if is_offline(self.directory):
+            mark_synced(self.directory)
 
     def remove_journals(self) -> None:
         """Remove the journals: their rows are elsewhere too."""
@@ -211,7 +191,7 @@ def _rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
         if row is not None and (step < 0 or step != row.step):
             yield row
             row = None
-        row = Row(step, values if row is None else {**row.values, **values}, journal.paths[0].parent, bool(is_placed))
+        row = Row(step, values if row is None else {**row.values, **values}, bool(is_placed))
     if row is not None:
         yield row
 
@@ -224,33 +204,71 @@ def attempt_at(directory: Path, place: Place | None = None) -> Attempt:
     return Attempt(directory, journals)
 
 
-def pending(place: Place, parent: Path, since: int) -> list[Attempt]:
-    """Return the attempts that were online and have rows that the service may lack, in the order of their start.
+class Left:
+    """What earlier attempts of a run have left on this disk, and the service may lack."""
 
-    An attempt has first sent what those before it had left. If the service has rows of its own, it has all of that.
-    """
-    attempts: list[Attempt] = []
-    is_covered = False
-    for directory in reversed(directories_of(parent, place.run_id, "run-")):
-        attempt = attempt_at(directory, place)
-        if not attempt.journals or attempt.is_open():
-            continue
-        if is_covered:
+    def __init__(self, place: Place, parent: Path, is_sent: Callable[[Attempt], bool]) -> None:
+        """Look for it.
+
+        Args:
+            place: The run.
+            parent: The directory of all runs.
+            is_sent: Whether an attempt's rows are to be sent. Those that were logged offline follow behind the others.
+        """
+        self.parent, directories = parent, directories_of(parent, place.run_id)
+        self.media = [directory / "files" for directory in directories]
+        found = [attempt_at(directory, place) for directory in directories]
+        self.is_open = any(attempt.is_open() for attempt in found)
+        attempts = [attempt for attempt in found if not attempt.is_open() and is_sent(attempt)]
+        self.online = [attempt for attempt in attempts if not is_offline(attempt.directory)]
+        self.offline = [attempt for attempt in attempts if is_offline(attempt.directory)]
+
+    @property
+    def exit_code(self) -> int | None:
+        """The status with which the last attempt has ended the run; None if all were killed before."""
+        codes = [attempt.exit_code for attempt in (*self.online[::-1], *self.offline[::-1])]
+        return next((code for code in codes if code is not None), None)
+
+    @property
+    def step_metric(self) -> str | None:
+        """The column for the steps of rows that get others."""
+        return next((attempt.step_metric for attempt in (*self.offline, *self.online) if attempt.journals), None)
+
+    def times(self) -> set[float]:
+        """Return the times of the rows that attempts online have logged: also of those that had been logged offline."""
+        return set[float]().union(*(attempt.times() for attempt in self.online))
+
+    def rows(self, since: int) -> Iterator[Row]:
+        """Yield the rows that the service lacks, at the steps that they get there.
+
+        Args:
+            since: How many steps the service has.
+        """
+        step = since
+        # A row that a later attempt has logged again comes from that one.
+        in_order = heapq.merge(*(attempt.rows(since) for attempt in self.online[::-1]), key=lambda row: row.step)
+        for row in (row for row in in_order if row.step >= step):
+            yield row
+            step = row.step + 1
+        known = self.times() if self.offline else set()
+        for attempt in self.offline:
+            rows = attempt.missing() if is_synced(attempt.directory) else attempt.rows()
+            distance: int | None = None
+            for row in (row for row in rows if row.time not in known):
+                distance = max(0, step - row.step) if distance is None else distance
+                values = attempt.with_columns(row) if distance else row.values
+                yield row._replace(step=row.step + distance, values=values)
+                step = row.step + distance + 1
+
+    def clear(self) -> None:
+        """Remove it: the service has everything, or another journal."""
+        for attempt in (*self.online, *self.offline):
             attempt.clear()
-            continue
-        attempts.append(attempt)
-        first_step = attempt.first_step
-        is_covered = first_step is not None and first_step <= since
-    return attempts[::-1]
 
 
-def _automatic(place: Place, parent: Path) -> Iterator[Attempt]:
-    """Yield the attempts of a run that were offline because W&B could not be used."""
-    for directory in directories_of(parent, place.run_id, _OFFLINE):
-        attempt = attempt_at(directory, place)
-        is_sent = attempt.moved_by is None and is_synced(directory)
-        if any(one.header.get("is_automatic") for one in attempt.journals) and not is_sent and not attempt.is_open():
-            yield attempt
+def was_automatic(attempt: Attempt) -> bool:
+    """Whether an attempt was offline because W&B could not be used, and its file is not sent."""
+    return any(one.header.get("is_automatic") for one in attempt.journals) and not is_synced(attempt.directory)
 
 
 def directories_of(parent: Path, run_id: str, prefix: str = "") -> list[Path]:
@@ -273,19 +291,21 @@ def is_offline(directory: Path) -> bool:
     return directory.resolve().name.startswith(_OFFLINE)
 
 
-def is_any_left(parent: Path, run_id: str) -> bool:
-    """Whether an attempt of this run has left a journal below the directory of all runs."""
-    return any(stored(directory) for directory in directories_of(parent, run_id))
-
-
 def run_directory(run: Any) -> Path:
     """The directory of the run's `.wandb` file."""
     return Path(str(run.dir)).parent
 
 
 def is_synced(directory: Path) -> bool:
-    """Whether `wandb sync` has sent the file of this directory."""
+    """Whether the file of this directory was sent, by `wandb sync` or row by row."""
     return any(map(is_own_file, directory.glob("*.synced")))
+
+
+def mark_synced(directory: Path) -> None:
+    """Note that the file of this directory was sent: `wandb sync` would send it again."""
+    file = datastore.file_in(directory)
+    if file is not None:
+        touch_own(Path(f"{file}.synced"))
 
 
 def mark_rewound(run: Any) -> None:
@@ -305,47 +325,49 @@ def is_rewound(directory: Path) -> bool:
 # Logging again
 
 
-def rows_of(attempts: Iterable[Attempt], since: int) -> Iterator[Row]:
-    """Yield the rows of attempts from a step on, in the order of their steps."""
-    return heapq.merge(*(attempt.rows(since) for attempt in attempts), key=lambda row: row.step)
-
-
-def log_again(run: Any, kind: Any, rows: Iterable[Row], step_metric: str | None) -> Iterator[Row]:
+def log_again(run: Any, kind: Any, rows: Iterable[Row], step_metric: str | None, media: Sequence[Path]) -> list[int]:
     """Log rows that attempts have left, each with its step and time.
 
     Args:
         run: An open run.
         kind: Its class, whose methods log at any time.
         rows: The rows.
-        step_metric: The column for steps, which rows have that were moved.
+        step_metric: The column for steps, which rows have that get others.
+        media: The directories of files in which those of rows may be, such as images.
+
+    Returns:
+        The steps.
     """
-    is_defined = False
+    is_defined, steps = False, []
     for row in rows:
         if not is_defined and RESTART_COUNT in row.values and step_metric in row.values:
             is_defined = bool(kind.define_metric(run, "*", step_metric=step_metric))
         for value in row.values.values():
             if isinstance(value, (dict, list)):
-                _save_media(run, kind, row.directory / "files", value)
-        kind.log(run, dict(row.values), step=row.step, commit=True)
-        yield row
+                _save_media(run, kind, media, value)
+        log_kept(kind.log, run, dict(row.values), row.step, True)
+        steps.append(row.step)
+    return steps
 
 
-def _save_media(run: Any, kind: Any, files: Path, value: Any) -> None:
+def _save_media(run: Any, kind: Any, media: Sequence[Path], value: Any) -> None:
     """Have the files of a value, such as an image, be uploaded with this run."""
     if isinstance(value, str):
-        source = own_file_in(files, value) if value.startswith("media/") else None
-        if source is not None and not source.is_symlink():  # the client has copied it there
-            kind.save(run, glob.escape(str(source)), base_path=str(files), policy="now")
+        for files in media if value.startswith("media/") else ():
+            source = own_file_in(files, value)
+            if source is not None and not source.is_symlink():  # the client has copied it there
+                kind.save(run, glob.escape(str(source)), base_path=str(files), policy="now")
+                return
     elif isinstance(value, (dict, list)):
         for part in value.values() if isinstance(value, dict) else value:
-            _save_media(run, kind, files, part)
+            _save_media(run, kind, media, part)
 
 
 # The open run
 
 
 class Outbox:
-    """What an open run has logged and W&B may lack: its journal, and the attempts whose rows were sent with it.
+    """What an open run has logged and W&B may lack: its journal, which has what earlier attempts have left too.
 
     Attributes:
         first_step: The step of the first row that is not an earlier attempt's; None if it is not known.
@@ -354,37 +376,39 @@ class Outbox:
 
     first_step: int | None = None
     next_step: int | None = None
+    _sent: Left | None = None  # what this run has logged again
 
-    def __init__(self, run: Any, has_one_writer: bool, **more: Any) -> None:
-        """Send and keep nothing yet: see `send_earlier`.
+    def __init__(self, run: Any, directory: Path, has_one_writer: bool, **more: Any) -> None:
+        """Keep what is logged from now on.
 
         Args:
             run: The open run, before its methods are guarded.
+            directory: Where the journal is.
             has_one_writer: Whether no other process logs into the run.
             more: What else the readers of the journal need: values of JSON.
         """
-        self.directory, self.place = run_directory(run), Place.of(run)
-        self._run, self._kind = run, type(run)
-        self._has_one_writer, self._more = has_one_writer, more
-        self._earlier: list[Attempt] = []
-        self._journal: Journal | None = None
-        self._sending = self._begin()
+        self.directory, self.place = directory, Place.of(run)
+        self._run, self._kind, self._more = run, type(run), more
+        self.first_step = step = int(run.starting_step)
+        self.next_step = step if has_one_writer else None
+        header = {"place": self.place, "step": self.next_step, "first_step": step, **more}
+        self._journal: Journal | None = Journal(directory, f"owner-{secrets.token_hex(3)}", header)
+        keep_rows(run, self.put)
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether there is a journal."""
-        return self._journal is not None
-
-    def send_earlier(self, deadline: float = math.inf) -> bool:
-        """Send what earlier attempts have left. The run must not get rows until that is done.
-
-        Args:
-            deadline: When to return, in seconds of `time.monotonic`. The next call continues.
-
-        Returns:
-            Whether it is done.
-        """
-        return all(time.monotonic() < deadline for _ in self._sending)
+    def send(self, left: Left) -> int:
+        """Log what earlier attempts have left, before the run gets other rows. Returns the number of rows."""
+        rows = left.rows(int(self._run.starting_step))
+        steps = log_again(self._run, self._kind, rows, self._more["step_metric"], left.media)
+        if steps:
+            self.first_step = steps[-1] + 1
+            text = (
+                "W&B: run %s: sent %d rows (steps %d to %d) that earlier attempts had logged, and W&B lacked, from %s"
+            )
+            logger.warning(text, self.place.run_id, len(steps), steps[0], steps[-1], left.parent)
+        self._sent = left
+        if self._journal is not None and not self._journal.is_closed:
+            left.clear()
+        return len(steps)
 
     def for_guests(self) -> dict[str, Any]:
         """Return the values with which a rank that logs into this run keeps a journal beside this one."""
@@ -404,7 +428,7 @@ class Outbox:
                 return  # wandb-core drops it
             self.next_step = step
         self._journal.header["step"] = self.next_step
-        self._journal.add(record_of(row, self.next_step, step is not None))
+        self._journal.add(record_of(row, step if self.next_step is None else self.next_step, step is not None))
         if self.next_step is not None and (commit or (commit is None and step is None)):
             self.next_step += 1
 
@@ -415,7 +439,7 @@ class Outbox:
 
     def note_child(self) -> None:
         """Note that a forked child logs into the run: this process does not know the steps of its own rows anymore."""
-        if self.is_kept:
+        if self._journal is not None:
             with contextlib.suppress(OSError):
                 touch_own(self.directory / _FORKED)
 
@@ -427,71 +451,13 @@ class Outbox:
     def clear(self) -> None:
         """Remove the journals: the run has ended, and the service has everything."""
         self.close()
-        for attempt in (attempt_at(self.directory), *self._earlier):
-            attempt.clear()
-
-    def _begin(self) -> Iterator[object]:
-        """Send what earlier attempts have left, then keep a journal."""
-        step, is_complete = int(self._run.starting_step), False
-        try:
-            for row in self._send(step):
-                step = row.step + 1
-                yield row
-            is_complete = True
-        except Exception:  # tracker errors must not change the training's outcome
-            logger.warning(
-                "W&B: run %s: the rows that an earlier attempt has left in %s could not be sent",
-                self.place.run_id,
-                self.directory.parent,
-                exc_info=True,
-            )
-        self._keep(step, step if is_complete else None)
-
-    def _send(self, since: int) -> Iterator[Row]:
-        first, count, step, directories = since, 0, since, set()
-        for row in log_again(self._run, self._kind, self._left(since), self._more["step_metric"]):
-            first, count, step = first if count else row.step, count + 1, row.step + 1
-            directories.add(str(row.directory))
-            yield row
-        if count:
-            logger.warning(
-                "W&B: run %s: sent %d rows (steps %d to %d) that earlier attempts had logged and W&B had not received, "
-                "from %s",
-                self.place.run_id,
-                count,
-                first,
-                step - 1,
-                ", ".join(sorted(directories)),
-            )
-
-    def _left(self, since: int) -> Iterator[Row]:
-        """Yield the rows of earlier attempts that W&B lacks."""
-        parent, step = self.directory.parent, since
-        automatic = list(_automatic(self.place, parent)) if self._has_one_writer else []
-        placed = [*pending(self.place, parent, since), *(one for one in automatic if one.moved_by is not None)]
-        self._earlier = [*placed, *(one for one in automatic if one.moved_by is None)]
-        for row in rows_of(placed, since):
-            step = row.step + 1
-            yield row
-        for attempt in self._earlier[len(placed) :]:
-            attempt.move_to(step)
-            for row in attempt.rows(since):
-                step = row.step + 1
-                yield row
-
-    def _keep(self, step: int, first_step: int | None) -> None:
-        self.first_step, self.next_step = step, step if self._has_one_writer else None
-        header = {"place": self.place, "step": self.next_step, "first_step": first_step, **self._more}
-        self._journal = Journal(self.directory, f"owner-{secrets.token_hex(3)}", header)
-        keep_rows(self._run, self.put)
+        attempt_at(self.directory).clear()
+        if self._sent is not None:
+            self._sent.clear()
 
 
 class OfflineOutbox(Outbox):
     """The outbox of a run that is logged offline: its file has the rows, if it is written to its end."""
-
-    def send_earlier(self, deadline: float = math.inf) -> bool:  # noqa: ARG002 of the online ones
-        self._keep(0, 0)
-        return True
 
     def end(self, exit_code: int) -> None:
         """Log what the files of earlier attempts lack, so that `wandb sync` sends it, and keep the status."""
@@ -519,10 +485,10 @@ class OfflineOutbox(Outbox):
             if attempt.directory == self.directory or not is_left or headers[0]["is_automatic"] or attempt.is_open():
                 continue
             # Those of an attempt that was killed while it did this.
-            known = {row.time for later in attempts[number + 1 :] for row in later.rows() if later.journals}
+            known = set().union(*(later.times() for later in attempts[number + 1 :]))
             for row in attempt.missing():
                 if row.time not in known:
-                    self._kind.log(self._run, dict(attempt.with_columns(row)), commit=True)
+                    log_kept(self._kind.log, self._run, dict(attempt.with_columns(row)), None, True)
             attempt.remove_journals()
 
     def _is_whole(self) -> bool:
@@ -553,7 +519,7 @@ class NoOutbox(Outbox):
     """The outbox of a run of which no attempt can send again what another one has logged. It keeps nothing."""
 
     def __init__(self) -> None:
-        self._journal, self._earlier, self._sending = None, [], iter(())
+        self._journal = None
 
     def for_guests(self) -> dict[str, Any]:
         """Have them keep nothing either."""
@@ -573,18 +539,36 @@ def open_outbox(run: Any, request: RunRequest, *, sends: bool, has_one_writer: b
         has_one_writer: See `Outbox`.
         is_automatic: Whether the next attempt that is online sends the rows of this one, which is offline.
     """
-    if OUTBOX in vars(run):  # another function has it open
+    if OUTBOX in vars(run) or not sends or run.disabled:  # the first: another function has it open
         return
-    if not sends or run.disabled:
-        return
-    vars(run)[OUTBOX] = (OfflineOutbox if run.offline else Outbox)(
-        run,
-        has_one_writer,
-        is_automatic=is_automatic,
-        host=socket.gethostname(),
-        step_metric=request.config.step_metric,
-        restart_count=restart_count_of(request),
-    )
+    more = {
+        "is_automatic": is_automatic,
+        "host": socket.gethostname(),
+        "step_metric": request.config.step_metric,
+        "restart_count": restart_count_of(request),
+    }
+    directory = run_directory(run)
+    if run.offline:
+        vars(run)[OUTBOX] = OfflineOutbox(run, directory, has_one_writer, **more)
+    else:
+        made = vars(run)[OUTBOX] = Outbox(run, directory, has_one_writer, **more)
+        send_earlier(made, has_one_writer)
+
+
+def send_earlier(made: Outbox, has_one_writer: bool) -> None:
+    """Log what earlier attempts have left: in a run with one writer, also what they have logged offline."""
+
+    def is_sent(attempt: Attempt) -> bool:
+        is_in_place = not is_offline(attempt.directory) or (has_one_writer and was_automatic(attempt))
+        return bool(attempt.journals) and is_in_place
+
+    parent = made.directory.parent
+    try:
+        made.send(Left(made.place, parent, is_sent))
+    except Exception:  # tracker errors must not change the training's outcome
+        text = "W&B: run %s: the rows that an earlier attempt has left in %s could not be sent"
+        logger.warning(text, made.place.run_id, parent, exc_info=True)
+        made.first_step = made.next_step or made.first_step
 
 
 def of(run: Any) -> Outbox:
@@ -615,17 +599,21 @@ def guest_journal(directory: str, place: Sequence[str], rank: int) -> Journal:
 
 
 def keep_rows(run: Any, keep: vendor.KeepRow, is_only: bool = False) -> bool:
-    """Call `keep` with each row: see `vendor.on_rows`. Returns False if who logs has to use `plain_rows`."""
+    """Call `keep` with each row: see `vendor.on_rows`. Returns False if `log_kept` does so."""
     is_done = vendor.on_rows(run, keep, is_only)
     if not is_done:
         vars(run)[_PLAIN] = keep
     return is_done
 
 
-def plain_rows(run: Any) -> vendor.KeepRow | None:
-    """Return what keeps the rows of a run, made by `plain`, if W&B's client does not show its own."""
+def log_kept(log: Callable[..., Any], run: Any, data: Any, step: Any, commit: Any, **kwargs: Any) -> None:
+    """Call `log` with a row, and keep its plain values if W&B's client does not show what it makes of it."""
     keep: vendor.KeepRow | None = vars(run).get(_PLAIN)
-    return keep
+    if keep is not None and isinstance(data, Mapping):
+        data = {"_timestamp": time.time(), **data}
+    log(run, data, step, commit, **kwargs)
+    if keep is not None:
+        keep(plain(data), step, commit)
 
 
 def plain(data: Mapping[str, Any]) -> bytes:

@@ -10,7 +10,6 @@ import logging
 import os
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -85,11 +84,9 @@ class WandbHandle(Handle):
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
         self._next_row = NextRow()
         self._state: dict[str, str] = {}  # what the summary has of `save_state`, at the latest when the run ends
-        self._rest_sent = threading.Event()  # set once the run has what earlier attempts have left
         self._rollback = Rollback(self, request)
         if self._is_ours:
             self._take_over()
-            self._send_rest()
 
     @property
     def files(self) -> str | None:
@@ -148,7 +145,6 @@ class WandbHandle(Handle):
 
     def finish(self, exit_code: int) -> None:
         limit_s = self._request.config.finish_timeout_s
-        self._rest_sent.wait(limit_s)
         try:
             if self._is_ours:
                 self._gate.finish(lambda: self._end(exit_code), limit_s)
@@ -159,7 +155,6 @@ class WandbHandle(Handle):
 
     def finish_on_signal(self, exit_code: int) -> None:
         limit_s = self._request.config.finish_timeout_s
-        self._rest_sent.wait(limit_s / 2)
         if self._is_ours:
             self._gate.end(lambda: self._end(exit_code), limit_s)
 
@@ -209,18 +204,10 @@ class WandbHandle(Handle):
         self._request.steps.row_logged(data, step)
         if isinstance(data, dict):  # a copy: the row may be held, and the function may use its dictionary again
             data = {**self._next_row.take(), **data} if self._next_row.waiting else dict(data)
-        if self._rollback.rewinds:
-            self._rest_sent.wait()
 
         def row() -> None:
             # Now, and not before: the rows before one that was held have no steps until they are logged.
-            placed, at = self._rollback.place(data, step)
-            keep = outbox.plain_rows(self.run)
-            if keep is not None and isinstance(placed, Mapping):
-                placed = {"_timestamp": time.time(), **placed}
-            log(self.run, placed, at, commit, **kwargs)
-            if keep is not None:
-                keep(outbox.plain(placed), at, commit)
+            outbox.log_kept(log, self.run, *self._rollback.place(data, step), commit, **kwargs)
 
         self._gate.row(row)
 
@@ -228,21 +215,6 @@ class WandbHandle(Handle):
         column = getattr(step_metric, "name", step_metric)  # it may be an earlier `define_metric`'s
         if name == "*" and isinstance(column, str):
             self._request.steps.column_defined(column)
-
-    def _send_rest(self) -> None:
-        """Send in the background what there was no time for at the opening. Rows are held meanwhile."""
-        if self._outbox.send_earlier(time.monotonic()):
-            self._rest_sent.set()
-            return
-        self._gate.hold()
-        threading.Thread(target=self._sending_rest, daemon=True, name="flyteplugins-tracking-outbox").start()
-
-    def _sending_rest(self) -> None:
-        try:
-            self._outbox.send_earlier()
-            self._gate.pass_held()
-        finally:
-            self._rest_sent.set()
 
     @property
     def _outbox(self) -> outbox.Outbox:

@@ -11,11 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.files import is_own_file, touch_own
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
@@ -24,10 +23,8 @@ from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
 from flyteplugins_tracking.trackers.vendor_parts import numbers
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
-from flyteplugins_tracking.trackers.wandb.outbox import Attempt, Place, attempt_at
+from flyteplugins_tracking.trackers.wandb.outbox import Attempt, Left, Outbox, Place, attempt_at
 
-# The file that says of a directory that a process has begun to send it.
-_SENDING = "flyteplugins-tracking-sending"
 # How long W&B may take to count the rows that it has got: it counts 2 to 4 s late.
 _CONFIRMED_S, _POLL_S = 30.0, 0.5
 # The first version whose `sync` asks whether to send, unless it gets an option that older ones refuse.
@@ -73,20 +70,23 @@ def _send(directory: Path, servers: Sequence[str]) -> str:
         return f"{directory} has no rows: its process was killed while it opened the run"
     if outbox.is_rewound(directory):
         return f"nothing of {directory} is sent: its run was rewound since then, and continues in a later directory"
-    has_file_sent = attempt.moved_by is None
-    place = _place(attempt, described, is_set_up_here=has_file_sent)
-    if not has_file_sent:
+    is_offline = outbox.is_offline(directory)
+    place = _place(attempt, described, is_set_up_here=is_offline)
+
+    def is_sent(other: Attempt) -> bool:
+        return other.directory == directory or (bool(other.journals) and not outbox.is_offline(other.directory))
+
+    left = Left(place, directory.parent, is_sent)
+    if not is_offline:
         require_server(directory, place.server, [vendor.session().settings.base_url, *servers])
-        earlier = (one for one in outbox.pending(place, directory.parent, 0) if one.directory != directory)
-        return _send_rows(place, [*earlier, attempt], described)
-    rows = 0 if described is None else _sync(directory, place)
-    missing = attempt.missing()
+        return _send_rows(place, left, directory, described)
+    # An attempt online that was killed may have logged a part of the rows. `wandb sync` would send all of them.
+    rows = 0 if described is None or attempt.times() & left.times() else _sync(directory, place)
+    missing = sum(1 for _ in (attempt.missing() if outbox.is_synced(directory) else attempt.rows()))
     if missing:
-        found = _stored(place)
-        attempt.move((0 if found is None else found.last_step + 1) - missing[0].step)
-        _send_rows(place, [attempt], described)
+        _send_rows(place, left, directory, described)
     attempt.remove_journals()
-    return f"sent {directory}: W&B has the {rows + len(missing)} rows"
+    return f"sent {directory}: W&B has the {rows + missing} rows"
 
 
 def _sync(directory: Path, place: Place) -> int:
@@ -114,6 +114,7 @@ def _sync(directory: Path, place: Place) -> int:
                 f"stays, send it again: wandb sync --include-synced {shlex.quote(str(directory))}"
             )
         time.sleep(_POLL_S)
+    outbox.mark_synced(directory)  # the client does not, if the end of the file is damaged
     return rows
 
 
@@ -127,27 +128,27 @@ def _stored(place: Place) -> vendor.Stored | None:
     return vendor.stored_run("/".join(filter(None, place[1:])), place.server)
 
 
-def _send_rows(place: Place, attempts: Sequence[Attempt], described: Any) -> str:
-    """Open the run, log what W&B lacks of it, and end it."""
-    if any(attempt.is_open() for attempt in attempts):
+def _send_rows(place: Place, left: Left, directory: Path, described: Any) -> str:
+    """Open the run, log what W&B lacks of it, and end it. If that is killed, its rows are in a directory beside."""
+    if left.is_open:
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
-    found, exit_code, directory = _stored(place), attempts[-1].exit_code, attempts[-1].directory
-    marker = directory / _SENDING
-    is_left_open = exit_code is not None or is_own_file(marker)  # by us, and not by a job that continues it
-    is_ended = found is not None and (found.state != "running" or not is_left_open)
+    found, exit_code = _stored(place), left.exit_code
+    # A run that nobody has ended may be continued by a job elsewhere.
+    is_ended = found is not None and (found.state != "running" or exit_code is None)
     text = f"W&B has all of {directory}: run {place.run_id}"
-    if found is None or not is_ended or any(True for one in attempts for _ in one.rows(found.last_step + 1)):
+    if found is None or not is_ended or any(True for _ in left.rows(found.last_step + 1)):
         if exit_code is None:
             exit_code = 1 if found is None else _STATES.get(found.state, 1)
-        touch_own(marker)
+        own = directory.with_name(f"run-{time.strftime('%Y%m%d_%H%M%S')}-{place.run_id}")
         is_new = found is None and described is not None
         with _opened(place, datastore.arguments_of(described) if is_new else {}, exit_code) as run:
-            rows = outbox.rows_of(attempts, run.starting_step)
-            count = sum(1 for _ in outbox.log_again(run, type(run), rows, attempts[-1].step_metric))
-        marker.unlink(missing_ok=True)
+            box = Outbox(run, own, has_one_writer=True, step_metric=left.step_metric, exit_code=exit_code)
+            count = box.send(left)
+        box.clear()
+        with suppress(OSError):
+            own.rmdir()
         text = f"sent {count} rows of run {place.run_id}"
-    for attempt in attempts:
-        attempt.clear()
+    left.clear()
     return text
 
 
@@ -212,10 +213,10 @@ def replay(lines: Sequence[Any]) -> int:
     for line in lines:
         if "row" in line:  # at its step, or at the next one if that is taken or not given
             step = max(step + 1, -1 if line["step"] is None else int(line["step"]))
-            rows.append(Row(step, {**line["row"], "_timestamp": line["time"]}, Path()))
+            rows.append(Row(step, {**line["row"], "_timestamp": line["time"]}))
     with _opened(place, {**described, "group": header["group"]}, exit_code_in(lines)) as run:
         left = [row for row in rows if row.step >= run.starting_step]
-        return sum(1 for _ in outbox.log_again(run, type(run), left, None))
+        return len(outbox.log_again(run, type(run), left, None, ()))
 
 
 def _place(attempt: Attempt, described: Any, is_set_up_here: bool) -> Place:
