@@ -233,9 +233,9 @@ class Gate(PerProcess):
     def _pass_late(self, action: Callable[[], Any], is_row: bool) -> Any:
         """As `_pass` for a run that is not open: hold a row, or open the run again."""
         for _ in range(_TRIES):
+            self._watch.wait_for_user_handler()  # first: if it ends the process, a row that is held is lost
             if is_row and self._holds(action):
                 return None
-            self._watch.wait_for_user_handler()
             if not self.open_again():
                 with self._lock:  # another thread may open it
                     if is_row and self.state == "ended":

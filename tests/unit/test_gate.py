@@ -51,6 +51,11 @@ class Run:
         self.events.append("reopen")
         return self.reopen()
 
+    @property
+    def happened(self) -> list[Any]:
+        """What has happened, without the waits for the user's handler."""
+        return [event for event in self.events if event != "handler"]
+
     def log(self, row: object) -> None:
         self.gate.row(lambda: self.events.append(row))
 
@@ -113,11 +118,21 @@ def test_rows_are_held_while_the_run_ends_and_pass_first_when_it_is_open_again()
     assert run.gate.state == "ending"
     for row in range(3):
         run.log(row)
-    assert run.events == []
+    assert run.happened == []
     run.may_end.set()
     joined(ending)
     run.log(3)
-    assert run.events == ["end", "handler", "reopen", 0, 1, 2, 3]
+    assert run.happened == ["end", "reopen", 0, 1, 2, 3]
+
+
+def test_a_row_is_held_when_the_users_handler_has_run_which_may_end_the_process():
+    run = Run()
+    ending = run.ending()
+    run.log(1)
+    assert run.events == ["handler"]
+    run.may_end.set()
+    joined(ending)
+    assert run.events == ["handler", "end"]
 
 
 @pytest.mark.parametrize("last", ["end", "finish"])
@@ -128,7 +143,7 @@ def test_rows_that_are_held_are_logged_before_the_next_end(last):
     run.may_end.set()
     joined(ending)
     getattr(run.gate, last)(run.finish)
-    assert run.events == ["end", "reopen", 1, "end"]
+    assert run.happened == ["end", "reopen", 1, "end"]
 
 
 def test_rows_that_come_while_the_function_has_ended_are_lost_with_one_warning(caplog):
@@ -141,7 +156,7 @@ def test_rows_that_come_while_the_function_has_ended_are_lost_with_one_warning(c
     joined(finishing)
     run.log(2)
     assert run.gate.call(lambda: "result") is None
-    assert (run.gate.state, run.events) == ("finished", ["end"])
+    assert (run.gate.state, run.happened) == ("finished", ["end"])
     assert caplog.messages == [f"A service: run run-1 {gates.NOT_OPEN}"]
 
 
@@ -174,7 +189,7 @@ def test_a_run_that_cannot_be_opened_again_is_lost_with_one_warning(caplog):
     for row in range(3):
         run.log(row)
     run.gate.finish(run.finish)
-    assert (run.gate.state, run.events) == ("lost", ["end", "handler", "reopen"])
+    assert (run.gate.state, run.happened) == ("lost", ["end", "reopen"])
     assert caplog.messages == [
         "A service: run run-1 has ended and cannot be opened again. Rows are lost from now on. Send it."
     ]
@@ -188,7 +203,7 @@ def test_a_held_row_that_fails_costs_no_other_row(caplog):
     run.may_end.set()
     joined(ending)
     run.gate.finish(run.finish)
-    assert run.events == ["end", "reopen", 1, "end"]
+    assert run.happened == ["end", "reopen", 1, "end"]
     assert caplog.messages == ["A service: run run-1 could not be logged to. A row is lost"]
 
 
