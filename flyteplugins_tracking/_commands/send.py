@@ -151,9 +151,9 @@ def _send_attempt(journals: Sequence[StoredJournal]) -> set[Path]:
         The directories in which the tracker may have kept rows again.
     """
     with _claimed(journals):
+        exit_code = exit_code_in(journals[0].lines())  # before the run opens, which removes what it has sent
         handle = _open(journals[0].header, journals)
         handle.ends_run = True
-        exit_code = exit_code_in(journals[0].lines())
         if isinstance(handle, OutboxHandle):
             handle.wait(handle.request.config.finish_timeout_s)
             handle.finish(exit_code)

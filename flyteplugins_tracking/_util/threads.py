@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from flyteplugins_tracking._util import proc
+
+T = TypeVar("T")
 
 _EXIT_S = 1.0
 _POLL_S = 0.0005
@@ -56,6 +59,32 @@ def run_with_timeout(timeout_s: float | None, function: Callable[..., object], *
     thread = threading.Thread(target=copy_context().run, args=(function, *args), name=name or None, daemon=True)
     thread.start()
     return join(thread, timeout_s)
+
+
+def call_within(timeout_s: float, function: Callable[..., T], *args: Any) -> T:
+    """Return what `function` returns, or raise what it raises. It is called as by `run_with_timeout`.
+
+    Raises:
+        TimeoutError: It has not ended in time. It continues in its thread.
+    """
+    outcome: list[Callable[[], T]] = []
+
+    def call() -> None:
+        try:
+            result = function(*args)
+        except Exception as error:
+            outcome.append(functools.partial(_raise, error))
+        else:
+            outcome.append(lambda: result)
+
+    run_with_timeout(timeout_s, call)
+    if not outcome:
+        raise TimeoutError(f"not within {timeout_s:g} s")
+    return outcome[0]()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def wait_until_asleep(name: str, timeout_s: float) -> bool:

@@ -21,7 +21,7 @@ from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
 from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, stored
 from flyteplugins_tracking.trackers.outbox import Outbox, Sink, how_to_send
-from flyteplugins_tracking.trackers.rows import MetricSanitizer
+from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +44,24 @@ class OutboxHandle(ClientHandle):
     """An open run whose lines go through an outbox.
 
     A tracker implements `end_run`, and gives a sink.
+
+    Attributes:
+        left_text: What the end says if the service has not taken everything.
+        steps: The steps of the rows.
     """
 
+    left_text = (
+        "%(title)s: run %(id)s: %(place)s has not taken %(what)s. %(kept)s Send the rest when %(title)s answers: "
+        "%(command)s"
+    )
+
     def __init__(
-        self, request: RunRequest, tracker: Tracker, sink: Sink | None, values: MetricSanitizer | None = None
+        self,
+        request: RunRequest,
+        tracker: Tracker,
+        sink: Sink | None,
+        values: MetricSanitizer | None = None,
+        steps: Steps | None = None,
     ) -> None:
         """Initialize the handle of a run that is open.
 
@@ -56,9 +70,12 @@ class OutboxHandle(ClientHandle):
             tracker: The tracker.
             sink: Where lines go; None to keep them.
             values: Makes rows of logged values.
+            steps: The steps of the rows.
         """
         super().__init__(request, tracker.title, values)
         self._tracker, self._sink = tracker, sink
+        self.steps = steps or Steps(self._values)
+        self._last: dict[str, Any] = {}
         self._left_in: str | None = None  # the directory of what was not sent in time
         self._open_outbox()
 
@@ -85,12 +102,21 @@ class OutboxHandle(ClientHandle):
         """Send a line, and keep it until then. Opens the run again if it has ended early."""
         self._gate.row(lambda: self._outbox.put(line))
 
-    def put_row(self, row: Mapping[str, Any], step: int | None, time_s: float | None = None) -> None:
+    def put_row(self, row: Mapping[str, Any], step: int | None) -> None:
         """Send a row, from within `write`."""
-        self._outbox.put({"row": dict(row), "step": step, "time": time_s or time.time()})
+        self._last.update({key: value for key, value in row.items() if isinstance(value, (int, float))})
+        self._outbox.put({"row": dict(row), "step": step, "time": time.time()})
+
+    def summary(self) -> Mapping[str, Any]:
+        return self._last
+
+    @property
+    def last_step(self) -> Any:
+        """The step of the last row."""
+        return max(0, self.steps.last)
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
-        self.put_row(row, step)
+        self.put_row(row, self.steps.take(step))
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self.put({"event": name, "values": dict(values), "text": text})
@@ -151,16 +177,17 @@ class OutboxHandle(ClientHandle):
 
     def _report_left(self) -> None:
         rows, lost = self._outbox.rows, self._outbox.lost_rows
-        rest = f"{rows} rows. {what_is_kept(rows, lost)}" if rows else "all params, tags and the status."
-        logger.warning(
-            "%s: run %s: %s has not taken %s Send the rest when %s answers: %s",
-            self._title,
-            self.id,
-            self.place,
-            rest,
-            self._title,
-            self.how_to_send(self._outbox.directory),
-        )
+        kept = f"{rows - lost} of them are kept in files, and {lost} are lost: the files could not be written."
+        values = {
+            "title": self._title,
+            "id": self.id,
+            "place": self.place,
+            "what": f"{rows} rows" if rows else "its end",
+            "kept": kept if lost else "They are kept in files.",
+            "limit": self.request.config.finish_limit,
+            "command": self.how_to_send(self._outbox.directory),
+        }
+        logger.warning(self.left_text, values)
 
 
 class KeptRun(Run):
@@ -220,6 +247,11 @@ class KeptHandle(OutboxHandle):
         command = self.how_to_send(self._outbox.directory)
         return f"{command}, or with --tracker trackio to look at it without {self._title}"
 
+    @property
+    def last_step(self) -> Any:
+        """The step of the last row that was logged with one: only the service knows the others."""
+        return self._last_step
+
     def _report_left(self) -> None:
         if self._outbox.lost_rows:
             text = "%s: run %s: %d of %d rows and calls are lost: the files in %s could not be written"
@@ -252,18 +284,6 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
 def directory_of(tracker: str, run_id: str) -> str:
     """Return the directory with the journals of a run."""
     return os.path.abspath(os.path.join(FOLDER, f"{tracker}-{run_id}"))
-
-
-def what_is_kept(count: int, lost: int) -> str:
-    """Return the sentence on rows that a service has not taken: how many of them the files have.
-
-    Args:
-        count: How many rows the service has not taken.
-        lost: How many of them are in no file.
-    """
-    if not lost:
-        return "They are kept in files."
-    return f"{count - lost} of them are kept in files, and {lost} are lost: the files could not be written."
 
 
 def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any]:

@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 
 Log = Callable[[Any], Any]
 
+# Services have steps of 64 bits, and the next step needs room.
+_LARGEST_STEP = 2**62
+
 
 class RowBuffer:
     """Holds one rank's rows until they are committed, and turns `step=` into a column.
@@ -119,6 +122,42 @@ class NextRow:
         with self._lock:
             values, self.waiting = self.waiting, {}
         return values
+
+
+class Steps:
+    """Gives a step to rows that are logged without one: the next one of this process.
+
+    Ranks that share a run, and must not share a step, each have their own steps: those with an offset, of a stride.
+
+    Attributes:
+        last: The last step.
+    """
+
+    def __init__(
+        self, values: MetricSanitizer, last: int = -1, smallest: int = -_LARGEST_STEP, stride: int = 1, offset: int = 0
+    ) -> None:
+        """Initialize the steps, which the service takes from `smallest` on. `values` warns about others."""
+        self.last = last
+        self._values, self._smallest, self._stride, self._offset = values, smallest, stride, offset
+
+    def take(self, step: Any) -> int:
+        """Return `step` if the service takes it, or the next one."""
+        number = None if step is None else self._whole(step)
+        if number is None:
+            number = (self.last // self._stride + 1) * self._stride + self._offset
+        self.last = max(self.last, number)
+        return number
+
+    def _whole(self, step: Any) -> int | None:
+        try:
+            number = int(step)
+        except (TypeError, ValueError, OverflowError):
+            number = _LARGEST_STEP
+        if self._smallest <= number < _LARGEST_STEP:
+            return number
+        text = f"the service takes whole numbers from {self._smallest} on as steps: the row gets the next step"
+        self._values.warn_once(f"step={step!r}", text)
+        return None
 
 
 class MetricSanitizer:

@@ -32,9 +32,9 @@ from support.waiting import wait_for_file, wait_until
 
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking.trackers.journal import stored
-from flyteplugins_tracking.trackers.mlflow.run import MlflowSink, Points
+from flyteplugins_tracking.trackers.mlflow.run import Metrics, MlflowSink
 from flyteplugins_tracking.trackers.mlflow.vendor import Service
-from flyteplugins_tracking.trackers.rows import MetricSanitizer
+from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 SCRIPT = jobs.PROGRAMS / "mlflow_runs.py"
 
@@ -379,12 +379,13 @@ def test_a_directory_does_not_get_points_twice_that_a_killed_process_has_sent(tm
     uri = f"file://{tmp_path}"
     client = MlflowClient(uri)
     run_id = client.create_run(client.create_experiment("directory")).info.run_id
-    values = [0.5, math.nan, 2.0]
+    numbers = [0.5, math.nan, 2.0]
     lines = [
-        {"row": {"a": value, "b": 1.0}, "step": step, "time": 1_700_000_000.0} for step, value in enumerate(values)
+        {"row": {"a": value, "b": 1.0}, "step": step, "time": 1_700_000_000.0} for step, value in enumerate(numbers)
     ]
     for _ in range(2):  # the second time, as the next attempt does
-        sink = MlflowSink(Service(uri), run_id, "name", Points(MetricSanitizer("MLflow")))
+        values = MetricSanitizer("MLflow")
+        sink = MlflowSink(Service(uri), run_id, "name", Metrics(values), Steps(values))
         sink.send(lines, None)
     sink.send([{"row": {"a": 2.0}, "step": 3, "time": 1_700_000_000.0}], None)
     history = client.get_metric_history

@@ -272,7 +272,7 @@ def failed_while_the_files_were_locked(directory: Path, *arguments: str) -> jobs
 
 
 def test_what_is_called_kept_is_sent_and_what_a_full_disk_has_lost_is_counted(tmp_path):
-    done = failed_while_the_files_were_locked(tmp_path, "6000")
+    done = failed_while_the_files_were_locked(tmp_path, "3000")
     said = re.search(
         r"(\d+) rows of run i could not be written .* (\d+) of them are kept .* (\d+) are lost", done.output
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from flyteplugins_tracking import ConfigError, tracking_init
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking.trackers.trackio import INIT_ARGUMENTS, TRACKER
-from flyteplugins_tracking.trackers.trackio.open import TrackioHandle
 
 pytest.importorskip("trackio", reason='trackio is not installed: pip install "flyteplugins-tracking[trackio]"')
 
@@ -77,17 +75,6 @@ def test_the_projects_that_are_refused_are_those_that_trackio_refuses(project):
 
     ours = is_refused(lambda: tracking_init(tracker="trackio", project=project), ConfigError)
     assert ours == is_refused(lambda: SQLiteStorage.validate_project_name(project), ValueError)
-
-
-@pytest.mark.parametrize("step", [2**63, -(2**63) - 1, 2**63 - 1])
-def test_a_step_that_the_database_does_not_take_keeps_no_other_rows_from_it(step):
-    handle, queued = object.__new__(TrackioHandle), []
-    handle._next_step, handle._summary = 0, {}
-    handle.run = SimpleNamespace(queue=lambda row, step: queued.append(step))
-    with pytest.raises(ValueError, match="must be between -2\\*\\*62 and"):  # ClientHandle.log says it
-        handle.write({"a": 1}, step)
-    handle.write({"a": 1}, None)
-    assert queued == [0]
 
 
 @pytest.mark.parametrize(

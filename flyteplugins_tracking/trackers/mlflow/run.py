@@ -24,14 +24,12 @@ from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import run_page, vendor
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params
 from flyteplugins_tracking.trackers.mlflow.vendor import Point, RejectedError, Service, UnavailableError
-from flyteplugins_tracking.trackers.rows import MetricSanitizer
+from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
 
 # The part of a run's end that is kept for sending the status of a run that could not be made active, in seconds.
 _STATUS_S = 3.0
-# The server's steps have 64 bits, and the next step needs room.
-_LARGEST_STEP = 2**63 - 1
 # The longest text that servers of all versions take as a tag: mlflow.utils.validation.MAX_TAG_VAL_LENGTH.
 _MAX_TAG = 5000
 # The tag of `save_state`.
@@ -65,17 +63,16 @@ class MlflowHandle(OutboxHandle):
             tracker.title, prefix_of(request), "not shown in charts: MLflow keeps NaN, and keeps an infinity as 1.8e308"
         )
         self.uri, self.opened = uri, opened
-        self._points = Points(values)
-        run_id = opened.run.info.run_id
-        sink = MlflowSink(Service(uri, is_known=True), run_id, str(request.plan.run_id), self._points)
-        super().__init__(request, tracker, sink, values)
+        run_id, steps = opened.run.info.run_id, Steps(values)
+        self._metrics = Metrics(values)
+        sink = MlflowSink(Service(uri, is_known=True), run_id, str(request.plan.run_id), self._metrics, steps)
+        super().__init__(request, tracker, sink, values, steps)
         # The run that another rank finds may be an earlier attempt's, or one that the primary has just made.
         is_retry = self._barrier is not None and self._barrier.is_retry and not request.plan.primary
         self.is_resumed = opened.is_resumed or is_retry
-        of_service = vendor.next_step(opened.run) if self.is_resumed else 0
-        self._points.next_step = max(self._points.next_step, of_service, self.earlier_step + 1)
+        of_service = vendor.last_step(opened.run) if self.is_resumed else -1
+        steps.last = max(steps.last, of_service, self.earlier_step)
         self.run = run_class()(opened.run, self)
-        self._last: dict[str, Any] = {}
         self._undo = undo.pop_all()
         try:
             activate(self.run, uri, opened.run.info.experiment_id, self._undo)
@@ -106,9 +103,6 @@ class MlflowHandle(OutboxHandle):
     def sendable(self) -> RunRequest:
         return to_be_sent(self.request, self.arguments)
 
-    def summary(self) -> Mapping[str, Any]:
-        return dict(self._last)
-
     def save_state(self, text: str) -> None:
         if self._gate.state == "open":
             self.set_values("set_tags", {_STATE_TAG: text})
@@ -121,16 +115,9 @@ class MlflowHandle(OutboxHandle):
         return self.url or f"mlflow ui --backend-store-uri {shlex.quote(self.place)}"
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
-        at = self._points.step(step)
-        values = self._points.of(row)
+        at, values = self.steps.take(step), self._metrics.of(row)
         if values:
-            self._last.update(values)
             self.put_row(values, at)
-
-    @property
-    def last_step(self) -> Any:
-        """The step of the last row."""
-        return max(0, self._points.next_step - 1)
 
     def set_values(self, method: str, values: Mapping[str, Any]) -> None:
         """Send params or tags in the background, in order with the rows."""
@@ -167,39 +154,16 @@ class MlflowHandle(OutboxHandle):
             self._undo.close()
 
 
-class Points:
-    """Makes metrics of rows, as MLflow takes them.
-
-    Attributes:
-        next_step: The step of the next row that is logged without one.
-    """
+class Metrics:
+    """Makes metrics of rows, as MLflow takes them."""
 
     def __init__(self, values: MetricSanitizer) -> None:
-        self.next_step = 0
         self._values = values
-        self._names: dict[str, str] = {}  # the names of metrics that MLflow takes, by key
+        self._names: dict[str, str] = {}  # the names that MLflow takes, by key
 
     def of(self, row: Mapping[str, Any]) -> dict[str, float]:
         """Return the numbers of a row by the names that MLflow takes."""
         return {self._name(key): float(value) for key, value in row.items() if self._is_number(key, value)}
-
-    def step(self, step: Any) -> int:
-        """Return `step` if MLflow takes it, or the next one."""
-        at = self.next_step if step is None else self._whole(step)
-        self.next_step = max(self.next_step, at + 1)
-        return at
-
-    def _whole(self, step: Any) -> int:
-        try:
-            number = int(step)
-        except (TypeError, ValueError, OverflowError):
-            number = _LARGEST_STEP
-        if abs(number) < _LARGEST_STEP:
-            return number
-        self._values.warn_once(
-            f"step={step!r}", "MLflow takes integers of 64 bits as steps: the row gets the next step"
-        )
-        return self.next_step
 
     def _is_number(self, key: str, value: Any) -> bool:
         if type(value) is float:
@@ -228,9 +192,10 @@ class Points:
 class MlflowSink:
     """Sends lines to a run. They can be sent twice: of two equal points, MLflow keeps one."""
 
-    def __init__(self, service: Service, run_id: str, label: str, points: Points) -> None:
+    def __init__(self, service: Service, run_id: str, label: str, metrics: Metrics, steps: Steps) -> None:
         """`run_id` is MLflow's id of the run, and `label` its id in messages."""
-        self._service, self._run_id, self._label, self._points = service, run_id, label, points
+        self._service, self._run_id, self._label = service, run_id, label
+        self._metrics, self._steps = metrics, steps
 
     def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
         self._service.deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -248,8 +213,8 @@ class MlflowSink:
                 _warn_once((self._label, line["call"]), text, self._label, line["call"])
 
     def _points_of(self, line: Line) -> list[Point]:
-        step, time_ms = self._points.step(line["step"]), round(line["time"] * 1000)
-        return [Point(key, value, time_ms, step) for key, value in self._points.of(line["row"]).items()]
+        step, time_ms = self._steps.take(line["step"]), round(line["time"] * 1000)
+        return [Point(key, value, time_ms, step) for key, value in self._metrics.of(line["row"]).items()]
 
     def _set(self, kind: str, values: Mapping[str, str]) -> None:
         """Set params or tags. If the server rejects some, it gets them one by one: it takes all of them or none."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
 
 from flyteplugins_tracking._util.text import first_line, without_credentials
-from flyteplugins_tracking._util.threads import run_with_timeout
+from flyteplugins_tracking._util.threads import call_within, run_with_timeout
 from flyteplugins_tracking.trackers import outbox
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
@@ -138,24 +138,11 @@ class Service:
             UnavailableError: The call may succeed later.
             RejectedError: The call will never succeed.
         """
-        outcome: list[Any] = []
-
-        def call() -> None:
-            try:
-                client, _ = self._open()
-                outcome.append((True, function(client)))
-            except Exception as error:
-                outcome.append((False, _translated(error)))
-
-        # Not in this thread: the client tries again for minutes if the server goes away now.
-        run_with_timeout(self.timeout_s(), call)
-        if not outcome:
-            raise UnavailableError(f"{self.host} does not answer")
-        ((has_succeeded, result),) = outcome
-        if not has_succeeded:
-            raise result
-        answer: T = result
-        return answer
+        try:
+            # Not in this thread: the client tries again for minutes if the server goes away now.
+            return call_within(self.timeout_s(), lambda: function(self._open()[0]))
+        except Exception as error:
+            raise self._translated(error) from None
 
     def persist(self, function: Callable[[Any], T]) -> T:
         """As `ask`, again until it succeeds, at most until the deadline."""
@@ -265,7 +252,7 @@ class Service:
             kind = NoConnectionError if cause == "ConnectionError" else UnavailableError
             raise kind(f"{self.host} does not answer ({cause})") from None
         except Exception as error:
-            raise _translated(error) from None
+            raise self._translated(error) from None
         self._check(response)
         return True
 
@@ -284,6 +271,23 @@ class Service:
             raise kind(f"{self.host} answers with HTTP {status}, but not as an MLflow server does: check the address")
         if status != 200:
             raise RejectedError(_first_line(str(answer.get("message"))), str(answer.get("error_code")))
+
+    def _translated(self, error: Exception) -> Exception:
+        """Return what to raise for an error of MLflow's client."""
+        from mlflow.exceptions import MlflowException
+
+        if isinstance(error, (outbox.AwayError, outbox.RejectedError, AttributeError, TypeError)):
+            return error
+        if isinstance(error, TimeoutError):
+            return UnavailableError(f"{self.host} does not answer")
+        if isinstance(error, MlflowException):
+            code, text = error.error_code, _first_line(error.message)
+            if code in _UNAUTHORIZED:
+                return UnauthorizedError(text)
+            return RejectedError(text, code) if code in _FINAL else UnavailableError(text)
+        text = f"{type(error).__name__}: {_first_line(str(error))}"
+        # Values that cannot be put into a request; or a database that is locked, or whose tables are being created.
+        return RejectedError(text) if isinstance(error, ValueError) else UnavailableError(text)
 
     def _log_to_files(
         self, client: Any, run_id: str, points: Sequence[Point], values: Mapping[str, Mapping[str, str]]
@@ -314,22 +318,6 @@ class Service:
         return [point for point in points if _comparable(point) not in self._present[point.key]]
 
 
-def _translated(error: Exception) -> Exception:
-    """Return what to raise for an error of MLflow's client."""
-    from mlflow.exceptions import MlflowException
-
-    if isinstance(error, (outbox.AwayError, outbox.RejectedError, AttributeError, TypeError)):
-        return error
-    if isinstance(error, MlflowException):
-        code, text = error.error_code, _first_line(error.message)
-        if code in _UNAUTHORIZED:
-            return UnauthorizedError(text)
-        return RejectedError(text, code) if code in _FINAL else UnavailableError(text)
-    text = f"{type(error).__name__}: {_first_line(str(error))}"
-    # Values that cannot be put into a request; or a database that is locked, or whose tables are being created.
-    return RejectedError(text) if isinstance(error, ValueError) else UnavailableError(text)
-
-
 def run_tags(tags: Mapping[str, str]) -> list[Any]:
     """Return tags as MLflow's client takes them."""
     from mlflow.entities import RunTag
@@ -342,10 +330,10 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def next_step(run: Any) -> int:
-    """Return the step after the run's last one."""
+def last_step(run: Any) -> int:
+    """Return the run's last step; -1 if it has none."""
     steps = [metric.step for metric in run.data._metric_objs] if PARTS.has("data._metric_objs", run.data) else []
-    return max(steps, default=-1) + 1
+    return max(steps, default=-1)
 
 
 def _number(value: float) -> float | str:

@@ -7,14 +7,12 @@ has no status of runs: the run's config has it.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from flyteplugins_tracking._rank.plan import Page
-from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Feature, Handle, RunRequest, Tracker
@@ -68,14 +66,8 @@ _ONLY = {
 _UNUSED = "settings"
 
 
-class TrackioTracker(PerProcess, Tracker):
-    """Opens Trackio runs.
-
-    Attributes:
-        started_at: When this attempt may have begun to log, in seconds of `time.time`: when this module was imported,
-            when the process was forked, or when the last run ended. Older rows are an earlier attempt's. Newer ones may
-            be those of other ranks.
-    """
+class TrackioTracker(Tracker):
+    """Opens Trackio runs."""
 
     name = "trackio"
     title = "Trackio"
@@ -89,13 +81,6 @@ class TrackioTracker(PerProcess, Tracker):
             "download_logs": "the files of its runs are those of the whole project",
         }
     )
-
-    def __init__(self) -> None:
-        self.reset_start()  # in a forked child too: Elastic forks new workers for each attempt
-
-    def reset_start(self) -> None:
-        """Count rows from now on as rows of this attempt."""
-        self.started_at = time.time()
 
     def check(self, config: TrackingConfig) -> None:
         for name, value in config.options.items():
@@ -169,6 +154,11 @@ def without_token(url: str) -> tuple[str, str | None]:
     return without_credentials(url), dict(parse_qsl(urlsplit(url.strip()).query)).get("write_token")
 
 
+def kept_name(project: str) -> str:
+    """Return the name that a project has in files."""
+    return "".join(c for c in project if c.isalnum() or c in "-_")
+
+
 def check_address(url: object) -> None:
     """Refuse an address that is not a server's. The error does not show it: it may hold a token.
 
@@ -206,11 +196,11 @@ def check_project(project: str | None) -> None:
     """
     if project is None:
         return
-    kept_as = "".join(c for c in project if c.isalnum() or c in "-_")
+    kept_as = kept_name(project)
     if kept_as.startswith(_RESERVED_PREFIX) or any(kept_as.endswith(s) and kept_as != s for s in _RESERVED_SUFFIXES):
         raise ConfigError(
             f"project={project!r} is a name that Trackio needs for files of another project: choose another name"
         )
 
 
-TRACKER = register(TrackioTracker())
+TRACKER = TrackioTracker()

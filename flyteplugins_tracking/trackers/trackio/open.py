@@ -5,15 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import time
+from importlib.util import find_spec
 from typing import Any
 
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import RunRequest
+from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import new_id, run_config
-from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.trackio import SPACE, check_address, vendor, without_token
+from flyteplugins_tracking.trackers.trackio import (
+    SPACE,
+    check_address,
+    default_directory,
+    kept_name,
+    vendor,
+    without_token,
+)
 from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write
+from flyteplugins_tracking.trackers.trackio.store import Database, Inbox, Server, Store, Stored
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +31,8 @@ _POLL_S = 0.1
 _REQUEST_S = 10.0
 
 
-def open_run(request: RunRequest, tracker: Any) -> TrackioHandle:
-    """Open the run of `tracker`, the `TrackioTracker`.
+def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
+    """Open the run, or continue it.
 
     Raises:
         TrackerUnavailableError: The directory or the server cannot be used.
@@ -32,122 +40,90 @@ def open_run(request: RunRequest, tracker: Any) -> TrackioHandle:
     vendor.PARTS.require()
     if os.environ.get("TRACKIO_SPACE_ID"):
         raise ConfigError(f"TRACKIO_SPACE_ID is set: {SPACE}")
-    since = tracker.started_at
     url, token = _server(request)
     project = request.config.project or _DEFAULT_PROJECT
-    run_id = request.plan.run_id or new_id()
-    if url is None:
-        store, client = _local_store(project, request), None
-    else:
-        client = _client(url, token, request.deadline)
-        store = _server_store(url, client, project)
-    stored = _find(store, run_id, since, request)
-    run = _new_run(request, project, run_id, store, stored, url, client)
-    if run.id != request.plan.run_id:
-        request = replace(request, plan=replace(request.plan, run_id=run.id))
+    request = replace(request, plan=replace(request.plan, run_id=request.plan.run_id or new_id()))
+    client = None if url is None else _client(url, token, request.deadline)
+    store = _local_store(project, request) if url is None else Server(url, client, project)
+    stored = _find(store, request)
+    run = _new_run(request, project, stored, url, client)
     if request.plan.primary and url is None:
         logger.info("Trackio: run %s is kept in %s: trackio show --project %s", run.name, store.place, project)
     try:
         return TrackioHandle(request, tracker, run, store, stored)
     except BaseException:
-        run.stop(time.monotonic())
+        vendor.finish(run)
         raise
 
 
-def _new_run(
-    request: RunRequest, project: str, run_id: str, store: Any, stored: Any, url: str | None, client: Any
-) -> Any:
+def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str | None, client: Any) -> Any:
     config, options, is_primary = request.config, request.config.options, request.plan.primary
-    stored_config = {} if stored is None else {k: v for k, v in stored.config.items() if not k.startswith("_")}
+    known = {} if stored is None else stored.config
+    own = {"tags": None if config.tags is None else list(config.tags), "notes": config.notes}  # it has no other place
+    given = {**{key: value for key, value in own.items() if value is not None}, **run_config(request)}
+    is_first = config.run_mode != "shared" or request.leads_node  # one rank of a node logs metrics of the system
+    cpu, gpu = options.get("auto_log_cpu"), options.get("auto_log_gpu")
     run = vendor.run_class()(
         url=url,
         project=project,
         client=client,
-        name=stored.name if stored is not None else config.name or run_id,
-        run_id=run_id,
-        group=config.group or request.plan.group or (stored and stored.config.get("_Group")),
-        config={**stored_config, **_tags_and_notes(config), **run_config(request)} if is_primary else stored_config,
+        name=stored.name if stored is not None else config.name or request.plan.run_id,
+        run_id=request.plan.run_id,
+        group=config.group or request.plan.group or known.get("_Group"),
+        config={**{k: v for k, v in known.items() if not k.startswith("_")}, **(given if is_primary else {})},
         server_base_url=url,
         existing_runs=[],
         initial_last_step=-1,  # the handle counts the steps
         webhook_url=options.get("webhook_url"),
         webhook_min_level=options.get("webhook_min_level"),
-        **_monitors(request),
+        auto_log_cpu=is_first and (find_spec("psutil") is not None if cpu is None else cpu),
+        cpu_log_interval=options.get("cpu_log_interval") or 10.0,
+        auto_log_gpu=is_first and gpu in (None, True),
+        gpu_log_interval=options.get("gpu_log_interval") or 10.0,
     )
-    run.check()
-    for key in ("_Created", "_Username"):
-        if stored is not None and stored.config.get(key):
-            run.config[key] = stored.config[key]
-    if not is_primary or store.shows_config:
-        vendor.leave_config_to_primary(run)
+    vendor.take_over(run)
+    run.config.update({key: known[key] for key in ("_Created", "_Username") if known.get(key)})
     return run
 
 
-def _tags_and_notes(config: TrackingConfig) -> dict[str, Any]:
-    """Return tags and notes as a part of the config: Trackio has no other place for them."""
-    values = {"tags": None if config.tags is None else list(config.tags), "notes": config.notes}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _monitors(request: RunRequest) -> dict[str, Any]:
-    """Return the arguments for metrics of the system: one rank of a node logs them, by default if Trackio would."""
-    options = request.config.options
-    is_first = request.config.run_mode != "shared" or request.leads_node
-    cpu, gpu = options.get("auto_log_cpu"), options.get("auto_log_gpu")
-    return {
-        "auto_log_cpu": is_first and (vendor.has_cpu_metrics() if cpu is None else cpu),
-        "cpu_log_interval": options.get("cpu_log_interval") or 10.0,
-        "auto_log_gpu": is_first and (vendor.has_gpu_metrics() if gpu is None else gpu),
-        "gpu_log_interval": options.get("gpu_log_interval") or 10.0,
-    }
-
-
-def _find(store: Any, run_id: str, since: float, request: RunRequest) -> Any:
+def _find(store: Store, request: RunRequest) -> Stored | None:
     """Return the run if it exists. On other ranks than the primary, wait until that one has opened it."""
+    run_id, failure = str(request.plan.run_id), None
     while True:
-        stored, failure = None, None
         try:
-            stored = store.find(run_id, since)
+            stored, failure = store.find(run_id), None
+            if stored is not None or request.plan.primary or not store.shows_config:
+                return stored
         except Exception as error:
             failure = error
-        if stored is not None or (failure is None and (request.plan.primary or not store.shows_config)):
-            return stored
         if time.monotonic() + _POLL_S > request.deadline:
-            if failure is not None:
-                raise TrackerUnavailableError(cannot_write(store.place, failure)) from failure
-            raise TrackerUnavailableError(
-                f"Trackio: run {run_id} was not found in {store.place} within init_timeout_s="
-                f"{request.config.init_timeout_s:g}: its primary rank has not opened it there. With several nodes, set "
-                "TRACKIO_DIR to a directory that they all share, or log to a server (server_url=), or have a run for "
-                "each node (rank_scope='worker')."
-            )
+            break
         time.sleep(_POLL_S)
+    if failure is not None:
+        raise TrackerUnavailableError(cannot_write(store.place, failure)) from failure
+    raise TrackerUnavailableError(
+        f"Trackio: run {run_id} was not found in {store.place} within init_timeout_s="
+        f"{request.config.init_timeout_s:g}: its primary rank has not opened it there. With several nodes, set "
+        "TRACKIO_DIR to a directory that they all share, or log to a server (server_url=), or have a run for "
+        "each node (rank_scope='worker')."
+    )
 
 
-def _local_store(project: str, request: RunRequest) -> Any:
-    from flyteplugins_tracking.trackers.trackio.store import Database, Inbox
-
-    kept_as = vendor.name_in_files(project)
+def _local_store(project: str, request: RunRequest) -> Store:
+    kept_as, directory = kept_name(project), default_directory()
     if kept_as != project and request.plan.primary:
         logger.warning("Trackio: project %r is kept as %r, together with other projects of this name", project, kept_as)
     try:
-        vendor.check_project(project)
-        os.makedirs(vendor.directory(), exist_ok=True)
+        os.makedirs(directory, exist_ok=True)
         inbox = vendor.inbox()
         if inbox is None:
-            return Database(vendor.database(project, create=request.plan.primary))
+            return Database(vendor.database(project))
         inbox.mkdir(exist_ok=True)
-        return Inbox(Database(vendor.database(project, create=False)), inbox)
+        return Inbox(inbox, Database(inbox.parent / f"{kept_as}.db"))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except Exception as error:
-        raise TrackerUnavailableError(cannot_write(str(vendor.directory()), error)) from error
-
-
-def _server_store(url: str, client: Any, project: str) -> Any:
-    from flyteplugins_tracking.trackers.trackio.store import Server
-
-    return Server(url, client, project)
+        raise TrackerUnavailableError(cannot_write(directory, error)) from error
 
 
 def _server(request: RunRequest) -> tuple[str | None, str | None]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flyteplugins_tracking._util.files import is_own_file, own_text
+from flyteplugins_tracking.trackers.trackio import vendor
 
 # The longest time that a statement waits for another process, in seconds.
 _BUSY_S = 5.0
@@ -28,7 +29,7 @@ class Stored:
     Attributes:
         name: The name that Trackio shows.
         config: The run's config, with the values that Trackio adds.
-        last_step: The highest step of the rows in question; None if there are no such rows.
+        last_step: The highest step of its rows; None if there are no rows.
     """
 
     name: str
@@ -42,18 +43,16 @@ class Store(Protocol):
     Attributes:
         place: Its name in messages.
         shows_config: Whether the config of a run can be read before the run's first row.
-        knows_times: Whether `find` can leave out rows by their time.
     """
 
     place: str
-    shows_config: bool
-    knows_times: bool = True
+    shows_config: bool = False
 
-    def find(self, run_id: str, before: float) -> Stored | None:
-        """Return the run with the last step that was written before that time, in seconds since the epoch."""
+    def find(self, run_id: str) -> Stored | None:
+        """Return the run if it exists."""
 
-    def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
-        """Replace the run's config, if `shows_config`."""
+    def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows of a run. A row that it has, by its `log_id`, is left. The first one may have the run's config."""
 
 
 class Database(Store):
@@ -65,20 +64,29 @@ class Database(Store):
         self._path = path
         self.place = str(path)
 
-    def find(self, run_id: str, before: float) -> Stored | None:
-        with self._connection() as connection:
-            if connection is None:
-                return None
+    def exists(self) -> bool:
+        """Whether the file is there."""
+        return self._path.exists()
+
+    def find(self, run_id: str) -> Stored | None:
+        with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as connection:
             row = connection.execute("SELECT run_name, config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
             if row is None:
                 return None
-            last_step = connection.execute(
-                "SELECT MAX(step) FROM metrics WHERE run_id = ? AND timestamp < ?", (run_id, _text(before))
-            ).fetchone()[0]
+            (last_step,) = connection.execute("SELECT MAX(step) FROM metrics WHERE run_id = ?", (run_id,)).fetchone()
             return Stored(row[0], json.loads(row[1]), last_step)
 
+    def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        vendor.write_rows(entries)
+
     def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
-        values = (run_id, name, json.dumps(config, default=str), _text(time.time()))
+        """Replace the run's config, which needs no row.
+
+        Raises:
+            sqlite3.OperationalError: Other processes have written until the deadline.
+        """
+        finite = json.loads(json.dumps(config, default=str), parse_constant=str)  # as Trackio has NaN and infinities
+        values = (run_id, name, json.dumps(finite), text_of(time.time()))
         while True:
             try:
                 busy_s = max(_RETRY_S, min(_BUSY_S, deadline - time.monotonic()))
@@ -94,38 +102,27 @@ class Database(Store):
                     raise
                 time.sleep(_RETRY_S)
 
-    @contextlib.contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection | None]:
-        """Connect to the database. Gives None if it does not exist yet."""
-        if not self._path.exists():
-            yield None
-            return
-        with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as connection:
-            tables = connection.execute("SELECT COUNT(*) FROM sqlite_master WHERE name IN ('configs', 'metrics')")
-            yield connection if tables.fetchone()[0] == 2 else None
-
 
 class Inbox(Store):
-    """Files of JSON lines, for file systems on which SQLite fails. Trackio's dashboard imports them."""
+    """Files of JSON lines, for file systems on which SQLite fails. Trackio's dashboard imports them into a database."""
 
-    shows_config = False
-
-    def __init__(self, database: Database, inbox: Path) -> None:
-        self._database = database
-        self._inbox = inbox
+    def __init__(self, inbox: Path, database: Database) -> None:
+        self._inbox, self._database = inbox, database
         self.place = str(inbox)
 
-    def find(self, run_id: str, before: float) -> Stored | None:
-        records = [r for r in self._records() if r.get("run_id") == run_id and r.get("timestamp", "") < _text(before)]
-        taken = self._database.find(run_id, before)
-        if not records:
-            return taken
-        configs = [record["config"] for record in records if record.get("config")]
-        steps = [record["step"] for record in records] + ([taken.last_step] if taken and taken.last_step else [])
-        return Stored(records[0]["run"], configs[-1] if configs else taken.config if taken else {}, max(steps))
+    def find(self, run_id: str) -> Stored | None:
+        found = [one for one in self._records() if one.get("run_id") == run_id]
+        imported = self._database.find(run_id) if self._database.exists() else None
+        if not found:
+            return imported
+        configs = [record["config"] for record in found if record.get("config")]
+        steps = [record["step"] for record in found]
+        if imported is not None:
+            configs, steps = [imported.config, *configs], [*steps, imported.last_step or 0]
+        return Stored(found[0]["run"], configs[-1] if configs else {}, max(steps))
 
-    def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
-        """Do nothing: the config is written with the first row."""
+    def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        vendor.write_lines(entries)
 
     def _records(self) -> Iterator[dict[str, Any]]:
         for path in sorted(filter(is_own_file, self._inbox.rglob("*.jsonl")), key=_written_at):
@@ -144,24 +141,21 @@ def _written_at(path: Path) -> float:
 class Server(Store):
     """A Trackio server."""
 
-    shows_config = False
-    knows_times = False
-
     def __init__(self, place: str, client: Any, project: str) -> None:
         self.place = place
         self._client = client
         self._project = project
 
-    def find(self, run_id: str, before: float) -> Stored | None:  # noqa: ARG002 the server does not say when rows were written
+    def find(self, run_id: str) -> Stored | None:
         summary = self._client.predict(api_name="/get_run_summary", project=self._project, run_id=run_id)
         if not summary or not summary.get("num_logs"):
             return None
         return Stored(summary["run"] or run_id, summary.get("config") or {}, summary.get("last_step"))
 
-    def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
-        """Do nothing: the config is written with the first row."""
+    def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        self._client.predict(api_name="/bulk_log", logs=entries, hf_token=None)
 
 
-def _text(time_s: float) -> str:
+def text_of(time_s: float) -> str:
     """Return a time as Trackio writes it."""
     return datetime.fromtimestamp(time_s, timezone.utc).isoformat()
