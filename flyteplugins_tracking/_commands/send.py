@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,22 @@ from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
 from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.earlier import relog
-from flyteplugins_tracking.trackers.journal import StoredJournal, exit_code_in, has_records, remove_torn, stored
-from flyteplugins_tracking.trackers.kept import OutboxHandle
-from flyteplugins_tracking.trackers.outbox import addresses_in, arguments_to_send, how_to_send, require_server
-from flyteplugins_tracking.trackers.pluto import queues
+from flyteplugins_tracking.trackers.journal import (
+    Line,
+    StoredJournal,
+    exit_code_in,
+    has_records,
+    remove_torn,
+    stored,
+)
+from flyteplugins_tracking.trackers.kept import OutboxHandle, repeat_call
+from flyteplugins_tracking.trackers.outbox import (
+    AwayError,
+    addresses_in,
+    arguments_to_send,
+    how_to_send,
+    require_server,
+)
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
@@ -105,8 +116,9 @@ def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
             require_server(directory, address, [*os.environ.values(), *servers])
     touch_own(directory / _SENT)
     kept_again = {directory}
-    for attempt in _attempts(left):
-        kept_again |= _send_attempt(attempt)
+    attempts = list(_attempts(left))
+    for attempt in attempts:
+        kept_again |= _send_attempt(attempt, ends_run=attempt is attempts[-1])
     for journal in stored(directory):  # without lines: of a process that was killed when it made it, or had sent all
         if not journal.is_open() and not journal.pending():
             journal.remove()
@@ -144,8 +156,8 @@ def _attempts(journals: Sequence[StoredJournal]) -> Iterator[list[StoredJournal]
             yield [primary]
 
 
-def _send_attempt(journals: Sequence[StoredJournal]) -> set[Path]:
-    """Send the journals of one attempt's ranks. The first one's end is the run's.
+def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> set[Path]:
+    """Send the journals of one attempt's ranks. The first one's end is the run's, if this is the last attempt.
 
     Returns:
         The directories in which the tracker may have kept rows again.
@@ -153,14 +165,13 @@ def _send_attempt(journals: Sequence[StoredJournal]) -> set[Path]:
     with _claimed(journals):
         exit_code = exit_code_in(journals[0].lines())  # before the run opens, which removes what it has sent
         handle = _open(journals[0].header, journals)
-        handle.ends_run = True
+        handle.ends_run = ends_run
         if isinstance(handle, OutboxHandle):
             handle.wait(handle.request.config.finish_timeout_s)
             handle.finish(exit_code)
         else:
-            handle.keep_end(exit_code)
             for journal in journals:
-                relog(handle, list(journal.lines()), str(journal.paths[0].parent))
+                _relog(handle, journal.lines())
             handle.finish(exit_code)
             for journal in journals:
                 journal.remove()
@@ -203,6 +214,24 @@ def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> Client
     return handle
 
 
+def _relog(handle: ClientHandle, lines: Iterable[Line]) -> None:
+    """Log lines to the run of a tracker without an outbox, as third parties have them. The run's end is left out.
+
+    Raises:
+        TrackerUnavailableError: The service does not answer to a call.
+    """
+    for line in lines:
+        if "row" in line:
+            handle.replay(line["row"], line["step"], line["time"])
+        elif "event" in line:
+            handle.record_event(line["event"], line["values"], line["text"])
+        elif "call" in line:
+            try:
+                repeat_call(handle.run, handle.id, line)
+            except AwayError as error:
+                raise TrackerUnavailableError(str(error)) from error
+
+
 def _replay(paths: Sequence[Path], tracker: str) -> Iterator[str]:
     for path in paths:
         runs = [wandb_files.as_lines(path)] if wandb_files.is_run_directory(path) else _kept_runs(path)
@@ -229,7 +258,7 @@ def _kept_runs(path: Path) -> list[list[Any]]:
     runs = [[journal.header, *journal.lines()] for journal in _journals_in(path)]
     if not runs:
         raise ValueError(f"{path} has nothing of a run")
-    return [queues.as_lines(path, lines) if any("queue" in line for line in lines) else lines for lines in runs]
+    return runs
 
 
 def _send_to_another(lines: Sequence[Any], tracker: str, first: int) -> None:
@@ -250,7 +279,7 @@ def _send_to_another(lines: Sequence[Any], tracker: str, first: int) -> None:
             handle.put({name: value for name, value in row.items() if name != "id"})
         handle.wait(handle.request.config.finish_timeout_s)
     else:
-        relog(handle, rows, "")
+        _relog(handle, rows)
     handle.finish(exit_code_in(lines))
     unsent = handle.unsent()
     if isinstance(unsent, list) and [path for path in unsent if stored(Path(path))]:

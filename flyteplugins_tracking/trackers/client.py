@@ -121,18 +121,6 @@ class ClientHandle(Handle):
         """Log a row that was kept in files since `time_s`, in seconds since the epoch."""
         self.write(row, step)
 
-    def replay_queue(self, directory: str, written_in: str) -> None:
-        """Log what the client's own files in a directory have. For services whose clients have such files.
-
-        Args:
-            directory: The directory.
-            written_in: Where it was when the files were written.
-        """
-        raise NotImplementedError
-
-    def keep_end(self, exit_code: int) -> None:
-        """Keep the end of a run that is sent from files, before its rows: if sending is killed, it stays known."""
-
     def await_writers(self, exit_code: int) -> None:
         if self._barrier is not None and exit_code == 0:
             self._barrier.wait_for_run(self.request, self._title)

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -20,7 +21,7 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
 from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, stored
-from flyteplugins_tracking.trackers.outbox import Outbox, Sink, how_to_send
+from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, Sink, how_to_send
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,12 @@ class OutboxHandle(ClientHandle):
 
     Attributes:
         left_text: What the end says if the service has not taken everything.
+        header: What the journal's readers need to know beside what they need of each tracker.
         steps: The steps of the rows.
+        earlier_step: The highest step of the rows of earlier attempts that are still to be sent; -1 if there is none.
     """
+
+    header: Mapping[str, Any] = MappingProxyType({})
 
     left_text = (
         "%(title)s: run %(id)s: %(place)s has not taken %(what)s. %(kept)s Send the rest when %(title)s answers: "
@@ -83,6 +88,9 @@ class OutboxHandle(ClientHandle):
         """Send the run's status within `timeout_s` seconds, after its lines. Returns whether the service has it."""
         return True
 
+    def before_removal(self, journal: StoredJournal) -> None:
+        """Remove what an earlier attempt has left beside its journal, whose lines are sent."""
+
     def sendable(self) -> RunRequest:
         """Return the request with which another process opens the run, to send what is kept."""
         return self.request
@@ -92,20 +100,14 @@ class OutboxHandle(ClientHandle):
         """Where the lines go, in messages."""
         return self._title
 
-    @property
-    def earlier_step(self) -> int:
-        """The highest step of the rows of earlier attempts that are still to be sent; -1 if there is none."""
-        steps = [line["step"] for journal in self._earlier for line in journal.lines() if line.get("step") is not None]
-        return max(steps, default=-1)
-
     def put(self, line: Line) -> None:
         """Send a line, and keep it until then. Opens the run again if it has ended early."""
         self._gate.row(lambda: self._outbox.put(line))
 
-    def put_row(self, row: Mapping[str, Any], step: int | None) -> None:
-        """Send a row, from within `write`."""
+    def put_row(self, row: Mapping[str, Any], step: int | None, time_s: float | None = None) -> None:
+        """Send a row, from within `write`. `time_s` is when it was logged, in seconds since the epoch: now if None."""
         self._last.update({key: value for key, value in row.items() if isinstance(value, (int, float))})
-        self._outbox.put({"row": dict(row), "step": step, "time": time.time()})
+        self._outbox.put({"row": dict(row), "step": step, "time": time_s or time.time()})
 
     def summary(self) -> Mapping[str, Any]:
         return self._last
@@ -130,11 +132,11 @@ class OutboxHandle(ClientHandle):
         self._outbox.put({"exit_code": exit_code})
         is_sent = self._outbox.close(left_s - min(_STATUS_S, left_s * _STATUS_SHARE))
         is_complete = self._sink is not None and self.end_run(exit_code, until - time.monotonic()) and is_sent
+        self._left_in = None if is_complete else self._outbox.directory
         if is_complete:
             self._outbox.remove()
         else:
             self._outbox.keep()
-            self._left_in = self._outbox.directory
         if self._outbox.rows or not is_complete:
             self._report_left()
 
@@ -153,14 +155,16 @@ class OutboxHandle(ClientHandle):
 
     def _open_outbox(self) -> None:
         request = self.sendable()
-        header = _header(request, self._tracker, self.id)
+        header = {**_header(request, self._tracker, self.id), **self.header}
         rank = request.info.rank if request.info else 0
         # Sorted by name, the journals are in the order of the attempts, each attempt's primary rank first.
         who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"
         name = f"{header['attempt']:04}-{int(time.time() * 1000):x}-{who}"
         self._earlier = list(self._find_earlier())
+        steps = [line["step"] for left in self._earlier for line in left.lines() if line.get("step") is not None]
+        self.earlier_step = max(steps, default=-1)
         journal = Journal(Path(self.directory()), name, header)
-        self._outbox = Outbox(self._title, self.id, journal, self._sink, self._earlier)
+        self._outbox = Outbox(self._title, self.id, journal, self._sink, self._earlier, self.before_removal)
 
     def directory(self) -> str:
         """Return where what is not sent is kept: one directory for all attempts and ranks of the run."""
@@ -173,7 +177,12 @@ class OutboxHandle(ClientHandle):
             return self.request.earlier
         if not (self.request.plan.primary or self.request.leads_node):
             return ()
-        return [journal for journal in stored(Path(self.directory())) if not journal.is_open()]
+        return [left for left in stored(Path(self.directory())) if self._is_of_run(left) and not left.is_open()]
+
+    def _is_of_run(self, left: StoredJournal) -> bool:
+        """Whether a journal is of this run: another project may have a run with its id."""
+        arguments = left.header.get("arguments")
+        return isinstance(arguments, Mapping) and arguments.get("project") == self.request.config.project
 
     def _report_left(self) -> None:
         rows, lost = self._outbox.rows, self._outbox.lost_rows
@@ -297,3 +306,21 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "arguments": {**arguments, "run_mode": "auto", "if_unavailable": "raise", "rank_prefix": False},
         "run_metadata": dict(request.run_metadata),
     }
+
+
+def repeat_call(run: Any, run_id: str, line: Line) -> None:
+    """Make a kept call of a method of the run object. One that fails is lost, with a warning.
+
+    Raises:
+        AwayError: It may succeed later.
+    """
+    name = line["call"]
+    try:
+        if name not in REPEATED:
+            raise ValueError(f"of kept calls only these are repeated: {', '.join(sorted(REPEATED))}")
+        getattr(run, name)(*line["args"], **line["kwargs"])
+    except (AttributeError, TypeError, ValueError, FileNotFoundError) as error:
+        text = "run %s: the kept call of %s() fails, and is lost: %s: %s"
+        logger.warning(text, run_id, name, type(error).__name__, error)
+    except Exception as error:
+        raise AwayError(f"the kept call of {name}() has failed: {type(error).__name__}: {error}") from error

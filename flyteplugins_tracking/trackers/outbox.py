@@ -14,7 +14,7 @@ import shlex
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,8 @@ from flyteplugins_tracking.trackers.journal import Entry, Journal, Line, StoredJ
 
 logger = logging.getLogger(__name__)
 
+# The name of the thread that sends.
+THREAD = "flyteplugins_tracking.outbox"
 # How long a line waits for more lines, in seconds, and how many are sent together.
 _WAIT_S = 0.5
 _MOST_AT_ONCE = 1000
@@ -82,7 +84,13 @@ class Outbox(PerProcess):
     """Lines on their way to a sink. Without a sink, they stay in the journal."""
 
     def __init__(
-        self, title: str, run_id: str, journal: Journal, sink: Sink | None, earlier: Iterable[StoredJournal] = ()
+        self,
+        title: str,
+        run_id: str,
+        journal: Journal,
+        sink: Sink | None,
+        earlier: Iterable[StoredJournal] = (),
+        before_removal: Callable[[StoredJournal], object] = lambda _: None,
     ) -> None:
         """Initialize the outbox. Its thread starts with the first line that there is to send.
 
@@ -92,11 +100,13 @@ class Outbox(PerProcess):
             journal: Where lines are kept.
             sink: Where they go.
             earlier: What goes there first. The journals are removed when the sink has taken it.
+            before_removal: Called before that, with the journal.
         """
         self.rows = 0  # how many rows were put and not sent
         self.directory = str(journal.directory)
         self._title, self._run_id = title, run_id
         self._journal, self._sink, self._earlier = journal, sink, deque(earlier)
+        self._before_removal = before_removal
         self._waiting: deque[Entry] = deque()
         self._bytes = 0  # of what waits
         self._end = 0  # the number of the first line that has never waited in memory
@@ -185,7 +195,7 @@ class Outbox(PerProcess):
         return self._waiting[0].number if self._waiting else self._end
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="flyteplugins_tracking.outbox", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         self._thread.start()
 
     def _add(self, entry: Entry) -> None:
@@ -219,6 +229,7 @@ class Outbox(PerProcess):
             if not self._deliver(batch):
                 return False
             rows += _rows(batch)
+        self._before_removal(journal)
         journal.remove()
         if rows:
             text = "%s: run %s: sent %d rows again that an earlier attempt had logged and %s may lack, from %s"

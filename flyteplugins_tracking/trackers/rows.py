@@ -138,14 +138,16 @@ class Steps:
     ) -> None:
         """Initialize the steps, which the service takes from `smallest` on. `values` warns about others."""
         self.last = last
+        self._lock = threading.RLock()  # the outbox's thread takes the steps of kept rows
         self._values, self._smallest, self._stride, self._offset = values, smallest, stride, offset
 
     def take(self, step: Any) -> int:
         """Return `step` if the service takes it, or the next one."""
         number = None if step is None else self._whole(step)
-        if number is None:
-            number = (self.last // self._stride + 1) * self._stride + self._offset
-        self.last = max(self.last, number)
+        with self._lock:
+            if number is None:
+                number = (self.last // self._stride + 1) * self._stride + self._offset
+            self.last = max(self.last, number)
         return number
 
     def _whole(self, step: Any) -> int | None:

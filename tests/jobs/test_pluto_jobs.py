@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
@@ -12,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from support import jobs
 from support.backends import pluto_environment
@@ -23,6 +23,7 @@ from support.waiting import wait_for_file, wait_until
 
 from flyteplugins_tracking.trackers.journal import Journal, encode
 from flyteplugins_tracking.trackers.pluto import INIT_ARGUMENTS
+from flyteplugins_tracking.trackers.pluto.vendor import Queue
 
 SCRIPT = jobs.PROGRAMS / "pluto_runs.py"
 
@@ -115,7 +116,7 @@ def test_values_that_the_service_would_drop_warn_once_for_each_key(ranks):
 def test_the_key_is_in_no_command_line_and_no_file(ranks):
     _, done, told = ranks
     assert [told[rank]["has_key"] for rank in range(RANKS)] == [False] * RANKS
-    assert any(told[rank]["has_uploader"] for rank in range(RANKS))
+    assert not any(told[rank]["has_uploader"] for rank in range(RANKS))
     assert KEY not in done.output
     written = [path for path in done.directory.rglob("*") if path.is_file() and path.name != "key"]
     assert not [path for path in written if KEY.encode() in path.read_bytes()]
@@ -283,7 +284,7 @@ def test_rows_of_a_killed_rank_and_uploader_arrive_once(tmp_path, how):
         (tmp_path / "stop").touch()
         if how == "send":
             (tmp_path / "moved").mkdir()
-            for path in (tmp_path / ".pluto").iterdir():  # to another machine, say
+            for path in (tmp_path / "tracking-offline").iterdir():  # to another machine, say
                 path.rename(tmp_path / "moved" / path.name)
             command = [sys.executable, "-m", "flyteplugins_tracking", "send", *sorted((tmp_path / "moved").iterdir())]
         else:
@@ -297,7 +298,7 @@ def test_rows_of_a_killed_rank_and_uploader_arrive_once(tmp_path, how):
             again = jobs.run(command, tmp_path, pluto_environment(server))
             assert "has nothing that is not sent yet" in again.output
         else:
-            assert re.search(r"Pluto: run killed: sends \d+ rows that an earlier attempt had logged", done.output)
+            assert re.search(r"Pluto: run killed: sent \d+ rows again that an earlier attempt had logged", done.output)
             assert run.statuses == ["COMPLETED"]
     assert run.duplicates == 0
     assert not (tmp_path / ".pluto").exists()
@@ -328,23 +329,6 @@ def test_every_row_arrives_once_whenever_a_rank_is_killed(tmp_path, kill):
     assert not (tmp_path / ".pluto").exists()
 
 
-@pytest.mark.full
-def test_every_row_arrives_once_if_the_uploader_is_killed(tmp_path):
-    with PlutoServer() as server:
-        process = jobs.start(TRAINING, tmp_path, pluto_environment(server))
-        wait_until(lambda: len(logged(tmp_path)) >= 50, process)
-        (uploader,) = psutil.Process(process.pid).children()
-        with server.failing(Fault.slow(1, only="ingest")) as fault:
-            wait_until(lambda: fault.hits, process)  # it is sending rows
-            uploader.kill()
-        (tmp_path / "stop").touch()
-        done = jobs.finish(process, tmp_path)
-        assert done.returncode == 0, done.output
-        run = server.run("killed")
-    assert_each_once(run, logged(tmp_path))
-    assert run.statuses == ["COMPLETED"]
-
-
 def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):
     code = "import inspect, json, pluto; print(json.dumps(list(inspect.signature(pluto.init).parameters)))"
     env = jobs.environment(tmp_path, PYTHONPATH=str(Path(sys.prefix) / "pluto"))
@@ -353,28 +337,18 @@ def test_all_arguments_of_the_vendors_init_can_be_passed(tmp_path):
     assert set(json.loads(done.stdout)) - ours == INIT_ARGUMENTS
 
 
-def test_the_uploader_finds_the_standard_library_before_the_users_modules(monkeypatch, tmp_path):
-    from flyteplugins_tracking.trackers.pluto.uploader import UploaderProcess
-
-    (tmp_path / "logging.py").write_text("raise RuntimeError('the wrong one')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "path", [tmp_path / "a-path", *sys.path])
-    started = {}
-
-    class Popen:
-        stdin = None
-
-        def __init__(self, command: Any, env: Any, **_: Any) -> None:
-            started["env"] = env
-
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", Popen)
-        patch.setattr(UploaderProcess, "_write_line", lambda *_: None)
-        UploaderProcess("database", {}, 2)
-    code = "import logging; print(logging.__file__)"
-    done = subprocess.run([sys.executable, "-c", code], env=started["env"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert str(tmp_path) not in done.stdout
+def test_our_queue_has_each_call_of_the_vendors(tmp_path):
+    code = """
+import inspect, json
+from pluto.sync import SyncProcessManager as Theirs
+calls = {name: list(inspect.signature(call).parameters) for name, call in vars(Theirs).items() if "enqueue" in name}
+print(json.dumps(calls))
+"""
+    env = jobs.environment(tmp_path, PYTHONPATH=str(Path(sys.prefix) / "pluto"))
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
+    for name, parameters in json.loads(done.stdout).items():
+        ours = list(inspect.signature(getattr(Queue, name)).parameters)
+        assert ours == parameters or ours[-1] == "record", name
 
 
 def test_a_rank_that_logs_after_the_runs_end_by_a_signal_leaves_it_ended(tmp_path):

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from flyteplugins_tracking import TrackingError, get_distributed_info, get_run, should_stop, tracking_init
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._rank.topology import detect
@@ -101,7 +103,7 @@ def ranks() -> None:
         resumed=run.resumed,
         vendors=f"{type(run).__module__}.{type(run).__name__}",
         has_key=key().strip() in command_lines(),
-        has_uploader="pluto.uploader" in command_lines(),
+        has_uploader=bool(psutil.Process().children(recursive=True)),
         in_children=in_children,
         refused=refused,
     )

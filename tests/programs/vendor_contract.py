@@ -19,7 +19,7 @@ from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts, numbe
 
 
 def pluto_objects(run: Any) -> dict[str, Any]:
-    return {"op": run, "monitor": run._monitor, "settings": run.settings, "manager": run._sync_manager}
+    return {"op": run, "settings": run.settings}
 
 
 def trackio_objects(run: Any) -> dict[str, Any]:

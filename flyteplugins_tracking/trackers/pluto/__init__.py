@@ -41,7 +41,7 @@ class PlutoTracker(Tracker):
     unsupported = {  # noqa: RUF012 as the protocol has it
         "sweeps": "pluto.sweep and pluto.agent run trials by themselves, in one process",
         "config file": "it reads none. Pass config= as a mapping",
-        "download_logs": "its files are for its uploader, and are removed when they have been sent",
+        "download_logs": "its files are removed when they have been sent",
     }
 
     def check(self, config: TrackingConfig) -> None:
@@ -116,10 +116,11 @@ class PlutoTracker(Tracker):
     def open(self, request: RunRequest) -> Handle:
         # Imported here, so that a rank without a run does not load it.
         from flyteplugins_tracking.trackers.kept import open_or_keep
-        from flyteplugins_tracking.trackers.pluto import run as pluto_run
+        from flyteplugins_tracking.trackers.pluto.open import open_op
+        from flyteplugins_tracking.trackers.pluto.run import PlutoHandle
 
         request = _with_usable_id(request)
-        return open_or_keep(request, self, lambda: pluto_run.open_run(request, self))
+        return open_or_keep(request, self, lambda: PlutoHandle(request, self, *open_op(request)))
 
 
 def _app(config: TrackingConfig) -> str:

@@ -1,37 +1,35 @@
-"""Open a Pluto run within the deadline, with a queue and an uploader of this rank's own.
-
-Ranks that share the client's queue lose rows when the rank that owns it ends.
-"""
+"""Open a Pluto run within the deadline, with a directory of this rank's own for the client's files."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import secrets
+import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as WaitTimeoutError
+from threading import Thread
+from typing import Any
 
 from flyteplugins_tracking._util.text import first_line
-from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import RunRequest, Tracker
+from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import LOCAL_FILES, missing_key_error, run_config
 from flyteplugins_tracking.trackers.pluto import vendor
-from flyteplugins_tracking.trackers.pluto.queues import Queue, remove_directory
-from flyteplugins_tracking.trackers.pluto.uploader import UploaderProcess
+from flyteplugins_tracking.trackers.pluto.service import REQUEST_S, Service
+from flyteplugins_tracking.trackers.pluto.vendor import Queue
 
 logger = logging.getLogger(__name__)
 
 _FIX = "Check PLUTO_API_KEY, the PLUTO_URL_* variables and the network."
 # The seconds between two questions whether the service answers, and has the run.
 _POLL_S = 0.1
-# The longest time for one request, in seconds. The client's own limit of 32 s is longer than a run's end waits.
-REQUEST_S = 10
 # How long the service may refuse connections, or the key, before the rank gives up.
 _HOPELESS_S = 3.0
 # The meaning of an answer, and whether the service will repeat it.
@@ -43,18 +41,11 @@ _READINGS = {
 _PASSED_ON = ("fork_run_id", "fork_step", "inherit_config", "inherit_tags")
 
 
-class Sending(NamedTuple):
-    """How a rank's rows reach the service: its queue, and the process that sends it."""
-
-    queue: Queue
-    uploader: UploaderProcess
-
-
-def open_op(request: RunRequest, tracker: Tracker) -> tuple[Any, Sending | None]:
+def open_op(request: RunRequest) -> tuple[Any, Queue]:
     """Create the run, or attach to it.
 
     Returns:
-        The client's run object, and how its rows are sent. In the client's mode "noop", they are not.
+        The client's run object, and its queue. In the client's mode "noop", nothing comes to that.
 
     Raises:
         TrackerUnavailableError: The server does not answer in time, or there is no key for it.
@@ -62,23 +53,15 @@ def open_op(request: RunRequest, tracker: Tracker) -> tuple[Any, Sending | None]
     """
     vendor.PARTS.require()
     settings = _settings(request)
+    queue = Queue(settings.dir, _sends_system_metrics(request))
+    settings.disable_system_metrics |= settings.mode == "noop"  # the client's monitor needs a server
     if settings.mode == "noop":
-        settings.disable_system_metrics = True  # the client's monitor needs a server
-        return _init(request, settings), None
+        return _init(request, settings), queue
     try:
-        _authenticate(settings, request)
+        vendor.prepare(settings, _key(settings, request), queue)
         _await_service(settings, request)
         os.makedirs(settings.dir, exist_ok=True)
-        op = _init_with_timeout(request, settings)
-        queue = Queue(request, tracker, settings)
-        try:
-            vendor.check_run(op)
-            vendor.on_cancel(op, request.ask_to_stop)
-            return op, _complete(op, request, queue)
-        except BaseException:
-            queue.remove()
-            vendor.end(op, None)
-            raise
+        op = _init_in_time(request, settings)
     except BaseException as error:
         remove_directory(settings.dir)
         if isinstance(error, OSError):
@@ -86,6 +69,10 @@ def open_op(request: RunRequest, tracker: Tracker) -> tuple[Any, Sending | None]
                 f"Pluto cannot write its local files: {error}. Make room there, or set PLUTO_DIR to another directory."
             ) from error
         raise
+    _warn_about_ignored_name(op, request)
+    if request.plan.primary and request.config.notes is not None:  # the client has no call for that
+        queue.post("notes/update", {"notes": request.config.notes[:1000]})
+    return op, queue
 
 
 def _settings(request: RunRequest) -> Any:
@@ -96,12 +83,16 @@ def _settings(request: RunRequest) -> Any:
     settings = pluto.setup(dict(options.get("settings") or {}))
     settings.dir = _own_directory(request, options.get("dir") or settings.dir)
     if request.config.project:
-        settings.project = vendor.project_name(request.config.project)
+        settings.project = vendor.clean(request.config.project)
     if not request.plan.primary and "x_log_level" not in (options.get("settings") or {}):
         settings.x_log_level = max(logging.WARNING, settings.x_log_level)  # one rank prints the run's address
     settings.compat = dict(settings.compat)
     settings.meta = []
     settings.x_sigterm_status_enabled = False  # the lifecycle sends the status
+    asked = getattr(settings, "disable_system_metrics", False)  # before 0.0.28, there is no such setting
+    settings.disable_system_metrics = asked or not _sends_system_metrics(request)
+    if not request.plan.primary and settings.disable_system_metrics:
+        vendor.skip_description(settings)
     settings.x_file_stream_timeout_seconds = min(
         settings.x_file_stream_timeout_seconds, max(1.0, request.deadline - time.monotonic()), REQUEST_S
     )
@@ -113,22 +104,22 @@ def _own_directory(request: RunRequest, parent: Any) -> str:
     info = request.info
     rank, attempt = (info.rank, info.restart_count) if info else (0, 0)
     name = f"{request.plan.run_id}-rank-{rank}-attempt-{attempt}-{secrets.token_hex(3)}"
-    return os.path.join(os.path.abspath(os.path.expanduser(os.fspath(parent))), ".pluto", name)
+    return os.path.join(os.path.abspath(os.path.expanduser(os.fspath(parent))), vendor.FOLDER, name)
 
 
-def _authenticate(settings: Any, request: RunRequest) -> None:
-    """Find the key: the user's secret, a variable, or the one that `pluto login` has stored."""
+def _key(settings: Any, request: RunRequest) -> str | None:
+    """Return the key: the user's secret, a variable, or the one that `pluto login` has stored."""
     key = request.read_secret() or vendor.key_of(settings) or _stored_key()
     if not key and not request.may_prompt:
         raise missing_key_error("Pluto", "Run `pluto login`, set PLUTO_API_KEY")
     if not key:
-        return
+        return None
     key = key.strip()  # the service refuses a trailing line end, and shows the key in the error
     if not key.isascii() or not key.isprintable() or " " in key:
         raise TrackerUnavailableError(
             "Pluto: the API key has a space, or a character that is not printable ASCII. Check where it comes from."
         )
-    vendor.set_key(settings, key)
+    return key
 
 
 def _stored_key() -> str | None:
@@ -146,14 +137,6 @@ def _stored_key() -> str | None:
     return key
 
 
-def http_client(settings: Any) -> Any:
-    """Return a client for requests to the service, with the user's proxy and certificates."""
-    import httpx
-
-    proxy = settings.http_proxy or settings.https_proxy or None
-    return httpx.Client(verify=not settings.insecure_disable_ssl, proxy=proxy)
-
-
 def _await_service(settings: Any, request: RunRequest) -> None:
     """Wait until the service answers. Other ranks than the primary wait until that one has created the run.
 
@@ -162,17 +145,16 @@ def _await_service(settings: Any, request: RunRequest) -> None:
     Raises:
         TrackerUnavailableError: The service does not answer, or refuses the key.
     """
-    why, hopeless_since = "no answer", None
-    with http_client(settings) as client:
-        while (left_s := request.deadline - time.monotonic()) > 0:
-            obstacle = _ask_for_run(client, settings, request, left_s)
-            if obstacle is None:
-                return
-            why, is_hopeless = obstacle
-            hopeless_since = (hopeless_since or time.monotonic()) if is_hopeless else None
-            if hopeless_since is not None and time.monotonic() - hopeless_since > _HOPELESS_S:
-                break
-            time.sleep(min(_POLL_S, max(0.0, left_s)))
+    why, hopeless_since, service = "no answer", None, Service(settings)
+    while (left_s := request.deadline - time.monotonic()) > 0:
+        obstacle = _ask_for_run(service, settings, request, left_s)
+        if obstacle is None:
+            return
+        why, is_hopeless = obstacle
+        hopeless_since = (hopeless_since or time.monotonic()) if is_hopeless else None
+        if hopeless_since is not None and time.monotonic() - hopeless_since > _HOPELESS_S:
+            break
+        time.sleep(min(_POLL_S, max(0.0, left_s)))
     raise TrackerUnavailableError(
         f"Pluto cannot be used: {why}, at {settings.url_api} within init_timeout_s="
         f"{request.config.init_timeout_s:g}. {_FIX}",
@@ -180,12 +162,11 @@ def _await_service(settings: Any, request: RunRequest) -> None:
     )
 
 
-def _ask_for_run(client: Any, settings: Any, request: RunRequest, timeout_s: float) -> tuple[str, bool] | None:
+def _ask_for_run(service: Service, settings: Any, request: RunRequest, timeout_s: float) -> tuple[str, bool] | None:
     """Return why the run cannot be opened yet, and whether that will last; None if it can be opened."""
     body = {"externalId": request.plan.run_id, "projectName": settings.project}
-    headers = vendor.request_headers(settings)
     try:
-        answer = client.post(settings.url_resume, json=body, headers=headers, timeout=timeout_s)
+        answer = service.post("/api/runs/resume", json.dumps(body), timeout_s)
     except Exception as error:
         return f"{type(error).__name__}: {error}", type(error).__name__ == "ConnectError"
     if answer.status_code < 300 or (request.plan.primary and answer.status_code == 404):
@@ -193,58 +174,50 @@ def _ask_for_run(client: Any, settings: Any, request: RunRequest, timeout_s: flo
     return _READINGS.get(answer.status_code, (f"HTTP {answer.status_code}", False))
 
 
-def _init_with_timeout(request: RunRequest, settings: Any) -> Any:
+def _init_in_time(request: RunRequest, settings: Any) -> Any:
     """Call `_init`. A run that opens after the deadline is closed again.
 
     Raises:
         TrackerUnavailableError: The run was not open before the deadline.
     """
-    outcome: dict[str, Any] = {}
-    decision = threading.Lock()  # taken once: by the run that is open, or by the rank that gives up
+    outcome: Future[Any] = Future()
 
     def init() -> None:
         try:
             op = _init(request, settings)
         except BaseException as error:  # for the thread that waits
-            outcome["error"] = error
+            if outcome.set_running_or_notify_cancel():
+                outcome.set_exception(error)
             return
-        outcome["op"] = op
-        if not decision.acquire(blocking=False):
+        if outcome.set_running_or_notify_cancel():
+            outcome.set_result(op)
+        else:
             is_failure = request.plan.primary and request.config.if_unavailable == "raise"
-            vendor.end(op, 1 if is_failure else None)
+            op.finish(1) if is_failure else op.close()
             remove_directory(settings.dir)
 
-    run_with_timeout(max(0.0, request.deadline - time.monotonic()), init)
-    if "error" in outcome:
-        raise _as_unavailable(outcome["error"])
-    if "op" not in outcome and decision.acquire(blocking=False):
-        raise TrackerUnavailableError(
-            f"Pluto cannot be used: {settings.url_api} has not answered within "
-            f"init_timeout_s={request.config.init_timeout_s:g}. {_FIX}"
-        )
-    return outcome["op"]
-
-
-def _as_unavailable(error: BaseException) -> BaseException:
-    """Return the error to raise for one of `pluto.init`, which has RuntimeErrors for the service's answers."""
-    if not isinstance(error, (RuntimeError, ConnectionError)):
-        return error
-    unavailable = TrackerUnavailableError(f"Pluto cannot be used: {first_line(error)}. {_FIX}", LOCAL_FILES)
-    unavailable.__cause__ = error
-    return unavailable
+    Thread(target=init, name="flyteplugins_tracking.pluto", daemon=True).start()
+    try:
+        try:
+            return outcome.result(max(0.0, request.deadline - time.monotonic()))
+        except WaitTimeoutError:
+            if not outcome.cancel():  # it has just been opened
+                return outcome.result()
+    except (RuntimeError, ConnectionError) as error:  # the client has RuntimeErrors for the service's answers
+        raise TrackerUnavailableError(f"Pluto cannot be used: {first_line(error)}. {_FIX}", LOCAL_FILES) from error
+    raise TrackerUnavailableError(
+        f"Pluto cannot be used: {settings.url_api} has not answered within "
+        f"init_timeout_s={request.config.init_timeout_s:g}. {_FIX}"
+    )
 
 
 def _init(request: RunRequest, settings: Any) -> Any:
-    """Call `pluto.init`, without the queue, the console and the metrics of the system: `_complete` adds these."""
+    """Call `pluto.init`."""
     import pluto
 
-    if settings.mode != "noop":
-        vendor.leave_to_us(settings, describes_machine=request.plan.primary or _sends_system_metrics(request))
-        if request.plan.primary:
-            settings.compat["systemMetadata"] = vendor.machine_of(settings)
     options = request.config.options
     arguments = {name: value for name, value in options.items() if name in _PASSED_ON and value is not None}
-    with _without_telemetry(), _without_warning_of_names():
+    with _without_telemetry():
         op = pluto.init(
             dir=settings.dir,
             settings=settings,
@@ -254,6 +227,13 @@ def _init(request: RunRequest, settings: Any) -> Any:
             **arguments,
         )
     atexit.unregister(op.finish)
+    try:
+        if settings.mode != "noop":
+            vendor.check_run(op)
+            vendor.on_cancel(op, request.ask_to_stop)
+    except BaseException:
+        op.close()
+        raise
     return op
 
 
@@ -272,26 +252,6 @@ def _sends_system_metrics(request: RunRequest) -> bool:
     if info is None:
         return request.plan.primary
     return request.plan.first if info.local_rank is None else request.leads_node
-
-
-def _complete(op: Any, request: RunRequest, queue: Queue) -> Sending:
-    """Give the run its queue, its uploader, its console and its metrics of the system."""
-    disable_console, disable_system = vendor.asked_for(op.settings)
-    stderr = os.dup(2)  # before the console is captured: the uploader's messages are not lines of the run
-    names = vendor.start_queue(op, queue.database)
-    names.update(
-        finish_timeout_s=request.config.finish_timeout_s,
-        sync_process_batch_size=max(1000, op.settings.sync_process_batch_size),
-    )
-    uploader = UploaderProcess(op.settings.sync_process_db_path, names, stderr)
-    _warn_about_ignored_name(op, request)
-    if request.plan.primary and request.config.notes is not None:
-        vendor.post_notes(op, request.config.notes)
-    if not disable_system and _sends_system_metrics(request):
-        vendor.send_system_metrics(op)
-    if not disable_console:
-        vendor.capture_console(op)
-    return Sending(queue, uploader)
 
 
 def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:
@@ -318,16 +278,8 @@ def _without_telemetry() -> Iterator[None]:
         os.environ.pop(name, None)
 
 
-@contextlib.contextmanager
-def _without_warning_of_names() -> Iterator[None]:
-    """Drop the client's warning, on each rank that attaches, that the rank's name is ignored."""
-
-    def is_kept(record: logging.LogRecord) -> bool:
-        return "`name` parameter" not in str(record.msg)
-
-    vendors = logging.getLogger("pluto")
-    vendors.addFilter(is_kept)
-    try:
-        yield
-    finally:
-        vendors.removeFilter(is_kept)
+def remove_directory(directory: str) -> None:
+    """Remove the directory of a client's files, and its parent if that is empty then."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(directory))

@@ -1,0 +1,159 @@
+"""Sends the lines of a Pluto run: its rows, and what the client has prepared for its own queue."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flyteplugins_tracking._util.files import own_file_in
+from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.trackers.journal import Line
+from flyteplugins_tracking.trackers.kept import repeat_call
+from flyteplugins_tracking.trackers.outbox import AwayError
+from flyteplugins_tracking.trackers.pluto import vendor
+from flyteplugins_tracking.trackers.pluto.service import REQUEST_S, Service
+from flyteplugins_tracking.trackers.pluto.vendor import ENTRIES, FILE, FOLDER, POST
+from flyteplugins_tracking.trackers.rows import Steps
+
+logger = logging.getLogger(__name__)
+
+# The service answers 422 to a row that it cannot read, and also when it has troubles of its own.
+_REJECTIONS = (400, 413, 422)
+# After so many rows that are rejected one by one, with none that is taken, the service is in trouble.
+_MOST_REJECTED = 8
+
+
+class PlutoSink:
+    """Sends lines to a run. They can be sent twice: a chart has one value for a key, a step and a time.
+
+    Attributes:
+        has_files: Whether files could not be sent: they stay in the client's directory.
+    """
+
+    def __init__(self, op: Any, label: str, steps: Steps) -> None:
+        """`label` is the run's id in messages. `steps` is for rows without a step, and for those of other attempts."""
+        self._op, self._label, self._steps = op, label, steps
+        self._service = Service(op.settings)
+        self._known: dict[str, set[str]] = defaultdict(set)  # the keys that the service knows, by their type
+        self._good = ""  # a row that the service has taken
+        self._until: float | None = None
+        self.has_files = False
+        self._warn_once = WarnOnce(logger)
+
+    def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
+        self._until = None if timeout_s is None else time.monotonic() + timeout_s
+        entries = self._entries(lines)
+        self._register(entries)
+        for line in lines:
+            if "event" in line:
+                values = {**line["values"], f"{line['event']}/text": line["text"]}
+                self._post("config/update", {"config": json.dumps(values)})
+            elif line.get("call") == POST:
+                self._post(*line["args"])
+            elif line.get("call", FILE) not in (ENTRIES, FILE):
+                repeat_call(self._op, self._label, line)
+        for kind, of_kind in entries.items():
+            self._ingest(kind, [json.dumps(entry) for entry in of_kind])
+        for line in lines:
+            if line.get("call") == FILE:
+                self._upload(*line["args"])
+
+    def post_status(self, status: str, timeout_s: float) -> None:
+        """Send the run's end.
+
+        Raises:
+            AwayError: The service has not taken it in time.
+        """
+        self._until = time.monotonic() + timeout_s
+        self._post("status/update", {"status": status, "statusMetadata": None})
+
+    def _entries(self, lines: Sequence[Line]) -> dict[str, list[dict[str, Any]]]:
+        """Return what goes to the ingest server, by its kind. Rows come last: they would go again if others failed."""
+        entries: dict[str, list[dict[str, Any]]] = {"data": [], "logs": [], "metrics": []}
+        for line in lines:
+            if "row" in line:
+                self._add_row(line, entries)
+            elif line.get("call") == ENTRIES:
+                kind, of_kind = line["args"]
+                entries[kind] += of_kind
+        return entries
+
+    def _add_row(self, line: Line, entries: dict[str, list[dict[str, Any]]]) -> None:
+        time_ms, step = round(line["time"] * 1000), self._steps.take(line["step"])
+        row = {vendor.clean(key): value for key, value in line["row"].items()}
+        if numbers := {key: value for key, value in row.items() if isinstance(value, (int, float))}:
+            entries["metrics"].append({"time": time_ms, "step": step, "data": numbers})
+        for key, value in row.items():
+            if isinstance(value, str):
+                entries["data"].append(vendor.data_entry(key, "string-series", value, time_ms, step))
+
+    def _register(self, entries: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Say which keys are new. The service's pages show no others."""
+        keys = {
+            "METRIC": {key for entry in entries["metrics"] for key in entry["data"]},
+            "DATA": {entry["logName"] for entry in entries["data"] if entry["dataType"] == "string-series"},
+        }
+        for kind, names in keys.items():
+            if new := sorted(names - self._known[kind]):
+                self._post("logName/add", {"logType": kind, "logName": new})
+                self._known[kind].update(new)
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> None:
+        content = json.dumps({"runId": self._op.id, **body})
+        if not self._takes(f"/api/runs/{path}", content):
+            self._warn_once(path, "Pluto: run %s: the service rejects %s, which is lost", self._label, path)
+
+    def _ingest(self, kind: str, rows: Sequence[str]) -> None:
+        """Send rows. If the service rejects them, send them in halves: a bad row must not take others with it."""
+        path, waiting, taken = f"/ingest/{kind}", [rows] if rows else [], 0
+        rejected: list[str] = []
+        while waiting:
+            part = waiting.pop()
+            if self._takes(path, "\n".join(part) + "\n"):
+                taken += len(part)
+                self._good = part[-1] if kind == "metrics" else self._good
+            elif len(part) == 1:
+                rejected += part
+            else:
+                waiting += [part[len(part) // 2 :], part[: len(part) // 2]]
+            if rejected and not taken and (len(rejected) > _MOST_REJECTED or not waiting):
+                if kind != "metrics":
+                    rejected, waiting = list(rows), []
+                elif not self._is_well():
+                    raise AwayError("the service rejects all rows")
+        if rejected:
+            text = "Pluto: run %s: the service rejects %d rows, which are lost: %.200s"
+            logger.error(text, self._label, len(rejected), rejected[0])
+
+    def _is_well(self) -> bool:
+        """Whether the service takes a row that it has taken before."""
+        return bool(self._good) and self._takes("/ingest/metrics", self._good + "\n")
+
+    def _takes(self, path: str, content: str) -> bool:
+        """Post once. Returns False if the service says that it cannot read this.
+
+        Raises:
+            AwayError: The service does not answer, or has troubles.
+        """
+        timeout_s = REQUEST_S if self._until is None else self._until - time.monotonic()
+        try:
+            answer = self._service.post(path, content, timeout_s)
+        except Exception as error:
+            raise AwayError(f"the service does not answer ({type(error).__name__})") from None
+        if answer.status_code >= 300 and answer.status_code not in _REJECTIONS:
+            raise AwayError(f"the service answers with HTTP {answer.status_code}: {answer.text[:200]}")
+        return bool(answer.status_code < 300)
+
+    def _upload(self, directory: str, name: str, record: Mapping[str, Any]) -> None:
+        """Upload a file of the client's directory. The client itself tries that several times."""
+        is_ours = Path(directory).parent.name == FOLDER  # a line must not name any file of this user
+        path = own_file_in(Path(directory), name) if is_ours else None
+        if path is None or not vendor.upload(self._op.settings, str(path), record):
+            self.has_files = True
+            text = "Pluto: run %s: the file of %r could not be sent: %s"
+            self._warn_once(name, text, self._label, record["log_name"], Path(directory, name))
