@@ -67,8 +67,10 @@ SIGNAL = signal.SIGTERM
 
 # A main thread that runs Python answers a signal within milliseconds; between the C calls of a training step, in this.
 _ANSWER_S = 1.0
-# How long a signal waits for the main thread to leave the vendor's code: an exception there would break its locks.
+# How long a signal waits for the main thread to leave the vendor's code: an exception there would break its locks; and
+# the callback of a weak reference: Python ignores an exception there.
 _VENDOR_S = 1.0
+_CALLBACKS = frozenset({"_weakrefset", "weakref"})
 # How long a signal waits for a run that another thread opens: it exists at the server, and would stay "running".
 _OPENING_S = 5.0
 # How long the run stays open for `finally` blocks. torchelastic's agent sends SIGKILL 30 s after its SIGTERM.
@@ -194,7 +196,7 @@ class SigtermWatcher(PerProcess):
 
     def _reset(self) -> None:
         self._timeout_s = 0.0
-        self._packages: frozenset[str] = frozenset()
+        self._packages = _CALLBACKS
         self._signalled_at: float | None = None
         self._due_at = 0.0  # since when the signal could have taken effect
         self._answered_at = 0.0  # when our handler has run last
@@ -580,7 +582,7 @@ class MainThreadWatcher(SigtermWatcher):
             self._act(handler, SIGNAL, frame)
 
     def _patience_s(self, frame: FrameType | None) -> float:
-        """Return how long the signal waits for `frame` and its callers: our critical sections, and vendors' code.
+        """Return how long the signal waits for `frame` and its callers: our sections, vendors' code, callbacks.
 
         Vendors' code is recognized by the package that the tracker imports.
         """
