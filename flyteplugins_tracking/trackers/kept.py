@@ -20,7 +20,7 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
-from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, stored
+from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, encode, exit_code_in, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, Sink, how_to_send
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
@@ -164,6 +164,8 @@ class OutboxHandle(ClientHandle):
         steps = [line["step"] for left in self._earlier for line in left.lines() if line.get("step") is not None]
         self.earlier_step = max(steps, default=-1)
         journal = Journal(Path(self.directory()), name, header)
+        if request.earlier:  # `send`, which may be killed when it has removed them, and before the run has its end
+            journal.add(encode({"exit_code": exit_code_in(request.earlier[0].lines())}))
         self._outbox = Outbox(self._title, self.id, journal, self._sink, self._earlier, self.before_removal)
 
     def directory(self) -> str:

@@ -220,7 +220,9 @@ class Outbox(PerProcess):
                 for _ in batch:
                     self._bytes -= len(self._waiting.popleft().data)
                 self.rows -= _rows(lines)
-                self._journal.acknowledged(self._sent)
+                # A run's end stays in the journal until the run has it: whoever sends that after a kill needs it.
+                is_end = bool(lines) and "exit_code" in lines[-1]
+                self._journal.acknowledged(self._sent - is_end)
                 self._changed.notify_all()
 
     def _send_earlier(self, journal: StoredJournal) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flyteplugins_tracking.trackers import outbox as outboxes
-from flyteplugins_tracking.trackers.journal import Journal, Line, stored
+from flyteplugins_tracking.trackers.journal import Journal, Line, exit_code_in, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError
 
 LONGEST_S = 60
@@ -81,6 +81,19 @@ def test_lines_are_sent_in_their_order_and_nothing_is_left(tmp_path):
     assert len({line["id"] for line in service.taken}) == 11
     assert (outbox.rows, outbox.lost_rows) == (0, 0)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_runs_end_is_kept_until_the_run_has_it(tmp_path):
+    """Whoever is killed between the last row and the run's status leaves the status to the next one."""
+    outbox = new_outbox(tmp_path / "run", Service())
+    put(outbox, range(10))
+    outbox.put({"exit_code": 3})
+    assert outbox.close(LONGEST_S)
+    outbox.keep()
+    (left,) = stored(tmp_path / "run")
+    lines = list(left.lines())
+    assert [line for line in lines if "row" in line] == []
+    assert exit_code_in(lines) == 3
 
 
 def test_an_outbox_with_nothing_to_send_starts_no_thread_and_makes_no_file(tmp_path):
