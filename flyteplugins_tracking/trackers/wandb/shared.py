@@ -387,15 +387,18 @@ class FollowerHandle(SharedHandle):
         is_used = published["service"] == self._service and self._gate.state == "open"
         if published["service"] == self._unreachable or is_used:
             return
+        opening = self._gate.openings
         with self._changed:
             self._published = published
             self._changed.notify_all()
-        self._gate.note_death(ConnectionResetError())  # if that is not known yet
-        self._gate.open_again()
+        self._gate.note_death(ConnectionResetError(), opening)  # unless a row that waits for this opens the run
+        if self._published is not None:  # or this thread would wait for itself
+            self._gate.open_again()
 
     def _on_suspend(self) -> None:
         self._published = None
-        self._gate.end(lambda: self._flush(_SUSPEND_S))
+        if self._gate.state == "open":  # or a row that waits for this thread keeps the gate
+            self._gate.end(lambda: self._flush(_SUSPEND_S))
 
     def _on_disconnect(self) -> None:
         with self._changed:
