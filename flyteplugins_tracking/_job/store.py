@@ -86,8 +86,10 @@ def _answers(store: Any) -> bool:
 def _clone_of_group_store(info: DistributedInfo) -> Any:
     """Return a connection to the process group's store; None if there is no such group."""
     store = _group_store(info)
-    if store is None or _connections.group_store() is store:
-        return None if store is None else _connections.group
+    if store is None:
+        return None
+    if _connections.group_store() is store:
+        return _connections.group
     base: Any = store
     while hasattr(base, "underlying_store"):  # a process group's prefixes: other processes do not know them
         base = base.underlying_store

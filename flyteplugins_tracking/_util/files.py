@@ -11,7 +11,6 @@ import errno
 import functools
 import logging
 import os
-import shutil
 import stat
 import tempfile
 import threading
@@ -199,19 +198,3 @@ def replace_whole(path: Path, content: str | bytes, mode: int = 0o600) -> None:
     except OSError:  # a full disk gets its room back
         unfinished.unlink(missing_ok=True)
         raise
-
-
-def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Make the file `target` a link to `source`, or a copy if the file system has no links. An existing one stays.
-
-    Raises:
-        OSError: The file cannot be made; a FileNotFoundError if there is no `source`.
-    """
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        raise
-    except OSError:  # another file system
-        shutil.copyfile(source, target)

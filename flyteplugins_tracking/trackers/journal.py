@@ -354,7 +354,15 @@ def lines_of(name: str, entries: Iterable[Entry]) -> Iterator[Line]:
 
 def exit_code_in(lines: Iterable[Line]) -> int:
     """Return the status that a run's lines end with; 1 if its process was killed before it could tell."""
-    return next((line["exit_code"] for line in reversed(list(lines)) if "exit_code" in line), 1)
+    exit_code = 1
+    for line in lines:  # one at a time: there may be millions
+        exit_code = line.get("exit_code", exit_code)
+    return exit_code
+
+
+def event_values(line: Line) -> dict[str, Any]:
+    """Return what a run's summary gains by an event's line: its values, and its text."""
+    return {**line["values"], f"{line['event']}/text": line["text"]}
 
 
 def _stored(paths: Sequence[Path]) -> StoredJournal | None:

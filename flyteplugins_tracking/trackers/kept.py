@@ -160,13 +160,13 @@ class OutboxHandle(ClientHandle):
         # Sorted by name, the journals are in the order of the attempts, each attempt's primary rank first.
         who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"
         name = f"{header['attempt']:04}-{int(time.time() * 1000):x}-{who}"
-        self._earlier = list(self._find_earlier())
-        steps = [line["step"] for left in self._earlier for line in left.lines() if line.get("step") is not None]
+        earlier = self._find_earlier()
+        steps = [line["step"] for left in earlier for line in left.lines() if line.get("step") is not None]
         self.earlier_step = max(steps, default=-1)
         journal = Journal(Path(self.directory()), name, header)
         if request.earlier:  # `send`, which may be killed when it has removed them, and before the run has its end
             journal.add(encode({"exit_code": exit_code_in(request.earlier[0].lines())}))
-        self._outbox = Outbox(self._title, self.id, journal, self._sink, self._earlier, self.before_removal)
+        self._outbox = Outbox(self._title, self.id, journal, self._sink, earlier, self.before_removal)
 
     def directory(self) -> str:
         """Return where what is not sent is kept: one directory for all attempts and ranks of the run."""

@@ -19,7 +19,7 @@ from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import prefix_of, refuse_to_pickle
-from flyteplugins_tracking.trackers.journal import Line
+from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import run_page, vendor
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params
@@ -204,8 +204,7 @@ class MlflowSink:
             self._service.log(self._run_id, points[first : first + vendor.MOST_METRICS])
         for line in lines:
             if "event" in line:
-                values = {**line["values"], f"{line['event']}/text": line["text"]}
-                self._set("tags", {key: str(value)[-_MAX_TAG:] for key, value in values.items()})
+                self._set("tags", {key: str(value)[-_MAX_TAG:] for key, value in event_values(line).items()})
             elif line.get("call") in _SETTERS:
                 self._set(_SETTERS[line["call"]], _values_of(line))
             elif "call" in line:

@@ -12,7 +12,7 @@ from typing import Any
 
 from flyteplugins_tracking._util.files import own_file_in
 from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.trackers.journal import Line
+from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import repeat_call
 from flyteplugins_tracking.trackers.outbox import AwayError
 from flyteplugins_tracking.trackers.pluto import vendor
@@ -51,8 +51,7 @@ class PlutoSink:
         self._register(entries)
         for line in lines:
             if "event" in line:
-                values = {**line["values"], f"{line['event']}/text": line["text"]}
-                self._post("config/update", {"config": json.dumps(values)})
+                self._post("config/update", {"config": json.dumps(event_values(line))})
             elif line.get("call") == POST:
                 self._post(*line["args"])
             elif line.get("call", FILE) not in (ENTRIES, FILE):

@@ -14,7 +14,7 @@ from flyteplugins_tracking._util import threads
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import prefix_of, status_of
-from flyteplugins_tracking.trackers.journal import Line
+from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
@@ -133,7 +133,7 @@ class TrackioSink:
             self._sends_config, self._last = False, entries[-1]
         for line in lines:
             if "event" in line:
-                self._run.config.update({**line["values"], f"{line['event']}/text": line["text"]})
+                self._run.config.update(event_values(line))
             elif line.get("call") == "alert":
                 self._run.alert(*line["args"], **line["kwargs"])
 
