@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
@@ -72,6 +73,27 @@ def test_rows_of_offline_attempts_that_were_killed_arrive_once(tmp_path, kill, b
         assert done.returncode == 0, done.output
         again = send(started)
         assert again.returncode == 0, again.output
+        assert_each_once(started.outcome())
+    assert not journals_left(tmp_path)
+
+
+def test_rows_of_a_torn_file_that_wandb_sync_has_sent_already_arrive_once(tmp_path):
+    """`wandb sync` does not mark a file whose last record was cut by a kill: it would send the file again."""
+    with job(tmp_path) as started:
+        process = started.start(python(), OFFLINE, **ends("loop", attempts=99, **SETTINGS))
+        started.wait_for("ready 0 0")
+        started.log_more(rows=20)
+        kill_with_children(process.pid)
+        process.communicate()
+        (directory,) = directories(tmp_path)
+        (file,) = Path(directory).glob("*.wandb")
+        os.truncate(file, file.stat().st_size - 5)
+        assert send(started, "wandb sync --yes").returncode == 0
+        assert len(started.server.runs[0].rows) >= 20
+        assert not list(Path(directory).glob("*.synced"))
+        for _ in range(2):
+            done = send(started)
+            assert done.returncode == 0, done.output
         assert_each_once(started.outcome())
     assert not journals_left(tmp_path)
 

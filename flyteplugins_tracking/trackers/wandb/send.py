@@ -5,6 +5,7 @@ wandb's own `sync` refuses the directory of a run that was online, or appends al
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.files import own_text
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
@@ -29,6 +31,8 @@ from flyteplugins_tracking.trackers.wandb.outbox import Attempt, Left, Outbox, P
 _CONFIRMED_S, _POLL_S = 30.0, 0.5
 # The first version whose `sync` asks whether to send, unless it gets an option that older ones refuse.
 _ASKS_SINCE = "0.28.1"
+# The most bytes of what `wandb sync` keeps beside a file.
+_LONGEST_STATE = 4096
 _STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
 
 
@@ -98,33 +102,47 @@ def _sync(directory: Path, place: Place) -> int:
     Raises:
         TrackerUnavailableError: W&B does not count them.
     """
-    rows = sum(1 for _ in datastore.rows(directory))
-    before = _rows_stored(place)
-    wanted = rows if outbox.is_synced(directory) else (before or 0) + rows
+    steps = [row.step for row in datastore.rows(directory)]
+    before = _stored(place)
+    if _was_sent(directory, steps, before):
+        outbox.mark_synced(directory)
+    wanted = len(steps) if outbox.is_synced(directory) or before is None else before.rows + len(steps)
     asks = numbers(installed_version("wandb") or "") >= numbers(_ASKS_SINCE)
     command = [sys.executable, "-m", "wandb", "sync", *(["--yes"] if asks else []), str(directory)]
     if subprocess.run(command, check=False).returncode:  # noqa: S603 our own
         raise TrackerUnavailableError(f"{directory} was not sent: wandb sync has failed, as it has printed")
     until = time.monotonic() + _CONFIRMED_S
-    while (count := _rows_stored(place)) is None or count < wanted:
+    while (found := _stored(place)) is None or found.rows < wanted:
         if time.monotonic() > until:
+            count = 0 if found is None else found.rows
             raise TrackerUnavailableError(
-                f"W&B has not confirmed {directory}: it counts {count or 0} rows of run {place.run_id}, and should "
-                f"count {wanted}. Keep the directory, and look again: {how_to_send(str(directory))}. If the count "
-                f"stays, send it again: wandb sync --include-synced {shlex.quote(str(directory))}"
+                f"W&B has not confirmed {directory}: it counts {count} rows of run {place.run_id}, and should count "
+                f"{wanted}. Keep the directory, and look again: {how_to_send(str(directory))}. If the count stays, "
+                f"send it again: wandb sync --include-synced {shlex.quote(str(directory))}"
             )
         time.sleep(_POLL_S)
     outbox.mark_synced(directory)  # the client does not, if the end of the file is damaged
-    return rows
+    return len(steps)
 
 
-def _rows_stored(place: Place) -> int | None:
-    """Return how many rows of a run W&B counts; None if it does not have the run, or does not answer."""
-    found = _stored(place)
-    return None if found is None else found.rows
+def _was_sent(directory: Path, steps: Sequence[int], stored: vendor.Stored | None) -> bool:
+    """Whether `wandb sync` has sent the whole file of an attempt that was killed, and not marked it.
+
+    It marks no file whose end is torn, and sends such a file anew each time. Beside the file it keeps the step at which
+    W&B has put the first row.
+    """
+    if stored is None or not steps or datastore.exit_code(directory) is not None:
+        return False
+    for path in directory.glob("*.syncstate"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            return stored.last_step >= int(json.loads(own_text(path, _LONGEST_STATE) or "")["starting_step"]) + max(
+                steps
+            )
+    return False
 
 
 def _stored(place: Place) -> vendor.Stored | None:
+    """Return what W&B has of a run; None if it does not have the run, or does not answer."""
     return vendor.stored_run("/".join(filter(None, place[1:])), place.server)
 
 
