@@ -26,7 +26,6 @@ import flyteplugins_tracking
 from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking.trackers.wandb import INIT_ARGUMENTS, TRACKER
-from flyteplugins_tracking.trackers.wandb.open import has_rows, remove_failed_runs
 
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 KEY = "canary" + "0" * 34
@@ -272,21 +271,6 @@ def test_a_run_ends_in_spite_of_four_wandb_cores_that_die_while_it_ends(tmp_path
         (run,) = server.runs
         assert [row["x"] for row in run.rows] == list(range(14)), done.output
         assert (run.exit_codes, run.state) == ([0], "finished")
-
-
-def test_the_directory_of_a_failed_run_stays_if_it_has_rows_or_a_link_leads_there(tmp_path):
-    (run,) = train(tmp_path).runs
-    assert has_rows(run.path.parent)
-    failed = [run.path.parent]
-    remove_failed_runs(failed)
-    assert run.path.exists()
-    run.path.unlink()
-    remove_failed_runs(failed)
-    assert run.path.parent.is_dir()  # latest-run leads there
-    for link in [path for path in (tmp_path / "wandb").iterdir() if path.is_symlink()]:
-        link.unlink()
-    remove_failed_runs(failed)
-    assert not run.path.parent.exists()
 
 
 def test_a_run_that_could_not_be_opened_can_be_when_the_server_is_back(tmp_path):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +52,12 @@ _SAFER_SETTINGS = {
 }
 # How often rows are sent if the next attempt could not send them, in seconds: wandb's 15 s is what a kill would lose.
 _PROMPT_S = 2.0
-# The largest log, and the largest file of rows, of a run that could not be opened.
-_LONGEST_FILE = 1 << 26
+# The largest log of a run that could not be opened, in bytes.
+_LONGEST_LOG = 1 << 26
 # How long `wandb.init` may run beyond its own timeout, and how long it asks whose key it is.
 _INIT_GRACE_S, _VIEWER_S = 0.5, 10.0
 # How long W&B may take to say how many rows a run has.
 _COUNT_S = 2.0
-# wandb-core adds these to each row of a run's history.
-_ROW_KEYS = (b"_step", b"_timestamp")
-# The links beside the run directories that W&B points at the latest one.
-_LINKS = ("latest-run", "debug.log", "debug-internal.log")
 # How long opening a run again after a signal may take, before it continues offline.
 _REOPENING_S = 5.0
 
@@ -100,42 +94,38 @@ def open_run(request: RunRequest) -> Handle:
     drop_empty_variables()
     check_id(request.plan.run_id)
     vendor.drop_unusable_service()
-    reopen = functools.partial(_reopen, request)
-    open_own = functools.partial(_open_own, request)
     if request.config.run_mode != "shared" and not NodeRole.of(request).has_peers:
         before = vendor.global_run()
-        return WandbHandle(open_own(), before, request, reopen)
+        return WandbHandle(open_own(request), before, request, reopen)
     # Imported here: most decorated functions have a run of their own.
     from flyteplugins_tracking.trackers.wandb.shared import open_shared
 
-    return open_shared(
-        request,
-        open_own,
-        lambda error: _open_degraded(request, error),
-        reopen,
-        is_disabled=functools.partial(_is_disabled, request),
-    )
+    return open_shared(request)
 
 
-def _open_own(request: RunRequest) -> Any:
-    failed: list[Path] = []
+def open_own(request: RunRequest) -> Any:
+    """Open the run in this process.
+
+    Raises:
+        TrackerUnavailableError: It cannot be opened, and `if_unavailable` is "raise".
+    """
     try:
-        run = _init(request, failed=failed)
+        run = _init(request)
     except TrackerUnavailableError as unavailable:
         if request.config.if_unavailable == "raise":
             # wandb-core keeps the run's id, and would refuse it when the user tries again.
             vendor.restart_service()
-        run = _open_degraded(request, unavailable, failed)
+        run = open_degraded(request, unavailable)
     if isinstance(request.config.config, str) and request.plan.primary:
         run.config.update(dict(request.run_metadata), allow_val_change=True)
     return run
 
 
-def _open_degraded(request: RunRequest, unavailable: TrackerUnavailableError, failed: Sequence[Path] = ()) -> Any:
+def open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) -> Any:
+    """Open the run offline because of this error, or raise it."""
     if request.config.if_unavailable == "raise":
         raise unavailable
     run = _init_offline(request, request.config.run_mode != "shared" and not NodeRole.of(request).has_peers)
-    remove_failed_runs(failed)
     logger.warning(
         "%s This run is logged offline. To send it when W&B is available, run: %s",
         unavailable.reason,
@@ -144,20 +134,15 @@ def _open_degraded(request: RunRequest, unavailable: TrackerUnavailableError, fa
     return run
 
 
-def _is_disabled(request: RunRequest) -> bool:
+def is_disabled(request: RunRequest) -> bool:
     """Whether an argument, a setting or a variable disables W&B."""
     mode = request.config.options.get("mode") or vendor.effective_settings(_given_settings(request)).mode
     return bool(mode == "disabled")
 
 
 def _init(
-    request: RunRequest,
-    mode: str | None = None,
-    rewind_to: int | None = None,
-    failed: list[Path] | None = None,
-    is_automatic: bool = False,
+    request: RunRequest, mode: str | None = None, rewind_to: int | None = None, is_automatic: bool = False
 ) -> Any:
-    """Call `wandb.init`. `failed` gets the run directories of an online run that could not be opened."""
     import wandb
 
     try:
@@ -180,8 +165,13 @@ def _init(
                 effective.root_dir = arguments["dir"]
             directory = Path(effective.wandb_dir)
             _await_count(request, arguments, effective, directory)
-            with _noting_failed(directory, arguments.get("id"), failed if failed is not None else []):
+            before = set(directory.glob("run-*"))
+            try:
                 run = wandb.init(**arguments)
+            except BaseException:
+                if request.config.if_unavailable == "degrade":
+                    _remove_own(set(directory.glob(f"run-*-{arguments.get('id', '')}*")) - before)
+                raise
             _begin_outbox(request, run)
             return run
     except wandb.errors.UsageError:  # of an argument
@@ -197,46 +187,14 @@ def _init(
         ) from error
 
 
-@contextlib.contextmanager
-def _noting_failed(directory: Path, run_id: str | None, failed: list[Path]) -> Iterator[None]:
-    """Add the run directories that this process has made in `directory` to `failed`, if the body raises."""
-
-    def directories() -> set[Path]:
-        return set(directory.glob("run-*"))
-
-    before = directories()
-    try:
-        yield
-    except BaseException:
-        # Other processes may open runs here too. A log has the id of the process before the place in the code.
-        mark = f":{os.getpid()} [".encode()
-        for path in directories() - before:
-            with contextlib.suppress(OSError):
-                if f"-{run_id or ''}" in path.name and mark in read_own(path / "logs" / "debug.log", _LONGEST_FILE):
-                    failed.append(path)
-        raise
-
-
-def remove_failed_runs(directories: Sequence[Path]) -> None:
-    """Remove the run directories of a `wandb.init` that has failed.
-
-    Call it once the run is open in another directory: W&B's links point there then. A directory stays if it has rows,
-    or if a link points into it.
-    """
+def _remove_own(directories: Iterable[Path]) -> None:
+    """Remove those that this process has made, by a `wandb.init` that has failed: the run goes on in another one."""
+    # Other processes may open runs here too. A log has the id of the process before the place in the code.
+    mark = f":{os.getpid()} [".encode()
     for path in directories:
-        with contextlib.suppress(OSError):  # an empty directory harms less than a training that fails
-            if path.is_dir() and not has_rows(path) and not _is_linked(path):
+        with suppress(OSError):
+            if mark in read_own(path / "logs" / "debug.log", _LONGEST_LOG):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def has_rows(directory: Path) -> bool:
-    """Whether a run directory's transaction log has rows."""
-    return any(key in read_own(log, _LONGEST_FILE) for log in directory.glob("*.wandb") for key in _ROW_KEYS)
-
-
-def _is_linked(directory: Path) -> bool:
-    inside = directory.resolve()
-    return any((directory.parent / link).resolve().is_relative_to(inside) for link in _LINKS)
 
 
 def _await_count(request: RunRequest, arguments: Mapping[str, Any], settings: Any, directory: Path) -> None:
@@ -268,7 +226,7 @@ def _begin_outbox(request: RunRequest, run: Any, is_automatic: bool = False) -> 
     )
 
 
-def _reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | None) -> Any:
+def reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | None) -> Any:
     """Open a run again that has ended; offline if W&B does not answer in time.
 
     Args:
@@ -281,13 +239,12 @@ def _reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | No
         TrackerUnavailableError: It cannot be rewound.
     """
     rewinds = rewind_to is not None
-    request = _resuming(request, run, request.config.init_timeout_s if rewinds else _REOPENING_S)
+    request = _resuming(request, run, request.config.init_timeout_s if rewinds else _REOPENING_S, rewinds)
     vendor.drop_unusable_service()
     with _opening, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
-        failed: list[Path] = []
         if not is_offline:
             try:
-                opened = _init(request, rewind_to=rewind_to, failed=failed)
+                opened = _init(request, rewind_to=rewind_to)
                 if rewinds:
                     outbox.mark_rewound(opened)
                 return opened
@@ -297,12 +254,10 @@ def _reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | No
                     vendor.restart_service()
                 if rewinds or not isinstance(error, TrackerUnavailableError):
                     raise
-        reopened = _init_offline(request)
-        remove_failed_runs(failed)
-        return reopened
+        return _init_offline(request)
 
 
-def _resuming(request: RunRequest, run: Any, timeout_s: float) -> RunRequest:
+def _resuming(request: RunRequest, run: Any, timeout_s: float, rewinds: bool) -> RunRequest:
     """Return the request that continues `run` in its project, even if variables name another one by now."""
     config = request.config
     options = {k: v for k, v in config.options.items() if k not in ("resume", "resume_from", "fork_from")}
@@ -311,7 +266,10 @@ def _resuming(request: RunRequest, run: Any, timeout_s: float) -> RunRequest:
         request,
         plan=replace(request.plan, run_id=run.id),
         config=replace(
-            config, project=run.project or config.project, options={**options, "entity": entity, "reinit": "create_new"}
+            config,
+            project=run.project or config.project,
+            if_unavailable="raise" if rewinds else "degrade",
+            options={**options, "entity": entity, "reinit": "create_new"},
         ),
         deadline=time.monotonic() + timeout_s,
     )

@@ -43,9 +43,8 @@ _STATE = "_flyteplugins_tracking"
 _FAILED = 1
 # The most characters of a config's JSON that are passed to each task that a task calls.
 _MAX_CONFIG = 16_384
-# Opens a run that has ended, as another object: whether it shall be offline, and the step from which on W&B drops its
-# rows, None for none. Raises if that cannot be.
-Reopen = Callable[[Any, bool, "int | None"], Any]
+# Opens a run that has ended, as another object: see `open.reopen`.
+Reopen = Callable[[RunRequest, Any, bool, "int | None"], Any]
 
 
 class WandbHandle(Handle):
@@ -296,11 +295,11 @@ class WandbHandle(Handle):
             self._obstacle, step = f"it was not sent completely within {self._request.config.finish_limit}", None
         if step is not None:
             try:
-                self._adopt(self._open_again(self.run, False, step))
+                self._adopt(self._open_again(self._request, self.run, False, step))
                 return None
             except Exception as error:
                 self._obstacle = first_line(error.__cause__ or error)
-        self._adopt(self._open_again(self.run, self._offline or self._timed_out, None))
+        self._adopt(self._open_again(self._request, self.run, self._offline or self._timed_out, None))
         return None
 
     def rewind(self, step: int) -> str | None:

@@ -59,11 +59,11 @@ from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, Nod
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox, vendor
+from flyteplugins_tracking.trackers.wandb.open import is_disabled, open_degraded, open_own, reopen
 from flyteplugins_tracking.trackers.wandb.run import Reopen, WandbHandle
 
 logger = logging.getLogger(__name__)
 
-Open = Callable[[], Any]
 # How long to wait before attaching again.
 _RETRY_S = 0.5
 # How long the followers of a leader that was signalled may take to end: they have been signalled with it.
@@ -146,7 +146,6 @@ class LeaderHandle(SharedHandle):
         run: Any,
         before: Any,
         request: RunRequest,
-        reopen: Reopen | None,
         server: NodeServer | None = None,
         barrier: WriterBarrier | None = None,
     ) -> None:
@@ -156,7 +155,6 @@ class LeaderHandle(SharedHandle):
             run: The open run.
             before: The earlier `wandb.run`.
             request: The decorator's request for this run.
-            reopen: See `WandbHandle`.
             server: The connections to the followers; None without followers.
             barrier: Where the writers of other nodes are waited for; None if the run has one writer.
         """
@@ -453,67 +451,56 @@ def _log_merge_command(run: Any) -> None:
 # Opening
 
 
-def open_shared(
-    request: RunRequest,
-    open_own: Open,
-    open_degraded: Callable[[TrackerUnavailableError], Any],
-    reopen: Reopen,
-    is_disabled: Callable[[], bool],
-) -> Handle:
+def open_shared(request: RunRequest) -> Handle:
     """Open this rank's part of a shared run: as the leader of its node, as its follower, or alone.
-
-    Args:
-        request: The decorator's request for this run.
-        open_own: Opens the run in this process.
-        open_degraded: Opens a run offline because of this error, or raises it.
-        reopen: Opens a run again: see `WandbHandle`.
-        is_disabled: Whether W&B is disabled for this rank.
 
     Raises:
         TrackerUnavailableError: The run cannot be opened, or not be attached to.
     """
     role = NodeRole.of(request)
     if role.name == "leader":
-        return _open_as_leader(request, open_own, reopen)
+        return _open_as_leader(request)
     if role.name == "single":
-        return _open(request, open_own, reopen)
-    disabled = is_disabled()
+        return _open(request)
+    disabled = is_disabled(request)
     try:
         return _open_as_follower(request, disabled)
     except TrackerUnavailableError as unavailable:
         if disabled:
-            return _open(request, open_own, reopen)
+            return _open(request)
         error = unavailable
-    return _open(request, lambda: open_degraded(error), reopen)
+    return _open(request, lambda request: open_degraded(request, error))
 
 
-def _open_as_leader(request: RunRequest, open_own: Open, reopen: Reopen) -> Handle:
+def _open_as_leader(request: RunRequest) -> Handle:
     ranks = request.info.local_world_size if request.info else None
     try:
         server = NodeServer(_node_name(request), on_request=lambda _: None, expected=(ranks or 1) - 1)
     except NodeServerExistsError:  # a process that this rank has started has the variables of the rank itself
-        return _open(request, open_own, reopen)
+        return _open(request)
     except NodeError as error:
         raise TrackerUnavailableError(f"W&B: the ranks of this node cannot share a run: {error}.") from error
     try:
-        return _open(request, open_own, reopen, server)
+        return _open(request, server=server)
     except BaseException as error:
         server.reject(str(error) if isinstance(error, TrackingError) else type(error).__name__)
         server.close()
         raise
 
 
-def _open(request: RunRequest, open_own: Open, reopen: Reopen | None, server: NodeServer | None = None) -> Handle:
+def _open(
+    request: RunRequest, open_it: Callable[[RunRequest], Any] = open_own, server: NodeServer | None = None
+) -> Handle:
     before = vendor.global_run()
     barrier = _writer_barrier(request)
-    handle = LeaderHandle(open_own(), before, request, reopen, server, barrier)
+    handle = LeaderHandle(open_it(request), before, request, server, barrier)
     if barrier is not None:
         vendor.set_resumed(handle.run, barrier.is_retry)
     handle.start()
     return handle
 
 
-def _open_as_follower(request: RunRequest, is_disabled: bool) -> Handle:
+def _open_as_follower(request: RunRequest, is_disabled_here: bool) -> Handle:
     """Attach to the leader's run. If W&B is disabled for this rank or for the leader, open a disabled run.
 
     Raises:
@@ -525,10 +512,10 @@ def _open_as_follower(request: RunRequest, is_disabled: bool) -> Handle:
             client = _connect(request)
         except TrackerUnavailableError as error:
             raise failure or error from error.__cause__
-        if is_disabled or client.value["is_disabled"]:
+        if is_disabled_here or client.value["is_disabled"]:
             client.leave()
             wandb: Any = importlib.import_module("wandb")
-            handle = LeaderHandle(wandb.init(mode="disabled"), before, request, None)
+            handle = LeaderHandle(wandb.init(mode="disabled"), before, request)
             handle.start()
             return handle
         try:
