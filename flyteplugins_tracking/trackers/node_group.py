@@ -16,10 +16,10 @@ hangs up for a process that is killed. `flyteplugins_tracking.trackers.wandb.sha
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
-import select
 import socket
 import struct
 import sys
@@ -120,40 +120,40 @@ class NodeServer:
             NodeError: The directory of the socket cannot be used.
         """
         self.on_request = on_request
-        self._value: Json | None = None
-        self._rejection: str | None = None
+        self._message: Json | None = None  # what followers get when they connect
         self._expected = expected
         self._peers: set[_Peer] = set()
-        self._ranks: dict[_Peer, int] = {}
         self._seen_ranks: set[int] = set()
-        self._suspended: set[_Peer] = set()
         self._answering = 0  # threads
         self._changed = threading.Condition(threading.RLock())
         self._token = uuid.uuid4().hex
         self._path = _socket_path(name)
         self._listener = _Peer(_listen(self._path))
-        self._inode = os.stat(self._path).st_ino
         self._is_closing = False
         self._thread = _started(self._accept)
 
     def publish(self, value: Json) -> None:
         """Send `value` to the followers that are connected, and to those that connect later."""
         with self._changed:
-            self._value, self._suspended = value, set()
-            self._tell({"publish": value, "server": self._token})
+            self._message = {"publish": value, "server": self._token}
+            for peer in self._followers:
+                peer.is_suspended = False
+                peer.send(self._message)
 
     def reject(self, reason: str) -> None:
         """Tell the followers, now and later, that there will be no value."""
         with self._changed:
-            self._rejection = reason
-            self._tell({"reject": reason})
+            self._message = {"reject": reason}
+            for peer in self._followers:
+                peer.send(self._message)
 
     def suspend(self) -> None:
         """Return when the followers have stopped using the value, or after a second. `publish` lets them continue."""
         with self._changed:
-            self._value = None
-            self._tell({"suspend": True})
-            self._changed.wait_for(lambda: self._suspended >= self._ranks.keys(), SEND_TIMEOUT_S)
+            self._message = None
+            for peer in self._followers:
+                peer.send({"suspend": True})
+            self._changed.wait_for(lambda: all(peer.is_suspended for peer in self._followers), SEND_TIMEOUT_S)
 
     def wait(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> list[int]:
         """Wait until the expected followers have connected and left, `timeout_s` has passed, or `until` returns True.
@@ -163,9 +163,9 @@ class NodeServer:
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while (self._ranks or self.missing) and time.monotonic() < deadline and not until():
+            while (self._followers or self.missing) and time.monotonic() < deadline and not until():
                 self._changed.wait(_RETRY_S)
-            return sorted(self._ranks.values())
+            return sorted(peer.rank for peer in self._followers if peer.rank is not None)
 
     @property
     def missing(self) -> int:
@@ -176,18 +176,18 @@ class NodeServer:
         """Hang up on the followers that are connected, and stop listening."""
         self._is_closing = True
         with contextlib.suppress(OSError):
-            if os.stat(self._path).st_ino == self._inode:
-                os.unlink(self._path)
+            os.unlink(self._path)
         self._listener.hang_up()  # a follower that was not accepted yet will connect to the next server
         if threading.current_thread() is not self._thread:
             threads.join(self._thread, SEND_TIMEOUT_S)
         with self._changed:
-            for peer in list(self._peers):
+            for peer in self._peers:
                 peer.hang_up()
 
-    def _tell(self, message: Json) -> None:
-        for peer in self._ranks:
-            peer.send(message)
+    @property
+    def _followers(self) -> list[_Peer]:
+        """Those that have said who they are."""
+        return [peer for peer in self._peers if peer.rank is not None]
 
     def _accept(self) -> None:
         while not self._is_closing:
@@ -196,61 +196,42 @@ class NodeServer:
             except OSError:  # there may be too many open files
                 time.sleep(_RETRY_S)
                 continue
-            with self._changed:
-                is_served = not self._is_closing and len(self._peers) < _MOST_PEERS and peer.is_of_this_user()
-                if is_served:
-                    self._peers.add(peer)
             try:
-                if is_served:
-                    _started(self._serve, peer)
+                _started(self._serve, peer)
             except RuntimeError:  # there may be too many threads
-                is_served = False
-            if not is_served:
-                self._forget(peer)
+                peer.hang_up()
 
     def _serve(self, peer: _Peer) -> None:
         """Handle what one follower sends, until it hangs up or sends no valid message."""
-        try:
+        with contextlib.suppress(Exception):  # it says no number, for one
+            with self._changed:
+                if self._is_closing or len(self._peers) >= _MOST_PEERS or not peer.is_of_this_user():
+                    raise ConnectionRefusedError
+                self._peers.add(peer)
             for message in peer.messages(_LONGEST_QUESTION):
-                self._handle(peer, message)
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            ArithmeticError,
-            RuntimeError,
-        ):  # it says no number, or no thread starts
-            pass
-        finally:
-            self._forget(peer)
-
-    def _forget(self, peer: _Peer) -> None:
+                with self._changed:
+                    self._handle(peer, message)
         with self._changed:
             self._peers.discard(peer)
-            self._ranks.pop(peer, None)
-            self._suspended.discard(peer)
             self._changed.notify_all()
         peer.hang_up()
 
     def _handle(self, peer: _Peer, message: Json) -> None:
-        with self._changed:
-            if "rank" in message:
-                self._ranks[peer] = int(message["rank"])
-                if len(self._seen_ranks) < _MOST_PEERS:
-                    self._seen_ranks.add(self._ranks[peer])
-            if "suspended" in message:
-                self._suspended.add(peer)
-                self._changed.notify_all()
-            if self._rejection is not None:
-                peer.send({"reject": self._rejection})
-            elif self._value is not None and "rank" in message:
-                peer.send({"publish": self._value, "server": self._token})
-            if "request" in message:
-                if self._answering >= _MOST_REQUESTS:
-                    raise ValueError("too many requests at a time")
-                # In a thread of its own: the answer may wait in `suspend`, which needs the messages that are read here.
-                _started(self._answer, str(message["request"]))
-                self._answering += 1
+        if "rank" in message:
+            peer.rank = int(message["rank"])
+            if len(self._seen_ranks) < _MOST_PEERS:
+                self._seen_ranks.add(peer.rank)
+            if self._message is not None:
+                peer.send(self._message)
+        if "suspended" in message:
+            peer.is_suspended = True
+            self._changed.notify_all()
+        if "request" in message:
+            if self._answering >= _MOST_REQUESTS:
+                raise ValueError("too many requests at a time")
+            # In a thread of its own: the answer may wait in `suspend`, which needs the messages that are read here.
+            _started(self._answer, str(message["request"]))
+            self._answering += 1
 
     def _answer(self, request: str) -> None:
         try:
@@ -365,16 +346,26 @@ class NodeClient:
 
 
 class _Peer(PerProcess):
-    """A Unix-domain socket to a process of this user. A message is a line of JSON, an object."""
+    """A Unix-domain socket to a process of this user. A message is a line of JSON, an object.
+
+    Attributes:
+        rank: The rank that the other side has said to be.
+        is_suspended: Whether it has said that it does not use the value.
+    """
+
+    rank: int | None = None
+    is_suspended = False
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(SEND_TIMEOUT_S), 0))
         self._sending = threading.Lock()
         register(self)
 
     def after_fork_in_child(self) -> None:
         """Close the parent's connection: a copy in a child would keep it open after the parent's end."""
-        self._socket.close()
+        with contextlib.suppress(OSError):  # it is closed
+            os.close(self._socket.detach())
 
     def accept(self) -> _Peer:
         """Return the next connection to this socket, which listens.
@@ -412,33 +403,17 @@ class _Peer(PerProcess):
             OSError: The connection has failed, or the time is up.
             ValueError: A line is not a JSON object, or too long.
         """
-        rest = b""
-        while True:
-            self._socket.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
-            received = self._socket.recv(1 << 16)
-            if not received:
-                return
-            *lines, rest = (rest + received).split(b"\n")
-            if len(rest) > longest:
-                raise ValueError(f"a line has more than {longest} bytes")
-            for line in lines:
+        self._socket.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
+        with self._socket.makefile("rb") as lines:
+            while line := lines.readline(longest + 1):
                 yield _parsed(line)
-                deadline = None
+                self._socket.settimeout(None)
 
     def send(self, message: Json) -> None:
         """Send a message within a second. Otherwise hang up: the other side notices that."""
-        data = memoryview(json.dumps(message).encode() + b"\n")
-        deadline = time.monotonic() + SEND_TIMEOUT_S
-        writable = select.poll()
         try:
             with self._sending:
-                writable.register(self._socket, select.POLLOUT)
-                while data:
-                    if not writable.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                        raise TimeoutError
-                    with contextlib.suppress(BlockingIOError):
-                        # Do not block, whatever mode the socket is in: another thread may be reading from it.
-                        data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
         except (OSError, ValueError):  # the connection has ended
             self.hang_up()
 
@@ -450,6 +425,8 @@ class _Peer(PerProcess):
 
 
 def _parsed(line: bytes) -> Json:
+    if not line.endswith(b"\n"):
+        raise ValueError("a line is too long, or cut off")
     try:
         message = json.loads(line)
     except RecursionError as error:
@@ -493,40 +470,24 @@ def _listen(path: str) -> socket.socket:
     Raises:
         NodeServerExistsError: Another process listens there.
     """
-    for stale in _stale_sockets(os.path.dirname(path)):
-        with contextlib.suppress(OSError):
-            os.unlink(stale)
+    for dead in filter(_is_refused, Path(path).parent.iterdir()):
+        dead.unlink(missing_ok=True)
     if os.path.exists(path):
         raise NodeServerExistsError(f"another process listens at {path}")
     listener = socket.socket(socket.AF_UNIX)
     # Bind under another name and rename when it listens: a follower that is refused at `path` has found a dead socket.
     preliminary = f"{path}.{os.getpid()}"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(preliminary)
     listener.bind(preliminary)
     listener.listen(socket.SOMAXCONN)
-    os.rename(preliminary, path)
+    try:
+        os.rename(preliminary, path)
+    except FileNotFoundError:  # another process has taken it for a dead one, before it listened
+        listener.close()
+        return _listen(path)
     return listener
 
 
-def _stale_sockets(directory: str) -> Iterator[str]:
-    for name in os.listdir(directory):
-        path = os.path.join(directory, name)
-        pid = name.partition(".")[2]
-        if pid:
-            if not os.path.exists(f"/proc/{pid}"):
-                yield path
-        elif _is_refused(path):
-            yield path
-
-
-def _is_refused(path: str) -> bool:
+def _is_refused(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            pass
-    return False
+        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
