@@ -6,7 +6,6 @@ With `--tracker NAME`, the runs are sent to another tracker, whose own variables
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -162,32 +161,17 @@ def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> set[P
     Returns:
         The directories in which the tracker may have kept rows again.
     """
-    with _claimed(journals):
-        exit_code = exit_code_in(journals[0].lines())  # before the run opens, which removes what it has sent
-        handle = _open(journals[0].header, journals)
-        handle.ends_run = ends_run
-        if isinstance(handle, OutboxHandle):
-            handle.wait(handle.request.config.finish_timeout_s)
-            handle.finish(exit_code)
-        else:
-            for journal in journals:
-                _relog(handle, journal.lines())
-            handle.finish(exit_code)
-            for journal in journals:
-                journal.remove()
-        return set(map(Path, handle.unsent()))
-
-
-@contextlib.contextmanager
-def _claimed(journals: Sequence[StoredJournal]) -> Iterator[None]:
-    """Keep the tracker that sends these journals from sending them as those of an earlier attempt too."""
-    for journal in journals:
-        journal.claim()
-    try:
-        yield
-    finally:
+    handle = _open(journals[0].header, journals)
+    handle.ends_run = ends_run
+    if isinstance(handle, OutboxHandle):
+        handle.wait(handle.request.config.finish_timeout_s)
+        handle.finish(handle.earlier_exit_code)
+    else:
+        exit_codes = [_relog(handle, journal.lines()) for journal in journals]
+        handle.finish(exit_codes[0])
         for journal in journals:
-            journal.release()
+            journal.remove()
+    return set(map(Path, handle.unsent()))
 
 
 def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> ClientHandle:
@@ -214,13 +198,18 @@ def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> Client
     return handle
 
 
-def _relog(handle: ClientHandle, lines: Iterable[Line]) -> None:
-    """Log lines to the run of a tracker without an outbox, as third parties have them. The run's end is left out.
+def _relog(handle: ClientHandle, lines: Iterable[Line]) -> int:
+    """Log lines to the run of a tracker without an outbox, as third parties have them.
+
+    Returns:
+        The status that they end with; 1 if there is none.
 
     Raises:
         TrackerUnavailableError: The service does not answer to a call.
     """
+    exit_code = 1
     for line in lines:
+        exit_code = line.get("exit_code", exit_code)
         if "row" in line:
             handle.replay(line["row"], line["step"], line["time"])
         elif "event" in line:
@@ -230,6 +219,7 @@ def _relog(handle: ClientHandle, lines: Iterable[Line]) -> None:
                 repeat_call(handle.run, handle.id, line)
             except AwayError as error:
                 raise TrackerUnavailableError(str(error)) from error
+    return exit_code
 
 
 def _replay(paths: Sequence[Path], tracker: str) -> Iterator[str]:

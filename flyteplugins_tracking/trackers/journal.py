@@ -90,7 +90,6 @@ class Journal(PerProcess):
         self.directory, self.name = directory, name
         self.added = 0
         self._numbers = itertools.count()
-        self._kept = 0  # how many of them are in the files, or were
         self._base = f"{directory / name}{SUFFIX}"
         self.header = dict(header)
         self._segments: list[tuple[str, int]] = []  # the paths, and how many records were added before each
@@ -110,14 +109,7 @@ class Journal(PerProcess):
             self.added = max(self.added, number + 1)
             if self._room >= size or self._begin_segment(size, number):
                 self._write(_RECORD, number, record)
-            if not self.is_closed:
-                self._kept = max(self._kept, number + 1)
             return number
-
-    @property
-    def lost(self) -> int:
-        """How many records the service has not acknowledged and the files do not have: the last ones."""
-        return max(0, self.added - max(self._kept, self._acknowledged))
 
     def entries(self, first: int) -> Iterator[Entry]:
         """Yield the records that the files have, from number `first` on, while more are added."""
@@ -281,14 +273,6 @@ class StoredJournal:
             os.close(file)
         return False
 
-    def claim(self) -> None:
-        """Have `stored` leave it out in this process, which is sending it."""
-        _live.add(self._base)
-
-    def release(self) -> None:
-        """Undo `claim`."""
-        _live.discard(self._base)
-
     def remove(self) -> None:
         """Remove the files: the service has all records. Damaged files are kept under another name."""
         for path in self.paths:
@@ -297,10 +281,6 @@ class StoredJournal:
                     path.rename(f"{path}{_BAD}")
             else:
                 _remove(str(path))
-
-    @property
-    def _base(self) -> str:
-        return f"{self.paths[0].with_name(self.name)}{SUFFIX}"
 
 
 def stored(directory: Path) -> list[StoredJournal]:

@@ -20,7 +20,7 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
-from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, encode, exit_code_in, stored
+from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, Sink, how_to_send
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
@@ -51,6 +51,8 @@ class OutboxHandle(ClientHandle):
         header: What the journal's readers need to know beside what they need of each tracker.
         steps: The steps of the rows.
         earlier_step: The highest step of the rows of earlier attempts that are still to be sent; -1 if there is none.
+        earlier_exit_code: The status that the first of these attempts' journals ends with; 1 if its process was killed
+            before it could tell.
     """
 
     header: Mapping[str, Any] = MappingProxyType({})
@@ -161,11 +163,10 @@ class OutboxHandle(ClientHandle):
         who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"
         name = f"{header['attempt']:04}-{int(time.time() * 1000):x}-{who}"
         earlier = self._find_earlier()
-        steps = [line["step"] for left in earlier for line in left.lines() if line.get("step") is not None]
-        self.earlier_step = max(steps, default=-1)
+        self._read(earlier)
         journal = Journal(Path(self.directory()), name, header)
         if request.earlier:  # `send`, which may be killed when it has removed them, and before the run has its end
-            journal.add(encode({"exit_code": exit_code_in(request.earlier[0].lines())}))
+            journal.add(encode({"exit_code": self.earlier_exit_code}))
         self._outbox = Outbox(self._title, self.id, journal, self._sink, earlier, self.before_removal)
 
     def directory(self) -> str:
@@ -180,6 +181,16 @@ class OutboxHandle(ClientHandle):
         if not (self.request.plan.primary or self.request.leads_node):
             return ()
         return [left for left in stored(Path(self.directory())) if self._is_of_run(left) and not left.is_open()]
+
+    def _read(self, earlier: Sequence[StoredJournal]) -> None:
+        """Read what must be known of earlier attempts before their lines are sent."""
+        self.earlier_step, self.earlier_exit_code = -1, 1
+        for left in earlier:
+            for line in left.lines():  # one at a time: there may be millions
+                if line.get("step") is not None:
+                    self.earlier_step = max(self.earlier_step, line["step"])
+                if left is earlier[0]:
+                    self.earlier_exit_code = line.get("exit_code", self.earlier_exit_code)
 
     def _is_of_run(self, left: StoredJournal) -> bool:
         """Whether a journal is of this run: another project may have a run with its id."""
