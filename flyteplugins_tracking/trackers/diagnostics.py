@@ -6,9 +6,10 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Level = Literal["error", "warning", "note"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 # The part of an answer that is read: its first lines identify the server.
 _MOST_BYTES = 65_536
 NO_WORKING_DIRECTORY = "the working directory has been removed"
@@ -79,7 +80,7 @@ def settings_of(path: str, section: str) -> dict[str, str]:
 
     parser = configparser.RawConfigParser()
     with suppress(configparser.Error, OSError, ValueError):
-        if os.path.isfile(path):  # reading a pipe or a device might never end
+        if os.path.isfile(path := os.path.expanduser(path)):  # reading a pipe or a device might never end
             parser.read(path)
             return {name: value for name, value in parser.items(section) if value}
     return {}
@@ -93,7 +94,8 @@ def server(
     Args:
         service: What the server should be, such as "a W&B".
         url: The address to ask.
-        answer: The regular expression of such a server's answers: the status, a space and the text.
+        answer: The regular expression of such a server's answers: the status, a space and the text. A proxy answers for
+            a server that has failed, with a status from 500 on.
         data: The body of a POST; None for a GET.
         keys: The variables that a server needs which refuses a request without a key; empty if one is set.
 
@@ -117,8 +119,6 @@ def server(
             raise ConnectionError(f"it does not answer: {getattr(error, 'reason', None) or error}") from None
         with response:
             text = f"{response.status} {response.read(_MOST_BYTES).decode(errors='replace')}"
-        if response.status >= 500:  # a proxy answers so for a server that has failed
-            raise ConnectionError(f"it answers HTTP {response.status}")
         if response.status in (401, 403) and keys:
             raise ConnectionError(f"it wants credentials (HTTP {response.status}): set {keys}")
         if not re.match(answer, text, re.DOTALL):

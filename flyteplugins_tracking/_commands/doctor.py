@@ -1,0 +1,493 @@
+"""Print the detected job, the runs that it would have, and what looks wrong. It changes nothing.
+
+Start it instead of the training script: `torchrun ... -m flyteplugins_tracking`. The exit status is 1 if there is an
+error, and 2 for wrong arguments. `flyteplugins-tracking send --help` is about sending what local directories have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout, suppress
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+from flyteplugins_tracking._job.board import Board, job_board
+from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES, RunMode, plan, primary_rank_of
+from flyteplugins_tracking._rank.topology import Detection, RecordingEnv, examine
+from flyteplugins_tracking._util.modules import installed_version
+from flyteplugins_tracking._util.record import replace
+from flyteplugins_tracking._util.secrets import masked
+from flyteplugins_tracking._util.text import first_line, parse_json
+from flyteplugins_tracking._util.threads import call_within
+from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError
+from flyteplugins_tracking.trackers.base import Tracker
+from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.diagnostics import LEVELS, Diagnosis, Diagnostic, Level, check_directory
+from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
+from flyteplugins_tracking.trackers.vendor_parts import known_faults, numbers
+
+_OWN = "flyteplugins-tracking"
+# No job has more ranks: a larger number is a mistake.
+_MOST_RANKS = 100_000
+_START = "torchrun --nproc-per-node=2 train.py, or: srun --ntasks=2 python train.py"
+_DEFAULT = "wandb"
+# How long a server may take to answer.
+_ANSWER_S = 5.0
+_OTHER_DECORATORS = ("flyteplugins-wandb", "flytekitplugins-wandb", "flyteplugins-mlflow", "flyteplugins-trackio")
+_FRAMEWORKS = ("accelerate", "flyte", "flytekit", "flytekitplugins-kfpytorch", "flyteplugins-pytorch", "lightning")
+_SHOWN = sorted((*_FRAMEWORKS, "torch", "transformers", *_OTHER_DECORATORS))
+# A requirement of an extra: distribution, versions and extra. Those for development depend on the other extras.
+_REQUIREMENT = re.compile(r"^([\w.-]+)\s*([^;\s]*)\s*;\s*extra == ['\"](?!dev|examples)(\w+)['\"]$", re.MULTILINE)
+# How long rank 0 waits for the others' diagnostics; and how long they wait until it has printed. They must not end
+# before: torchrun ends all ranks when one ends with an error.
+_OTHERS_S = 30.0
+_RANK_0_S = 60.0
+# How long rank 0 may take to ask servers and to print, if the ranks share no store.
+_PRINTING_S = 6.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the diagnosis, and return the exit status: 1 if it has an error. Wrong arguments exit with 2.
+
+    Each rank examines its own process and machine. Rank 0 gets the others' documents through the launcher's store, if
+    there is one, and prints one document, which docs/reference/commands.md describes. The keys in the store are the
+    doctor's own.
+    """
+    parser = argparse.ArgumentParser("flyteplugins-tracking", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    tracker_help = "examine only this tracker; a problem with it is an error"
+    parser.add_argument("--tracker", metavar="NAME", choices=names_of_trackers(), help=tracker_help)
+    parser.add_argument("--primary-rank", metavar="RANK", type=int, default=0, help="show the runs for this primary")
+    parser.add_argument("--offline", action="store_true", help="do not ask any server")
+    # DeepSpeed's launcher and torch.distributed.launch add it to the arguments of a module. The variables have it too.
+    parser.add_argument("--local-rank", "--local_rank", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    with redirect_stdout(sys.stderr):  # other packages may print: that is not part of the document
+        info, document = _examine(options.tracker, asks=not options.offline)
+    board = None if info is None or info.world_size == 1 else _board_of(info, document["diagnostics"])
+    if info is not None and info.rank > 0:
+        return _leave_to_rank_0(document, info, board)
+    documents, expected = [document], 1
+    if info is not None and board is not None:
+        expected = info.world_size
+        with suppress(RuntimeError, ValueError):
+            documents += map(parse_json, board.wait_for_texts(info.world_size - 1, _OTHERS_S))
+    document["diagnostics"] = _merged(documents, expected)
+    runs = _runs(info, document["base_id"]["base_id"] or "{base}", options.primary_rank)
+    document |= {
+        "ok": all(entry["level"] != "error" for entry in document["diagnostics"]),
+        "ranks_heard": len(documents),
+        "plans": [] if document["detected"]["error"] else list(runs),
+    }
+    _print(document, as_json=options.json)
+    status = int(not document["ok"])
+    if info is not None and board is not None:
+        with suppress(RuntimeError):
+            _statuses(board, info).append(str(status))
+    return status
+
+
+def _board_of(info: DistributedInfo, found: list[Diagnostic]) -> Board | None:
+    """Return the board that all ranks share; None if there is none, with the reason or the consequence in `found`."""
+    try:
+        board = job_board(info, os.environ, f"doctor/{info.restart_count}")
+        if board is not None:
+            return board
+    except (ModuleNotFoundError, RuntimeError):
+        pass  # a job without torch, or a store that does not answer
+    except (ImportError, OSError) as error:  # torch lacks a shared library
+        found.append(Diagnostic("error", f"torch cannot be imported: {error}", "pip install --force-reinstall torch"))
+        return None
+    if info.launcher == "torchelastic" and info.num_workers != 1:
+        text = f"the agents of {info.num_workers} nodes share no reachable store, so the ranks cannot agree on a run id"
+        fix = "torchrun --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT ..., or pass id= to tracking_init"
+        found.append(Diagnostic("error", text, fix))
+    text = f"the ranks of {info.launcher} do not share a store: the others print their own errors, on stderr"
+    found.append(Diagnostic("note", text))
+    return None
+
+
+def _statuses(board: Board, info: DistributedInfo) -> Board:
+    return board.of_topic(f"doctor/{info.restart_count}/status")
+
+
+def _leave_to_rank_0(document: Mapping[str, Any], info: DistributedInfo, board: Board | None) -> int:
+    """Have rank 0 print this rank's diagnostics, and return its exit status.
+
+    Without a board, or if rank 0 has not printed within 60 s, print this rank's errors on stderr.
+    """
+    if board is not None:
+        with suppress(RuntimeError):
+            board.append(json.dumps(document))
+            for status in _statuses(board, info).wait_for_texts(1, _RANK_0_S):
+                return int(status)
+    errors = [each._asdict() for each in document["diagnostics"] if each.level == "error"]
+    for line in itertools.chain(*(_lines(_masked({**error, "ranks": None, "workers": []})) for error in errors)):
+        sys.stderr.write(f"rank {info.rank}: {line}\n")
+    if errors:
+        time.sleep(_PRINTING_S)
+    return int(bool(errors))
+
+
+def _merged(documents: Sequence[Mapping[str, Any]], expected: int) -> list[dict[str, Any]]:
+    """Return the diagnostics of all documents, each one once, with its ranks.
+
+    Args:
+        documents: Those of all ranks that have sent one, with this process's as the first.
+        expected: How many ranks were to send one.
+    """
+    ranks_of: dict[Diagnostic, set[int]] = {}
+    worker_of: dict[int, int | None] = {}
+    for document in documents:
+        with suppress(LookupError, TypeError):  # another version of this library has sent it
+            job = document["detected"]["job"] or {"rank": 0}
+            worker_of[job["rank"]] = job.get("worker_index")
+            found = [Diagnostic(*parts) for parts in document["diagnostics"]]
+            for diagnostic in (*found, *_other_versions(documents[0]["versions"], document["versions"])):
+                ranks_of.setdefault(diagnostic, set()).add(job["rank"])
+    if silent := set(range(expected)) - worker_of.keys():
+        ranks_of[Diagnostic("warning", f"no answer within {_OTHERS_S:g} s", "look at the logs of these ranks")] = silent
+    entries = []
+    for diagnostic, ranks in sorted(ranks_of.items(), key=lambda item: LEVELS.index(item[0].level)):
+        some = set() if ranks == worker_of.keys() else ranks
+        workers = sorted({index for rank in some if (index := worker_of.get(rank)) is not None})
+        entries.append({**diagnostic._asdict(), "ranks": sorted(some) or None, "workers": workers})
+    return entries
+
+
+def _other_versions(own: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[Diagnostic]:
+    for name in sorted({*own, *theirs}):
+        here, there = own.get(name, "none"), theirs.get(name, "none")
+        if here != there:
+            text, fix = f"{name} is {there} there, and {here} on rank 0", "start every rank in the same environment"
+            yield Diagnostic("error" if name == _OWN else "warning", text, fix)
+
+
+def _runs(info: DistributedInfo | None, base_id: str, primary_rank: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each mode and scope: which runs the job of `info` has, and who writes to them.
+
+    The ids are those of its first rank and its last one, with the numbers between them. That takes for granted that
+    its workers have the same size.
+    """
+    first, last, workers = info, info, 1
+    if info is not None:
+        workers = info.num_workers or math.ceil(info.world_size / (info.local_world_size or 1))
+        size, end = info.local_world_size or math.ceil(info.world_size / workers), info.world_size - 1
+        first = replace(info, rank=0, local_rank=0, worker_index=0)
+        last = replace(info, rank=end, local_rank=min(size - 1, end), worker_index=min(workers - 1, end))
+    for run_mode, rank_scope in itertools.product(RUN_MODES, RANK_SCOPES):
+        kind = "rank" if rank_scope == "global" else "local rank"
+        row = {"runs": 0, "ids": "-", "groups": None, "writers": "refused: see the diagnostics", "error": None}
+        try:
+            primary = primary_rank_of(info, run_mode, rank_scope, primary_rank)
+            mode: RunMode = "new" if run_mode == "new" else "shared"  # the ids of "auto", where these may have no run
+            plans = [plan(rank, mode, rank_scope, base_id) for rank in (first, last)]
+            who = {"auto": f"{kind} {primary}", "shared": f"all {kind}s", "new": "each rank"}[run_mode]
+            row |= {
+                "runs": info.world_size if info and run_mode == "new" else 1 if rank_scope == "global" else workers,
+                "ids": _pattern(*(planned.run_id for planned in plans)),
+                "groups": _pattern(*(planned.group for planned in plans)),
+                "writers": who if info else "this process",
+            }
+        except TopologyError as refusal:
+            row["error"] = str(refusal)
+        yield {"run_mode": run_mode, "rank_scope": rank_scope, **row}
+
+
+def _pattern(first: str | None, last: str | None) -> str | None:
+    """Return one pattern for two ids that differ in their numbers, such as `a-{0..3}`."""
+    pairs = zip(re.split(r"(\d+)", first or ""), re.split(r"(\d+)", last or ""), strict=True)
+    return "".join(one if one == other else f"{{{one}..{other}}}" for one, other in pairs) or None
+
+
+def _examine(tracker: str | None, *, asks: bool) -> tuple[DistributedInfo | None, dict[str, Any]]:
+    """Return this rank, and the document about this process, with its diagnostics.
+
+    Args:
+        tracker: The only tracker to examine; None for all trackers.
+        asks: Whether to ask the servers.
+    """
+    env, detection, error = RecordingEnv(os.environ), Detection(), None
+    try:
+        detection = examine(env)
+    except TopologyError as contradiction:
+        error = str(contradiction)
+    info, pool, parent = detection.info, detection.pool, detection.parent
+    found = [*_check_job(info, error, env.read), *_check_directories()]
+    # One process of a node asks the servers: thousands of requests at the same time could take them down.
+    states = _trackers(tracker, asks and (info is None or info.local_rank in (0, None)), found)
+    in_use = [state["name"] for state in states if state["is_chosen"] and state["version"] is not None]
+    base_id, source = _base_id(info, in_use or [tracker or _DEFAULT], found)
+    versions = {_OWN: installed_version(_OWN) or "not installed", "python": platform.python_version()}
+    versions |= {name: version for name in _SHOWN if (version := installed_version(name)) is not None}
+    versions |= {state["name"]: state["version"] for state in states if state["version"]}
+    return info, {
+        "schema": 1,
+        "detected": {
+            "job": None if info is None else dict(info),
+            "variables": env.read,
+            "error": error,
+            "pool": None if pool is None else {"name": pool.name, "reason": pool.reason},
+            "child_of": None if parent is None else parent.rank,
+        },
+        "base_id": {"base_id": base_id, "source": source},
+        "trackers": states,
+        "versions": versions,
+        "diagnostics": [*found, *_check_versions(versions)],
+    }
+
+
+def _check_job(info: DistributedInfo | None, error: str | None, variables: Mapping[str, str]) -> Iterator[Diagnostic]:
+    """Yield the problems of this process's place in its job; `error` is how the `variables` contradict each other."""
+    if error is not None:
+        yield Diagnostic("error", error, f"unset {' '.join(variables)}, or start with: {_START}")
+    elif info is not None:
+        yield from _check_rank(info, os.environ)
+    else:
+        yield Diagnostic("note", "no launcher was detected: this process counts as the only one, and has a run", _START)
+        if os.environ.get("SLURM_JOB_ID"):
+            text = "SLURM_JOB_ID is set, and no step has several tasks: each process counts as the only one"
+            yield Diagnostic("warning", text, "srun python train.py, in the sbatch script")
+
+
+def _check_rank(info: DistributedInfo, env: Mapping[str, str]) -> Iterator[Diagnostic]:
+    for size, counted in ((info.local_world_size, "ranks on this worker"), (info.num_workers, "workers")):
+        if size is not None and size > info.world_size:
+            text = f"{info.launcher} tells of {size} {counted}, but only {info.world_size} ranks in all"
+            yield Diagnostic("warning", text, f"start with: {_START}")
+    if info.world_size > _MOST_RANKS:
+        yield Diagnostic("warning", f"{info.launcher} tells of {info.world_size} ranks", f"start with: {_START}")
+    if info.launcher == "kubeflow" and "PET_NPROC_PER_NODE" not in env and "LOCAL_RANK" not in env:
+        text = f"LOCAL_RANK is not set: rank {info.rank} of {info.world_size} counts as the only process of its node"
+        yield Diagnostic("warning", text, "torchrun train.py in each pod; or set LOCAL_RANK in each process")
+    if info.world_size == 1:
+        return
+    try:
+        primary_rank_of(info, "auto", "worker", 0)
+    except TopologyError as error:
+        yield Diagnostic("warning", str(error))
+    slurms = "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
+    values = {"MASTER_ADDR": slurms if info.launcher == "slurm" else "the host of rank 0", "MASTER_PORT": "29500"}
+    missing = [name for name in values if not env.get(name)]
+    if missing and find_spec("torch") is not None:
+        text = f"{' and '.join(missing)} not set: torch.distributed's env:// cannot start a process group"
+        yield Diagnostic("warning", text, "export " + " ".join(f'{name}="{values[name]}"' for name in missing))
+
+
+def _check_directories() -> Iterator[Diagnostic]:
+    fix = "cd to another; or export WANDB_DIR=... PLUTO_DIR=... TRACKIO_DIR=..."
+    yield from check_directory(os.curdir, "warning", "the working directory, where trackers keep files", fix)
+    yield from check_directory("~", "warning", "the home directory, where caches are", "export HOME=/a/directory")
+    from flyteplugins_tracking.trackers.node_group import socket_directory
+
+    try:
+        socket_directory()  # of the sockets by which the ranks of a node share a run: see `trackers.node_group`
+    except OSError as error:
+        text = f"run_mode='shared' needs a directory for temporary files: {error.strerror}"
+        yield Diagnostic("warning", text, "export TMPDIR=/a/directory")
+
+
+def _base_id(info: DistributedInfo | None, trackers: Sequence[str], found: list[Diagnostic]) -> tuple[str | None, str]:
+    """Return the base id of the runs of these trackers, and where it comes from. Its problems are added to `found`.
+
+    The id is None if it is known only when a run is opened.
+    """
+    from flyteplugins_tracking._job.identity import from_launcher
+
+    env, chosen = os.environ, list[str]()
+    for tracker in map(find_tracker, trackers):
+        variables = [name for name in tracker.run_id_variables if env.get(name)][:1]
+        found += [problem for name in variables for problem in _check_id(tracker, name, env[name])]
+        chosen += variables
+    if chosen:
+        return env[chosen[0]], chosen[0]
+    if "FLYTE_INTERNAL_EXECUTION_ID" in env:
+        return None, "the name of the Flyte execution and node, or run and action"
+    if info is None:
+        return None, "a random id"
+    if info.launcher == "torchelastic":
+        return None, "the rendezvous id and a token that the ranks agree on"
+    try:
+        return None, f"{info.launcher}: this time {from_launcher(info, env, agreement=True).base_id}"
+    except IdentityError as error:
+        text = f"{error} Only run_mode='auto' with rank_scope='global' works without one"
+        found.append(Diagnostic("warning", text))
+        return None, "id= of tracking_init"
+
+
+def _check_id(tracker: Tracker, name: str, value: str) -> Iterator[Diagnostic]:
+    """Yield what is wrong with an id from a variable. An exported id is the run of every job started afterwards."""
+    try:
+        tracker.check(TrackingConfig(id=value))
+    except ConfigError as error:
+        yield Diagnostic("error", f"{name}={value}: {error}", f"unset {name}, or choose another id")
+        return
+    if value not in map(os.environ.get, ("KONDUKTOR_JOB_NAME", "FLYTE_INTERNAL_EXECUTION_ID")):
+        text = f"{name}={value}: every job with this variable writes to the same runs"
+        yield Diagnostic("warning", text, f"unset {name}, unless you intend this")
+
+
+def _trackers(only: str | None, asks: bool, found: list[Diagnostic]) -> list[dict[str, Any]]:
+    """Return the state of each tracker. The problems of the trackers that the user means are added to `found`.
+
+    The user means the tracker `only`. Without it: the trackers that are set up here; if there are none, the default
+    tracker; if that is not installed, all trackers.
+    """
+    level: Level = "error" if only else "warning"
+    examined: dict[str, tuple[Tracker, Diagnosis, str | None]] = {}
+    for name in [only] if only else names_of_trackers():
+        try:
+            tracker = find_tracker(name)
+            examined[name] = tracker, tracker.diagnose(), _version_of(tracker)
+        except (Exception, SystemExit) as error:  # another package's tracker may be broken
+            text = f"tracker {name!r} cannot be examined: {first_line(error)}"
+            found.append(Diagnostic(level, text))
+    installed = [name for name, (_, _, version) in examined.items() if version is not None]
+    chosen = [name for name, (_, diagnosis, _) in examined.items() if diagnosis.is_chosen]
+    meant = [only] if only else chosen or ([_DEFAULT] if _DEFAULT in installed else installed)
+    asked = {name: examined[name][1].reach for name in installed if asks and name in meant}
+    with ThreadPoolExecutor() as pool:  # all at the same time
+        answers = dict(zip(asked, pool.map(_answer, asked.values()), strict=True))
+    states = []
+    for name, (tracker, diagnosis, version) in examined.items():
+        install, answer = f"pip install {tracker.distribution or tracker.package}", answers.get(name)
+        state = {"name": name, "title": tracker.title, "version": version, "install": install}
+        state |= {key: getattr(diagnosis, key) for key in ("place", "credentials", "is_chosen")}
+        states.append({**state, "reachable": None if answer is None else answer == ""})
+        if name in meant and version is None:
+            text = f"{tracker.title} is not installed{'' if only else ', but it is set up here'}"
+            found.append(Diagnostic(level, text, install))
+        elif name in meant:
+            found += [*diagnosis.diagnostics, *known_faults(tracker.package or name)]
+        if answer:
+            text = f"{tracker.title}: the server at {diagnosis.place} cannot be used: {answer}"
+            fix = "check its address and the network (a proxy by HTTPS_PROXY); or log to local files"
+            found.append(Diagnostic("error", text, f"{fix}: if_unavailable='degrade'"))
+    if not installed and not only:
+        found.append(Diagnostic("error", "no tracker is installed", f'pip install "{_OWN}[{_DEFAULT}]"'))
+    return states
+
+
+def _answer(reach: Callable[[float], object] | None) -> str | None:
+    """Ask a server, if there is one. Return "" if it can be used, else the reason why not."""
+    if reach is None:
+        return None
+    try:
+        call_within(2 * _ANSWER_S, reach, _ANSWER_S)  # a server that sends a byte at times takes longer
+    except Exception as error:
+        return first_line(error)
+    return ""
+
+
+def _version_of(tracker: Tracker) -> str | None:
+    """Return the version of the vendor's package; "" if it is unknown, None if the package is not installed."""
+    if tracker.package is not None and find_spec(tracker.package) is None:
+        return None
+    package = tracker.package or tracker.name
+    return installed_version(package, f"{package}-ml", f"{package}-skinny") or ""  # pluto-ml; mlflow-skinny is enough
+
+
+def _check_versions(installed: Mapping[str, str]) -> Iterator[Diagnostic]:
+    """Yield the installed packages that do not work together."""
+    requirements = metadata.requires(_OWN) or () if installed_version(_OWN) else ()
+    # The last extra counts: those that consist of others come before, in the order of the alphabet, from "demo" on.
+    extras = {found[0]: found for found in _REQUIREMENT.findall("\n".join(requirements))}
+    for distribution, required, extra in extras.values():
+        version = installed_version(distribution) or ""
+        bounds = re.findall(r"(<|>=)([\d.]+)", required)  # the extras have no other operators
+        if version and any((numbers(version) < numbers(bound)) is (operator == ">=") for operator, bound in bounds):
+            text = f"{distribution} {version} is installed, but this library needs {required}"
+            yield Diagnostic("warning", text, f'pip install --upgrade "{_OWN}[{extra}]"')
+    for name in _OTHER_DECORATORS:
+        if name in installed:
+            text = f"{name} is installed: do not stack its decorators with these. They do not know of each other"
+            fix = "from flyteplugins_tracking.compat.wandb import wandb_init" if name.endswith("wandb") else ""
+            yield Diagnostic("note", text, fix)
+
+
+def _print(document: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print the document. It holds no key; as a second safeguard, keys are masked."""
+    shown = json.loads(json.dumps(document), object_hook=_masked)
+    text = json.dumps(shown, indent=2) if as_json else _as_text(shown)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not have all characters of a path
+    try:
+        print(text, flush=True)  # noqa: T201 the document
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _masked(entry: dict[str, Any]) -> dict[str, Any]:
+    return {key: masked(value, with_forms=False) if isinstance(value, str) else value for key, value in entry.items()}
+
+
+def _as_text(document: Mapping[str, Any]) -> str:
+    detected, base_id = document["detected"], document["base_id"]
+    # Addresses and commands stay in one piece.
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+    wrapper = textwrap.TextWrapper(width, "  ", "      ", break_long_words=False, break_on_hyphens=False)
+    sections = {"Job": list(_job(detected))}
+    # If the variables contradict each other, no process knows its rank, and all print: only the error matters.
+    if detected["error"] is None:
+        sections[f"Runs ({{base}} is {base_id['source']})"] = _table(
+            "run_mode rank_scope runs ids groups writers", document["plans"]
+        )
+        sections["Trackers"] = _table("name version place credentials reachable", document["trackers"])
+        sections["Versions"] = [", ".join(f"{name} {version}" for name, version in document["versions"].items())]
+    sections["Diagnostics"] = [line for entry in document["diagnostics"] for line in _lines(entry)]
+    if document["ok"]:
+        sections["Diagnostics"].append("no errors")
+    return "\n\n".join("\n".join([title, *map(wrapper.fill, lines)]) for title, lines in sections.items() if lines)
+
+
+def _job(detected: Mapping[str, Any]) -> Iterator[str]:
+    job, pool, child_of = detected["job"], detected["pool"], detected["child_of"]
+    if detected["error"] is not None:
+        yield "unknown: see the diagnostics"
+    elif job is not None:
+        known = {name: value for name, value in job.items() if value is not None and name != "launcher"}
+        yield f"launcher   {job['launcher']}"
+        yield f"place      {', '.join(f'{name} {value}' for name, value in known.items())}"
+    else:
+        what = [f"a worker of {pool['name']}, since {pool['reason']}"] if pool else []
+        if child_of is not None:
+            what.append(f"rank {child_of} has started this process, which has a run of its own")
+        yield f"none: {'; '.join(what) or 'one process'}"
+    if detected["variables"]:
+        yield "read from  " + " ".join(f"{name}={value}" for name, value in detected["variables"].items())
+
+
+def _table(columns: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    keys, words = columns.split(), {"": "-", "None": "-", "True": "yes", "False": "no"}
+    cells = [keys, *([words.get(str(row[key]), str(row[key])) for key in keys] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+
+
+def _lines(entry: Mapping[str, Any]) -> Iterator[str]:
+    workers = f" ({_named('worker', entry['workers'])})" if entry["workers"] else ""
+    who = f"{_named('rank', entry['ranks'])}{workers}: " if entry["ranks"] else ""
+    yield f"{entry['level']}: {who}{entry['text'].rstrip('.')}"
+    if entry["fix"]:
+        yield f"  -> {entry['fix']}"
+
+
+def _named(kind: str, numbers: Sequence[int]) -> str:
+    """Return numbers as text, at most four of them: `ranks 0, 8, 16, ..., 24`."""
+    shown = numbers if len(numbers) <= 4 else [*numbers[:3], "...", numbers[-1]]
+    return f"{kind}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, shown))}"
