@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from typing import Any
 
 import pytest
 
@@ -21,9 +20,9 @@ TOKEN = "canary" + "0" * 34
 def test_the_decorator_takes_every_argument_of_trackio_init():
     import trackio
 
-    by_name = {"project", "group", "name", "config"}
+    by_name, ignored = {"project", "group", "name", "config"}, {"settings"}
     assert by_name <= OWN_ARGUMENTS
-    assert set(inspect.signature(trackio.init).parameters) == INIT_ARGUMENTS | by_name
+    assert set(inspect.signature(trackio.init).parameters) == INIT_ARGUMENTS | by_name | ignored
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,6 @@ def test_the_decorator_takes_every_argument_of_trackio_init():
         ({"config": {"_lr": 1}}, "'_lr', which is used by Trackio itself"),
         ({"config": {"status": 1}}, "'status', which is used for the status of the run"),
         ({"config": "config.yaml"}, "trackio.init reads none"),
-        ({"project": "model_system"}, "of another project"),
         ({"download_logs": True}, "the whole project"),
     ],
 )
@@ -60,21 +58,11 @@ def test_arguments_without_an_effect_are_accepted():
     tracking_init(tracker="trackio", resume="allow", embed=False, auto_log_gpu=False, server_url="https://h:1/base")
 
 
-@pytest.mark.parametrize(
-    "project", ["registry-x", "a_traces", "a_artifact_versions", "a.b_system", "_system", "ok", "x"]
-)
-def test_the_projects_that_are_refused_are_those_that_trackio_refuses(project):
-    from trackio.sqlite_storage import SQLiteStorage
-
-    def is_refused(check: Any, error: type[Exception]) -> bool:
-        try:
-            check()
-        except error:
-            return True
-        return False
-
-    ours = is_refused(lambda: tracking_init(tracker="trackio", project=project), ConfigError)
-    assert ours == is_refused(lambda: SQLiteStorage.validate_project_name(project), ValueError)
+def test_a_project_that_trackio_refuses_is_refused_when_the_run_is_opened(bare_environment, tmp_path):
+    bare_environment.setenv("TRACKIO_DIR", str(tmp_path))
+    with pytest.raises(ConfigError, match="'model_system' is not allowed"):
+        tracking_init(tracker="trackio", project="model_system")(lambda: None)()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -25,19 +25,8 @@ SPACE = (
     "runs cannot be logged to a Hugging Face Space: several ranks would create it at once, and rows would wait until "
     "it is built. Log to files, and publish them: trackio sync --project ... --space-id ..."
 )
-# https://github.com/gradio-app/trackio, SQLiteStorage.validate_project_name. A test compares.
-_RESERVED_PREFIX = "registry-"
-_RESERVED_SUFFIXES = (
-    "_system",
-    "_configs",
-    "_traces",
-    "_artifacts",
-    "_artifact_versions",
-    "_artifact_aliases",
-    "_run_artifact_links",
-    "_external_run_artifact_links",
-)
-# The parameters of trackio.init that the decorator does not take by name. A test compares.
+# The parameters of trackio.init that the decorator does not take by name, without `settings`, which Trackio ignores:
+# with W&B's settings in it, ignoring would hide a mistake. A test compares.
 INIT_ARGUMENTS = frozenset(
     {
         "auto_log_cpu",
@@ -50,7 +39,6 @@ INIT_ARGUMENTS = frozenset(
         "private",
         "resume",
         "server_url",
-        "settings",
         "space_id",
         "webhook_min_level",
         "webhook_url",
@@ -62,8 +50,6 @@ _ONLY = {
     "embed": (False, "a training starts no dashboard: run `trackio show`"),
     "resume": ("allow", "a run is resumed if its id exists, and another id= is another run"),
 }
-# Trackio ignores this argument. With W&B's settings in it, ignoring would hide a mistake.
-_UNUSED = "settings"
 
 
 class TrackioTracker(Tracker):
@@ -73,7 +59,7 @@ class TrackioTracker(Tracker):
     title = "Trackio"
     package = "trackio"
     distribution = '"flyteplugins-tracking[trackio]"'
-    arguments = INIT_ARGUMENTS - {_UNUSED}
+    arguments = INIT_ARGUMENTS
     unsupported: Mapping[Feature, str] = MappingProxyType(
         {
             "sweeps": "it has none",
@@ -88,7 +74,6 @@ class TrackioTracker(Tracker):
             if reason is not None and value is not None and value != only_value:
                 raise ConfigError(f"Trackio does not support {name}={value!r}: {reason}")
         check_server(config.options.get("server_url"))
-        check_project(config.project)
         if config.id is not None and "," in config.id:
             raise ConfigError(
                 f"id={config.id!r} must not contain a comma: it would end the id in the address of Trackio's page"
@@ -157,11 +142,6 @@ def without_token(url: str) -> tuple[str, str | None]:
     return without_credentials(url), dict(parse_qsl(urlsplit(url.strip()).query)).get("write_token")
 
 
-def kept_name(project: str) -> str:
-    """Return the name that a project has in files."""
-    return "".join(c for c in project if c.isalnum() or c in "-_")
-
-
 def check_address(url: object) -> None:
     """Refuse an address that is not a server's. The error does not show it: it may hold a token.
 
@@ -188,21 +168,6 @@ def check_server(url: object) -> None:
         raise ConfigError(
             "server_url= holds a token, which would be pickled with the task: pass secret=..., or set "
             "TRACKIO_WRITE_TOKEN or TRACKIO_SERVER_URL where the task runs"
-        )
-
-
-def check_project(project: str | None) -> None:
-    """Refuse a project whose name Trackio needs for its own files.
-
-    Raises:
-        ConfigError: Trackio needs the name.
-    """
-    if project is None:
-        return
-    kept_as = kept_name(project)
-    if kept_as.startswith(_RESERVED_PREFIX) or any(kept_as.endswith(s) and kept_as != s for s in _RESERVED_SUFFIXES):
-        raise ConfigError(
-            f"project={project!r} is a name that Trackio needs for files of another project: choose another name"
         )
 
 

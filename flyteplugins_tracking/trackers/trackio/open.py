@@ -12,14 +12,7 @@ from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import new_id, run_config
-from flyteplugins_tracking.trackers.trackio import (
-    SPACE,
-    check_address,
-    default_directory,
-    kept_name,
-    vendor,
-    without_token,
-)
+from flyteplugins_tracking.trackers.trackio import SPACE, check_address, default_directory, vendor, without_token
 from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write
 from flyteplugins_tracking.trackers.trackio.store import Database, Inbox, Server, Store, Stored
 
@@ -36,12 +29,14 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
 
     Raises:
         TrackerUnavailableError: The directory or the server cannot be used.
+        ConfigError: The project or the place cannot be used.
     """
     vendor.PARTS.require()
     if os.environ.get("TRACKIO_SPACE_ID"):
         raise ConfigError(f"TRACKIO_SPACE_ID is set: {SPACE}")
     url, token = _server(request)
     project = request.config.project or _DEFAULT_PROJECT
+    vendor.check_project(project)
     request = replace(request, plan=replace(request.plan, run_id=request.plan.run_id or new_id()))
     client = None if url is None else _client(url, token, request.deadline)
     store = _local_store(project, request) if url is None else Server(url, client, project)
@@ -110,7 +105,7 @@ def _find(store: Store, request: RunRequest) -> Stored | None:
 
 
 def _local_store(project: str, request: RunRequest) -> Store:
-    kept_as, directory = kept_name(project), default_directory()
+    kept_as, directory = "".join(c for c in project if c.isalnum() or c in "-_"), default_directory()
     if kept_as != project and request.plan.primary:
         logger.warning("Trackio: project %r is kept as %r, together with other projects of this name", project, kept_as)
     try:
@@ -120,8 +115,6 @@ def _local_store(project: str, request: RunRequest) -> Store:
             return Database(vendor.database(project))
         inbox.mkdir(exist_ok=True)
         return Inbox(inbox, Database(inbox.parent / f"{kept_as}.db"))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
     except Exception as error:
         raise TrackerUnavailableError(cannot_write(directory, error)) from error
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.threads import call_within
+from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.client import refuse_to_pickle
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
@@ -53,6 +54,20 @@ def inbox() -> Path | None:
     from trackio.utils import get_storage_mode
 
     return Path(local_inbox_dir()) if get_storage_mode() == "jsonl" else None
+
+
+def check_project(project: str) -> None:
+    """Refuse a project whose files would be those of another project, as `trackio.init` does since it knows of them.
+
+    Raises:
+        ConfigError: The project has such a name.
+    """
+    from trackio.sqlite_storage import SQLiteStorage
+
+    try:
+        getattr(SQLiteStorage, "validate_project_name", str)(project)
+    except ValueError as error:
+        raise ConfigError(f"project={project!r} cannot be used: {error}") from error
 
 
 def database(project: str) -> Path:
