@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,7 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
 from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, encode, stored
-from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, Sink, how_to_send
+from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ class OutboxHandle(ClientHandle):
         left_text: What the end says if the service has not taken everything.
         header: What the journal's readers need to know beside what they need of each tracker.
         steps: The steps of the rows.
-        earlier_step: The highest step of the rows of earlier attempts that are still to be sent; -1 if there is none.
-        earlier_exit_code: The status that the first of these attempts' journals ends with; 1 if its process was killed
+        undo: Undoes, at the run's end, what was done to the process.
+        earlier_exit_code: The status that the first journal of earlier attempts ends with; 1 if its process was killed
             before it could tell.
     """
 
@@ -82,13 +83,19 @@ class OutboxHandle(ClientHandle):
         super().__init__(request, tracker.title, values)
         self._tracker, self._sink = tracker, sink
         self.steps = steps or Steps(self._values)
+        self.undo = ExitStack()
         self._last: dict[str, Any] = {}
         self._left_in: str | None = None  # the directory of what was not sent in time
         self._open_outbox()
 
-    def end_run(self, exit_code: int, timeout_s: float) -> bool:  # noqa: ARG002 as trackers need it
-        """Send the run's status within `timeout_s` seconds, after its lines. Returns whether the service has it."""
-        return True
+    def end_run(self, exit_code: int, timeout_s: float) -> None:  # noqa: ARG002 as trackers need it
+        """Send the run's status within `timeout_s` seconds, after its lines. Called in every rank's end.
+
+        Raises:
+            RejectedError: The service will never take it.
+            Exception: The service has not taken it.
+        """
+        return
 
     def before_removal(self, journal: StoredJournal) -> None:
         """Remove what an earlier attempt has left beside its journal, whose lines are sent."""
@@ -128,12 +135,16 @@ class OutboxHandle(ClientHandle):
     def end(self, exit_code: int) -> None:
         self.close_outbox(exit_code, time.monotonic() + self.request.config.finish_timeout_s)
 
+    def finish(self, exit_code: int) -> None:
+        with self.undo:
+            super().finish(exit_code)
+
     def close_outbox(self, exit_code: int, until: float) -> None:
         """Send all lines, and then the status, until a time of `time.monotonic`. What is left stays in files."""
         left_s = until - time.monotonic()
         self._outbox.put({"exit_code": exit_code})
         is_sent = self._outbox.close(left_s - min(_STATUS_S, left_s * _STATUS_SHARE))
-        is_complete = self._sink is not None and self.end_run(exit_code, until - time.monotonic()) and is_sent
+        is_complete = self._sink is not None and self._send_end(exit_code, until - time.monotonic()) and is_sent
         self._left_in = None if is_complete else self._outbox.directory
         if is_complete:
             self._outbox.remove()
@@ -141,6 +152,17 @@ class OutboxHandle(ClientHandle):
             self._outbox.keep()
         if self._outbox.rows or not is_complete:
             self._report_left()
+
+    def _send_end(self, exit_code: int, timeout_s: float) -> bool:
+        """Send the run's status. Returns False if the service may still take it."""
+        try:
+            self.end_run(exit_code, timeout_s)
+        except RejectedError:
+            self._warn("keeps its status: the service has rejected the new one")
+        except Exception as error:
+            logger.debug("%s: run %s: its status is not sent: %s", self._title, self.id, error)
+            return False
+        return True
 
     def wait(self, patience_s: float) -> None:
         """Wait until all lines are sent, or until the service has taken nothing for `patience_s` seconds."""
@@ -184,11 +206,11 @@ class OutboxHandle(ClientHandle):
 
     def _read(self, earlier: Sequence[StoredJournal]) -> None:
         """Read what must be known of earlier attempts before their lines are sent."""
-        self.earlier_step, self.earlier_exit_code = -1, 1
+        self.earlier_exit_code = 1
         for left in earlier:
             for line in left.lines():  # one at a time: there may be millions
-                if line.get("step") is not None:
-                    self.earlier_step = max(self.earlier_step, line["step"])
+                if line.get("step") is not None and not self.request.earlier:  # the function's rows come behind it
+                    self.steps.last = max(self.steps.last, line["step"])
                 if left is earlier[0]:
                     self.earlier_exit_code = line.get("exit_code", self.earlier_exit_code)
 

@@ -23,7 +23,7 @@ from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import run_page, vendor
 from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params
-from flyteplugins_tracking.trackers.mlflow.vendor import Point, RejectedError, Service, UnavailableError
+from flyteplugins_tracking.trackers.mlflow.vendor import Point, RejectedError, Service
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
@@ -71,17 +71,17 @@ class MlflowHandle(OutboxHandle):
         is_retry = self._barrier is not None and self._barrier.is_retry and not request.plan.primary
         self.is_resumed = opened.is_resumed or is_retry
         of_service = vendor.last_step(opened.run) if self.is_resumed else -1
-        steps.last = max(steps.last, of_service, self.earlier_step)
+        steps.last = max(steps.last, of_service)
         self.run = run_class()(opened.run, self)
-        self._undo = undo.pop_all()
+        self.undo = undo.pop_all()
         try:
-            activate(self.run, uri, opened.run.info.experiment_id, self._undo)
+            activate(self.run, uri, opened.run.info.experiment_id, self.undo)
             if request.plan.primary and (params := new_params(request, opened)):
                 self.set_values("log_params", params)
             self._monitor = start_monitor(request, run_id, is_resumed=self.is_resumed)
         except BaseException:
-            self._undo.close()
-            self.end_run(1, _STATUS_S)
+            self.undo.close()
+            self._send_end(1, _STATUS_S)
             raise
 
     @property
@@ -136,22 +136,9 @@ class MlflowHandle(OutboxHandle):
             self._warn("has rows of MLflow's own asynchronous logging that were not sent in time")
         self.close_outbox(exit_code, until)
 
-    def end_run(self, exit_code: int, timeout_s: float) -> bool:
-        if not self.request.plan.primary:
-            return True
-        try:
+    def end_run(self, exit_code: int, timeout_s: float) -> None:
+        if self.request.plan.primary:
             end_run(Service(self.uri, time.monotonic() + timeout_s, is_known=True), self.opened, exit_code)
-        except RejectedError:
-            self._warn("keeps its status: the server has rejected the new one")
-        except UnavailableError:
-            return False
-        return True
-
-    def finish(self, exit_code: int) -> None:
-        try:
-            super().finish(exit_code)
-        finally:
-            self._undo.close()
 
 
 class Metrics:

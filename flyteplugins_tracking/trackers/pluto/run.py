@@ -18,7 +18,6 @@ from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import Status, prefix_of, status_of
 from flyteplugins_tracking.trackers.journal import StoredJournal
 from flyteplugins_tracking.trackers.kept import OutboxHandle
-from flyteplugins_tracking.trackers.outbox import AwayError
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.open import open_op, remove_directory
 from flyteplugins_tracking.trackers.pluto.service import REQUEST_S, Service
@@ -84,14 +83,9 @@ class PlutoHandle(OutboxHandle):
         if is_clients and not getattr(self._sink, "has_files", False):
             remove_directory(directory)
 
-    def end_run(self, exit_code: int, timeout_s: float) -> bool:
-        if not self.ends_run or not isinstance(self._sink, PlutoSink):
-            return True
-        try:
+    def end_run(self, exit_code: int, timeout_s: float) -> None:
+        if self.ends_run and isinstance(self._sink, PlutoSink):
             self._sink.post_status(_ENDS[status_of(exit_code)], timeout_s)
-        except AwayError:
-            return False
-        return True
 
     def resume(self) -> None:
         # The primary has mostly sent the end, and a rank that attaches makes the service say that the run is running.
@@ -121,11 +115,7 @@ class PlutoHandle(OutboxHandle):
         self._queue.connect(self._outbox.put)
 
     def _continue_steps(self, request: RunRequest) -> None:
-        """Ask for the last step of a run that exists: rows with its steps would replace its rows in charts.
-
-        The service does not know the steps of rows that it has not received: `earlier_step` is the last one of those.
-        """
-        self.steps.last = max(self.steps.last, self.earlier_step)
+        """Ask for the last step of a run that exists: rows with its steps would replace its rows in charts."""
         try:
             answer = Service(self.run.settings).post(
                 "/step", "", min(REQUEST_S / 2, request.deadline - time.monotonic())

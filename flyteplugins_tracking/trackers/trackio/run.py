@@ -43,14 +43,14 @@ class TrackioHandle(OutboxHandle):
         super().__init__(request, tracker, self._rows, values, steps)
         is_retry = request.plan.primary or self._barrier is None or self._barrier.is_retry
         last_step = stored.last_step if stored is not None and is_retry else None  # not this attempt's, of another rank
-        steps.last = max(steps.last, -1 if last_step is None else last_step, self.earlier_step)
+        steps.last = max(steps.last, -1 if last_step is None else last_step)
         run.resumed = stored is not None and (request.plan.primary or last_step is not None)
         run.tracking, self.run = self, run
         try:
-            self._put_status("running", None, request.deadline)
+            self._put_status("running", None, request.deadline - time.monotonic())
         except Exception as error:
             raise TrackerUnavailableError(cannot_write(store.place, error)) from error
-        self._restore = vendor.make_current(run)
+        self.undo.callback(vendor.make_current(run))
 
     @property
     def url(self) -> str | None:
@@ -66,9 +66,6 @@ class TrackioHandle(OutboxHandle):
         for prepared in self.run.prepared(row, at):
             self.put_row(prepared, at)
 
-    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
-        self.run.config.update({**values, f"{name}/text": text})  # which is sent with the status
-
     def end(self, exit_code: int) -> None:
         until = time.monotonic() + self.request.config.finish_timeout_s
         ending = threading.Thread(target=vendor.finish, args=(self.run,), daemon=True)
@@ -76,20 +73,8 @@ class TrackioHandle(OutboxHandle):
         self.close_outbox(exit_code, until)
         threads.join(ending, max(0.0, until - time.monotonic()))
 
-    def end_run(self, exit_code: int, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        try:
-            threads.call_within(timeout_s, self._put_status, status_of(exit_code), exit_code, deadline)
-        except Exception as error:
-            logger.warning("Trackio: the status of run %s could not be written: %s", self.id, error)
-            return False
-        return True
-
-    def finish(self, exit_code: int) -> None:
-        try:
-            super().finish(exit_code)
-        finally:
-            self._restore()
+    def end_run(self, exit_code: int, timeout_s: float) -> None:
+        threads.call_within(timeout_s, self._put_status, status_of(exit_code), exit_code, timeout_s)
 
     def unsent(self) -> Sequence[str]:
         # Trackio's default directory is lost with a pod. A directory that the user has chosen is not.
@@ -105,14 +90,14 @@ class TrackioHandle(OutboxHandle):
         place = f"TRACKIO_DIR={shlex.quote(default_directory())} " if is_chosen else ""
         return self.url or f"{place}trackio show --project {shlex.quote(self.run.project)}"
 
-    def _put_status(self, status: str, exit_code: int | None, deadline: float) -> None:
+    def _put_status(self, status: str, exit_code: int | None, timeout_s: float) -> None:
         if not self.request.plan.primary:
             return
         config = self.run.config
         config.pop(EXIT_CODE, None)
         config.update({STATUS: status} if exit_code is None else {STATUS: status, EXIT_CODE: exit_code})
         if isinstance(self._store, Database):
-            self._store.put_config(self.id, self.run.name, config, deadline)
+            self._store.put_config(self.id, self.run.name, config, timeout_s)
         elif exit_code is not None:  # when the run opens, its config goes with the first row
             self._rows.send_config()
 
@@ -133,7 +118,7 @@ class TrackioSink:
             self._sends_config, self._last = False, entries[-1]
         for line in lines:
             if "event" in line:
-                self._run.config.update(event_values(line))
+                self._run.config.update(event_values(line))  # which is sent with the status
             elif line.get("call") == "alert":
                 self._run.alert(*line["args"], **line["kwargs"])
 

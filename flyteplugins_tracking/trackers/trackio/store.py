@@ -17,8 +17,7 @@ from flyteplugins_tracking._util.files import is_own_file, own_text
 from flyteplugins_tracking.trackers.trackio import vendor
 
 # The longest time that a statement waits for another process, in seconds.
-_BUSY_S = 5.0
-_RETRY_S = 0.1
+_BUSY_S, _SHORTEST_S = 5.0, 0.1
 _LONGEST_FILE = 1 << 28
 
 
@@ -79,28 +78,19 @@ class Database(Store):
     def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
         vendor.write_rows(entries)
 
-    def put_config(self, run_id: str, name: str, config: Mapping[str, Any], deadline: float) -> None:
+    def put_config(self, run_id: str, name: str, config: Mapping[str, Any], timeout_s: float) -> None:
         """Replace the run's config, which needs no row.
 
         Raises:
-            sqlite3.OperationalError: Other processes have written until the deadline.
+            sqlite3.OperationalError: Other processes have written all the time.
         """
         finite = json.loads(json.dumps(config, default=str), parse_constant=str)  # as Trackio has NaN and infinities
-        values = (run_id, name, json.dumps(finite), text_of(time.time()))
-        while True:
-            try:
-                busy_s = max(_RETRY_S, min(_BUSY_S, deadline - time.monotonic()))
-                with closing(sqlite3.connect(self._path, timeout=busy_s)) as connection, connection:
-                    connection.execute(
-                        "INSERT INTO configs (run_id, run_name, config, created_at) VALUES (?, ?, ?, ?) "
-                        "ON CONFLICT (run_id) DO UPDATE SET config = excluded.config",
-                        values,
-                    )
-                return
-            except sqlite3.OperationalError:  # another process writes
-                if time.monotonic() + _RETRY_S > deadline:
-                    raise
-                time.sleep(_RETRY_S)
+        with closing(sqlite3.connect(self._path, timeout=max(_SHORTEST_S, timeout_s))) as connection, connection:
+            connection.execute(
+                "INSERT INTO configs (run_id, run_name, config, created_at) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT (run_id) DO UPDATE SET config = excluded.config",
+                (run_id, name, json.dumps(finite), text_of(time.time())),
+            )
 
 
 class Inbox(Store):
