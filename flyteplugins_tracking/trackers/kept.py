@@ -20,7 +20,7 @@ from typing import Any
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import ClientHandle, Run, restart_count_of
+from flyteplugins_tracking.trackers.client import LOCAL_FILES, ClientHandle, Run, restart_count_of
 from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
@@ -312,17 +312,20 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
     try:
         return open_run()
     except TrackerUnavailableError as error:
-        if request.config.if_unavailable == "raise":
-            raise
-        handle = KeptHandle(request, tracker)
-        if request.plan.primary or (request.node_leader is not None and request.leads_node):
-            logger.warning(
-                "%s This run is logged to files. Send it when %s answers: %s",
-                error,
-                tracker.title,
-                handle.how_to_send(handle.directory()),
-            )
-        return handle
+        unavailable = error
+    except (AwayError, RejectedError) as error:
+        unavailable = TrackerUnavailableError(f"{tracker.title} cannot be used: {error}. {error.fix}", LOCAL_FILES)
+    if request.config.if_unavailable == "raise":
+        raise unavailable
+    handle = KeptHandle(request, tracker)
+    if request.plan.primary or (request.node_leader is not None and request.leads_node):
+        logger.warning(
+            "%s This run is logged to files. Send it when %s answers: %s",
+            unavailable,
+            tracker.title,
+            handle.how_to_send(handle.directory()),
+        )
+    return handle
 
 
 def directory_of(tracker: str, run_id: str) -> str:

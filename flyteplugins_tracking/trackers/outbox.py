@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.text import without_credentials
@@ -27,6 +27,8 @@ from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import Entry, Journal, Line, StoredJournal, encode, lines_of
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # The name of the thread that sends.
 THREAD = "flyteplugins_tracking.outbox"
@@ -37,6 +39,8 @@ _MOST_AT_ONCE = 1000
 MEMORY_BYTES = 32_000_000
 # The pauses between tries, in seconds. They are short at the end, which must notice that an outage is over.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 0.5, 8.0, 1.0
+# The pause between two tries to open a run, in seconds.
+_POLL_S = 0.1
 # After so many lines in a row that the service rejects, it is given no more of a batch.
 _MOST_REJECTED = 5
 # The arguments that are addresses of servers, and Pluto's settings that are.
@@ -57,11 +61,47 @@ _ADDRESS = re.compile(
 
 
 class AwayError(Exception):
-    """The service does not take lines now. It may later."""
+    """The service cannot be used now. It may be usable later.
+
+    Attributes:
+        fix: What the user can check, as sentences.
+        patience: For which part of the time that a run's opening may take it is worth trying again.
+    """
+
+    fix = ""
+    patience = 1.0
+
+    def __init__(self, text: str, patience: float | None = None) -> None:
+        super().__init__(text)
+        self.patience = self.patience if patience is None else patience
 
 
 class RejectedError(Exception):
-    """The service will never take this."""
+    """The service will never take this.
+
+    Attributes:
+        fix: What the user can check, as sentences.
+    """
+
+    fix = ""
+
+
+def until(deadline: float, attempt: Callable[[], T]) -> T:
+    """Call `attempt` until it returns a true value, at most until a time of `time.monotonic`. Returns its last value.
+
+    Raises:
+        AwayError: The last attempt's, at the deadline or after its part of the time.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            result = attempt()
+            if result or time.monotonic() + _POLL_S > deadline:
+                return result
+        except AwayError as error:
+            if time.monotonic() + _POLL_S > began + error.patience * (deadline - began):
+                raise
+        time.sleep(_POLL_S)
 
 
 class Sink(Protocol):

@@ -12,7 +12,7 @@ from flyteplugins_tracking._rank.plan import Page, has_primary, primary_rank_of
 from flyteplugins_tracking._util.checks import check_flag, check_no_password, check_text
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
-from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, link_types
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
@@ -129,34 +129,13 @@ class MlflowTracker(Tracker):
             return open_or_keep(to_be_sent(request, place), self, lambda: self._open(request, uri, undo))
 
     def _open(self, request: RunRequest, uri: str, undo: ExitStack) -> Any:
-        from flyteplugins_tracking.trackers.client import LOCAL_FILES, new_id
+        from flyteplugins_tracking.trackers.client import new_id
         from flyteplugins_tracking.trackers.mlflow.open import open_run
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
-        from flyteplugins_tracking.trackers.mlflow.vendor import (
-            RejectedError,
-            Service,
-            UnauthorizedError,
-            UnavailableError,
-        )
+        from flyteplugins_tracking.trackers.mlflow.vendor import Service
 
         run_id = request.plan.run_id or new_id()
-        try:
-            opened = open_run(request, Service(uri, request.deadline), run_id)
-        except UnauthorizedError as error:
-            raise TrackerUnavailableError(
-                f"MLflow cannot be used: {error}. Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
-                "MLFLOW_TRACKING_TOKEN; or pass secret= to tracking_init."
-            ) from None
-        except UnavailableError as error:
-            raise TrackerUnavailableError(
-                f"MLflow cannot be used: {error}. Check tracking_uri= or MLFLOW_TRACKING_URI, and the network.",
-                LOCAL_FILES,
-            ) from None
-        except RejectedError as error:
-            raise TrackerUnavailableError(
-                f"MLflow does not open the run: {error}. Check tracking_uri=, experiment_id= and the MLFLOW_* "
-                "variables."
-            ) from None
+        opened = open_run(request, Service(uri, request.deadline), run_id)
         request = replace(request, plan=replace(request.plan, run_id=run_id))
         return MlflowHandle(request, self, uri, opened, undo)
 

@@ -214,8 +214,7 @@ def _find_or_create(
         run = _find(service, experiment_id, *tag)
         return (run, False) if run is not None else (_create(service, experiment_id, name, tags), True)
 
-    run_and_is_new: tuple[Any, bool] = service.until(attempt)
-    return run_and_is_new
+    return service.until(attempt)
 
 
 def _find(service: Service, experiment_id: str, tag: str, value: str) -> Any:

@@ -64,8 +64,6 @@ MOST_METRICS, MOST_PARAMS = 1000, 100
 # The longest time for a request for which nobody waits, in seconds. The end of a run waits longer for its rows.
 _CALL_S = 20.0
 _SHORTEST_S = 0.5
-# The pause between two tries, in seconds.
-_PAUSE_S = 0.25
 # The HTTP status codes that another try may change.
 _PASSING = frozenset({408, 425, 429})
 # MLflow's error codes for credentials, and those that no other try can change.
@@ -79,13 +77,17 @@ _FINAL = (
 class UnavailableError(outbox.AwayError):
     """The server cannot be used now. It may answer later."""
 
-
-class NoConnectionError(UnavailableError):
-    """No server takes a connection. It may be starting."""
+    fix = "Check tracking_uri= or MLFLOW_TRACKING_URI, and the network."
 
 
 class UnauthorizedError(UnavailableError):
     """The server does not take the credentials. A token may be renewed."""
+
+    fix = (
+        "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN; or pass secret= to "
+        "tracking_init."
+    )
+    patience = 0.0  # no other key will come
 
 
 class RejectedError(outbox.RejectedError):
@@ -94,6 +96,8 @@ class RejectedError(outbox.RejectedError):
     Attributes:
         code: MLflow's error code.
     """
+
+    fix = "Check tracking_uri=, experiment_id= and the MLFLOW_* variables."
 
     def __init__(self, text: str, code: str = "") -> None:
         super().__init__(text)
@@ -126,8 +130,6 @@ class Service:
         self.uri, self.host = uri, without_credentials(uri)
         self.is_known = is_known
         self.deadline = deadline
-        # If nothing takes connections, the address is probably wrong: half of the time is enough.
-        self._absent_until = None if deadline is None else (time.monotonic() + deadline) / 2
         self._opened: tuple[Any, Callable[[], Any] | None] | None = None
         self._present: dict[str, set[Any]] = {}  # the points that a directory has, by their keys
 
@@ -147,30 +149,11 @@ class Service:
     def persist(self, function: Callable[[Any], T]) -> T:
         """As `ask`, again until it succeeds, at most until the deadline."""
         (result,) = self.until(lambda: (self.ask(function),))
-        answer: T = result
-        return answer
+        return result
 
-    def until(self, attempt: Callable[[], Any]) -> Any:
-        """Call `attempt` until it returns a true value. Returns its last value at the deadline.
-
-        Raises:
-            UnavailableError: The deadline has passed, and the last attempt failed.
-            UnauthorizedError: Immediately: no other key will come.
-        """
-        while True:
-            try:
-                result = attempt()
-                if result or self._is_over():
-                    return result
-            except UnauthorizedError:
-                raise
-            except NoConnectionError:
-                if self._is_over() or time.monotonic() > (self._absent_until or 0.0):
-                    raise
-            except UnavailableError:
-                if self._is_over():
-                    raise
-            time.sleep(_PAUSE_S)
+    def until(self, attempt: Callable[[], T]) -> T:
+        """As `outbox.until` with this deadline; once if there is none."""
+        return outbox.until(self.deadline or 0.0, attempt)
 
     def await_server(self) -> None:
         """Wait until the server answers, if there is one. The client would not say in time why it does not."""
@@ -219,9 +202,6 @@ class Service:
             longest_s if self.deadline is None else max(_SHORTEST_S, min(longest_s, self.deadline - time.monotonic()))
         )
 
-    def _is_over(self) -> bool:
-        return self.deadline is not None and time.monotonic() + _PAUSE_S > self.deadline
-
     def _open(self) -> tuple[Any, Callable[[], Any] | None]:
         """Return MLflow's client, and what gives the credentials for the server; None without a server."""
         from mlflow import MlflowClient
@@ -249,8 +229,10 @@ class Service:
             raise RejectedError(text) from None
         except MlflowException as error:  # its text has the address, and perhaps a password
             cause = type(error.__cause__ or error.__context__ or error).__name__
-            kind = NoConnectionError if cause == "ConnectionError" else UnavailableError
-            raise kind(f"{self.host} does not answer ({cause})") from None
+            # If nothing takes connections, the address is probably wrong: half of the time is enough.
+            raise UnavailableError(
+                f"{self.host} does not answer ({cause})", 0.5 if cause == "ConnectionError" else 1.0
+            ) from None
         except Exception as error:
             raise self._translated(error) from None
         self._check(response)

@@ -11,7 +11,6 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from threading import Thread
@@ -20,25 +19,21 @@ from typing import Any
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import LOCAL_FILES, missing_key_error, run_config
+from flyteplugins_tracking.trackers.client import missing_key_error, run_config
+from flyteplugins_tracking.trackers.outbox import AwayError, until
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.service import REQUEST_S, Service
 from flyteplugins_tracking.trackers.pluto.vendor import Queue
 
 logger = logging.getLogger(__name__)
 
-_FIX = "Check PLUTO_API_KEY, the PLUTO_URL_* variables and the network."
-# The seconds between two questions whether the service answers, and has the run.
-_POLL_S = 0.1
-# How long the service may refuse connections, or the key, before the rank gives up.
-_HOPELESS_S = 3.0
-# The meaning of an answer, and whether the service will repeat it.
-_READINGS = {
-    401: ("the service refuses the API key", True),
-    403: ("the service refuses the API key", True),
-    404: ("the primary rank has not created the run", False),
-}
 _PASSED_ON = ("fork_run_id", "fork_step", "inherit_config", "inherit_tags")
+
+
+class UnavailableError(AwayError):
+    """The service cannot be used now."""
+
+    fix = "Check PLUTO_API_KEY, the PLUTO_URL_* variables and the network."
 
 
 def open_op(request: RunRequest) -> tuple[Any, Queue]:
@@ -48,7 +43,8 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
         The client's run object, and its queue. In the client's mode "noop", nothing comes to that.
 
     Raises:
-        TrackerUnavailableError: The server does not answer in time, or there is no key for it.
+        UnavailableError: The server does not answer in time, or refuses the key.
+        TrackerUnavailableError: There is no key, or no room for the client's files.
         TrackerNotInstalledError: This version of the client cannot be used.
     """
     vendor.PARTS.require()
@@ -143,42 +139,32 @@ def _await_service(settings: Any, request: RunRequest) -> None:
     The rank that comes first would give the run its name.
 
     Raises:
-        TrackerUnavailableError: The service does not answer, or refuses the key.
+        UnavailableError: The service does not answer, or refuses the key.
     """
-    why, hopeless_since, service = "no answer", None, Service(settings)
-    while (left_s := request.deadline - time.monotonic()) > 0:
-        obstacle = _ask_for_run(service, settings, request, left_s)
-        if obstacle is None:
-            return
-        why, is_hopeless = obstacle
-        hopeless_since = (hopeless_since or time.monotonic()) if is_hopeless else None
-        if hopeless_since is not None and time.monotonic() - hopeless_since > _HOPELESS_S:
-            break
-        time.sleep(min(_POLL_S, max(0.0, left_s)))
-    raise TrackerUnavailableError(
-        f"Pluto cannot be used: {why}, at {settings.url_api} within init_timeout_s="
-        f"{request.config.init_timeout_s:g}. {_FIX}",
-        LOCAL_FILES,
-    )
+    service, limit = Service(settings), f"at {settings.url_api} within init_timeout_s={request.config.init_timeout_s:g}"
+    body = json.dumps({"externalId": request.plan.run_id, "projectName": settings.project})
 
+    def is_there() -> bool:
+        try:
+            status = service.post("/api/runs/resume", body, request.deadline - time.monotonic()).status_code
+        except Exception as error:
+            kind = type(error).__name__
+            raise UnavailableError(f"{kind}: {error}, {limit}", 0.1 if kind == "ConnectError" else 1.0) from None
+        if status in (401, 403):
+            raise UnavailableError(f"the service refuses the API key, {limit}", 0.0)
+        if status >= 300 and not (request.plan.primary and status == 404):
+            why = "the primary rank has not created the run" if status == 404 else f"HTTP {status}"
+            raise UnavailableError(f"{why}, {limit}")
+        return True
 
-def _ask_for_run(service: Service, settings: Any, request: RunRequest, timeout_s: float) -> tuple[str, bool] | None:
-    """Return why the run cannot be opened yet, and whether that will last; None if it can be opened."""
-    body = {"externalId": request.plan.run_id, "projectName": settings.project}
-    try:
-        answer = service.post("/api/runs/resume", json.dumps(body), timeout_s)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", type(error).__name__ == "ConnectError"
-    if answer.status_code < 300 or (request.plan.primary and answer.status_code == 404):
-        return None
-    return _READINGS.get(answer.status_code, (f"HTTP {answer.status_code}", False))
+    until(request.deadline, is_there)
 
 
 def _init_in_time(request: RunRequest, settings: Any) -> Any:
     """Call `_init`. A run that opens after the deadline is closed again.
 
     Raises:
-        TrackerUnavailableError: The run was not open before the deadline.
+        UnavailableError: The run was not open before the deadline.
     """
     outcome: Future[Any] = Future()
 
@@ -204,11 +190,9 @@ def _init_in_time(request: RunRequest, settings: Any) -> Any:
             if not outcome.cancel():  # it has just been opened
                 return outcome.result()
     except (RuntimeError, ConnectionError) as error:  # the client has RuntimeErrors for the service's answers
-        raise TrackerUnavailableError(f"Pluto cannot be used: {first_line(error)}. {_FIX}", LOCAL_FILES) from error
-    raise TrackerUnavailableError(
-        f"Pluto cannot be used: {settings.url_api} has not answered within "
-        f"init_timeout_s={request.config.init_timeout_s:g}. {_FIX}"
-    )
+        raise UnavailableError(first_line(error)) from error
+    limit = f"init_timeout_s={request.config.init_timeout_s:g}"
+    raise UnavailableError(f"{settings.url_api} has not answered within {limit}")
 
 
 def _init(request: RunRequest, settings: Any) -> Any:
@@ -217,15 +201,16 @@ def _init(request: RunRequest, settings: Any) -> Any:
 
     options = request.config.options
     arguments = {name: value for name, value in options.items() if name in _PASSED_ON and value is not None}
-    with _without_telemetry():
-        op = pluto.init(
-            dir=settings.dir,
-            settings=settings,
-            run_id=request.plan.run_id,
-            resume=True,
-            **(_metadata(request) if request.plan.primary else {"name": request.plan.run_id}),
-            **arguments,
-        )
+    # The client's reports on itself: without a network, the process's end waits for them.
+    os.environ.setdefault("PLUTO_DISABLE_TELEMETRY", "1")
+    op = pluto.init(
+        dir=settings.dir,
+        settings=settings,
+        run_id=request.plan.run_id,
+        resume=True,
+        **(_metadata(request) if request.plan.primary else {"name": request.plan.run_id}),
+        **arguments,
+    )
     atexit.unregister(op.finish)
     try:
         if settings.mode != "noop":
@@ -262,20 +247,6 @@ def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:
             name,
             request.plan.run_id,
         )
-
-
-@contextlib.contextmanager
-def _without_telemetry() -> Iterator[None]:
-    """Turn off the client's reports on itself, unless a variable is set: without a network, the process's end waits."""
-    name = "PLUTO_DISABLE_TELEMETRY"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
 
 
 def remove_directory(directory: str) -> None:

@@ -12,6 +12,7 @@ from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import new_id, run_config
+from flyteplugins_tracking.trackers.outbox import AwayError, until
 from flyteplugins_tracking.trackers.trackio import SPACE, check_address, default_directory, vendor, without_token
 from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write
 from flyteplugins_tracking.trackers.trackio.store import Database, Inbox, Server, Store, Stored
@@ -19,7 +20,6 @@ from flyteplugins_tracking.trackers.trackio.store import Database, Inbox, Server
 logger = logging.getLogger(__name__)
 
 _DEFAULT_PROJECT = "default"
-_POLL_S = 0.1
 # The longest time for one request to a server, in seconds.
 _REQUEST_S = 10.0
 
@@ -28,7 +28,8 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
     """Open the run, or continue it.
 
     Raises:
-        TrackerUnavailableError: The directory or the server cannot be used.
+        TrackerUnavailableError: The server cannot be used.
+        AwayError: The directory cannot be used.
         ConfigError: The project or the place cannot be used.
     """
     vendor.PARTS.require()
@@ -83,19 +84,17 @@ def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str 
 
 def _find(store: Store, request: RunRequest) -> Stored | None:
     """Return the run if it exists. On other ranks than the primary, wait until that one has opened it."""
-    run_id, failure = str(request.plan.run_id), None
-    while True:
+    run_id = str(request.plan.run_id)
+
+    def find() -> list[Stored | None]:
         try:
-            stored, failure = store.find(run_id), None
-            if stored is not None or request.plan.primary or not store.shows_config:
-                return stored
+            stored = store.find(run_id)
         except Exception as error:
-            failure = error
-        if time.monotonic() + _POLL_S > request.deadline:
-            break
-        time.sleep(_POLL_S)
-    if failure is not None:
-        raise TrackerUnavailableError(cannot_write(store.place, failure)) from failure
+            raise AwayError(cannot_write(store.place, error)) from error
+        return [stored] if stored is not None or request.plan.primary or not store.shows_config else []
+
+    if found := until(request.deadline, find):
+        return found[0]
     raise TrackerUnavailableError(
         f"Trackio: run {run_id} was not found in {store.place} within init_timeout_s="
         f"{request.config.init_timeout_s:g}: its primary rank has not opened it there. With several nodes, set "
@@ -116,7 +115,7 @@ def _local_store(project: str, request: RunRequest) -> Store:
         inbox.mkdir(exist_ok=True)
         return Inbox(inbox, Database(inbox.parent / f"{kept_as}.db"))
     except Exception as error:
-        raise TrackerUnavailableError(cannot_write(directory, error)) from error
+        raise AwayError(cannot_write(directory, error)) from error
 
 
 def _server(request: RunRequest) -> tuple[str | None, str | None]:

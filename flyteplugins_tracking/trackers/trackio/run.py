@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking._util import threads
-from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import prefix_of, status_of
 from flyteplugins_tracking.trackers.journal import Line, event_values
@@ -49,7 +48,7 @@ class TrackioHandle(OutboxHandle):
         try:
             self._put_status("running", None, request.deadline - time.monotonic())
         except Exception as error:
-            raise TrackerUnavailableError(cannot_write(store.place, error)) from error
+            raise AwayError(cannot_write(store.place, error)) from error
         self.undo.callback(vendor.make_current(run))
 
     @property
@@ -152,6 +151,6 @@ class TrackioSink:
 def cannot_write(place: str, error: Exception) -> str:
     """Return the message for a directory or a server to which runs cannot be written."""
     return (
-        f"Trackio cannot keep runs in {place}: {error}. Set TRACKIO_DIR to a directory that can be written, or log to "
-        "a server (server_url=)."
+        f"runs cannot be kept in {place}: {error}. Set TRACKIO_DIR to a directory that can be written, or log to a "
+        "server (server_url=)"
     )
