@@ -211,7 +211,7 @@ def _relog(handle: ClientHandle, lines: Iterable[Line]) -> int:
     for line in lines:
         exit_code = line.get("exit_code", exit_code)
         if "row" in line:
-            handle.replay(line["row"], line["step"], line["time"])
+            handle.write(line["row"], line["step"])
         elif "event" in line:
             handle.record_event(line["event"], line["values"], line["text"])
         elif "call" in line:

@@ -117,10 +117,6 @@ class ClientHandle(Handle):
         """The step of the last row; None if there is none, or if only the service knows it."""
         return self._last_step
 
-    def replay(self, row: Mapping[str, Any], step: Any, time_s: float) -> None:  # noqa: ARG002 not every service takes a time
-        """Log a row that was kept in files since `time_s`, in seconds since the epoch."""
-        self.write(row, step)
-
     def await_writers(self, exit_code: int) -> None:
         if self._barrier is not None and exit_code == 0:
             self._barrier.wait_for_run(self.request, self._title)

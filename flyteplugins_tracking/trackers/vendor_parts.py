@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util.modules import installed_version
@@ -103,8 +104,9 @@ class VendorParts:
             TrackerNotInstalledError: The installed version lacks one of them.
         """
         for part in self._required():
-            error = _failure(part) if part.is_static else None
-            if error is not None:
+            try:
+                _value(part) if part.is_static else None
+            except (ImportError, AttributeError) as error:
                 raise self._not_importable(error) or self._error(part) from error
 
     def require_of(self, kind: str, vendor_object: Any) -> None:
@@ -118,18 +120,19 @@ class VendorParts:
             if not part.is_static and owner == kind and not hasattr(vendor_object, name):
                 raise self._error(part)
 
-    def has(self, path: str, vendor_object: Any = None) -> bool:
-        """Whether an optional name is there. If not, warns once that its feature is lost.
+    def get(self, path: str, vendor_object: Any = None) -> Any:
+        """Return what an optional name is. Returns None if it is not there, and warns once that its feature is lost.
 
         Args:
             path: The name's path in the table.
             vendor_object: The object that should have it, unless the path begins with a module.
         """
         part = self.parts[path]
-        is_there = _failure(part) is None if part.is_static else hasattr(vendor_object, path.partition(".")[2])
-        if not is_there:
+        try:
+            return _value(part) if part.is_static else getattr(vendor_object, path.partition(".")[2])
+        except (ImportError, AttributeError):
             self._warn(path, f"lost: {part.loss}", self._absence(part), self._fix(part.loss))
-        return is_there
+            return None
 
     def losses(self, version: str) -> list[str]:
         """Return what this version of the client cannot do."""
@@ -222,16 +225,9 @@ def known_faults(distribution: str) -> Iterator[Diagnostic]:
             yield Diagnostic("warning", f"{distribution} {version} has a known fault: {fault.text}", fix)
 
 
-def _failure(part: Part) -> Exception | None:
-    """Return why a name cannot be looked up; None if it is there."""
+def _value(part: Part) -> Any:
     module, _, names = part.path.partition(":")
-    try:
-        value: Any = import_module(module)
-        for name in names.split("."):
-            value = getattr(value, name)
-    except (ImportError, AttributeError) as error:
-        return error
-    return None
+    return attrgetter(names)(import_module(module))
 
 
 def numbers(version: str) -> list[int]:

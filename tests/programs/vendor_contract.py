@@ -91,9 +91,9 @@ def warned(parts: VendorParts) -> list[str]:
             handler.emit = records.append  # type: ignore[method-assign]
             logger = logging.getLogger("flyteplugins_tracking.trackers.vendor_parts")
             logger.addHandler(handler)
-            has = [without(part, functools.partial(parts.has, part.path)) for _ in range(2)]
+            found = [without(part, functools.partial(parts.get, part.path)) for _ in range(2)]
             logger.removeHandler(handler)
-            if has == [False, False] and [part.loss in record.getMessage() for record in records] == [True]:
+            if found == [None, None] and [part.loss in record.getMessage() for record in records] == [True]:
                 names.append(part.path)
     return names
 

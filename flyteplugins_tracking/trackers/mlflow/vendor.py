@@ -314,8 +314,7 @@ def now_ms() -> int:
 
 def last_step(run: Any) -> int:
     """Return the run's last step; -1 if it has none."""
-    steps = [metric.step for metric in run.data._metric_objs] if PARTS.has("data._metric_objs", run.data) else []
-    return max(steps, default=-1)
+    return max((metric.step for metric in PARTS.get("data._metric_objs", run.data) or ()), default=-1)
 
 
 def _number(value: float) -> float | str:
@@ -347,11 +346,8 @@ def flush_own_rows(timeout_s: float) -> bool:
 
 def tags_of_start_run(tags: Mapping[str, str]) -> dict[str, str]:
     """Return the tags that `mlflow.start_run` gives a run: `tags`, the user, and where the code is."""
-    if not PARTS.has(_TAGS):
-        return dict(tags)
-    from mlflow.tracking.context.registry import resolve_tags
-
-    return dict(resolve_tags(dict(tags)))
+    resolved = PARTS.get(_TAGS) or dict
+    return dict(resolved(dict(tags)))
 
 
 # Stores that are a SQLite file. The first client creates the tables; two clients at the same time break them.
@@ -419,31 +415,21 @@ def _has_runs(path: str) -> bool:
 
 def uri_set_by_program() -> str | None:
     """Return the URI of `mlflow.set_tracking_uri`; None if the program has not called it."""
-    if not PARTS.has(f"{_UTILS}:_tracking_uri"):
-        return None
-    from mlflow.tracking._tracking_service import utils
-
-    uri: str | None = utils._tracking_uri
+    uri: str | None = PARTS.get(f"{_UTILS}:_tracking_uri")
     return uri
 
 
 def active_experiment_id() -> str | None:
     """Return the experiment of `mlflow.set_experiment`; None if the program has not called it."""
-    if not PARTS.has(f"{_FLUENT}:_active_experiment_id"):
-        return None
-    from mlflow.tracking import fluent
-
-    experiment_id: str | None = fluent._active_experiment_id
+    experiment_id: str | None = PARTS.get(f"{_FLUENT}:_active_experiment_id")
     return experiment_id
 
 
 def use_experiment(experiment_id: str) -> Undo:
     """Have the runs that the function nests be in this experiment, not in the default one."""
-    if not PARTS.has(f"{_FLUENT}:_active_experiment_id"):
-        return lambda: None
     from mlflow.tracking import fluent
 
-    before = fluent._active_experiment_id
+    before = active_experiment_id()
     fluent._active_experiment_id = experiment_id
 
     def undo() -> None:
@@ -455,11 +441,9 @@ def use_experiment(experiment_id: str) -> Undo:
 
 def active_runs() -> list[Any]:
     """Return this thread's stack of active runs; one that nobody reads if MLflow's is not known."""
-    if not PARTS.has(f"{_FLUENT}:_active_run_stack"):
+    stack: Any = PARTS.get(f"{_FLUENT}:_active_run_stack")
+    if stack is None:
         return []
-    from mlflow.tracking import fluent
-
-    stack: Any = fluent._active_run_stack
     runs: list[Any] = stack if isinstance(stack, list) else stack.get()  # before 2.18, one for all threads
     return runs
 
@@ -490,9 +474,9 @@ def leave_end_to_us(is_ours: Callable[[str], bool]) -> None:
 def without_autologging() -> Undo | None:
     """Turn autologging off if MLflow is loaded: without an active run, it would make one on each rank."""
     module: Any = sys.modules.get(_AUTOLOGGING)
-    if module is None or not PARTS.has(f"{_AUTOLOGGING}:_AUTOLOGGING_GLOBALLY_DISABLED"):
+    before = None if module is None else PARTS.get(f"{_AUTOLOGGING}:_AUTOLOGGING_GLOBALLY_DISABLED")
+    if before is None:
         return None
-    before = module._AUTOLOGGING_GLOBALLY_DISABLED
     module._AUTOLOGGING_GLOBALLY_DISABLED = True
     return lambda: setattr(module, "_AUTOLOGGING_GLOBALLY_DISABLED", before)
 
@@ -506,15 +490,15 @@ def start_monitor(run_id: str, node_id: str | None, *, is_resumed: bool) -> Any:
     Raises:
         ImportError: psutil is not installed.
     """
-    if not PARTS.has(_MONITOR):
+    monitor_class = PARTS.get(_MONITOR)
+    if monitor_class is None:
         return None
     import psutil  # noqa: F401
-    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     of_node = {"node_id": node_id} if node_id is not None else {}
-    if of_node and "node_id" not in inspect.signature(SystemMetricsMonitor).parameters:
+    if of_node and "node_id" not in inspect.signature(monitor_class).parameters:
         PARTS.lose(_NODES, "no node_id")
         of_node = {}
-    monitor = SystemMetricsMonitor(run_id, resume_logging=is_resumed, **of_node)
+    monitor = monitor_class(run_id, resume_logging=is_resumed, **of_node)
     monitor.start()
     return monitor

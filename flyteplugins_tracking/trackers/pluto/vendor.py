@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 FOLDER = ".pluto"
 POST, ENTRIES, FILE = "pluto/post", "pluto/entries", "pluto/file"
 
+_UPLOADER, _RECORD = "pluto.sync.process:_SyncUploader", "pluto.sync.store:FileRecord"
 _MEDIA = "media: images, audio, video and other files"
 PARTS = VendorParts(
     "Pluto",
@@ -38,8 +39,8 @@ PARTS = VendorParts(
         Part("settings._op_name", "holds the run's name"),
         Part("settings._sys", "describes the machine"),
         Part("pluto.util:get_char", "cleans keys and names", "keys with unusual characters, which the service rejects"),
-        Part("pluto.sync.process:_SyncUploader", "uploads a file", _MEDIA),
-        Part("pluto.sync.store:FileRecord", "describes a file", _MEDIA),
+        Part(_UPLOADER, "uploads a file", _MEDIA),
+        Part(_RECORD, "describes a file", _MEDIA),
     ],
 )
 
@@ -94,11 +95,8 @@ def _take_over_client() -> None:
 
 def clean(name: str) -> str:
     """Return a key, or a project's name, as the client sends it."""
-    if (name.isascii() and name.isprintable()) or not PARTS.has("pluto.util:get_char"):
-        return name
-    from pluto.util import get_char
-
-    return str(get_char(name))
+    cleaned = str if name.isascii() and name.isprintable() else PARTS.get("pluto.util:get_char") or str
+    return str(cleaned(name))
 
 
 def request_headers(settings: Any) -> dict[str, str]:
@@ -241,17 +239,15 @@ def data_entry(name: str, kind: str, value: Any, time_ms: int, step: int | None)
 
 def upload(settings: Any, path: str, record: Mapping[str, Any]) -> bool:
     """Upload a file. Returns whether the service has it."""
-    if not all(map(PARTS.has, [part.path for part in PARTS.parts.values() if part.loss == _MEDIA])):
+    uploader_class, record_class = PARTS.get(_UPLOADER), PARTS.get(_RECORD)
+    if uploader_class is None or record_class is None:
         return False
-    from pluto.sync.process import _SyncUploader
-    from pluto.sync.store import FileRecord
-
-    names = [field.name for field in dataclasses.fields(FileRecord)]
+    names = [field.name for field in dataclasses.fields(record_class)]
     values = {**dict.fromkeys(names), **record, "id": 0, "local_path": path}
     known = ("_auth", "_op_id", "_op_name", "project", "tag", "url_file")
-    uploader = _SyncUploader({name: getattr(settings, name) for name in known}, logger)
+    uploader = uploader_class({name: getattr(settings, name) for name in known}, logger)
     try:
-        result = uploader.upload_files_batch([FileRecord(**{name: values[name] for name in names})])[0]
+        result = uploader.upload_files_batch([record_class(**{name: values[name] for name in names})])[0]
     except Exception:
         logger.debug("cannot upload %s", path, exc_info=True)
         return False

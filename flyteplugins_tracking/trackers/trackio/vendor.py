@@ -48,12 +48,9 @@ _USERNAME_S = 2.0
 
 def inbox() -> Path | None:
     """Return the directory of JSON lines; None if projects are kept in databases."""
-    if not all(map(PARTS.has, [part.path for part in PARTS.parts.values() if part.loss == _LINES])):
-        return None
-    from trackio.fragments import local_inbox_dir
-    from trackio.utils import get_storage_mode
-
-    return Path(local_inbox_dir()) if get_storage_mode() == "jsonl" else None
+    parts = [PARTS.get(part.path) for part in PARTS.parts.values() if part.loss == _LINES]
+    storage_mode, directory = parts[:2]
+    return Path(directory()) if all(parts) and storage_mode() == "jsonl" else None
 
 
 def check_project(project: str) -> None:
@@ -125,8 +122,8 @@ def make_current(run: Any) -> Callable[[], None]:
 
     _join_frameworks_runs()
     values = {variables.current_run: run}
-    if PARTS.has("trackio.context_vars:current_project"):
-        values[variables.current_project] = run.project
+    if project := PARTS.get("trackio.context_vars:current_project"):
+        values[project] = run.project
     before = {variable: variable.get() for variable in values}
     for variable, value in values.items():
         variable.set(value)
