@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from flyteplugins_tracking._util.files import is_own_directory
-from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
@@ -19,7 +18,7 @@ from flyteplugins_tracking.trackers.client import Status, prefix_of, status_of
 from flyteplugins_tracking.trackers.journal import StoredJournal
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.pluto import vendor
-from flyteplugins_tracking.trackers.pluto.open import open_op, remove_directory
+from flyteplugins_tracking.trackers.pluto.open import remove_directory
 from flyteplugins_tracking.trackers.pluto.service import REQUEST_S, Service
 from flyteplugins_tracking.trackers.pluto.sink import PlutoSink
 from flyteplugins_tracking.trackers.pluto.vendor import Queue
@@ -88,17 +87,8 @@ class PlutoHandle(OutboxHandle):
             self._sink.post_status(_ENDS[status_of(exit_code)], timeout_s)
 
     def resume(self) -> None:
-        # The primary has mostly sent the end, and a rank that attaches makes the service say that the run is running.
-        self.ends_run = self.request.plan.primary or self.request.info is not None
-        config, key = replace(self.request.config, name=None), vendor.key_of(self.run.settings)
-        deadline = time.monotonic() + REQUEST_S
-        request = replace(self.request, config=config, deadline=deadline, read_secret=lambda: key)
-        reopened, self._queue = open_op(request)
-        vars(self.run).update(vars(reopened))
-        self._queue.op, self.header = self.run, {"files": self._queue.directory}
-        self._sink = _sink_of(self.run, self.id, self.steps)
-        super().resume()
-        self._take_over(request)
+        super().resume()  # the client stays closed: only media need it
+        self._queue.connect(self._outbox.put)
 
     def _take_over(self, request: RunRequest) -> None:
         """Have calls on the client's run object come here if they would end the run or write to it."""

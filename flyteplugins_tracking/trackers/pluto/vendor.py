@@ -167,6 +167,8 @@ class Queue:
 
     def connect(self, put: Callable[[Line], object]) -> None:
         """Have lines go to `put` from now on, with those that have waited for it."""
+        if self.op is not None:
+            self.op._sync_manager = self  # which the client takes off when it is closed
         self._put = put
         while self._waiting:
             put(self._waiting.pop(0))

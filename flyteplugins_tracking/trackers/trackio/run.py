@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shlex
 import threading
@@ -19,8 +18,6 @@ from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 from flyteplugins_tracking.trackers.trackio import EXIT_CODE, STATUS, default_directory, page_address, vendor
 from flyteplugins_tracking.trackers.trackio.store import Database, Store, Stored, text_of
-
-logger = logging.getLogger(__name__)
 
 # The HTTP status codes by which a server refuses a client, and not what it sends.
 _PASSING = (401, 403, 408, 429)

@@ -48,9 +48,9 @@ _USERNAME_S = 2.0
 
 def inbox() -> Path | None:
     """Return the directory of JSON lines; None if projects are kept in databases."""
-    parts = [PARTS.get(part.path) for part in PARTS.parts.values() if part.loss == _LINES]
-    storage_mode, directory = parts[:2]
-    return Path(directory()) if all(parts) and storage_mode() == "jsonl" else None
+    lines = {path.rpartition(":")[2]: PARTS.get(path) for path, part in PARTS.parts.items() if part.loss == _LINES}
+    is_used = all(lines.values()) and lines["get_storage_mode"]() == "jsonl"
+    return Path(lines["local_inbox_dir"]()) if is_used else None
 
 
 def check_project(project: str) -> None:
