@@ -167,8 +167,9 @@ def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> set[P
         handle.wait(handle.request.config.finish_timeout_s)
         handle.finish(handle.earlier_exit_code)
     else:
-        exit_codes = [_relog(handle, journal.lines()) for journal in journals]
-        handle.finish(exit_codes[0])
+        for journal in journals:
+            _relog(handle, journal.lines())
+        handle.finish(exit_code_in(journals[0].lines()))
         for journal in journals:
             journal.remove()
     return set(map(Path, handle.unsent()))
@@ -198,18 +199,13 @@ def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> Client
     return handle
 
 
-def _relog(handle: ClientHandle, lines: Iterable[Line]) -> int:
-    """Log lines to the run of a tracker without an outbox, as third parties have them.
-
-    Returns:
-        The status that they end with; 1 if there is none.
+def _relog(handle: ClientHandle, lines: Iterable[Line]) -> None:
+    """Log lines to the run of a tracker without an outbox, as third parties have them. The run's end is left out.
 
     Raises:
         TrackerUnavailableError: The service does not answer to a call.
     """
-    exit_code = 1
     for line in lines:
-        exit_code = line.get("exit_code", exit_code)
         if "row" in line:
             handle.write(line["row"], line["step"])
         elif "event" in line:
@@ -219,7 +215,6 @@ def _relog(handle: ClientHandle, lines: Iterable[Line]) -> int:
                 repeat_call(handle.run, handle.id, line)
             except AwayError as error:
                 raise TrackerUnavailableError(str(error)) from error
-    return exit_code
 
 
 def _replay(paths: Sequence[Path], tracker: str) -> Iterator[str]:

@@ -25,31 +25,20 @@ SPACE = (
     "runs cannot be logged to a Hugging Face Space: several ranks would create it at once, and rows would wait until "
     "it is built. Log to files, and publish them: trackio sync --project ... --space-id ..."
 )
-# The parameters of trackio.init that the decorator does not take by name, without `settings`, which Trackio ignores:
-# with W&B's settings in it, ignoring would hide a mistake. A test compares.
-INIT_ARGUMENTS = frozenset(
-    {
-        "auto_log_cpu",
-        "auto_log_gpu",
-        "bucket_id",
-        "cpu_log_interval",
-        "dataset_id",
-        "embed",
-        "gpu_log_interval",
-        "private",
-        "resume",
-        "server_url",
-        "space_id",
-        "webhook_min_level",
-        "webhook_url",
-    }
-)
 # Arguments that are refused with any value, and those that are refused with all values but one.
 _REFUSED = dict.fromkeys(("space_id", "bucket_id", "dataset_id", "private"), SPACE)
 _ONLY = {
     "embed": (False, "a training starts no dashboard: run `trackio show`"),
     "resume": ("allow", "a run is resumed if its id exists, and another id= is another run"),
 }
+# The parameters of trackio.init that the decorator does not take by name, without `settings`, which Trackio ignores:
+# with W&B's settings in it, ignoring would hide a mistake. A test compares.
+INIT_ARGUMENTS = frozenset(
+    {
+        *(*_REFUSED, *_ONLY, "server_url", "webhook_url", "webhook_min_level"),
+        *("auto_log_cpu", "cpu_log_interval", "auto_log_gpu", "gpu_log_interval"),
+    }
+)
 
 
 class TrackioTracker(Tracker):
