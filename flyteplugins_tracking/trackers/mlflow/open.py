@@ -13,7 +13,7 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import run_config, status_of
 from flyteplugins_tracking.trackers.mlflow import GROUP_TAG, ID_TAG, vendor
-from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service, now_ms
+from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def end_run(service: Service, opened: Opened, exit_code: int) -> None:
         UnavailableError: The server does not answer in time.
         RejectedError: The run does not exist anymore.
     """
-    service.set_status(opened.run.info.run_id, status_of(exit_code).upper(), now_ms())
+    service.set_status(opened.run.info.run_id, status_of(exit_code).upper())
     if opened.parent_id is not None:
         _end_parent(service, opened.parent_id, opened.run.info.experiment_id)
 
@@ -192,7 +192,7 @@ def _end_parent(service: Service, parent_id: str, experiment_id: str) -> None:
 
     if not has("RUNNING"):
         worst = (status for status in _ENDED_BADLY if has(status))
-        service.set_status(parent_id, next(worst, "FINISHED"), now_ms())
+        service.set_status(parent_id, next(worst, "FINISHED"))
 
 
 def _awaited(request: RunRequest, service: Service, experiment_id: str, tag: str, value: str) -> Any:

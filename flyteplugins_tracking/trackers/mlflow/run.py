@@ -18,7 +18,7 @@ from flyteplugins_tracking._util.text import has_credentials, without_credential
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import prefix_of, refuse_to_pickle
+from flyteplugins_tracking.trackers.client import Run, prefix_of
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import run_page, vendor
@@ -235,19 +235,19 @@ def to_be_sent(request: RunRequest, place: Mapping[str, Any]) -> RunRequest:
     return replace(request, config=replace(config, options={**options, **place}))
 
 
-class Logging:
-    """Adds logging in the background to MLflow's active run, and keeps it from being ended."""
+class Logging(Run):
+    """Adds logging in the background to MLflow's active run, and keeps it from being ended.
+
+    Attributes:
+        id: The id that the ranks have agreed on: the tag `flyteplugins_tracking.run_id`.
+    """
 
     info: Any
+    _handle: MlflowHandle
 
     def __init__(self, run: Any, handle: MlflowHandle) -> None:
-        super().__init__(run)  # type: ignore[call-arg]
-        self._handle = handle
-
-    @property
-    def id(self) -> str:
-        """The id that the ranks have agreed on: the tag `flyteplugins_tracking.run_id`."""
-        return self._handle.id
+        super(Run, self).__init__(run)  # type: ignore[call-arg]
+        Run.__init__(self, handle)
 
     @property
     def run_id(self) -> str:
@@ -272,10 +272,6 @@ class Logging:
 
         return MlflowClient(self._handle.uri)
 
-    def log(self, data: Mapping[str, Any], step: int | None = None) -> None:
-        """Log a row of metrics; without a step, at the next one of this process."""
-        self._handle.log(data, step)
-
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
         self.log(metrics, step)
 
@@ -296,14 +292,8 @@ class Logging:
     def set_tag(self, key: str, value: Any, **_: Any) -> None:
         self.set_tags({key: value})
 
-    def finish(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the run ends when the decorated function does."""
-
     def __exit__(self, *_: object) -> None:
         """Do nothing, as `finish`."""
-
-    def __reduce__(self) -> Any:
-        refuse_to_pickle()
 
 
 @functools.lru_cache(maxsize=1)

@@ -180,13 +180,14 @@ class Service:
         if not self._change("POST", "runs/log-batch", run_id=run_id, metrics=metrics, **pairs):
             self.ask(lambda client: self._log_to_files(client, run_id, points, values))
 
-    def set_status(self, run_id: str, status: str, end_ms: int) -> None:
-        """End a run, again until that succeeds, at most until the deadline.
+    def set_status(self, run_id: str, status: str) -> None:
+        """End a run now, again until that succeeds, at most until the deadline.
 
         Raises:
             UnavailableError: It has not succeeded before the deadline.
             RejectedError: It will never succeed.
         """
+        end_ms = time.time_ns() // 1_000_000
 
         def attempt() -> bool:
             if not self._change("POST", "runs/update", run_id=run_id, status=status, end_time=end_ms):
@@ -305,11 +306,6 @@ def run_tags(tags: Mapping[str, str]) -> list[Any]:
     from mlflow.entities import RunTag
 
     return [RunTag(*tag) for tag in tags.items()]
-
-
-def now_ms() -> int:
-    """Return the time in milliseconds since the epoch."""
-    return time.time_ns() // 1_000_000
 
 
 def last_step(run: Any) -> int:
