@@ -315,8 +315,28 @@ class Tracker(Protocol):
         ...
 
 
-def link_types(name: str, config: TrackingConfig, pages: Sequence[Page]) -> Iterator[str]:
-    """Yield the names of the backend's link templates for `pages`: see `Tracker.link`."""
+def template_values(
+    name: str, config: TrackingConfig, pages: Sequence[Page], place: Mapping[str, object], above: str = ""
+) -> Mapping[str, str]:
+    """Return what `Tracker.link` returns for a tracker that has link templates of its own on the backend.
+
+    Args:
+        name: The tracker's name.
+        config: The user's arguments.
+        pages: The pages to link to.
+        place: The values that say where the pages are, by their names in the templates.
+        above: The template for the page above the runs, instead of `pages`: "host", for example.
+    """
+    types = [f"tracking-{name}-{above}"] if above else dict.fromkeys(_templates(name, config, pages))
+    of_known_group = any(kind.startswith(f"tracking-{name}-group-id") for kind in types)
+    values = {**place, "id": config.id, "group": (config.group or config.id) if of_known_group else None}
+    return {
+        "link_type": ",".join(types),
+        **{f"{name}_{key}": str(value) for key, value in values.items() if value is not None},
+    }
+
+
+def _templates(name: str, config: TrackingConfig, pages: Sequence[Page]) -> Iterator[str]:
     for page in pages:
         known = config.id if page.kind == "run" else config.group or config.id
         suffix = "" if page.kind == "group" and config.group else page.id

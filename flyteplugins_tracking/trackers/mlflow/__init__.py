@@ -13,7 +13,7 @@ from flyteplugins_tracking._util.checks import check_flag, check_no_password, ch
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, link_types
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, template_values
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
@@ -71,23 +71,9 @@ class MlflowTracker(Tracker):
         host, experiment_id = _host(config), _experiment_id(config)
         if host is None:
             return {}
-        if experiment_id is None:
-            types = ["tracking-mlflow-host"]
-        elif pages is None:
-            types = ["tracking-mlflow-experiment"]
-        else:
-            types = list(dict.fromkeys(link_types("mlflow", config, pages)))
-        of_known_group = any(kind.startswith("tracking-mlflow-group-id") for kind in types)
-        values = {
-            "host": host,
-            "experiment_id": experiment_id,
-            "id": config.id,
-            "group": config.group or config.id if of_known_group else None,
-        }
-        return {
-            "link_type": ",".join(types),
-            **{f"mlflow_{name}": str(value) for name, value in values.items() if value is not None},
-        }
+        place = {"host": host, "experiment_id": experiment_id}
+        above = "host" if experiment_id is None else "experiment" if pages is None else ""
+        return template_values("mlflow", config, pages or (), place, above)
 
     def export_run(self, run: Any) -> Mapping[str, Any] | None:
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle

@@ -7,7 +7,7 @@ run that several ranks share (`shared`), the doctor's half (`diagnose`) and the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -15,7 +15,7 @@ from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_choice, check_no_password
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, link_types
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, template_values
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
@@ -105,19 +105,10 @@ class WandbTracker(Tracker):
         return f"{address}/{page.kind}s/{quoted((config.group if of_group else None) or page.id)}"
 
     def link(self, config: TrackingConfig, pages: Sequence[Page] | None) -> Mapping[str, str]:
-        types = list(dict.fromkeys(_link_types(config, pages)))
-        of_known_group = any(kind.startswith("tracking-wandb-group-id") for kind in types)
-        values = {
-            "entity": config.options.get("entity"),
-            "project": config.project,
-            "id": config.id,
-            "group": config.group or config.id if of_known_group else None,
-        }
-        return {
-            "link_type": ",".join(types),
-            "wandb_host": app(config),
-            **{f"wandb_{name}": str(value) for name, value in values.items() if value is not None},
-        }
+        entity = config.options.get("entity")
+        place = {"host": app(config), "entity": entity, "project": config.project}
+        above = "host" if not config.project or not entity else "project" if pages is None else ""
+        return template_values("wandb", config, pages or (), place, above)
 
     def export_run(self, run: Any) -> Mapping[str, Any] | None:
         from flyteplugins_tracking.trackers.wandb.run import passed_on
@@ -201,16 +192,6 @@ def api_of(host: str) -> str | None:
 def quoted(name: str) -> str:
     """Quote a name for an address. Flyte's templates ({{...}}) stay as they are."""
     return quote(name, safe="{}")
-
-
-def _link_types(config: TrackingConfig, pages: Sequence[Page] | None) -> Iterator[str]:
-    """The names of the backend's templates: for the run's page, the group's, the project's or the host's."""
-    if not config.project or not config.options.get("entity"):
-        yield "tracking-wandb-host"
-    elif pages is None:
-        yield "tracking-wandb-project"
-    else:
-        yield from link_types("wandb", config, pages)
 
 
 TRACKER = WandbTracker()
