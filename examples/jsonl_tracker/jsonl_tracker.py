@@ -26,8 +26,8 @@ class JsonlHandle(trackers.ClientHandle):
         except OSError as error:
             raise TrackerUnavailableError(f"{error}. Set JSONL_DIR") from error
         if request.plan.primary:
-            group = request.config.group or request.plan.group
-            self._add({"config": trackers.run_config(request), "group": group})
+            config = trackers.run_config(request)
+            self._add({"config": config, "group": request.group})
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         self._add({**row, "step": step})

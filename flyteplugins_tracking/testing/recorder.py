@@ -322,7 +322,7 @@ class Run:
         self.resumed = state.opened[self.rank] > 1
         self.url = None
         self.project = config.project
-        self.group = config.group or request.plan.group
+        self.group = request.group
         self.name = config.name
         self.tags = tuple(config.tags or ())
         self.notes = config.notes

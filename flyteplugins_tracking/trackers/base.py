@@ -110,6 +110,11 @@ class RunRequest(Record):
     earlier: Sequence[Any] = ()
 
     @property
+    def group(self) -> str | None:
+        """The run's group: the user's, or the planned one."""
+        return self.config.group or self.plan.group
+
+    @property
     def is_retry(self) -> bool:
         """Whether this is a later attempt of the job, after a restart of its workers or a retry by Flyte."""
         flyte = self.run_metadata.get("flyte") or {}

@@ -163,7 +163,7 @@ def _experiment_id(request: RunRequest, service: Service) -> str:
 
 def _parent(request: RunRequest, service: Service, experiment_id: str) -> Any:
     """Return the run that stands for the group in "new". The group's first rank creates it."""
-    group = request.config.group or request.plan.group
+    group = request.group
     if request.config.run_mode != "new" or group is None:
         return None
     if group == os.environ.get(RUN_ID_VARIABLE):
@@ -243,14 +243,13 @@ def _create(service: Service, experiment_id: str, name: str | None, tags: Mappin
 def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, str]:
     config = request.config
     tags = dict(tag.partition("=")[::2] for tag in config.tags or ())
-    group = config.group or request.plan.group
     # The whole config as JSON. If that is too long for a tag, without the user's config, which is in the params.
     text = json.dumps(run_config(request))
     if len(text) > _LONGEST_TAG:
         text = json.dumps(dict(request.run_metadata))[:_LONGEST_TAG]
     ours = {
         ID_TAG: run_id,
-        GROUP_TAG: group,
+        GROUP_TAG: request.group,
         CONFIG_TAG: text,
         _PARENT_ID_TAG: parent_id,
         _NOTE_TAG: config.notes,

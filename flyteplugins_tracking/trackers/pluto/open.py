@@ -22,7 +22,7 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import missing_key_error, run_config
 from flyteplugins_tracking.trackers.outbox import AwayError, until
 from flyteplugins_tracking.trackers.pluto import vendor
-from flyteplugins_tracking.trackers.pluto.service import REQUEST_S, Service
+from flyteplugins_tracking.trackers.pluto.sink import REQUEST_S, Service
 from flyteplugins_tracking.trackers.pluto.vendor import Queue
 
 logger = logging.getLogger(__name__)
@@ -224,11 +224,10 @@ def _init(request: RunRequest, settings: Any) -> Any:
 
 def _metadata(request: RunRequest) -> dict[str, Any]:
     """Return the arguments that only the primary rank passes."""
-    config, plan = request.config, request.plan
-    tags, group = list(config.tags or ()), config.group or plan.group
+    config, tags, group = request.config, list(request.config.tags or ()), request.group
     if group and not any(tag.startswith("group:") for tag in tags):  # the service takes one group
         tags.append(f"group:{group}")
-    return {"name": config.name or plan.run_id, "config": run_config(request), "tags": tags}
+    return {"name": config.name or request.plan.run_id, "config": run_config(request), "tags": tags}
 
 
 def _sends_system_metrics(request: RunRequest) -> bool:

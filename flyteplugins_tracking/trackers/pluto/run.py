@@ -19,8 +19,7 @@ from flyteplugins_tracking.trackers.journal import StoredJournal
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.open import remove_directory
-from flyteplugins_tracking.trackers.pluto.service import REQUEST_S, Service
-from flyteplugins_tracking.trackers.pluto.sink import PlutoSink
+from flyteplugins_tracking.trackers.pluto.sink import REQUEST_S, PlutoSink, Service
 from flyteplugins_tracking.trackers.pluto.vendor import Queue
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 

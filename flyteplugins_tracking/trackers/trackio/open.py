@@ -65,7 +65,7 @@ def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str 
         client=client,
         name=stored.name if stored is not None else config.name or request.plan.run_id,
         run_id=request.plan.run_id,
-        group=config.group or request.plan.group or known.get("_Group"),
+        group=request.group or known.get("_Group"),
         config={**{k: v for k, v in known.items() if not k.startswith("_")}, **(given if is_primary else {})},
         server_base_url=url,
         existing_runs=[],
