@@ -145,6 +145,12 @@ class RunRequest(Record):
         """Whether this rank does what one rank of its node does. True if the ranks of the node are unknown."""
         return self.info is None or self.node_leader == self.info.local_rank
 
+    @property
+    def measures_node(self) -> bool:
+        """Whether this rank logs metrics of the system: one of each node does, and no task that continues a run."""
+        is_placed = self.info is not None and self.info.local_rank is not None
+        return self.leads_node if is_placed else self.plan.primary
+
 
 class Handle(Protocol):
     """An open run.

@@ -387,7 +387,7 @@ def start_monitor(request: RunRequest, run_id: str, *, is_resumed: bool) -> Any:
     info, is_on = request.info, request.config.options.get("log_system_metrics")
     if is_on is None:
         is_on = MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get()
-    if not is_on or not request.leads_node:
+    if not is_on or not request.measures_node:
         return None
     worker = None if info is None or info.worker_index is None else f"worker-{info.worker_index}"
     try:

@@ -49,7 +49,7 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
     """
     vendor.PARTS.require()
     settings = _settings(request)
-    queue = Queue(settings.dir, _sends_system_metrics(request))
+    queue = Queue(settings.dir, request.measures_node)
     settings.disable_system_metrics |= settings.mode == "noop"  # the client's monitor needs a server
     if settings.mode == "noop":
         return _init(request, settings), queue
@@ -86,7 +86,7 @@ def _settings(request: RunRequest) -> Any:
     settings.meta = []
     settings.x_sigterm_status_enabled = False  # the lifecycle sends the status
     asked = getattr(settings, "disable_system_metrics", False)  # before 0.0.28, there is no such setting
-    settings.disable_system_metrics = asked or not _sends_system_metrics(request)
+    settings.disable_system_metrics = asked or not request.measures_node
     if not request.plan.primary and settings.disable_system_metrics:
         vendor.skip_description(settings)
     settings.x_file_stream_timeout_seconds = min(
@@ -228,14 +228,6 @@ def _metadata(request: RunRequest) -> dict[str, Any]:
     if group and not any(tag.startswith("group:") for tag in tags):  # the service takes one group
         tags.append(f"group:{group}")
     return {"name": config.name or request.plan.run_id, "config": run_config(request), "tags": tags}
-
-
-def _sends_system_metrics(request: RunRequest) -> bool:
-    """Whether this rank sends the metrics of the system. One rank of each node does."""
-    info = request.info
-    if info is None:
-        return request.plan.primary
-    return request.plan.first if info.local_rank is None else request.leads_node
 
 
 def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:

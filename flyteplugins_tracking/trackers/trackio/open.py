@@ -57,7 +57,6 @@ def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str 
     known = {} if stored is None else stored.config
     own = {"tags": None if config.tags is None else list(config.tags), "notes": config.notes}  # it has no other place
     given = {**{key: value for key, value in own.items() if value is not None}, **run_config(request)}
-    is_first = config.run_mode != "shared" or request.leads_node  # one rank of a node logs metrics of the system
     cpu, gpu = options.get("auto_log_cpu"), options.get("auto_log_gpu")
     run = vendor.run_class()(
         url=url,
@@ -72,9 +71,9 @@ def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str 
         initial_last_step=-1,  # the handle counts the steps
         webhook_url=options.get("webhook_url"),
         webhook_min_level=options.get("webhook_min_level"),
-        auto_log_cpu=is_first and (find_spec("psutil") is not None if cpu is None else cpu),
+        auto_log_cpu=request.measures_node and (find_spec("psutil") is not None if cpu is None else cpu),
         cpu_log_interval=options.get("cpu_log_interval") or 10.0,
-        auto_log_gpu=is_first and gpu in (None, True),
+        auto_log_gpu=request.measures_node and gpu in (None, True),
         gpu_log_interval=options.get("gpu_log_interval") or 10.0,
     )
     vendor.take_over(run)
