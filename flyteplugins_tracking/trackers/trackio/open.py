@@ -20,6 +20,7 @@ from flyteplugins_tracking.trackers.trackio.store import Database, Inbox, Server
 logger = logging.getLogger(__name__)
 
 _DEFAULT_PROJECT = "default"
+_PASSED_ON = ("webhook_url", "webhook_min_level", "cpu_log_interval", "gpu_log_interval")
 # The longest time for one request to a server, in seconds.
 _REQUEST_S = 10.0
 
@@ -43,8 +44,6 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
     store = _local_store(project, request) if url is None else Server(url, client, project)
     stored = _find(store, request)
     run = _new_run(request, project, stored, url, client)
-    if request.plan.primary and url is None:
-        logger.info("Trackio: run %s is kept in %s: trackio show --project %s", run.name, store.place, project)
     try:
         return TrackioHandle(request, tracker, run, store, stored)
     except BaseException:
@@ -69,12 +68,9 @@ def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str 
         server_base_url=url,
         existing_runs=[],
         initial_last_step=-1,  # the handle counts the steps
-        webhook_url=options.get("webhook_url"),
-        webhook_min_level=options.get("webhook_min_level"),
         auto_log_cpu=request.measures_node and (find_spec("psutil") is not None if cpu is None else cpu),
-        cpu_log_interval=options.get("cpu_log_interval") or 10.0,
         auto_log_gpu=request.measures_node and gpu in (None, True),
-        gpu_log_interval=options.get("gpu_log_interval") or 10.0,
+        **{name: options[name] for name in _PASSED_ON if options.get(name) is not None},
     )
     vendor.take_over(run)
     run.config.update({key: known[key] for key in ("_Created", "_Username") if known.get(key)})
