@@ -130,8 +130,8 @@ class VendorParts:
         part = self.parts[path]
         try:
             return _value(part) if part.is_static else getattr(vendor_object, path.partition(".")[2])
-        except (ImportError, AttributeError):
-            self._warn(path, f"lost: {part.loss}", self._absence(part), self._fix(part.loss))
+        except (ImportError, AttributeError) as error:
+            self._warn(path, f"lost: {part.loss}", f"{self._absence(part)} ({error})", self._fix(part.loss))
             return None
 
     def losses(self, version: str) -> list[str]:

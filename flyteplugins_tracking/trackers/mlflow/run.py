@@ -390,8 +390,4 @@ def start_monitor(request: RunRequest, run_id: str, *, is_resumed: bool) -> Any:
     if not is_on or not request.measures_node:
         return None
     worker = None if info is None or info.worker_index is None else f"worker-{info.worker_index}"
-    try:
-        return vendor.start_monitor(run_id, worker, is_resumed=is_resumed)
-    except ImportError:
-        logger.warning("MLflow: system metrics need psutil: pip install psutil")
-        return None
+    return vendor.start_monitor(run_id, worker, is_resumed=is_resumed)

@@ -49,7 +49,7 @@ PARTS = VendorParts(
         Part("data._metric_objs", "gives the last step of a resumed run", _STEPS),
         Part(_TAGS, "gives tags as mlflow.start_run does", "tags of the source"),
         Part(f"{_AUTOLOGGING}:_AUTOLOGGING_GLOBALLY_DISABLED", "stops autologging", _NO_AUTOLOGGING),
-        Part(_MONITOR, "measures the system", "metrics of the system"),
+        Part(_MONITOR, "measures the system", "metrics of the system, which also need psutil (pip install psutil)"),
     ],
     later={_NODES: "2.11", _FORKED: "2.18"},
 )
@@ -481,16 +481,10 @@ def without_autologging() -> Undo | None:
 
 
 def start_monitor(run_id: str, node_id: str | None, *, is_resumed: bool) -> Any:
-    """Start MLflow's monitor of this machine, as `mlflow.start_run` does. Returns None if there is none.
-
-    Raises:
-        ImportError: psutil is not installed.
-    """
+    """Start MLflow's monitor of this machine, as `mlflow.start_run` does. Returns None if there is none."""
     monitor_class = PARTS.get(_MONITOR)
     if monitor_class is None:
         return None
-    import psutil  # noqa: F401
-
     of_node = {"node_id": node_id} if node_id is not None else {}
     if of_node and "node_id" not in inspect.signature(monitor_class).parameters:
         PARTS.lose(_NODES, "no node_id")
