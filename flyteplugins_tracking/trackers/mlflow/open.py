@@ -25,7 +25,7 @@ RUN_ID_VARIABLE = "MLFLOW_RUN_ID"
 # https://mlflow.org/docs/latest/ml/tracking/#system_tags
 _PARENT_ID_TAG, _NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
 # The limit of servers before 2.10.
-_LONGEST_TAG = 5000
+LONGEST_TAG = 5000
 _LONGEST_PARAM = 6000
 _ENDED_BADLY = ("FAILED", "KILLED")
 
@@ -245,8 +245,8 @@ def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, 
     tags = dict(tag.partition("=")[::2] for tag in config.tags or ())
     # The whole config as JSON. If that is too long for a tag, without the user's config, which is in the params.
     text = json.dumps(run_config(request))
-    if len(text) > _LONGEST_TAG:
-        text = json.dumps(dict(request.run_metadata))[:_LONGEST_TAG]
+    if len(text) > LONGEST_TAG:
+        text = json.dumps(dict(request.run_metadata))[:LONGEST_TAG]
     ours = {
         ID_TAG: run_id,
         GROUP_TAG: request.group,

@@ -22,7 +22,7 @@ from flyteplugins_tracking.trackers.client import Run, prefix_of
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import run_page, vendor
-from flyteplugins_tracking.trackers.mlflow.open import Opened, end_run, new_params
+from flyteplugins_tracking.trackers.mlflow.open import LONGEST_TAG, Opened, end_run, new_params
 from flyteplugins_tracking.trackers.mlflow.vendor import Point, RejectedError, Service
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 # The part of a run's end that is kept for sending the status of a run that could not be made active, in seconds.
 _STATUS_S = 3.0
-# The longest text that servers of all versions take as a tag: mlflow.utils.validation.MAX_TAG_VAL_LENGTH.
-_MAX_TAG = 5000
 # The tag of `save_state`.
 _STATE_TAG = "flyteplugins_tracking.state"
 # The longest name of a metric.
@@ -191,7 +189,7 @@ class MlflowSink:
             self._service.log(self._run_id, points[first : first + vendor.MOST_METRICS])
         for line in lines:
             if "event" in line:
-                self._set("tags", {key: str(value)[-_MAX_TAG:] for key, value in event_values(line).items()})
+                self._set("tags", {key: str(value)[-LONGEST_TAG:] for key, value in event_values(line).items()})
             elif line.get("call") in _SETTERS:
                 self._set(_SETTERS[line["call"]], _values_of(line))
             elif "call" in line:
