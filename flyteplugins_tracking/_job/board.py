@@ -1,4 +1,4 @@
-"""The board of a job: where its ranks leave short texts for each other. Nobody waits for anybody there.
+"""The board of a job: where its ranks leave short strings for each other. No rank waits for another there.
 
 It is in the job's store if the job has one, so that ranks of all nodes read it. Else it is a directory of this machine.
 """
@@ -29,9 +29,9 @@ _warn_once = WarnOnce(logger)
 T = TypeVar("T")
 _NAMESPACE = "flyteplugins_tracking"
 _POLL_S = 0.05
-# The longest text of a directory: those of failures have some kilobytes.
+# The longest string in a directory: a failure has some kilobytes.
 _LONGEST = 1 << 20
-# How many texts may be counted and not there, in one reading: a rank counts its text before it stores it.
+# How many strings may be counted and not there, in one reading: a rank counts its string before it stores it.
 _MOST_MISSING = 100
 
 
@@ -54,7 +54,7 @@ class Board:
         """
         self.store = store
         self._prefix = f"{_NAMESPACE}/{topic}"
-        self._known: set[str] = set()  # names that have a text: none is ever taken away
+        self._known: set[str] = set()  # names that have a string: none is ever taken away
 
     @property
     def is_of_machine(self) -> bool:
@@ -72,20 +72,20 @@ class Board:
         return int(self.store.add(f"{self._prefix}/{key}", amount))
 
     def put(self, key: str, text: str) -> None:
-        """Store a text, in the place of an earlier one."""
+        """Store a string, in the place of an earlier one."""
         self.store.set(f"{self._prefix}/{key}", text)
 
     def put_first(self, key: str, text: str) -> str:
-        """Store a text if there is none, and return the one that is stored: the same to all ranks."""
+        """Store a string if there is none, and return the one that is stored: the same to all ranks."""
         return bytes(self.store.compare_set(f"{self._prefix}/{key}", "", text)).decode(errors="replace")
 
     def get(self, key: str) -> str | None:
-        """Return the text of this key; None if there is none."""
+        """Return the string of this key; None if there is none."""
         name = f"{self._prefix}/{key}"
         return bytes(self.store.get(name)).decode(errors="replace") if self.store.check([name]) else None
 
     def get_all(self, keys: Iterable[str]) -> list[str | None]:
-        """Return the texts of these keys, None for each that has none: in one request, if all have had one before."""
+        """Return the strings of these keys, None for each that has none: in one request, if all have had one before."""
         names = [f"{self._prefix}/{key}" for key in keys]
         self._learn([name for name in names if name not in self._known])
         stored = [name for name in names if name in self._known]
@@ -94,7 +94,7 @@ class Board:
         return [bytes(texts[name]).decode(errors="replace") if name in texts else None for name in names]
 
     def _learn(self, names: Sequence[str]) -> None:
-        """Find out which of these names have a text: a store waits for one that has none. By halves."""
+        """Find out by halves which of these names have a string: a store waits for one that has none."""
         if names and self.store.check(list(names)):
             self._known.update(names)
         elif len(names) > 1:
@@ -103,15 +103,15 @@ class Board:
             self._learn(names[middle:])
 
     def append(self, text: str) -> None:
-        """Append a text to those of all ranks."""
+        """Append a string to those of all ranks."""
         self.put(f"text/{self.count('texts', 1)}", text)
 
     def texts(self) -> list[str]:
-        """Return the texts that all ranks have appended, in their order."""
+        """Return the strings that all ranks have appended, in their order."""
         return list(self.numbered_texts(0, ()).values())
 
     def numbered_texts(self, start: int, known: Container[int]) -> dict[int, str]:
-        """Return the texts that all ranks have appended, by their numbers, from `start` on and without the `known`."""
+        """Return the strings of all ranks by their numbers, from `start` on and without the `known`."""
         texts: dict[int, str] = {}
         missing = 0
         for number in range(start, self.count("texts")):
@@ -125,10 +125,10 @@ class Board:
         return texts
 
     def wait_for_texts(self, number: int, timeout_s: float) -> list[str]:
-        """Wait until the ranks have appended so many texts, or for `timeout_s`, and return the texts."""
+        """Wait until the ranks have appended `number` strings, or for `timeout_s`, and return the strings."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            # A rank counts its text before it stores it.
+            # A rank counts its string before it stores it.
             if self.count("texts") >= number and len(texts := self.texts()) >= number:
                 return texts
             time.sleep(_POLL_S)
@@ -176,9 +176,9 @@ def nearest_board(
 
 
 def from_text(kind: type[T], text: str) -> T | None:
-    """Return the dataclass whose fields a text of the board has, as JSON.
+    """Return the dataclass whose fields a string of the board has, as JSON.
 
-    None, with one warning, if it is another program's text or a damaged one.
+    None, with one warning, if it is another program's string or a damaged one.
     """
     try:
         values = {
@@ -189,7 +189,7 @@ def from_text(kind: type[T], text: str) -> T | None:
             return kind(**values)
     except (ValueError, TypeError, KeyError, AttributeError):
         pass
-    _warn_once(kind.__name__, "a text on the job's board is left out, since it is no %s: %.80r", kind.__name__, text)
+    _warn_once(kind.__name__, "a string on the job's board is left out, since it is no %s: %.80r", kind.__name__, text)
     return None
 
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _LAST_LINES = 50
 _LONGEST_LINE = 1000
-# A text is also cut before its keys are masked, which takes a second for a few megabytes: so far behind `_LONGEST_LINE`
-# that no half of a key is left.
+# A line is also cut before its keys are masked, which takes a second for a few megabytes: far behind `_LONGEST_LINE`,
+# so that no half of a key is left.
 _LONGEST_UNMASKED = 10 * _LONGEST_LINE
 # What a collective raises on a rank whose peer has gone: gloo, NCCL, torch's stores, MPI and sockets.
 _LOST_PEER = re.compile(
@@ -134,12 +134,12 @@ def _clean_traceback(text: str) -> str:
 
 
 def _valid(text: str) -> str:
-    """Return a text that UTF-8 can encode: a name of a file may hold bytes that it cannot."""
+    """Return a string that UTF-8 can encode: the name of a file may hold bytes that it cannot."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _text_of(error: BaseException) -> str:
-    """Return the exception's text; as Python's traceback, also if its `__str__` raises."""
+    """Return the exception's text as Python's traceback has it, even if its `__str__` raises."""
     try:
         return str(error)
     except Exception:
@@ -161,7 +161,7 @@ def is_secondary(error: BaseException) -> bool:
 
 
 def _sounds_secondary(names: Collection[str], message: str, frames: str) -> bool:
-    """As `is_secondary`, for an exception of which only texts are known.
+    """As `is_secondary`, for an exception of which only strings are known.
 
     Args:
         names: Its class, and its base classes if they are known.

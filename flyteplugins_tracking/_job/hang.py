@@ -1,7 +1,7 @@
 """The roll-call of a job that makes no progress: each rank writes its stacks, and the primary says who is where.
 
 The watch looks at the job's board a few times within `hang_timeout_s`. A rank with a run that has not
-logged and not called `heartbeat` for so long calls the roll: it starts an episode there, once. Every rank then writes
+logged and not called `heartbeat` for that time calls the roll: it starts an episode there, once. Every rank then writes
 its stacks by `faulthandler`, and the primary groups them.
 
 The thread cannot run on a rank that holds the GIL. There `faulthandler`'s own C thread writes the stacks, since the
@@ -59,8 +59,8 @@ class RollCallDuty(Duty):
         Args:
             info: This rank.
             timeout_s: `hang_timeout_s`.
-            show: What the primary does with the answers: who is where, in one line, and a text with the stacks of all
-                ranks. None on the other ranks.
+            show: What the primary does with the answers: who is where, in one line, and a string with the stacks of
+                all ranks. None on the other ranks.
             has_run: Whether this rank logs, and so calls the roll. The others only answer: nobody knows of their steps.
         """
         self._info = info

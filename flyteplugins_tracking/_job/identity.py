@@ -162,7 +162,7 @@ def _agent_token(env: Env) -> str | None:
 
 
 def _slurm(info: DistributedInfo, env: Env, _: bool) -> str | None:
-    """Join job and step: a requeued job keeps its number, and each step of a job is a training of its own."""
+    """Join job and step: a requeued job keeps its number, and each step of a job is a training run of its own."""
     return readable("slurm", env.get("SLURM_CLUSTER_NAME"), info.job_id, env.get("SLURM_STEP_ID"))
 
 

@@ -33,7 +33,7 @@ _GLOO_THREAD, _GLOO_S = "pt_gloo_runloop", 1.0
 _stores: dict[tuple[str, str, int, int], tuple[Any, Iterator[int]]] = {}
 # The group that was left last. A DistributedDataParallel model often outlives its group, and its destructor holds the
 # GIL: if the group ended there too, torch would wait for a thread of the group's, which may wait for the GIL. So torch
-# hung in about 1 of 3 short gloo trainings of 4 ranks. Here the group ends with the next one or with the process.
+# hung in about 1 of 3 short gloo jobs of 4 ranks. Here the group ends with the next one or with the process.
 # https://github.com/pytorch/pytorch/issues/56297
 _left: list[Any] = []
 # How to set MASTER_ADDR and MASTER_PORT under launchers that do not set them.

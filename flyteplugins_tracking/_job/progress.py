@@ -11,7 +11,7 @@ from flyteplugins_tracking._util.modules import loaded
 # When this rank has last logged or called `heartbeat`, in seconds of `time.monotonic`; 0 if it has not.
 _last_s = 0.0
 _rows = _heartbeats = 0
-# The steps of each of torch's optimizers, by `id`: a training may have several.
+# The steps of each of torch's optimizers, by `id`: a training run may have several.
 _optimizer_steps: dict[int, int] = {}
 # The thread whose rows do not count.
 _ignored_thread = 0

@@ -1,7 +1,7 @@
 """The other ranks of this machine, as processes: which have ended, and with what status. Linux only.
 
 A rank that a signal has ended leaves no word. Its parent, the launcher's agent, reaps it within a tenth of a second. A
-file descriptor of the process reports its end at once, and its status can be read until then; since Linux 6.15 also
+file descriptor of the process shows its end immediately, and its status can be read until then; since Linux 6.15 also
 afterwards, from the descriptor (https://man7.org/linux/man-pages/man2/PIDFD_GET_INFO.2const.html).
 """
 
@@ -33,7 +33,7 @@ _PIDFD_INFO_EXIT = 1 << 3
 # A sibling may be started after this rank: they are looked for again until all are there.
 _LOOK_AGAIN_S, _LONGEST_PAUSE_S = 0.05, 60.0
 # Two threads of this process notice that a rank has ended, and that the launcher has sent SIGTERM for that: torchrun
-# within a millisecond of seeing the end, which may be at once. They may notice it in the wrong order, by this much.
+# within a millisecond of seeing the end, which may be immediately. They may notice it in the wrong order, by this much.
 _NOTICE_S = 0.05
 # As much, for a rank that has exited by itself: with torch imported, one that exits in its handler of a SIGTERM needs
 # 7.5 ms at least, nearly all of them to free its memory. Such a handler may raise KeyboardInterrupt too.

@@ -70,7 +70,8 @@ class Watch(PerProcess):
     """The thread and its duties.
 
     Attributes:
-        awake_since: When the thread has woken last; None while it sleeps, and so notices the end of a process at once.
+        awake_since: When the thread has woken last; None while it sleeps, and so notices immediately that a
+            process has ended.
     """
 
     _wake: tuple[int, int] | None = None  # the ends of a pipe, from the first duty to the end of the process
@@ -207,7 +208,7 @@ class Watch(PerProcess):
             if duty.topic and isinstance(error, (RuntimeError, OSError)) and not isinstance(error, RecursionError):
                 self._leave_board()
                 return
-            # A text of the board must not end the thread, which has other duties.
+            # A string of the board must not end the thread, which has other duties.
             _warn_once(type(duty).__name__, "what the ranks tell each other cannot be read", exc_info=True)
         duty.due_at = time.monotonic() + duty.next_wait_s()
 

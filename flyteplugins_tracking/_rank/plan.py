@@ -2,8 +2,8 @@
 
 Four places outside of it change an id. The first three keep two runs from getting the same one:
 
-- `_runs/open.py`, `_identity`: the second call in one process has the base id `{base}-2`, and so on.
-- `_runs/open.py`, `_lock_run`: if another process or thread of the machine has the run open, this one is
+- `_runs/request.py`, `_identity`: the second call in one process has the base id `{base}-2`, and so on.
+- `_runs/run.py`, `_lock_run`: if another process or thread of the machine has the run open, this one is
   `{id}-{random}`.
 - `trackers/wandb/open.py`, `_init_offline`: if a run continues offline while wandb-core still holds its id, because
   other runs are open in the process, it is `{id}-{random}`.

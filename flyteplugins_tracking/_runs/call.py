@@ -129,7 +129,7 @@ class Call(PerProcess):
         except TrackingError as error:
             if isinstance(error, (TopologyError, IdentityError)):
                 error.args = (f"{error}\n{_DOCTOR}",)
-            # Its message says what to do. Its frames are ours, and would stand between the user's call and the message.
+            # Its message says what to do. The library's frames would stand between the user's call and the message.
             raise error.with_traceback(None)  # noqa: B904 its cause is kept
         return self
 
@@ -228,7 +228,7 @@ class Call(PerProcess):
         except RuntimeError as error:
             if "start new thread" not in str(error):  # CPython's text
                 raise
-            # A limit of the machine or its container must not keep the training from its work.
+            # A limit of the machine or its container must not end the training job.
             logger.warning("%s: the function is called without a run: %s", self.tracker.name, error)
             if self.watcher is not None:
                 self.watcher.stop()
@@ -306,7 +306,7 @@ class Call(PerProcess):
                 announce_failure(error, failure, self.info)
                 _announced.append((failure, self.info))
         except Exception:
-            # The user's exception must leave the function, and not one of ours: there may be no thread to be had.
+            # The user's exception must leave the function, and not the library's: perhaps no thread can be started.
             logger.warning("the other ranks are not told why this one fails", exc_info=True)
         return failure
 
@@ -492,7 +492,7 @@ def _join_enclosing(parent: Call | None, tracker: str) -> Call | None:
 
 
 def _innermost() -> Call | None:
-    """Return the running call for a thread without a context; None if several trainings run at once."""
+    """Return the running call for a thread without a context; None if several training runs are open together."""
     running = state.calls[:]  # a copy without the lock: threads ask for each row that they log
     last = running[-1] if running else None
     if len(running) > 1 and any(call is not last and not _encloses(call, last) for call in running):

@@ -191,10 +191,10 @@ def _number(step: Any) -> float | None:
 
 
 def _text(is_over: bool, attempts: Sequence[Attempt]) -> str:
-    """Return what is saved, as text of less than 5,000 characters.
+    """Return what is saved, as a string of less than 5,000 characters.
 
     Args:
-        is_over: Whether the last attempt has ended well, and no other shall follow.
+        is_over: Whether the last attempt has succeeded, so that no other follows.
         attempts: The attempts, in their order.
     """
     values = [[None if value is None else round(value, 6) for value in attempt] for attempt in attempts]
@@ -202,7 +202,7 @@ def _text(is_over: bool, attempts: Sequence[Attempt]) -> str:
 
 
 def _parsed(text: str | None) -> tuple[bool, list[Attempt]]:
-    """Return what a text says. One that is none of `_text` says nothing."""
+    """Return the values that `_text` has saved in a string: none if it is another string."""
     try:
         is_over, rows = json.loads(text or "")
         attempts = [

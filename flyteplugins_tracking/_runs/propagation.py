@@ -74,7 +74,7 @@ def read(key: str, custom_context: Mapping[str, str] | None) -> dict[str, Any]:
         custom_context: The custom context of the Flyte 2 task that runs here; None outside of a task.
 
     Raises:
-        ConfigError: One of the texts is not a JSON object.
+        ConfigError: One of them is not a JSON object.
     """
     with _guard.lock:
         _record_outside_changes()

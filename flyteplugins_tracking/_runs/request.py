@@ -160,7 +160,7 @@ def _job_metadata(info: DistributedInfo | None) -> dict[str, Any]:
 
 
 def _read_secret(secret: Any, context: ExecutionContext) -> str | None:
-    """Read the user's key, which no text of ours shows from now on."""
+    """Read the user's key, which no message of the library shows from now on."""
     key = _secret_of(secret, context)
     if key is not None:
         learn(key)

@@ -1,7 +1,8 @@
 """A run that this process has open: how it is opened, ended early and closed. Only ranks with a run load this module.
 
-Three verbs end a run. `finish` is the vendor's: the handle ends the run at the service. `close` is ours: no call uses
-the run any more. `end_early` is a finish that comes while a function may still log: the next row opens the run again.
+Three verbs end a run. `finish` is the vendor's: the handle ends the run at the service. `close` is the library's: no
+call uses the run any more. `end_early` is a finish that comes while a function may still log: the next row opens the
+run again.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ Somebody has a handler, which may do anything:
     3. Then, if the function has not ended finish_timeout_s after the first signal: it ends the runs again.
 
 The decorated functions are in other threads, and the main thread runs an asyncio loop: Flyte 2 runs a plain task in its
-pod this way. Only the main thread can install a handler, so its loop installs ours. It has no decorated function to
+pod this way. Only the main thread can install a handler, so its loop installs it. It has no decorated function to
 unwind: our thread always ends the runs first, and then signals the main thread again, once.
 
-May enter: the handling of signals. Must not: a vendor, a rank, the name of a module of ours. A watcher ends runs
+May enter: the handling of signals. Must not: a vendor, a rank, another module's name. A watcher ends runs
 through a function that it is given; a tracker sees its `request.watch` and nothing else of this module.
 """
 
@@ -65,7 +65,8 @@ from flyteplugins_tracking._util.wakeup import WakeupFd
 
 SIGNAL = signal.SIGTERM
 
-# A main thread that runs Python answers a signal within milliseconds; between the C calls of a training step, in this.
+# How long the main thread may take to answer a signal. One that runs Python takes milliseconds; the C calls of a
+# training step take longer.
 _ANSWER_S = 1.0
 # How long a signal waits for the main thread to leave the vendor's code: an exception there would break its locks; and
 # the callback of a weak reference: Python ignores an exception there.
@@ -77,7 +78,7 @@ _OPENING_S = 5.0
 _UNWINDING_S = 6.0
 # How long after the signal it stays open at most: a function that has used its grace for its loop leaves no more time.
 _LATEST_UNWINDING_S = 26.0
-# The runs are ended until so long after their timeout at most: SIGKILL comes 5 s after it.
+# How long after their timeout the runs may still be ended: SIGKILL comes 5 s after it.
 _LATEST_END_S = 3.0
 # How long the user's handler waits for the end of the runs: it may have a checkpoint to save. Rows wait as long for it.
 _HANDLER_S = 5.0
@@ -185,7 +186,7 @@ class SigtermWatcher(PerProcess):
         """Does not watch yet.
 
         Args:
-            end_runs: Ends all open runs of this process: with this exit code, in so many seconds at most.
+            end_runs: Ends all open runs of this process: with an exit code, within a number of seconds.
             on_row: Called before each row.
         """
         self._end_runs = end_runs

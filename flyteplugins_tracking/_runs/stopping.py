@@ -29,9 +29,9 @@ from flyteplugins_tracking._util.fork import PerProcess, register
 logger = logging.getLogger(__name__)
 
 SIGTERM, SIGUSR1, TIME_LIMIT = "SIGTERM", "SIGUSR1", "time limit"
-# The thread says that the ranks have not agreed. If it cannot, SIGTERM has its usual effect so much later.
+# The thread says that the ranks have not agreed. How much later SIGTERM has its usual effect, if it cannot.
 _LATER_S = 1.0
-# A signal waits so long for the start: it may connect to the job's store.
+# How long a signal waits for the start, which may connect to the job's store.
 _PATIENCE_S = 5.0
 
 

@@ -14,7 +14,7 @@ from glob import glob
 Env = Mapping[str, str]
 """The variables of a process, by name."""
 
-# The exit codes that a shell reports for a process that a signal has ended: 128 and the signal's number, which is the
+# The exit codes that a shell gives for a process that a signal has ended: 128 and the signal's number, which is the
 # same on every POSIX system: 15 for SIGTERM, 2 for SIGINT (Ctrl-C).
 TERMINATED = 143
 INTERRUPTED = 130

@@ -1,4 +1,4 @@
-"""Texts that leave this process: without the keys that this process knows."""
+"""Strings that leave this process: without the keys that this process knows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def masked(text: str, *, with_forms: bool = True) -> str:
 
     Args:
         text: The text.
-        with_forms: Whether to mask also what has the form of a key, as in `api_key: ...`. False for the library's own
+        with_forms: Whether what has the form of a key is masked too, as in `api_key: ...`. False for the library's own
             sentences.
     """
     # A key with a line end around it is printed without that.

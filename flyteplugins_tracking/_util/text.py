@@ -1,4 +1,4 @@
-"""Texts of other packages, and addresses, made fit to be shown and stored."""
+"""Strings of other packages, and addresses, made fit to be shown and stored."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 In the room: `simulation` calls a tracked function once per rank, `recorder` is the tracker that keeps runs in memory,
 and `pytest_plugin` has the fixtures. The names in `__all__` are public. They are loaded on first use, because pytest
 loads the plugin in every project that has this package.
-May enter: test doubles that users need. Must not: tests of this package, or code that a training needs.
+May enter: test doubles that users need. Must not: tests of this package, or code that a training job needs.
 It may import every other room. No other room may import this one.
 """
 

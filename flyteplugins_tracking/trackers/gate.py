@@ -158,7 +158,7 @@ class Gate(PerProcess):
         """End the run by `finish`, and open it again. A signal that comes meanwhile ends the run after that."""
         with self._changing:
             self.end(finish)
-            self._is_cut = True  # also if a signal's exception comes before it is open
+            self._is_cut = True  # even if a signal's exception comes before it is open
             self._reopen()
 
     def finish(self, finish: Callable[[], object], timeout_s: float = 0.0) -> None:

@@ -41,7 +41,7 @@ MEMORY_BYTES = 32_000_000
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 0.5, 8.0, 1.0
 # The pause between two tries to open a run, in seconds.
 _POLL_S = 0.1
-# After so many lines in a row that the service rejects, it is given no more of a batch.
+# How many lines in a row the service may reject before it gets no more of a batch.
 _MOST_REJECTED = 5
 # The arguments that are addresses of servers, and Pluto's settings that are.
 _ADDRESSES = (

@@ -224,7 +224,7 @@ def _find(service: Service, experiment_id: str, tag: str, value: str) -> Any:
 def _newest(experiment_id: str, condition: str) -> Callable[[Any], Any]:
     """Return what asks a client for a run; None if there is none.
 
-    A request to create it that arrives late makes a second run. Ours is the one that was asked for last.
+    A request to create it that arrives late makes a second run. This job's is the one that was asked for last.
     """
     order = ["attributes.start_time DESC"]
     return lambda client: next(
@@ -247,11 +247,11 @@ def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, 
     text = json.dumps(run_config(request))
     if len(text) > LONGEST_TAG:
         text = json.dumps(dict(request.run_metadata))[:LONGEST_TAG]
-    ours = {
+    own_tags = {
         ID_TAG: run_id,
         GROUP_TAG: request.group,
         CONFIG_TAG: text,
         _PARENT_ID_TAG: parent_id,
         _NOTE_TAG: config.notes,
     }
-    return {**tags, **{key: value for key, value in ours.items() if value is not None}}
+    return {**tags, **{key: value for key, value in own_tags.items() if value is not None}}

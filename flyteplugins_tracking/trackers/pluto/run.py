@@ -182,5 +182,5 @@ class PlutoSanitizer(MetricSanitizer):
         if items and all(isinstance(item, (int, float, str, File, Data)) for item in items):
             return value
         kind = type(value).__name__
-        self.warn_once(key, f"the value is left out: Pluto takes numbers, texts and its media classes, not {kind}")
+        self.warn_once(key, f"the value is left out: Pluto takes numbers, strings and its media classes, not {kind}")
         return None

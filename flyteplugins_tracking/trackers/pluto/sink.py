@@ -22,9 +22,9 @@ from flyteplugins_tracking.trackers.rows import Steps
 
 logger = logging.getLogger(__name__)
 
-# The service answers 422 to a row that it cannot read, and also when it has troubles of its own.
+# The service answers 422 to a row that it cannot read, and when it has troubles of its own.
 _REJECTIONS = (400, 413, 422)
-# After so many rows that are rejected one by one, with none that is taken, the service is in trouble.
+# How many rows the service may reject one by one, with none that it takes: then it is in trouble.
 _MOST_REJECTED = 8
 # The longest time for one request, in seconds. The client's own limit of 32 s is longer than a run's end waits.
 REQUEST_S = 10.0

@@ -22,13 +22,13 @@ from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic, ch
 # The keys of the run's config that hold its status. The user's config must not have them.
 STATUS, EXIT_CODE = "status", "exit_code"
 SPACE = (
-    "runs cannot be logged to a Hugging Face Space: several ranks would create it at once, and rows would wait until "
+    "runs cannot be logged to a Hugging Face Space: several ranks would create it together, and rows would wait until "
     "it is built. Log to files, and publish them: trackio sync --project ... --space-id ..."
 )
 # Arguments that are refused with any value, and those that are refused with all values but one.
 _REFUSED = dict.fromkeys(("space_id", "bucket_id", "dataset_id", "private"), SPACE)
 _ONLY = {
-    "embed": (False, "a training starts no dashboard: run `trackio show`"),
+    "embed": (False, "a training job starts no dashboard: run `trackio show`"),
     "resume": ("allow", "a run is resumed if its id exists, and another id= is another run"),
 }
 # The parameters of trackio.init that the decorator does not take by name, without `settings`, which Trackio ignores:

@@ -146,12 +146,12 @@ def _join_frameworks_runs() -> None:
     import trackio
     from trackio.context_vars import current_run
 
-    init, finish, ours = trackio.init, trackio.finish, run_class()
+    init, finish, own_class = trackio.init, trackio.finish, run_class()
 
     @functools.wraps(init)
     def join(*args: Any, **kwargs: Any) -> Any:
         run = current_run.get()
-        if not isinstance(run, ours):
+        if not isinstance(run, own_class):
             return init(*args, **kwargs)
         logger.info("Trackio: trackio.init() returns run %s, which is open", run.id)
         run.config.update(kwargs.get("config") or {})
@@ -159,7 +159,7 @@ def _join_frameworks_runs() -> None:
 
     @functools.wraps(finish)
     def leave() -> None:
-        if not isinstance(current_run.get(), ours):
+        if not isinstance(current_run.get(), own_class):
             finish()
 
     trackio.init, trackio.finish = join, leave

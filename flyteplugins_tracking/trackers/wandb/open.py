@@ -64,7 +64,7 @@ _REOPENING_S = 5.0
 
 @contextmanager
 def _settings_checked() -> Iterator[None]:
-    """Raise W&B's refusal of a value as an error of ours, which names the value.
+    """Raise W&B's refusal of a value as the library's error, which names the value.
 
     Raises:
         ConfigError: W&B does not accept an argument or a variable.
@@ -294,7 +294,7 @@ def _is_online(arguments: Mapping[str, Any]) -> bool:
 
 
 def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, Any]:
-    """Return the arguments for `wandb.init`. The user's take precedence over `WANDB_*` variables, and these over ours.
+    """Return the arguments for `wandb.init`: the user's, else those of `WANDB_*` variables, else the library's.
 
     Raises:
         TrackerUnavailableError: The run would be online, and there is no key.

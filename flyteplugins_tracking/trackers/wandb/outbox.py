@@ -581,13 +581,13 @@ def of(run: Any) -> Outbox:
 
 
 def save_state(run: Any, text: str) -> None:
-    """Keep a text in the run's directory."""
+    """Keep a string in the run's directory."""
     with contextlib.suppress(OSError):
         replace_whole(run_directory(run) / _STATE, text)
 
 
 def saved_states(run: Any) -> list[str]:
-    """Return the texts that earlier attempts on this disk have kept."""
+    """Return the strings that earlier attempts on this disk have kept."""
     own = run_directory(run)
     earlier = [path for path in directories_of(own.parent, run.id) if path != own]
     return [text for path in earlier if (text := own_text(path / _STATE, _LONGEST_STATE)) is not None]
@@ -617,7 +617,7 @@ def log_kept(log: Callable[..., Any], run: Any, data: Any, step: Any, commit: An
 
 
 def plain(data: Mapping[str, Any]) -> bytes:
-    """Return the plain values of a row, such as numbers and texts."""
+    """Return the plain values of a row, such as numbers and strings."""
     values = {}
     for key, value in data.items():
         number = value.item() if callable(getattr(value, "item", None)) and getattr(value, "ndim", 1) == 0 else value

@@ -497,7 +497,7 @@ def _guard_ending(method: Callable[..., Any]) -> Any:
 
 
 def _time_of(state: str) -> float:
-    """Return when a state was saved, in seconds since the epoch; 0 for a text that is none."""
+    """Return when a state was saved, in seconds since the epoch; 0 for another string."""
     time_s = state.partition(" ")[0]
     return float(time_s) if time_s.replace(".", "", 1).isdecimal() else 0.0
 

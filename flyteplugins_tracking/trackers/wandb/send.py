@@ -128,8 +128,8 @@ def _sync(directory: Path, place: Place) -> int:
 def _was_sent(directory: Path, steps: Sequence[int], stored: vendor.Stored | None) -> bool:
     """Whether `wandb sync` has sent the whole file of an attempt that was killed, and not marked it.
 
-    It marks no file whose end is torn, and sends such a file anew each time. Beside the file it keeps the step at which
-    W&B has put the first row.
+    It marks no file whose end is torn, and sends such a file again each time. Beside the file it keeps the step that
+    W&B has given the first row.
     """
     if stored is None or not steps or datastore.exit_code(directory) is not None:
         return False

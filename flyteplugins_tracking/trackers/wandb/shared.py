@@ -282,7 +282,7 @@ class FollowerHandle(SharedHandle):
         """Leave the run. The leader ends it."""
         self._rows.commit(self._log_row)
         limit_s = self._request.config.finish_timeout_s
-        self._patience_s, self._has_asked = limit_s, False  # the leader may take that long to end the run first
+        self._patience_s, self._has_asked = limit_s, False  # the leader may take the same time to end the run first
         self._gate.finish(lambda: self._flush(min(limit_s, _FLUSH_S)))
         if self._journal is not None:
             self._journal.close()  # one that is open is not read

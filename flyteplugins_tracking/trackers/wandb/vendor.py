@@ -313,7 +313,7 @@ def interface_of(run: Any) -> Any:
 
 
 def finish_within(timeout_s: float, run: Any, finish: Callable[[], object]) -> None:
-    """Call `finish`, which ends the run. wandb before 0.27 knows no limit: it gets ours, and wandb-core is stopped.
+    """Call `finish`, which ends the run. wandb before 0.27 has no limit: the library waits, and then stops wandb-core.
 
     Raises:
         TimeoutError: The limit has passed. What was not sent is in the local files.
@@ -488,7 +488,7 @@ def open_to_send(place: Any, described: Mapping[str, Any], directory: str) -> An
 
 
 def _as_set_up(server: str) -> str:
-    """Return the address with the password that this process is set up with, which no file of ours has."""
+    """Return the address with the password that this process is set up with, which no file of the library has."""
     address = str(session().settings.base_url)
     return address if without_credentials(address) == server else server
 
