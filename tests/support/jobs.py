@@ -120,17 +120,14 @@ def run(
 def start(
     command: Sequence[str | Path], directory: Path, env: Mapping[str, str] | None = None, cold: bool | None = None
 ) -> Process:
-    """Start `command`, forked from a warm process if it is Python's; in a new interpreter if `cold`, or with Pluto.
+    """Start `command`, forked from a warm process if it is Python's; in a new interpreter if `cold`.
 
     By default the variable TESTS_COLD says whether it is cold: "1" for each job, "first" for the first one
     that starts this launcher with this program.
-
-    Forked with Pluto's client, one row of 2,000 was sent twice in the place of another one, in 3 of 4 jobs.
     """
     directory.mkdir(parents=True, exist_ok=True)
     words, variables = [str(part) for part in command], environment(directory, **(env or {}))
-    with_pluto = str(Path(sys.prefix) / "pluto") in variables.get("PYTHONPATH", "")
-    is_cold = with_pluto or (_is_cold(words) if cold is None else cold)
+    is_cold = (_is_cold(words) if cold is None else cold)
     process = None if is_cold else client.start(words, directory, variables)
     process = process or subprocess.Popen(
         words,
