@@ -127,7 +127,7 @@ def start(
     """
     directory.mkdir(parents=True, exist_ok=True)
     words, variables = [str(part) for part in command], environment(directory, **(env or {}))
-    is_cold = (_is_cold(words) if cold is None else cold)
+    is_cold = _is_cold(words) if cold is None else cold
     process = None if is_cold else client.start(words, directory, variables)
     process = process or subprocess.Popen(
         words,

@@ -124,6 +124,8 @@ def _start(path: Path, owner: str) -> None:
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        # As in a pod, flytekit does not wrap what it logs: it looks when it is imported.
+        "FLYTE_SDK_RICH_TRACEBACKS": "0",
         # A process that forks must have no other thread, which may hold a lock: pyarrow's allocator starts one.
         "JE_ARROW_MALLOC_CONF": "background_thread:false",
     }

@@ -69,15 +69,16 @@ class Program:
 
 
 def _is_console_script(path: str) -> bool:
-    return Path(path).parent == Path(sys.executable).parent and path != sys.executable and _shebang(path)
-
-
-def _shebang(path: str) -> bool:
+    """Whether it is a script that pip has installed for this interpreter, which has several names in its directory."""
+    bin_directory = Path(sys.executable).parent
+    if Path(path).parent != bin_directory:
+        return False
     try:
         with open(path, "rb") as file:
-            return file.readline().decode(errors="replace").strip() == f"#!{sys.executable}"
+            first = file.readline().decode(errors="replace").strip()
     except OSError:
         return False
+    return first.startswith("#!") and Path(first[2:]).parent == bin_directory
 
 
 class Forker:
