@@ -122,13 +122,13 @@ class Job:
         self.primary = board()
         self.is_slow = False
 
-    def put(self, rank: int, steps: int) -> None:
+    def put(self, rank: int) -> None:
         from flyteplugins_tracking._job import pulse as pulses
 
         is_late = self.is_slow and rank == SLOW_RANK
         # All ranks meet in each step: the others wait for the slow one.
         own = 0.95 if is_late or not self.is_slow else 0.1
-        pulse = pulses.Pulse(steps, 2.0 if self.is_slow else 0.2, own, 4 << 30, 70 << 30, host=f"node-{rank // 8:03}")
+        pulse = pulses.Pulse(2.0 if self.is_slow else 0.2, own, 4 << 30, 70 << 30)
         pulses.put(self.boards[rank], rank, pulse)
 
     def run(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Job:
             self.is_slow = number >= 1
             for rank in range(RANKS):
                 time.sleep(max(0.0, began + (number + rank / RANKS) * PULSE_S - time.monotonic()))
-                self.put(rank, number)
+                self.put(rank)
             started = time.perf_counter()
             values = pulses.metrics(pulses.read(self.primary, RANKS))
             reads.append((time.perf_counter() - started) * 1e3)
@@ -157,7 +157,7 @@ class Job:
 
         def hammer(half: int) -> None:
             while time.monotonic() < until:
-                self.put(half + 2 * (counts[half] % (RANKS // 2)), 0)
+                self.put(half + 2 * (counts[half] % (RANKS // 2)))
                 counts[half] += 1
 
         threads = [threading.Thread(target=hammer, args=(half,)) for half in (0, 1)]

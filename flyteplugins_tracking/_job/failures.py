@@ -114,7 +114,7 @@ class Failure:
         )
 
     def to_json(self) -> str:
-        """Return the failure as text for the job's board."""
+        """Return the failure as a string for the job's board."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:

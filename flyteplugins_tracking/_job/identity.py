@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sys
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,7 +25,7 @@ from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.ray import Trial
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.modules import loaded
+from flyteplugins_tracking._util.modules import initialised_distributed, loaded
 from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking.errors import IdentityError
 
@@ -226,12 +225,8 @@ def _from_rank_0(info: DistributedInfo, token: str | None, *, waits: bool = True
     Raises:
         IdentityError: Rank 0 did not call the decorated function in time.
     """
-    dist: Any = sys.modules.get("torch.distributed")
-    if token is None or dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    if has_inherited_group():
-        return None
-    if dist.get_world_size() != info.world_size:
+    dist = initialised_distributed()
+    if token is None or dist is None or has_inherited_group() or dist.get_world_size() != info.world_size:
         return None
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0 or not waits:

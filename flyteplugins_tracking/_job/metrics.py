@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._util.checks import check_choice
+from flyteplugins_tracking._util.modules import initialised_distributed
 from flyteplugins_tracking.errors import ConfigError
 
 Stat = Literal["mean", "min", "max", "sum", "std"]
@@ -58,10 +59,10 @@ def gather_metrics(
         ConfigError: An argument of this rank is invalid; on the primary, another rank's is, and the message
             names that rank. The other ranks do not wait in vain. Or two metrics would have the same key.
     """
-    dist = sys.modules.get("torch.distributed")
+    dist = initialised_distributed()
     if isinstance(primary_rank, bool) or not isinstance(primary_rank, int):
         raise ConfigError(f"primary_rank must be an int such as 0, or -1 for the last rank, got {primary_rank!r}")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
+    if dist is None:
         _check_stats(stats)
         return _numbers(metrics)
     destination = _rank_of(primary_rank, dist.get_world_size())

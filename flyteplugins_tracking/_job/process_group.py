@@ -185,7 +185,8 @@ def _create(
         torch.cuda.set_device(rank_device)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     # NCCL fails here then, and not in the first collective; from torch 2.3 on.
-    bound = {"device_id": rank_device} if on_gpu and _takes_device(dist) else {}
+    takes_device = "device_id" in inspect.signature(dist.init_process_group).parameters
+    bound = {"device_id": rank_device} if on_gpu and takes_device else {}
     dist.init_process_group(
         backend,
         store=dist.HashStore() if info is None else _group_store(dist, info, timeout),
@@ -195,10 +196,6 @@ def _create(
         **bound,
     )
     return rank_device
-
-
-def _takes_device(dist: Any) -> bool:
-    return "device_id" in inspect.signature(dist.init_process_group).parameters
 
 
 def _group_store(dist: Any, info: DistributedInfo, timeout: timedelta | None) -> Any:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import re
-import socket
 import sys
 import threading
 import time
@@ -50,29 +48,23 @@ class Pulse:
     """The state that a rank has put on the board.
 
     Attributes:
-        steps: The steps that it has made since the function began.
         step_s: Seconds per step between this pulse and the one before; None if that is unknown.
         own_share: The share of the time since the pulse before that it has not waited for other ranks; None if unknown.
         memory: Its resident memory, in bytes; None if unknown.
         cuda_memory: What torch has reserved on its GPUs, in bytes; None without CUDA.
         state: Whether its function runs, has returned or has failed.
-        host: The host's name.
-        pid: The process.
         put_at: When, in seconds since the epoch, by the clock of the host.
     """
 
-    steps: int = 0
     step_s: float | None = None
     own_share: float | None = None
     memory: int | None = None
     cuda_memory: int | None = None
     state: State = "running"
-    host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
     put_at: float = field(default_factory=time.time)
 
     def to_json(self) -> str:
-        """Return the pulse as text for the job's board."""
+        """Return the pulse as a string for the job's board."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
 
@@ -207,7 +199,6 @@ class PulseDuty(Duty):
     def _put(self, state: State) -> None:
         now = time.monotonic()
         pulse = Pulse(
-            steps=self._steps.steps,
             step_s=self._steps.step_s(now),
             own_share=self._waits.own_share(),
             memory=proc.resident_memory(),
@@ -230,7 +221,6 @@ class StepClock:
     """Measures the time of a step from how many there are at each look."""
 
     def __init__(self) -> None:
-        self.steps = 0
         self._kind = ""
         self._first: tuple[float, int] | None = None  # since the last pulse: when a step was seen, and the count then
         self._last: tuple[float, int] | None = None
@@ -244,7 +234,6 @@ class StepClock:
             kind: What counts as a step: another kind begins from 0.
             count: How many steps there have been.
         """
-        self.steps = count
         if kind != self._kind:
             self._kind, self._first, self._last = kind, None, None
         if count and (self._last is None or count != self._last[1]):

@@ -12,7 +12,7 @@ from flyteplugins_tracking._rank import jax
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.modules import loaded
+from flyteplugins_tracking._util.modules import initialised_distributed, loaded
 from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking.errors import IdentityError
 
@@ -101,10 +101,10 @@ def _clone_of_group_store(info: DistributedInfo) -> Any:
 
 def _group_store(info: DistributedInfo) -> Any:
     """Return the store of the process group of all ranks; None if there is no such group."""
-    dist = loaded("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
+    dist = initialised_distributed()
+    if dist is None or dist.get_world_size() != info.world_size:
         return None
-    return dist.distributed_c10d._get_default_store() if dist.get_world_size() == info.world_size else None
+    return dist.distributed_c10d._get_default_store()
 
 
 def hosts_job_store(info: DistributedInfo) -> bool:

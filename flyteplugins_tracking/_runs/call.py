@@ -99,7 +99,7 @@ class Call(PerProcess):
         self, config: TrackingConfig, tracker: Tracker, context: ExecutionContext, task: Task | None = None
     ) -> None:
         """Store the arguments. The test doubles that are active take the place of the tracker and the context."""
-        doubles, outer = _active_doubles(), current.get()
+        doubles, outer = _thread_doubles.get() or next(reversed(_doubles), None), current.get()
         self.config = config
         self.tracker = tracker if doubles is None else doubles.tracker(tracker)
         self.context = context if doubles is None else doubles.context(context)
@@ -466,11 +466,6 @@ def override_here(doubles: Doubles) -> Iterator[None]:
             yield
     finally:
         _thread_doubles.reset(token)
-
-
-def _active_doubles() -> Doubles | None:
-    """Return the test doubles for functions that are called here."""
-    return _thread_doubles.get() or next(reversed(_doubles), None)
 
 
 def _join_enclosing(parent: Call | None, tracker: str) -> Call | None:

@@ -109,8 +109,7 @@ class Attempts(PerProcess):
                 data = args[0] if args else kwargs.get("data")
                 step = data.get(self._column) if isinstance(data, Mapping) else None
             self._move_to(_number(step), now)
-        if now >= self._save_at:
-            self._save_while_running(now)
+        self._save_at_times(now)
 
     def column_defined(self, column: str) -> None:
         """Take the steps of rows without `step=` from this column."""
@@ -125,8 +124,7 @@ class Attempts(PerProcess):
             self._is_passed, self._last_step, self._went_down = True, None, False
         now = self._see()
         self._move_to(number, now)
-        if now >= self._save_at:
-            self._save_while_running(now)
+        self._save_at_times(now)
 
     def end(self, exit_code: int) -> Mapping[str, float]:
         """Save the attempts for the next one. Called before the run is ended, and again if it was opened again.
@@ -166,7 +164,9 @@ class Attempts(PerProcess):
             attempts = [*attempts, Attempt(self._seen_from, self._seen_until, None, None)]
         return attempts[-_MOST_ATTEMPTS:]
 
-    def _save_while_running(self, now: float) -> None:
+    def _save_at_times(self, now: float) -> None:
+        if now < self._save_at:
+            return
         self._save_at = now + min(_LONGEST_S, max(_SHORTEST_S, now - self._seen_from))
         self._save(is_over=False)
 

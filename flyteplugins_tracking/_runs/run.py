@@ -13,8 +13,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -260,11 +260,14 @@ class Run:
         try:
             with self.held:
                 _warn_of_late_group(self)
-                self._await_writers(exit_code)
+                with self._warned("the run does not wait for its other writers"):
+                    self.handle.await_writers(exit_code)
                 exit_code = self._verdict(_or_terminated(exit_code), failure)
                 self._record_goodput(exit_code)
                 summary = ended.summary_of(self, exit_code)
-                self._finish(exit_code)
+                with self._warned(f"the run could not be finished with status {exit_code}"):
+                    self.handle.finish(exit_code)
+                    ended.print_how_to_view(self)
             ended.keep_and_show(self, exit_code, summary)
         finally:
             with state.lock:
@@ -273,12 +276,10 @@ class Run:
 
     def end_early(self, exit_code: int, failure: Failure | None = None) -> None:
         """End the run while functions may still log: the next row opens it again. Called from any thread."""
-        try:
+        with self._warned(f"the run could not be finished with status {exit_code}"):
             status = self._verdict(exit_code, failure)
             self._record_goodput(status)
             self.handle.finish_on_signal(status)
-        except Exception:
-            self._warn_unfinished(exit_code)
         if exit_code == TERMINATED:  # the function may never return: it sits in a collective
             ended.persist(self)
 
@@ -298,21 +299,21 @@ class Run:
 
     def record(self, name: str, values: Mapping[str, Any], text: str) -> None:
         """Keep an event with the run: see `Handle.record_event`. Raises nothing."""
-        try:
+        with self._warned(f"the run does not show this: {text}"):
             self.handle.record_event(name, values, text)
-        except Exception:
-            logger.warning("%s: the run does not show this: %s", self.tracker.name, text, exc_info=True)
 
     def record_hang(self, verdict: str, text: str) -> None:
         """Keep with the run where each rank is, since the job makes no progress."""
         logger.error("%s: %s", self.tracker.name, verdict)
         self.record("hang", {"hang/verdict": verdict}, text)
 
-    def _await_writers(self, exit_code: int) -> None:
+    @contextmanager
+    def _warned(self, consequence: str) -> Iterator[None]:
+        """Warn of what the tracker raises in the block: it must not change the training's outcome."""
         try:
-            self.handle.await_writers(exit_code)
+            yield
         except Exception:
-            logger.warning("%s: the run does not wait for its other writers", self.tracker.name, exc_info=True)
+            logger.warning("%s: %s", self.tracker.name, consequence, exc_info=True)
 
     def _verdict(self, exit_code: int, failure: Failure | None) -> int:
         """Keep with the run why its job has failed, and return the status of the rank that was first."""
@@ -332,27 +333,12 @@ class Run:
     def _record_goodput(self, exit_code: int) -> None:
         if self.attempts is None:
             return
-        try:
+        with self._warned("the run does not show its goodput"):
             values = self.attempts.end(exit_code)
-        except Exception:
-            logger.warning("%s: the run does not show its goodput", self.tracker.name, exc_info=True)
-            return
-        if values:
-            text = goodput.text_of(values)
-            logger.info("%s: %s", self.tracker.name, text)
-            self.record("goodput", values, text)
-
-    def _finish(self, exit_code: int) -> None:
-        try:
-            self.handle.finish(exit_code)
-            ended.print_how_to_view(self)
-        except Exception:
-            # Tracker errors must not change the training's outcome.
-            self._warn_unfinished(exit_code)
-
-    def _warn_unfinished(self, exit_code: int) -> None:
-        warning = "%s: the run could not be finished with status %d"
-        logger.warning(warning, self.tracker.name, exit_code, exc_info=True)
+            if values:
+                text = goodput.text_of(values)
+                logger.info("%s: %s", self.tracker.name, text)
+                self.record("goodput", values, text)
 
     @property
     def is_one_of_many(self) -> bool:

@@ -266,10 +266,6 @@ def _first_call(_: int) -> bool:
     return _start(call).counter.next()
 
 
-def _first_counter() -> CallCounter:
-    return CallCounter(0, _first_call)
-
-
 def _ignore(_: object) -> None:
     """Do nothing: nobody keeps the steps that `should_stop` is passed."""
 
@@ -287,7 +283,7 @@ class _State(PerProcess):
     def forget(self) -> None:
         """Begin again: the function has ended."""
         self.stopping: Stopping | None = None
-        self.counter = _first_counter()
+        self.counter = CallCounter(0, _first_call)  # the first call starts the stopping
         self.on_step: Callable[[object], object] = _ignore
 
     def after_fork_in_child(self) -> None:

@@ -206,13 +206,13 @@ BAD_TEXTS = [
     "{}",
     NESTED,
     '{"rank": "a"}',
-    '{"rank": 1, "steps": 1e999}',
-    '{"put_at": NaN, "steps": 1}',
-    '{"steps": true}',
+    '{"rank": 1, "memory": 1e999}',
+    '{"put_at": NaN, "memory": 1}',
+    '{"memory": true}',
     '{"nothing": 1}',
     f'{{"rank": 1, "type": "E", "message": "m", "exit_code": 1, "failed_at": {10**400}}}',
-    f'{{"steps": {10**400}, "memory": {10**400}}}',
-    '{"steps": 1, "step_s": 1e300, "own_share": 1e300}',
+    f'{{"cuda_memory": {10**400}, "memory": {10**400}}}',
+    '{"memory": 1, "step_s": 1e300, "own_share": 1e300}',
     f'{{"type": "{"x" * 5_000_000}"}}',
     '{"rank": [], "type": {}, "message": 3, "exit_code": null}',
     "\ud800",
@@ -229,9 +229,9 @@ def test_a_text_that_is_damaged_or_another_programs_is_left_out(text, caplog):
 def test_a_bad_text_is_left_out_with_one_warning_and_the_others_are_read(store, caplog, monkeypatch):
     monkeypatch.setattr(board_module, "_warn_once", board_module.WarnOnce(board_module.logger))
     board = Board(store, "pulse")
-    for rank, text in enumerate(["{", Pulse(steps=3).to_json(), NESTED]):
+    for rank, text in enumerate(["{", Pulse(step_s=3.0).to_json(), NESTED]):
         board.put(str(rank), text)
-    assert [(rank, pulse.steps) for rank, pulse in pulse_module.read(board, 4).items()] == [(1, 3)]
+    assert [(rank, pulse.step_s) for rank, pulse in pulse_module.read(board, 4).items()] == [(1, 3)]
     assert len(caplog.records) == 1
 
 
@@ -242,7 +242,7 @@ def test_what_a_terminal_obeys_is_taken_out():
     assert failure.message == f"{sign}]0;title{sign} red{sign}31m\nline\ttab"
 
 
-@pytest.mark.parametrize("whole", [Failure(1, "E", "text", 1), Pulse(steps=3, step_s=0.5, own_share=1.0, memory=7)])
+@pytest.mark.parametrize("whole", [Failure(1, "E", "text", 1), Pulse(step_s=0.5, own_share=1.0, memory=7)])
 def test_random_changes_of_a_text_raise_nothing(whole):
     text, random = whole.to_json(), Random(1)
     for _ in range(200):
