@@ -63,8 +63,11 @@ def main(arguments: list[str]) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     try:
-        is_replay = given.tracker is not None
-        for text in (_replay if is_replay else _send)(given.directories, given.tracker if is_replay else given.server):
+        if given.tracker is None:
+            texts = _send(given.directories, given.server)
+        else:
+            texts = _send_to(given.directories, given.tracker)
+        for text in texts:
             sys.stdout.write(f"{text}\n")
     except (TrackingError, ValueError, OSError) as error:
         sys.stderr.write(f"cannot send: {error}\n")
@@ -168,7 +171,7 @@ def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> set[P
         handle.finish(handle.earlier_exit_code)
     else:
         for journal in journals:
-            _relog(handle, journal.lines())
+            _log_lines(handle, journal.lines())
         handle.finish(exit_code_in(journals[0].lines()))
         for journal in journals:
             journal.remove()
@@ -199,7 +202,7 @@ def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> Client
     return handle
 
 
-def _relog(handle: ClientHandle, lines: Iterable[Line]) -> None:
+def _log_lines(handle: ClientHandle, lines: Iterable[Line]) -> None:
     """Log lines to the run of a tracker without an outbox, as third parties have them. The run's end is left out.
 
     Raises:
@@ -217,20 +220,20 @@ def _relog(handle: ClientHandle, lines: Iterable[Line]) -> None:
                 raise TrackerUnavailableError(str(error)) from error
 
 
-def _replay(paths: Sequence[Path], tracker: str) -> Iterator[str]:
+def _send_to(paths: Sequence[Path], tracker: str) -> Iterator[str]:
     for path in paths:
         runs = [wandb_files.as_lines(path)] if wandb_files.is_run_directory(path) else _kept_runs(path)
         for number, lines in enumerate(runs):
-            rows, replayed = sum("row" in line for line in lines), _replayed(path, tracker)
-            first = replayed.get(str(number), -1)
+            rows, sent = sum("row" in line for line in lines), _rows_at(path, tracker)
+            first = sent.get(str(number), -1)
             if rows == first:
                 yield f"{tracker} has all {rows} rows of {path}"
                 continue
             if tracker == "wandb":
-                wandb_files.replay(lines)
+                wandb_files.send_lines(lines)
             else:
                 _send_to_another(lines, tracker, max(first, 0))
-            replace_whole(_marker(path, tracker), json.dumps({**replayed, str(number): rows}))
+            replace_whole(_marker(path, tracker), json.dumps({**sent, str(number): rows}))
             yield f"sent {rows - max(first, 0)} rows of {path} to {tracker}, as run {lines[0]['id']}"
 
 
@@ -264,21 +267,21 @@ def _send_to_another(lines: Sequence[Any], tracker: str, first: int) -> None:
             handle.put({name: value for name, value in row.items() if name != "id"})
         handle.wait(handle.request.config.finish_timeout_s)
     else:
-        _relog(handle, rows)
+        _log_lines(handle, rows)
     handle.finish(exit_code_in(lines))
     unsent = handle.unsent()
     if isinstance(unsent, list) and [path for path in unsent if stored(Path(path))]:
         raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent[0])}")
 
 
-def _replayed(path: Path, tracker: str) -> dict[str, Any]:
+def _rows_at(path: Path, tracker: str) -> dict[str, Any]:
     """Return how many rows of each journal of a directory this tracker has."""
     try:
-        replayed = json.loads(own_text(_marker(path, tracker)) or "")
+        sent = json.loads(own_text(_marker(path, tracker)) or "")
     except (ValueError, RecursionError):
         return {}
-    return replayed if isinstance(replayed, dict) else {}
+    return sent if isinstance(sent, dict) else {}
 
 
 def _marker(path: Path, tracker: str) -> Path:
-    return path / f"replayed-to-{tracker}.json"
+    return path / f"sent-to-{tracker}.json"

@@ -219,7 +219,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + key, value
 
 
-def replay(lines: Sequence[Any]) -> int:
+def send_lines(lines: Sequence[Any]) -> int:
     """Send a run of another tracker's journal to W&B. Rows that W&B has are not sent. Returns the number of rows."""
     header, arguments = lines[0], lines[0]["arguments"]
     names = ("name", "group", "tags", "notes", "config")
