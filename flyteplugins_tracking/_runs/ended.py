@@ -16,17 +16,16 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._runs.run import Run
 
 logger = logging.getLogger(__name__)
+_UNPUBLISHED = "download_logs=True: the files did not become an output of the task"
 
 
 def summary_of(run: Run, exit_code: int) -> Mapping[str, Any] | None:
     """Return the run's last values if its task shows them. A task that is terminated has no time for that."""
     if not run.opener.has_report or exit_code == TERMINATED or not run.plan.primary:
         return None
-    try:
+    with run.warned("the task's report shows no values of the run"):
         return run.handle.summary()
-    except Exception:
-        logger.warning("%s: the task's report shows no values of the run", run.tracker.name, exc_info=True)
-        return {}
+    return {}
 
 
 def print_how_to_view(run: Run) -> None:
@@ -58,17 +57,8 @@ def persist(run: Run) -> None:
     if not run.opener.context.can_persist:
         return
     for directory in run.handle.unsent():
-        try:
-            address = run.opener.context.persist(directory)
-        except Exception:
-            logger.warning(
-                "%s: %s could not be copied to storage, and is lost with this machine",
-                run.tracker.name,
-                directory,
-                exc_info=True,
-            )
-        else:
-            name = os.path.basename(directory)
+        with run.warned(f"{directory} could not be copied to storage, and is lost with this machine"):
+            address, name = run.opener.context.persist(directory), os.path.basename(directory)
             logger.warning(
                 "%s: rows that the service has not received are stored at %s. Download them to %s, and send them: %s",
                 run.tracker.name,
@@ -83,21 +73,12 @@ def publish_files(run: Run, is_async: bool) -> Any:
     context = run.opener.context
     if run.opener.info is not None or not context.can_publish_files or run.handle.files is None:
         return None
-    try:
+    published = None
+    with run.warned(_UNPUBLISHED):
         published = context.publish_files(run.handle.files, run.handle.id, is_async)
-    except Exception:
-        _warn_unpublished(run)
-        return None
     return _awaited(run, published) if is_async and published is not None else None
 
 
 async def _awaited(run: Run, published: Any) -> None:
-    try:
+    with run.warned(_UNPUBLISHED):
         await published
-    except Exception:
-        _warn_unpublished(run)
-
-
-def _warn_unpublished(run: Run) -> None:
-    warning = "%s: download_logs=True: the files did not become an output of the task"
-    logger.warning(warning, run.tracker.name, exc_info=True)

@@ -260,12 +260,12 @@ class Run:
         try:
             with self.held:
                 _warn_of_late_group(self)
-                with self._warned("the run does not wait for its other writers"):
+                with self.warned("the run does not wait for its other writers"):
                     self.handle.await_writers(exit_code)
                 exit_code = self._verdict(_or_terminated(exit_code), failure)
                 self._record_goodput(exit_code)
                 summary = ended.summary_of(self, exit_code)
-                with self._warned(f"the run could not be finished with status {exit_code}"):
+                with self.warned(f"the run could not be finished with status {exit_code}"):
                     self.handle.finish(exit_code)
                     ended.print_how_to_view(self)
             ended.keep_and_show(self, exit_code, summary)
@@ -276,7 +276,7 @@ class Run:
 
     def end_early(self, exit_code: int, failure: Failure | None = None) -> None:
         """End the run while functions may still log: the next row opens it again. Called from any thread."""
-        with self._warned(f"the run could not be finished with status {exit_code}"):
+        with self.warned(f"the run could not be finished with status {exit_code}"):
             status = self._verdict(exit_code, failure)
             self._record_goodput(status)
             self.handle.finish_on_signal(status)
@@ -299,7 +299,7 @@ class Run:
 
     def record(self, name: str, values: Mapping[str, Any], text: str) -> None:
         """Keep an event with the run: see `Handle.record_event`. Raises nothing."""
-        with self._warned(f"the run does not show this: {text}"):
+        with self.warned(f"the run does not show this: {text}"):
             self.handle.record_event(name, values, text)
 
     def record_hang(self, verdict: str, text: str) -> None:
@@ -308,7 +308,7 @@ class Run:
         self.record("hang", {"hang/verdict": verdict}, text)
 
     @contextmanager
-    def _warned(self, consequence: str) -> Iterator[None]:
+    def warned(self, consequence: str) -> Iterator[None]:
         """Warn of what the tracker raises in the block: it must not change the training's outcome."""
         try:
             yield
@@ -333,7 +333,7 @@ class Run:
     def _record_goodput(self, exit_code: int) -> None:
         if self.attempts is None:
             return
-        with self._warned("the run does not show its goodput"):
+        with self.warned("the run does not show its goodput"):
             values = self.attempts.end(exit_code)
             if values:
                 text = goodput.text_of(values)
