@@ -32,6 +32,7 @@ MODULES = (
     "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
     "wandb",
     "wandb.proto.wandb_internal_pb2",
+    "wandb.sdk.launch",  # by `wandb.init`
     "flytekit",
     "flytekitplugins.kfpytorch",
     "flytekit.bin.entrypoint",
