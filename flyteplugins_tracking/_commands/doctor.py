@@ -157,7 +157,7 @@ def _merged(documents: Sequence[Mapping[str, Any]], expected: int) -> list[dict[
         with suppress(LookupError, TypeError):  # another version of this library has sent it
             job = document["detected"]["job"] or {"rank": 0}
             worker_of[job["rank"]] = job.get("worker_index")
-            found = [Diagnostic(*parts) for parts in document["diagnostics"]]
+            found = [Diagnostic(*parts) for parts in document["diagnostics"] if parts[0] in LEVELS]
             for diagnostic in (*found, *_other_versions(documents[0]["versions"], document["versions"])):
                 ranks_of.setdefault(diagnostic, set()).add(job["rank"])
     if silent := set(range(expected)) - worker_of.keys():

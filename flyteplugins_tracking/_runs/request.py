@@ -144,7 +144,7 @@ def _ask_to_stop(service: str, otherwise: Callable[[], object]) -> None:
 
 
 def _trial_config(call: Call) -> dict[str, Any]:
-    """Return the hyperparameters of a trial of Ray Tune. What is not a plain value is text: it may be any object."""
+    """Return the hyperparameters of a trial of Ray Tune, each as a plain value or as a string."""
     pool = call.found.pool
     if pool is None or pool.trial is None:
         return {}

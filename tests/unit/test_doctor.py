@@ -641,7 +641,7 @@ def test_other_versions_and_silent_ranks_are_reported_and_all_ranks_exit_with_on
     message["versions"] |= {"flyteplugins-tracking": "9.9", "python": "3.0", "wandb": "0.1"}
     board.put("text/1", json.dumps(message))
     later = {"detected": {"job": {"rank": 3, "colour": "red"}}, "versions": {"flyteplugins-tracking": "9.9"}}
-    board.append(json.dumps({**later, "diagnostics": []}))
+    board.append(json.dumps({**later, "diagnostics": [["advice", "of another level", ""]]}))
     monkeypatch.setattr(doctor, "_OTHERS_S", 0.5)
     status, printed, err = ask("--offline", **job)
     assert (status, err, board.of_topic("doctor/0/status").texts()) == (1, "", ["7", "1"])
