@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import sys
 import time
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +48,33 @@ def test_an_id_that_the_library_has_made_gets_a_word_before_it(bare_environment)
     made = _request("7-12345678")
     assert pluto._with_usable_id(made).plan.run_id == "run-7-12345678"
     assert pluto._with_usable_id(_request("job-1a2b")).plan.run_id == "job-1a2b"
+
+
+def test_a_journal_names_no_directory_but_one_of_a_clients_files(tmp_path):
+    """Its files are uploaded, and it is removed."""
+    from flyteplugins_tracking.trackers.pluto import vendor
+
+    folder, name = tmp_path / ".pluto", vendor.name_of_directory("train", 3, 1)
+    for made in (name, name.replace("train", "train-2"), "photos"):
+        (folder / made).mkdir(parents=True)
+    (tmp_path / name).mkdir()
+    (folder / f"{name[:-1]}g").symlink_to(tmp_path)
+    (folder / "train-rank-0-attempt-0-aaaaaa").symlink_to(tmp_path)
+    tried = [*(path.name for path in folder.iterdir()), "..", ".", "", f"../{name}", f"{name}/.."]
+    assert [one for one in tried if vendor.is_clients_directory(f"{folder}/{one}", "train")] == [name]
+
+
+def test_a_journal_posts_nothing_but_what_describes_its_own_run(monkeypatch):
+    pytest.importorskip("httpx")
+    from flyteplugins_tracking.trackers.pluto.sink import PlutoSink
+    from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
+
+    settings = SimpleNamespace(http_proxy=None, https_proxy=None, insecure_disable_ssl=False)
+    sink, posted = PlutoSink(SimpleNamespace(id=7, settings=settings), "x", Steps(MetricSanitizer("Pluto"))), []
+    monkeypatch.setattr(sink, "_takes", lambda path, content: bool(posted.append((path, json.loads(content)))) or True)
+    posts = [["status/update", {"status": "FAILED"}], ["../../x", {}], ["tags/update", {"tags": ["a"], "runId": 1}]]
+    sink.send([{"call": "pluto/post", "args": args, "kwargs": {}, "id": "x"} for args in posts], None)
+    assert posted == [("/api/runs/tags/update", {"tags": ["a"], "runId": 7})]
 
 
 def _request(run_id: str) -> Any:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import shutil
 import sys
 import time
@@ -99,7 +98,7 @@ def _own_directory(request: RunRequest, parent: Any) -> str:
     """Return a directory that no other rank and no other attempt uses."""
     info = request.info
     rank, attempt = (info.rank, info.restart_count) if info else (0, 0)
-    name = f"{request.plan.run_id}-rank-{rank}-attempt-{attempt}-{secrets.token_hex(3)}"
+    name = vendor.name_of_directory(str(request.plan.run_id), rank, attempt)
     return os.path.join(os.path.abspath(os.path.expanduser(os.fspath(parent))), vendor.FOLDER, name)
 
 

@@ -6,11 +6,9 @@ import functools
 import logging
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from flyteplugins_tracking._util.files import is_own_directory
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
@@ -77,8 +75,7 @@ class PlutoHandle(OutboxHandle):
 
     def _remove_files(self, directory: str) -> None:
         """Remove the directory of a client, unless it may have files that could not be sent."""
-        is_clients = Path(directory).parent.name == vendor.FOLDER and is_own_directory(Path(directory))
-        if is_clients and not getattr(self._sink, "has_files", False):
+        if vendor.is_clients_directory(directory, self.id) and not getattr(self._sink, "has_files", False):
             remove_directory(directory)
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:

@@ -17,7 +17,7 @@ from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import repeat_call
 from flyteplugins_tracking.trackers.outbox import THREAD, AwayError
 from flyteplugins_tracking.trackers.pluto import vendor
-from flyteplugins_tracking.trackers.pluto.vendor import ENTRIES, FILE, FOLDER, POST
+from flyteplugins_tracking.trackers.pluto.vendor import ENTRIES, FILE, POST, POSTS
 from flyteplugins_tracking.trackers.rows import Steps
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,9 @@ class PlutoSink:
             if "event" in line:
                 self._post("config/update", {"config": json.dumps(event_values(line))})
             elif line.get("call") == POST:
-                self._post(*line["args"])
+                path, body = line["args"]
+                if path in POSTS:
+                    self._post(path, body)
             elif line.get("call", FILE) not in (ENTRIES, FILE):
                 repeat_call(self._op, self._label, line)
         for kind, of_kind in entries.items():
@@ -133,7 +135,7 @@ class PlutoSink:
                 self._known[kind].update(new)
 
     def _post(self, path: str, body: Mapping[str, Any]) -> None:
-        content = json.dumps({"runId": self._op.id, **body})
+        content = json.dumps({**body, "runId": self._op.id})
         if not self._takes(f"/api/runs/{path}", content):
             self._warn_once(path, "Pluto: run %s: the service rejects %s, which is lost", self._label, path)
 
@@ -180,8 +182,8 @@ class PlutoSink:
 
     def _upload(self, directory: str, name: str, record: Mapping[str, Any]) -> None:
         """Upload a file of the client's directory. The client itself tries that several times."""
-        is_ours = Path(directory).parent.name == FOLDER  # a line must not name any file of this user
-        path = own_file_in(Path(directory), name) if is_ours else None
+        is_clients = vendor.is_clients_directory(directory, self._label)  # a line must not name any file of this user
+        path = own_file_in(Path(directory), name) if is_clients else None
         if path is None or not vendor.upload(self._op.settings, str(path), record):
             self.has_files = True
             text = "Pluto: run %s: the file of %r could not be sent: %s"

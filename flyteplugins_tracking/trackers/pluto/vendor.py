@@ -10,11 +10,15 @@ import functools
 import json
 import logging
 import os
+import re
+import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from flyteplugins_tracking._util.files import is_own_directory
 from flyteplugins_tracking.trackers.journal import Line
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
@@ -23,6 +27,8 @@ logger = logging.getLogger(__name__)
 # The directory of the client's files, and the calls in our journal that say what the client has prepared.
 FOLDER = ".pluto"
 POST, ENTRIES, FILE = "pluto/post", "pluto/entries", "pluto/file"
+# What may be posted to the service's API for runs.
+POSTS = ("config/update", "tags/update", "notes/update", "logName/add")
 
 _UPLOADER, _RECORD = "pluto.sync.process:_SyncUploader", "pluto.sync.store:FileRecord"
 _MEDIA = "media: images, audio, video and other files"
@@ -60,6 +66,21 @@ def prepare(settings: Any, key: str | None, queue: Queue) -> None:
     settings.x_thread_join_timeout_seconds = 1
     settings.sync_process_db_path = os.devnull  # the client would warn if its queue were on a network file system
     _take_over_client()
+
+
+def name_of_directory(run_id: str, rank: int, attempt: int) -> str:
+    """Return a name for the directory of a client's files that no other rank and no other attempt has."""
+    return f"{run_id}-rank-{rank}-attempt-{attempt}-{secrets.token_hex(3)}"
+
+
+def is_clients_directory(directory: str, run_id: str) -> bool:
+    """Whether a path that a journal names is that of the directory of a client's files, of a run.
+
+    Its files are sent, and then removed. So it must be no other directory of this user.
+    """
+    name = re.escape(run_id) + r"-rank-\d+-attempt-\d+-[0-9a-f]{6}"
+    path = Path(directory)
+    return bool(path.parent.name == FOLDER and re.fullmatch(name, path.name)) and is_own_directory(path)
 
 
 def skip_description(settings: Any) -> None:
