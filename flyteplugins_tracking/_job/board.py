@@ -189,7 +189,8 @@ def from_text(kind: type[T], text: str) -> T | None:
             return kind(**values)
     except (ValueError, TypeError, KeyError, AttributeError):
         pass
-    _warn_once(kind.__name__, "a string on the job's board is left out, since it is no %s: %.80r", kind.__name__, text)
+    text = text[:80]
+    _warn_once(kind.__name__, "a string on the job's board is left out, since it is no %s: %r", kind.__name__, text)
     return None
 
 

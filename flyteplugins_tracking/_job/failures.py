@@ -29,8 +29,10 @@ from flyteplugins_tracking._job.store import is_torch_loaded
 from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util.files import read_own
 from flyteplugins_tracking._util.modules import is_own
 from flyteplugins_tracking._util.secrets import masked
+from flyteplugins_tracking._util.text import parse_json
 from flyteplugins_tracking._util.threads import run_with_timeout
 
 if TYPE_CHECKING:
@@ -69,7 +71,9 @@ _SEND_S = 10.0
 _ACKNOWLEDGED_S = 1.0
 _ACKNOWLEDGED = "read"
 _POLL_S = 0.1
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+# An exit code has 32 bits.
+_LARGEST_CODE = 2**31
+_ERROR_FILE, _LONGEST_ERROR_FILE = "TORCHELASTIC_ERROR_FILE", 1 << 22
 
 
 @dataclass(frozen=True)
@@ -255,13 +259,13 @@ def _read_error_files(info: DistributedInfo, env: Mapping[str, str]) -> list[Fai
         return []
     failures = []
     for path in own.parent.parent.glob("*/error.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             failures.append(_failure_of_file(path, info.rank - info.local_rank + int(path.parent.name)))
     return sorted(failures, key=lambda failure: failure.failed_at)
 
 
 def _failure_of_file(path: Path, rank: int) -> Failure:
-    message = json.loads(path.read_text())["message"]
+    message = parse_json(read_own(path, _LONGEST_ERROR_FILE).decode())["message"]
     kind, _, text = message["message"].partition(": ")
     stack = message["extraInfo"]["py_callstack"]
     return Failure(
@@ -297,7 +301,7 @@ class _Notices(Duty):
             # Importing torch takes seconds, which a process that is being terminated may not have.
             run_with_timeout(_READ_S, self._read_all)
         found = [notice for of_topic in self._found.values() for notice in list(of_topic.values())]
-        notices = [notice for notice in found if notice is not None]
+        notices = [notice for notice in found if notice is not None and abs(notice.exit_code) < _LARGEST_CODE]
         withdrawn = {(notice.rank, notice.failed_at) for notice in notices if not notice.exit_code}
         return [
             notice

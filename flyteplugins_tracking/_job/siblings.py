@@ -38,6 +38,8 @@ _NOTICE_S = 0.05
 # As much, for a rank that has exited by itself: with torch imported, one that exits in its handler of a SIGTERM needs
 # 7.5 ms at least, nearly all of them to free its memory. Such a handler may raise KeyboardInterrupt too.
 _EXIT_NOTICE_S = 0.005
+# A variable with more digits is no rank.
+_MOST_DIGITS = 10
 # How long after a rank's end its agent ends the others, or their collectives are cut.
 _UNKNOWN_S = 10.0
 
@@ -205,7 +207,9 @@ def _named(info: DistributedInfo) -> tuple[Sequence[int], Mapping[int, int]]:
     # A shell around each rank ends with its rank's status.
     children = proc.children(proc.nearest_without(variable))
     ranks_by_pid = {pid: proc.variables_at_start(pid).get(variable, "") for pid in children}
-    return children, {int(rank): pid for pid, rank in ranks_by_pid.items() if rank.isdecimal()}
+    return children, {
+        int(rank): pid for pid, rank in ranks_by_pid.items() if rank.isdecimal() and len(rank) < _MOST_DIGITS
+    }
 
 
 def _by_order(info: DistributedInfo, children: Sequence[int], by_variable: Mapping[int, int]) -> Mapping[int, int]:

@@ -19,6 +19,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import socket
 import struct
@@ -36,6 +37,7 @@ from flyteplugins_tracking._util.files import private_directory
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking.trackers.base import RunRequest
 
+logger = logging.getLogger(__name__)
 Json = Mapping[str, Any]
 
 # The longest path of a socket, without the final zero: sun_path in unix(7).
@@ -46,6 +48,8 @@ _RETRY_S = 0.05
 
 # What a follower may send is a number or a question, and the leader's value may be large. In bytes.
 _LONGEST_QUESTION, _LONGEST_VALUE = 1 << 20, 1 << 28
+# What a message raises that says something else than expected, and what a connection or a new thread may raise.
+_MALFORMED = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
 # A node has a few hundred followers at most.
 _MOST_PEERS = _MOST_REQUESTS = 500
 
@@ -277,7 +281,7 @@ class NodeClient:
         path = _socket_path(name)
         while True:
             # It may not listen yet, or a process that has died may have left its socket.
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(*_MALFORMED):
                 peer = _Peer(socket.socket(socket.AF_UNIX))
                 try:
                     return cls._receive_first(rank, peer, path, deadline + publish_timeout_s)
@@ -335,14 +339,17 @@ class NodeClient:
     def _receive(
         self, on_publish: Callable[[Json], None], on_suspend: Callable[[], None], on_disconnect: Callable[[], None]
     ) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        try:
             for message in self._messages:
                 if "publish" in message:
                     on_publish(message["publish"])
                 if "suspend" in message:
                     on_suspend()
                     self._peer.send({"suspended": True})
-        on_disconnect()
+        except _MALFORMED:
+            logger.debug("a message of the leader cannot be used", exc_info=True)
+        finally:
+            on_disconnect()
 
 
 class _Peer(PerProcess):

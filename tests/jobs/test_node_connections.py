@@ -20,6 +20,7 @@ import pytest
 from support import jobs
 from support.users import as_nobody, needs_root
 
+from flyteplugins_tracking.trackers import node_group
 from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodeServer
 
 PROGRAM = jobs.PROGRAMS / "node_connections.py"
@@ -251,6 +252,36 @@ def test_a_follower_that_sends_no_valid_message_is_dropped(name, directory, sent
     follower.leave()
     assert server.wait(PATIENCE_S) == []
     server.close()
+
+
+def test_a_follower_whose_leader_says_something_else_notices_its_end(name):
+    server = NodeServer(name, on_request=lambda _: None)
+    server.publish({"n": 1})
+    follower = NodeClient.connect(name, 2, time.monotonic() + PATIENCE_S, 10)
+    is_over = threading.Event()
+    follower.subscribe(lambda value: value["n"], lambda: None, is_over.set)
+    server.publish({"m": 1})
+    assert is_over.wait(PATIENCE_S)
+    server.close()
+
+
+@pytest.mark.parametrize("message", [b'{"publish": 1}\n', b'{"publish": {}, "server": []}\n'])
+def test_a_leader_that_publishes_something_else_is_none(name, directory, message):
+    NodeServer(name, on_request=lambda _: None).close()
+    path = node_group._socket_path(name)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    listener.accept()[0].sendall(message)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(NodeError):
+            NodeClient.connect(name, 1, time.monotonic() + 1, 1)
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 def test_200_damaged_conversations_harm_neither_the_leader_nor_the_next_follower(name, directory):

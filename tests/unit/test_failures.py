@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
@@ -98,6 +99,37 @@ def test_thousands_of_echoes_do_not_hide_the_cause(machine):
         fail(2, cut_off())
     fail(3, ValueError("bad batch"))
     assert read() == "3 ValueError 1"
+
+
+def test_a_notice_with_an_exit_code_that_no_process_has_does_not_count(machine):
+    """A tracker could not end the run with it."""
+    error = raised(ValueError("a peer's"))
+    announce_failure(error, replace(Failure.of_error(error, 2, 1), exit_code=10**17), RANKS[2])
+    assert read() == "none"
+
+
+@pytest.mark.parametrize(
+    "planted", ["fifo", "link", "[" * 100_000, "[]", '{"message": 1}', '{"message": {"message": 1}}']
+)
+def test_an_error_file_that_is_no_such_file_is_left_out_and_nobody_waits_for_it(machine, planted):
+    path = machine / "attempt_0" / "1" / "error.json"
+    path.parent.mkdir(parents=True)
+    if planted == "fifo":
+        os.mkfifo(path)
+    elif planted == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text(planted)
+    own = {"TORCHELASTIC_ERROR_FILE": str(machine / "attempt_0" / "0" / "error.json")}
+    assert failures._read_error_files(RANKS[0], own) == []
+
+
+def test_a_process_whose_variable_is_no_rank_is_none(monkeypatch):
+    variables = {1: {"PMI_RANK": "9" * 5000}, 2: {"PMI_RANK": "1"}}
+    monkeypatch.setattr(siblings.proc, "nearest_without", lambda _: 0)
+    monkeypatch.setattr(siblings.proc, "children", lambda _: [1, 2])
+    monkeypatch.setattr(siblings.proc, "variables_at_start", variables.get)
+    assert siblings._named(RANKS[0]) == ([1, 2], {1: 2})
 
 
 def test_a_sigterm_without_a_failure_is_none(machine):

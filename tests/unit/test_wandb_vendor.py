@@ -16,9 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 from support.offline_wandb import open_run
+from support.users import NOBODY, needs_root
 from wandb_files import read_runs
 
-from flyteplugins_tracking import TrackerNotInstalledError
+from flyteplugins_tracking import ConfigError, TrackerNotInstalledError
 from flyteplugins_tracking.trackers import vendor_parts
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 
@@ -169,6 +170,28 @@ def test_attaching_has_every_part(run, no_warning):
     assert vendor.is_finished(attached)
     assert other not in vendor.open_runs()
     vendor.set_global_run(run)
+
+
+@needs_root
+@pytest.mark.parametrize("folder", ["wandb", ".wandb"])
+@pytest.mark.parametrize("planted", ["file", "fifo", "link", "link of ours"])
+def test_settings_of_another_user_do_not_choose_the_server(tmp_path, monkeypatch, folder, planted):
+    """W&B's client would send the key to it."""
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    path, target = tmp_path / folder / "settings", tmp_path / "target"
+    path.parent.mkdir()
+    target.write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    if planted == "fifo":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(target.read_bytes()) if planted == "file" else path.symlink_to(target)
+    os.lchown(target if planted == "link of ours" else path, NOBODY, NOBODY)
+    vendor._check_settings_files.cache_clear()
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        vendor.session()
+    os.lchown(target, 0, 0)
+    os.lchown(path, 0, 0)
+    vendor._check_settings_files()
 
 
 def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):

@@ -20,11 +20,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.text import without_credentials
+from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 
 # How long wandb-core may take to write the files of runs that have ended.
@@ -50,10 +52,28 @@ _GLOBALS = (
 
 
 def session() -> Any:
-    """Wandb's object for this process, with its settings and its wandb-core. Required by every run."""
+    """Wandb's object for this process, with its settings and its wandb-core. Required by every run.
+
+    Raises:
+        ConfigError: Another user could choose the server that gets the key.
+    """
+    _check_settings_files()
     with _required("this version of flyteplugins-tracking"):
         setup = importlib.import_module("wandb.sdk.wandb_setup")
         return setup.singleton() or setup._setup(start_service=False)  # None before 0.20, if there is none yet
+
+
+@functools.cache
+def _check_settings_files() -> None:
+    """Refuse a settings file of another user in the directory of runs: wandb reads it, or waits if it is a FIFO."""
+    folder = Path(os.environ.get("WANDB_DIR") or os.curdir).expanduser()
+    for path in (folder / name / "settings" for name in (".wandb", "wandb")):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if any(owner not in (0, os.geteuid()) for owner in (path.lstat().st_uid, path.stat().st_uid)):
+                raise ConfigError(
+                    f"W&B: {path.resolve()} belongs to another user, and W&B's client would take its server from it, "
+                    "which gets the API key. Remove it, or set WANDB_DIR to a directory that only you can write to."
+                )
 
 
 def open_runs() -> list[Any]:
