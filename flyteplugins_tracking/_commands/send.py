@@ -17,6 +17,7 @@ from typing import Any
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.files import is_own_file, own_text, replace_whole, touch_own
+from flyteplugins_tracking._util.text import parse_json
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
@@ -25,8 +26,9 @@ from flyteplugins_tracking.trackers.journal import (
     Line,
     StoredJournal,
     exit_code_in,
-    has_records,
+    files_in,
     remove_torn,
+    require_all_sent,
     stored,
 )
 from flyteplugins_tracking.trackers.kept import OutboxHandle, repeat_call
@@ -77,18 +79,31 @@ def main(arguments: list[str]) -> int:
 
 def _send(paths: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
     of_wandb = [path for path in paths if wandb_files.is_run_directory(path)]
-    for path in paths:
-        if path not in of_wandb and _is_empty(path):
-            yield f"{path} has no rows: nothing was logged there"
-        elif path not in of_wandb:
-            run_id = _send_kept(path, servers)
-            yield f"{path} has nothing that is not sent yet" if run_id is None else f"sent {path} as run {run_id}"
-    yield from wandb_files.send(of_wandb, servers)
+    failed: list[str] = []
+    for path in (path for path in paths if path not in of_wandb):
+        try:
+            yield _send_directory(path, servers)
+        except Exception as error:
+            is_said = isinstance(error, (TrackingError, ValueError))
+            failed.append(str(error) if is_said else f"{path} was not sent: {type(error).__name__}: {error}")
+    try:
+        yield from wandb_files.send(of_wandb, servers)
+    except TrackerUnavailableError as error:
+        failed.append(str(error))
+    if failed:
+        raise TrackerUnavailableError("\n".join(failed))
+
+
+def _send_directory(path: Path, servers: Sequence[str]) -> str:
+    if _is_empty(path):
+        return f"{path} has no rows: nothing was logged there"
+    run_id = _send_kept(path, servers)
+    return f"{path} has nothing that is not sent yet" if run_id is None else f"sent {path} as run {run_id}"
 
 
 def _is_empty(directory: Path) -> bool:
     """Whether a directory has nothing of any run: its process was killed before it had logged anything."""
-    return directory.is_dir() and not is_own_file(directory / _SENT) and not has_records(directory)
+    return directory.is_dir() and not is_own_file(directory / _SENT) and not files_in(directory)
 
 
 def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
@@ -102,7 +117,7 @@ def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
         The id of the run; None if all was sent before.
 
     Raises:
-        TrackerUnavailableError: The service still cannot be used, or has not taken everything: the rest is kept.
+        TrackerUnavailableError: Not everything was sent, since the service still cannot be used, for one.
         ValueError: `directory` is not that of a run.
     """
     journals = _journals_in(directory)
@@ -118,17 +133,29 @@ def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
             require_server(directory, address, [*os.environ.values(), *servers])
     touch_own(directory / _SENT)
     kept_again = {directory}
-    attempts = list(_attempts(left))
+    attempts, rejected = list(_attempts(left)), 0
     for attempt in attempts:
-        kept_again |= _send_attempt(attempt, ends_run=attempt is attempts[-1])
+        directories, rows = _send_attempt(attempt, ends_run=attempt is attempts[-1])
+        kept_again |= directories
+        rejected += rows
+    _remove_empty(directory)
+    unsent = sorted(str(path) for path in kept_again if stored(path))
+    if unsent:
+        raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent)}")
+    require_all_sent(directory)
+    if rejected:
+        raise TrackerUnavailableError(
+            f"{directory} was sent, but for {rejected} rows that the service rejects: the files are kept as *.bad"
+        )
+    return str(left[0].header["id"]) if left else None
+
+
+def _remove_empty(directory: Path) -> None:
+    """Remove what has nothing to send."""
     for journal in stored(directory):  # without lines: of a process that was killed when it made it, or had sent all
         if not journal.is_open() and not journal.pending():
             journal.remove()
     remove_torn(directory)
-    unsent = sorted(str(path) for path in kept_again if stored(path))
-    if unsent:
-        raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent)}")
-    return str(left[0].header["id"]) if left else None
 
 
 def _journals_in(directory: Path) -> list[StoredJournal]:
@@ -158,24 +185,25 @@ def _attempts(journals: Sequence[StoredJournal]) -> Iterator[list[StoredJournal]
             yield [primary]
 
 
-def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> set[Path]:
+def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> tuple[set[Path], int]:
     """Send the journals of one attempt's ranks. The first one's end is the run's, if this is the last attempt.
 
     Returns:
-        The directories in which the tracker may have kept rows again.
+        The directories in which the tracker may have kept rows again, and how many rows the service has rejected.
     """
     handle = _open(journals[0].header, journals)
-    handle.ends_run = ends_run
+    handle.ends_run, rejected = ends_run, 0
     if isinstance(handle, OutboxHandle):
         handle.wait(handle.request.config.finish_timeout_s)
         handle.finish(handle.earlier_exit_code)
+        rejected = handle.rejected_rows
     else:
         for journal in journals:
             _log_lines(handle, journal.lines())
         handle.finish(exit_code_in(journals[0].lines()))
         for journal in journals:
             journal.remove()
-    return set(map(Path, handle.unsent()))
+    return set(map(Path, handle.unsent())), rejected
 
 
 def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> ClientHandle:
@@ -274,13 +302,14 @@ def _send_to_another(lines: Sequence[Any], tracker: str, first: int) -> None:
         raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent[0])}")
 
 
-def _rows_at(path: Path, tracker: str) -> dict[str, Any]:
+def _rows_at(path: Path, tracker: str) -> dict[str, int]:
     """Return how many rows of each journal of a directory this tracker has."""
     try:
-        sent = json.loads(own_text(_marker(path, tracker)) or "")
-    except (ValueError, RecursionError):
+        sent = parse_json(own_text(_marker(path, tracker)) or "")
+    except ValueError:
         return {}
-    return sent if isinstance(sent, dict) else {}
+    is_ours = isinstance(sent, dict) and all(isinstance(rows, int) for rows in sent.values())
+    return sent if is_ours else {}
 
 
 def _marker(path: Path, tracker: str) -> Path:

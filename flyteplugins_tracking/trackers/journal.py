@@ -14,6 +14,7 @@ The record of a tracker is a line: JSON that no service's format is in. A line i
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
@@ -30,9 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flyteplugins_tracking._util.files import open_own, read_own
+from flyteplugins_tracking._util.files import is_own_file, open_own, read_own
 from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.errors import TrackerUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,9 @@ _HEAD_SIZE = _HEAD.size + _CHECKSUM.size
 _MARK = b"\xabJ"
 # The number of a record is how many were added before it; that of an acknowledgement, how many records the service has.
 _RECORD, _HEADER, _ACKNOWLEDGED = range(3)
+# Services have steps of 64 bits, and the next step needs room. A row's time is below this, in seconds since the epoch:
+# Python's dates have four digits for a year. An exit code has 32 bits.
+LARGEST_STEP, LATEST_S, _LARGEST_CODE = 2**62, 2.5e11, 2**31
 
 _warn_once = WarnOnce(logger)
 # The journals that this process writes. Reading the last segment of one would release its lock.
@@ -159,12 +165,10 @@ class Journal(PerProcess):
 
     def _write(self, kind: int, number: int, record: bytes = b"") -> None:
         """Write a frame. On a full disk a part of it may be written, behind which nothing is written anymore."""
-        head = _HEAD.pack(_MARK, kind, number, time.time(), len(record), zlib.crc32(record))
-        frame = head + _CHECKSUM.pack(zlib.crc32(head)) + record
+        frame = _frame(kind, number, record)
         self._room -= len(frame)
         try:
-            if os.write(self._file, frame) != len(frame):
-                raise OSError("no space left on device")
+            _write_whole(self._file, frame)
         except OSError as error:
             self._give_up(error)
 
@@ -173,26 +177,42 @@ class Journal(PerProcess):
             return False
         try:
             self._open_segment(size, before)
+        except InterruptedError:
+            pass
         except OSError as error:
             self._give_up(error)
         return not self.is_closed
 
     def _open_segment(self, size: int, before: int) -> None:
-        self._close_file()
+        """Make the next file. It has its name when it is locked, and the one before it is locked until then.
+
+        So another process that looks for journals whose writers have ended always finds this one locked.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
-        path = f"{self._base}{self._count}"
+        count, path = self._count, f"{self._base}{self._count}"
+        unfinished = f"{path}.{before}.new"
         # O_EXCL: a file of that name, such as a link of another user's, is not this journal's.
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        # Not `flock`: a child of a writer that was killed would hold it.
-        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _live.add(self._base)
+        file = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            # Not `flock`: a child of a writer that was killed would hold it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            header = json.dumps({**self.header, "before": before}, default=str).encode()
+            # Twice: without a header, the run of the other records is not known.
+            _write_whole(file, 2 * _frame(_HEADER, self._acknowledged, header))
+            if count != self._count:  # a signal handler has added a record, and so has begun the next file already
+                raise InterruptedError
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            _live.add(self._base)
+            self._count += 1
+            os.rename(unfinished, path)
+        except BaseException:
+            os.close(file)
+            _remove(unfinished)
+            raise
+        self._close_file()
         self._segments.append((path, before))
-        self._count += 1
-        header = json.dumps({**self.header, "before": before}, default=str).encode()
-        for _ in range(2):  # without a header, the run of the other records is not known
-            self._write(_HEADER, self._acknowledged, header)
-        if not self.is_closed:
-            self._room = max(SEGMENT_BYTES, size)
+        self._file, self._room = file, max(SEGMENT_BYTES, size)
 
     def _close_file(self) -> None:
         if self._file >= 0:
@@ -204,7 +224,7 @@ class Journal(PerProcess):
         if not self.is_closed:
             _warn_once(
                 str(self.directory),
-                "rows cannot be kept in %s: %s. A kill of this process now loses the rows that are not sent yet",
+                "rows cannot be kept in %s: %s. From now on, rows are lost that are not sent before this process ends",
                 self.directory,
                 error,
             )
@@ -254,29 +274,20 @@ class StoredJournal:
         return lines_of(self.name, self.entries())
 
     def segments(self) -> list[StoredJournal]:
-        """Return its files as journals of their own, each with the header that it was begun with."""
-        return [one for one in (_stored([path]) for path in self.paths) if one is not None]
+        """Return its files as journals of their own, each with its own header: an empty one if that is damaged."""
+        return [_stored([path]) or StoredJournal({}, [path]) for path in self.paths]
 
     def is_open(self) -> bool:
         """Whether another process is writing it. Unknown, as on some network file systems, counts as no."""
-        try:
-            file = open_own(self.paths[-1], os.O_WRONLY)
-        except OSError:
-            return False
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        finally:
-            os.close(file)
-        return False
+        last = self.paths[-1]
+        following = last.with_suffix(f".{int(last.suffix[1:]) + 1}")
+        # Since these files were found, it may have begun another one, and removed both.
+        return _is_locked(last) or os.path.lexists(following) or not os.path.lexists(last)
 
-    def remove(self) -> None:
-        """Remove the files: the service has all records. Damaged files are kept under another name."""
+    def remove(self, is_bad: bool = False) -> None:
+        """Remove the files: the service has all records. Damaged files, and all if `is_bad`, get another name."""
         for path in self.paths:
-            if None in _frames(_content(path)):
+            if is_bad or None in _frames(_content(path)):
                 with suppress(OSError):
                     path.rename(f"{path}{_BAD}")
             else:
@@ -288,25 +299,49 @@ def stored(directory: Path) -> list[StoredJournal]:
 
     The files of other users are left out, with a warning.
     """
-    segments: dict[str, list[tuple[int, Path]]] = {}
+    segments: dict[str, list[Path]] = {}
+    for name, _, path in sorted(_segments_in(directory)):
+        segments.setdefault(name, []).append(path)
+    journals = []
+    for paths in (paths for name, paths in segments.items() if f"{directory / name}." not in _live):
+        if (journal := _stored(paths)) is not None:
+            journals.append(journal)
+        elif any(map(_content, paths)):
+            text = "%s is damaged: it does not say which run it is of, so nothing of it is sent"
+            _warn_once(f"{paths[0]} unnamed", text, paths[0])
+    return journals
+
+
+def _segments_in(directory: Path) -> Iterator[tuple[str, int, Path]]:
+    """Yield the files of a directory's journals, each with its journal and its number."""
     for path in directory.glob(f"*{SUFFIX}*"):
         name, _, number = path.name.rpartition(".")
-        if re.fullmatch(r"\d+", number):
-            segments.setdefault(name, []).append((int(number), path))
-    others = [name for name in sorted(segments) if f"{directory / name}." not in _live]
-    journals = [_stored([path for _, path in sorted(segments[name])]) for name in others]
-    return [journal for journal in journals if journal is not None]
+        if re.fullmatch(r"[0-9]{1,18}", number):
+            yield name, int(number), path
 
 
-def has_records(directory: Path) -> bool:
-    """Whether a directory has a journal's file that is not empty. It may be damaged, or another user's."""
-    return any(path.lstat().st_size for path in directory.glob(f"*{SUFFIX}*"))
+def files_in(directory: Path) -> list[Path]:
+    """Return the files of a directory's journals that are not empty. They may be damaged, or another user's."""
+    return [path for _, _, path in _segments_in(directory) if path.lstat().st_size]
+
+
+def require_all_sent(directory: Path) -> None:
+    """Name the files of journals that are left in a directory when all others are sent and removed.
+
+    Raises:
+        TrackerUnavailableError: There are some.
+    """
+    if left := files_in(directory):
+        names = ", ".join(printable(path.name) for path in left)
+        raise TrackerUnavailableError(
+            f"{directory} was sent, but for what is in these files, which are damaged or not this user's alone: {names}"
+        )
 
 
 def remove_torn(directory: Path) -> None:
-    """Remove the files of journals whose writers were killed before they had written anything."""
-    for path in directory.glob(f"*{SUFFIX}*"):
-        if not path.lstat().st_size:
+    """Remove this user's empty files of journals, as a power loss leaves them."""
+    for _, _, path in _segments_in(directory):
+        if is_own_file(path) and not path.lstat().st_size:
             _remove(str(path))
 
 
@@ -328,8 +363,20 @@ def lines_of(name: str, entries: Iterable[Entry]) -> Iterator[Line]:
     for entry in entries:
         with suppress(ValueError, RecursionError):
             line = json.loads(entry.data.decode("utf-8", "surrogatepass"))
-            if isinstance(line, dict):
+            if _is_line(line):
                 yield {**line, "id": f"{name}-{entry.number}"}
+
+
+def _is_line(value: Any) -> bool:
+    """Whether a value is a line that can be sent. A record may come from a stranger's archive."""
+    match value:
+        case {"row": dict(), "step": None | int() | float() as step, "time": int() | float() as time_s}:
+            return 0 <= time_s < LATEST_S and abs(step or 0) < LARGEST_STEP
+        case {"call": str(), "args": list(), "kwargs": dict()} | {"event": str(), "values": dict(), "text": str()}:
+            return True
+        case {"exit_code": int(code)}:
+            return abs(code) < _LARGEST_CODE
+    return False
 
 
 def exit_code_in(lines: Iterable[Line]) -> int:
@@ -349,10 +396,10 @@ def _stored(paths: Sequence[Path]) -> StoredJournal | None:
     """Return the journal of these files; None if they have no header, or are gone by now."""
     for path in paths:
         header = next((frame for frame in _frames(_content(path)) if frame and frame.kind == _HEADER), None)
-        if header is not None:
-            with suppress(OSError, ValueError, RecursionError):
-                described = json.loads(header.data)
-                return StoredJournal(described, paths) if isinstance(described, dict) else None
+        with suppress(ValueError, RecursionError):
+            described = None if header is None else json.loads(header.data)
+            if isinstance(described, dict):
+                return StoredJournal(described, paths)
     return None
 
 
@@ -378,8 +425,34 @@ def _content(path: Path) -> bytes:
     except FileNotFoundError:
         pass
     except OSError as error:
-        _warn_once(f"{path} unread", "%s is left out: %s", path, error)
+        _warn_once(f"{path} unread", "%s is left out: %s", printable(str(path)), error.strerror)
     return b""
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        file = open_own(path, os.O_WRONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    finally:
+        os.close(file)
+    return False
+
+
+def _frame(kind: int, number: int, record: bytes) -> bytes:
+    head = _HEAD.pack(_MARK, kind, number, time.time(), len(record), zlib.crc32(record))
+    return head + _CHECKSUM.pack(zlib.crc32(head)) + record
+
+
+def _write_whole(file: int, data: bytes) -> None:
+    if os.write(file, data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _frames(data: bytes) -> Iterator[_Frame | None]:

@@ -21,7 +21,7 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import LOCAL_FILES, ClientHandle, Run, restart_count_of
-from flyteplugins_tracking.trackers.journal import Journal, Line, StoredJournal, encode, stored
+from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
@@ -97,6 +97,11 @@ class OutboxHandle(ClientHandle):
         """
         return
 
+    @property
+    def rejected_rows(self) -> int:
+        """How many rows the service has rejected."""
+        return self._outbox.rejected_rows
+
     def before_removal(self, journal: StoredJournal) -> None:
         """Remove what an earlier attempt has left beside its journal, whose lines are sent."""
 
@@ -116,7 +121,8 @@ class OutboxHandle(ClientHandle):
     def put_row(self, row: Mapping[str, Any], step: int | None, time_s: float | None = None) -> None:
         """Send a row, from within `write`. `time_s` is when it was logged, in seconds since the epoch: now if None."""
         self._last.update({key: value for key, value in row.items() if isinstance(value, (int, float))})
-        self._outbox.put({"row": dict(row), "step": step, "time": time_s or time.time()})
+        is_time = time_s is not None and 0 < time_s < LATEST_S
+        self._outbox.put({"row": dict(row), "step": step, "time": time_s if is_time else time.time()})
 
     def summary(self) -> Mapping[str, Any]:
         return self._last
@@ -210,14 +216,16 @@ class OutboxHandle(ClientHandle):
         for left in earlier:
             for line in left.lines():  # one at a time: there may be millions
                 if line.get("step") is not None and not self.request.earlier:  # the function's rows come behind it
-                    self.steps.last = max(self.steps.last, line["step"])
+                    self.steps.last = max(self.steps.last, int(line["step"]))
                 if left is earlier[0]:
                     self.earlier_exit_code = line.get("exit_code", self.earlier_exit_code)
 
     def _is_of_run(self, left: StoredJournal) -> bool:
         """Whether a journal is of this run: another project may have a run with its id."""
-        arguments = left.header.get("arguments")
-        return isinstance(arguments, Mapping) and arguments.get("project") == self.request.config.project
+        header, arguments = left.header, left.header.get("arguments")
+        project = arguments.get("project") if isinstance(arguments, Mapping) else None
+        of_run = (self._tracker.name, self.id, self.request.config.project)
+        return (header.get("tracker"), header.get("id"), project) == of_run
 
     def _report_left(self) -> None:
         rows, lost = self._outbox.rows, self._outbox.lost_rows
@@ -273,7 +281,7 @@ class KeptHandle(OutboxHandle):
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
         row = {key: value for key, value in row.items() if self._fits(key, value)}
         if row:
-            self.put_row(row, step.item() if callable(getattr(step, "item", None)) else step)
+            self.put_row(row, None if step is None else self.steps.take(step))
 
     def _fits(self, key: str, value: Any) -> bool:
         if isinstance(value, (int, float, str)):

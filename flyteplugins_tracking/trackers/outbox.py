@@ -143,6 +143,7 @@ class Outbox(PerProcess):
             before_removal: Called before that, with the journal.
         """
         self.rows = 0  # how many rows were put and not sent
+        self.rejected_rows = 0  # how many rows were given to the sink in vain, and are lost
         self.directory = str(journal.directory)
         self._title, self._run_id = title, run_id
         self._journal, self._sink, self._earlier = journal, sink, deque(earlier)
@@ -266,13 +267,15 @@ class Outbox(PerProcess):
                 self._changed.notify_all()
 
     def _send_earlier(self, journal: StoredJournal) -> bool:
-        lines, rows = journal.lines(), 0
+        lines, rows, rejected_before = journal.lines(), 0, self.rejected_rows
         while batch := list(islice(lines, _MOST_AT_ONCE)):
             if not self._deliver(batch):
                 return False
             rows += _rows(batch)
+        rejected = self.rejected_rows - rejected_before
+        rows -= rejected
         self._before_removal(journal)
-        journal.remove()
+        journal.remove(is_bad=rejected > 0)
         if rows:
             text = "%s: run %s: sent %d rows again that an earlier attempt had logged and %s may lack, from %s"
             logger.warning(text, self._title, self._run_id, rows, self._title, journal.paths[0].parent)
@@ -317,15 +320,15 @@ class Outbox(PerProcess):
                 pause_s = min(max(_SHORTEST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
                 self._pause(pause_s)
                 continue
-            except RejectedError as error:
+            except Exception as error:
                 if len(lines) > 1:
                     return self._deliver_one_by_one(lines)
                 self._rejected += 1
+                self.rejected_rows += _rows(lines)
                 what = ", ".join(lines[0].get("row") or [str(lines[0].get("call"))])
                 text = "%s: run %s: %s is rejected, and lost: %s"
-                self._warn_once(what, text, self._title, self._run_id, what, error)
-            except Exception:
-                logger.warning("%s: run %s: rows are lost", self._title, self._run_id, exc_info=True)
+                is_unknown = not isinstance(error, RejectedError)
+                self._warn_once(what, text, self._title, self._run_id, what, error, exc_info=is_unknown)
             if pause_s:
                 logger.warning("%s: run %s: the service answers again", self._title, self._run_id)
                 self._outages += 1
@@ -344,7 +347,9 @@ class Outbox(PerProcess):
                 return False
             if self._rejected == _MOST_REJECTED:
                 text = "%s: run %s: %d more rows are not sent, and lost: the service has rejected all of the last ones"
-                logger.warning(text, self._title, self._run_id, _rows(lines[position + 1 :]))
+                unsent = _rows(lines[position + 1 :])
+                self.rejected_rows += unsent
+                logger.warning(text, self._title, self._run_id, unsent)
                 break
         return True
 

@@ -9,13 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.trackers.journal import LARGEST_STEP
 
 logger = logging.getLogger(__name__)
 
 Log = Callable[[Any], Any]
-
-# Services have steps of 64 bits, and the next step needs room.
-_LARGEST_STEP = 2**62
 
 
 class RowBuffer:
@@ -134,7 +132,7 @@ class Steps:
     """
 
     def __init__(
-        self, values: MetricSanitizer, last: int = -1, smallest: int = -_LARGEST_STEP, stride: int = 1, offset: int = 0
+        self, values: MetricSanitizer, last: int = -1, smallest: int = -LARGEST_STEP, stride: int = 1, offset: int = 0
     ) -> None:
         """Initialize the steps, which the service takes from `smallest` on. `values` warns about others."""
         self.last = last
@@ -154,8 +152,8 @@ class Steps:
         try:
             number = int(step)
         except (TypeError, ValueError, OverflowError):
-            number = _LARGEST_STEP
-        if self._smallest <= number < _LARGEST_STEP:
+            number = LARGEST_STEP
+        if self._smallest <= number < LARGEST_STEP:
             return number
         text = f"the service takes whole numbers from {self._smallest} on as steps: the row gets the next step"
         self._values.warn_once(f"step={step!r}", text)

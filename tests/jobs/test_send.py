@@ -16,6 +16,7 @@ from support.wandb_server import WandbServer
 
 from flyteplugins_tracking._commands.send import main
 from flyteplugins_tracking.trackers.journal import Journal, encode
+from flyteplugins_tracking.trackers.wandb import outbox
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
 
@@ -80,6 +81,41 @@ def test_a_file_of_another_user_is_named_and_does_not_keep_others_from_being_sen
     assert f"cannot send: {kept} has nothing of a run" in unread.output
 
 
+def test_rows_that_only_a_journal_has_are_sent_to_another_server_too(tmp_path):
+    """The file of a killed attempt lacks its last rows. The journal says which server was set up there."""
+    (directory,) = offline_runs(tmp_path, 5)
+    header = {"place": ["https://api.wandb.ai", "", "p", "run-0"], "step": 0, "first_step": 0, "is_automatic": False}
+    left = Journal(directory, "owner-000000", {**header, "host": "x", "step_metric": "step", "restart_count": 0})
+    for step in range(7):
+        left.add(outbox.record_of(outbox.plain({"row": step, "_timestamp": 1.7e9 + step}), step))
+    left.close()
+    with WandbServer() as server:
+        done = send(tmp_path, server.environment, directory)
+        assert [row["row"] for row in server.run("run-0").rows] == list(range(7))
+    assert f"sent {directory}: W&B has the 7 rows" in done.output
+
+
+def test_a_directory_with_a_file_that_cannot_be_read_is_not_called_sent(tmp_path):
+    """All else of it is sent, and what other directories have."""
+    first, second = (kept_run(tmp_path / name, "trackio", id=name) for name in ("first", "second"))
+    (first / "0001-damaged.journal.0").write_bytes(bytes(4096) + b"rows")
+    done = send(tmp_path, {"TRACKIO_DIR": str(tmp_path)}, first, second)
+    assert done.returncode == 1, done.output
+    assert f"sent {second} as run second" in done.output
+    assert f"sent {first}" not in done.output
+    assert f"{first} was sent, but for what is in these files" in done.output
+    assert [path.name for path in first.glob("*.journal.*")] == ["0001-damaged.journal.0"]
+
+
+def test_rows_that_the_service_rejects_are_not_called_sent(tmp_path):
+    directory = kept_run(tmp_path / "kept", "trackio", "x", "\ud800", "y")
+    done = send(tmp_path, {"TRACKIO_DIR": str(tmp_path)}, directory)
+    assert done.returncode == 1, done.output
+    assert "sent 2 rows again" in done.output
+    assert f"{directory} was sent, but for 1 rows that the service rejects" in done.output
+    assert [path.suffix for path in directory.glob("*.journal.*")] == [".bad"]
+
+
 def test_a_run_whose_rows_do_not_arrive_is_not_called_sent(tmp_path, bare_environment, monkeypatch, capsys):
     directories = offline_runs(tmp_path, 5, 7)
     monkeypatch.chdir(tmp_path)  # wandb sync writes its log there
@@ -116,11 +152,12 @@ def test_a_key_goes_to_no_server_that_only_the_data_names(tmp_path):
         assert told.returncode == 0, told.output
 
 
-def kept_run(directory: Path, tracker: str, **changes: object) -> Path:
-    """The directory of a run that was logged to files, whose header has these values too."""
+def kept_run(directory: Path, tracker: str, *keys: str, **changes: object) -> Path:
+    """The directory of a run that was logged to files: a row for each key. Its header has these values too."""
     header = {"tracker": tracker, "id": "kept", "group": None, "primary": True, "attempt": 0, "run_metadata": {}}
-    journal = Journal(directory, "0000-1-0-rank-0-a", {**header, "arguments": {}, **changes})
-    journal.add(encode({"row": {"x": 1}, "step": 1, "time": 1.0}))
+    journal = Journal(directory, f"0000-1-0-rank-0-{directory.name}", {**header, "arguments": {}, **changes})
+    for step, key in enumerate(keys or ["x"]):
+        journal.add(encode({"row": {key: 1}, "step": step, "time": 1.0}))
     journal.close()
     return directory
 

@@ -284,6 +284,118 @@ def rolled(first_step, *steps, next_step=None, rewind=None):
     return rows, len(defined)
 
 
+PROGRAM_THAT_WRITES = """
+import sys
+from pathlib import Path
+from flyteplugins_tracking.trackers import journal
+journal.SEGMENT_BYTES = 3000
+written = journal.Journal(Path(sys.argv[1]), "rank-0", {"id": "x"})
+while True:
+    number = written.add(b"x" * 100)
+    if number % 50 == 0:
+        written.acknowledged(max(0, number - 10))
+"""
+
+
+def test_a_writer_that_begins_a_file_is_never_taken_for_one_that_has_ended(tmp_path):
+    """It begins one each millisecond, and removes the files before that."""
+    writer = subprocess.Popen([sys.executable, "-c", PROGRAM_THAT_WRITES, str(tmp_path)])
+    try:
+        looks = 0
+        while looks < 1000:
+            for journal in files.stored(tmp_path):
+                assert journal.is_open()
+                looks += 1
+            assert writer.poll() is None
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+def test_a_file_has_its_name_when_it_is_locked(tmp_path, monkeypatch, pending):
+    """What another process does at any moment before that leaves it alone."""
+    lock, found = files.fcntl.lockf, []
+
+    def looked_at(*args):
+        for _ in range(2):
+            found.append([*files.files_in(tmp_path), *files.stored(tmp_path)])
+            files.remove_torn(tmp_path)
+            lock(*args)
+
+    monkeypatch.setattr(files.fcntl, "lockf", looked_at)
+    Journal(tmp_path, "rank-0", {}).add(b"x")
+    monkeypatch.undo()
+    assert found == [[], []]
+    assert pending(tmp_path) == [[b"x"]]
+
+
+def test_a_signal_handler_adds_a_record_while_a_file_is_begun(tmp_path, monkeypatch, pending):
+    journal, lock = Journal(tmp_path, "rank-0", {}), files.fcntl.lockf
+
+    def interrupted(*args):
+        monkeypatch.setattr(files.fcntl, "lockf", lock)
+        journal.add(b"handler's")
+        lock(*args)
+
+    monkeypatch.setattr(files.fcntl, "lockf", interrupted)
+    journal.add(b"first")
+    journal.add(b"last")
+    assert pending(tmp_path) == [[b"first", b"handler's", b"last"]]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.journal.0"]
+
+
+def test_a_file_that_has_lost_its_headers_is_read_with_those_of_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "SEGMENT_BYTES", 230)
+    journal = Journal(tmp_path, "rank-0", {"id": "x", "step": 0})
+    for record in RECORDS:
+        journal.add(record)
+    journal.close()
+    path = tmp_path / "rank-0.journal.1"
+    data = path.read_bytes()
+    end = data.rfind(b"before")
+    path.write_bytes(bytes(end) + data[end:])
+    (left,) = files.stored(tmp_path)
+    read = [entry.data for one in left.segments() for entry in one.pending()]
+    assert read == [entry.data for entry in left.pending()]
+    assert len(read) >= len(RECORDS) - 1
+
+
+def test_a_journal_that_has_lost_its_headers_is_named(tmp_path, written, caplog, monkeypatch):
+    monkeypatch.setattr(files._warn_once, "_logged", set())
+    path = tmp_path / "rank-0.journal.0"
+    path.write_bytes(bytes(4096) + written[300:])
+    assert files.stored(tmp_path) == []
+    assert f"{path} is damaged: it does not say which run it is of" in caplog.text
+    assert files.files_in(tmp_path) == [path]
+
+
+def test_a_file_name_that_a_terminal_obeys_is_not_written_to_it(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(files._warn_once, "_logged", set())
+    (tmp_path / "\x1b[2J.journal.0").symlink_to("/etc/passwd")
+    assert files.stored(tmp_path) == []
+    assert "[2J.journal.0 is left out" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
+ROW = {"row": {"n": 1}, "step": 1, "time": 1.0}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *([], 1, "x", {}, {"row": {}}, {**ROW, "row": [1]}, {"row": {}, "time": 1.0}, {"row": {}, "step": 1}),
+        *({**ROW, "step": step} for step in ("1", {}, float("inf"), float("nan"), 10**30, -(10**30))),
+        *({**ROW, "time": time_s} for time_s in ("1", None, float("inf"), float("nan"), -1, 1e12, 10**400)),
+        *({"call": "alert"}, {"call": 1, "args": [], "kwargs": {}}, {"call": "alert", "args": {}, "kwargs": {}}),
+        *({"event": "stop"}, {"event": "stop", "values": [], "text": ""}, {"exit_code": "0"}, {"exit_code": 10**17}),
+    ],
+)
+def test_a_record_that_cannot_be_sent_is_left_out(line):
+    kept = [ROW, {**ROW, "step": None}, {"call": "alert", "args": ["x"], "kwargs": {}}, {"exit_code": 143}]
+    entries = [files.Entry(0.0, files.encode(one), number) for number, one in enumerate([line, *kept])]
+    assert [{**one, "id": None} for one in files.lines_of("x", entries)] == [{**one, "id": None} for one in kept]
+
+
 def test_a_job_that_goes_back_logs_at_the_next_steps():
     assert rolled(100, 60, 60, 61, None) == ([(100, 60, 2), (100, 60, 2), (101, 61, 2), (None, None, 2)], 1)
 

@@ -15,8 +15,12 @@ from typing import Any
 
 import pytest
 
+from flyteplugins_tracking import get_run, tracking_init
+from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import outbox as outboxes
-from flyteplugins_tracking.trackers.journal import Journal, Line, exit_code_in, stored
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers.journal import Journal, Line, encode, exit_code_in, stored
+from flyteplugins_tracking.trackers.kept import OutboxHandle, open_or_keep
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError
 
 LONGEST_S = 60
@@ -194,7 +198,31 @@ def test_an_error_of_the_sink_costs_its_lines_and_no_others(tmp_path, caplog):
     put(outbox, [1])
     assert outbox.close(LONGEST_S)
     assert service.numbers == [1]
-    assert caplog.messages == ["A service: run x: rows are lost"]
+    assert caplog.messages == ["A service: run x: n is rejected, and lost: division by zero"]
+
+
+def test_an_error_of_the_sink_in_a_batch_costs_the_line_that_is_its_cause(tmp_path):
+    service = Service()
+    service.rejects = lambda line: 1 / line["row"]["n"] < 0
+    outbox = new_outbox(tmp_path, service)
+    with outbox._changed:  # so that they are one batch
+        put(outbox, range(6))
+    assert outbox.close(LONGEST_S)
+    assert service.numbers == [1, 2, 3, 4, 5]
+    assert outbox.rejected_rows == 1
+
+
+def test_what_an_earlier_attempt_left_is_called_sent_if_it_was_and_kept_if_not(tmp_path, caplog):
+    left = new_outbox(tmp_path, None)
+    put(left, range(6))
+    left.keep()
+    service = Service()
+    service.rejects = lambda line: line["row"]["n"] in (2, 3)
+    outbox = new_outbox(tmp_path, service, stored(tmp_path))
+    assert outbox.close(LONGEST_S)
+    assert service.numbers == [0, 1, 4, 5]
+    assert "sent 4 rows again" in caplog.text
+    assert [path.suffix for path in tmp_path.iterdir()] == [".bad"]
 
 
 @pytest.mark.parametrize("segment_bytes", [500, 4_000_000])
@@ -281,6 +309,57 @@ def test_without_a_service_everything_is_kept_and_nobody_waits(tmp_path):
     outbox.keep()
     (journal,) = stored(tmp_path)
     assert [line.get("exit_code", line.get("step")) for line in journal.lines()] == [0, 1, 2, 0]
+
+
+class Away(Tracker):
+    """A tracker whose service takes what it is given, or cannot be used."""
+
+    name, title = "away", "Away"
+
+    def __init__(self, service: Service | None) -> None:
+        self.service = service
+
+    def open(self, request: RunRequest) -> Handle:
+        return open_or_keep(request, self, lambda: self.open_at_service(request))
+
+    def open_at_service(self, request: RunRequest) -> OutboxHandle:
+        if self.service is None:
+            raise TrackerUnavailableError("Away does not answer.")
+        return OutboxHandle(request, self, self.service)
+
+
+def test_any_step_of_a_run_in_files_can_be_sent(tmp_path, monkeypatch):
+    @tracking_init(tracker=Away(None), project="p", id="train", if_unavailable="degrade")
+    def train() -> None:
+        for step in (1, "2", 3.0, None, "x", float("inf"), {}):
+            get_run().log({"n": 1}, step)
+
+    monkeypatch.chdir(tmp_path)
+    train()
+    (left,) = stored(tmp_path / "tracking-offline" / "away-train")
+    assert [line["step"] for line in left.lines() if "row" in line] == [1, 2, 3, None, 4, 5, 6]
+
+
+def test_a_run_sends_the_journals_of_its_own_earlier_attempts_alone(tmp_path, monkeypatch):
+    """Whatever these say: another user of a working directory may have linked it to another run's."""
+    directory, arguments = tmp_path / "tracking-offline" / "away-train", {"arguments": {"project": "p"}}
+    others = [{"id": "train-2"}, {"tracker": "trackio"}, {"arguments": {"project": "q"}}, {"arguments": []}, {"id": 1}]
+    for number, changed in enumerate([{}, *others]):
+        header = {"tracker": "away", "id": "train", **arguments, **changed}
+        journal = Journal(directory, f"{number:04}", header)
+        for step in (number, "x", float("inf"), {}):
+            journal.add(encode({**row(number), "step": step}))
+        journal.close()
+    service = Service()
+
+    @tracking_init(tracker=Away(service), project="p", id="train")
+    def train() -> None:
+        get_run().log({"n": 9})
+
+    monkeypatch.chdir(tmp_path)
+    train()
+    assert service.numbers == [0, 9]
+    assert [left.name for left in stored(directory)] == [f"{number:04}" for number in range(1, 6)]
 
 
 def test_who_waits_gives_up_when_nothing_is_taken_anymore(tmp_path):

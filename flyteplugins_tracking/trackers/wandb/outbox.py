@@ -43,7 +43,7 @@ from flyteplugins_tracking._util.files import (
     replace_whole,
     touch_own,
 )
-from flyteplugins_tracking._util.text import without_credentials
+from flyteplugins_tracking._util.text import parse_json, without_credentials
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal import Journal, StoredJournal, encode, stored
@@ -179,7 +179,7 @@ class Attempt:
 def _rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
     """Put the rows of a journal together from their parts. Files of which the service has all rows are left out."""
     segments = journal.segments()
-    while len(segments) > 1 and (step := segments[1].header["step"]) is not None and step < since:
+    while len(segments) > 1 and (step := segments[1].header.get("step")) is not None and step < since:
         segments.pop(0)
     row: Row | None = None
     for entry in chain.from_iterable(segment.pending() for segment in segments):
@@ -198,10 +198,15 @@ def _rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
 
 def attempt_at(directory: Path, place: Place | None = None) -> Attempt:
     """Return what is in a directory, of this run if one is given."""
-    journals = stored(directory)
+    journals = [journal for journal in stored(directory) if _is_place(journal.header.get("place"))]
     if place is not None:
         journals = [journal for journal in journals if Place(*journal.header["place"]).is_same(place)]
     return Attempt(directory, journals)
+
+
+def _is_place(value: Any) -> bool:
+    """Whether a value of JSON has the fields of a `Place`."""
+    return isinstance(value, list) and len(value) == 4 and all(isinstance(one, str) for one in value)
 
 
 class Left:
@@ -672,9 +677,10 @@ def acknowledged_lines(log: Path) -> int:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
         for text in file.read().decode(errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                entry = json.loads(text)
+                entry = parse_json(text)
                 if entry["msg"] == "filestream: sending request":
-                    sent = entry["history_offset"] + entry["history_lines"] if "history_offset" in entry else None
+                    of_history = [int(entry[key]) for key in ("history_offset", "history_lines") if key in entry]
+                    sent = sum(of_history) if of_history else None
                 elif entry["msg"] == "filestream: request sent":
                     lines, sent = sent if sent is not None and entry["status"].startswith("200") else lines, None
     return lines if sent is None else sent

@@ -20,7 +20,7 @@ from flyteplugins_tracking._util.files import own_text
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
-from flyteplugins_tracking.trackers.journal import exit_code_in
+from flyteplugins_tracking.trackers.journal import exit_code_in, require_all_sent
 from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
 from flyteplugins_tracking.trackers.vendor_parts import numbers
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, vendor
@@ -60,17 +60,20 @@ def send(directories: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
     for directory in sorted(directories, key=lambda one: one.name.removeprefix("offline-")):
         try:
             yield _send(directory, servers)
-        except (TrackerUnavailableError, OSError, ValueError) as error:
-            failed.append(f"{directory} was not sent: {error}" if isinstance(error, OSError) else str(error))
+        except (TrackerUnavailableError, ValueError) as error:
+            failed.append(str(error))
+        except Exception as error:
+            failed.append(f"{directory} was not sent: {type(error).__name__}: {error}")
     if failed:
         raise TrackerUnavailableError("\n".join(failed))
 
 
 def _send(directory: Path, servers: Sequence[str]) -> str:
     described, attempt = datastore.description(directory), attempt_at(directory)
-    if attempt.is_open():
+    if any(journal.is_open() for journal in attempt.journals):  # also a rank that logs on when its leader was killed
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
     if described is None and not any(True for _ in attempt.rows()):
+        require_all_sent(directory)
         return f"{directory} has no rows: its process was killed while it opened the run"
     if outbox.is_rewound(directory):
         return f"nothing of {directory} is sent: its run was rewound since then, and continues in a later directory"
@@ -80,16 +83,20 @@ def _send(directory: Path, servers: Sequence[str]) -> str:
     def is_sent(other: Attempt) -> bool:
         return other.directory == directory or (bool(other.journals) and not outbox.is_offline(other.directory))
 
-    left = Left(place, directory.parent, is_sent)
+    # The journals have the server that was set up where it was logged, which may be another one.
+    left = Left(_place(attempt, described, is_set_up_here=False), directory.parent, is_sent)
     if not is_offline:
         require_server(directory, place.server, [vendor.session().settings.base_url, *servers])
-        return _send_rows(place, left, directory, described)
+        text = _send_rows(place, left, directory, described)
+        require_all_sent(directory)
+        return text
     # An attempt online that was killed may have logged a part of the rows. `wandb sync` would send all of them.
     rows = 0 if described is None or attempt.times() & left.times() else _sync(directory, place)
     missing = sum(1 for _ in (attempt.missing() if outbox.is_synced(directory) else attempt.rows()))
     if missing:
         _send_rows(place, left, directory, described)
     attempt.remove_journals()
+    require_all_sent(directory)
     return f"sent {directory}: W&B has the {rows + missing} rows"
 
 
