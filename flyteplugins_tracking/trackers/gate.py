@@ -42,6 +42,8 @@ _POLL_S = 0.001
 # How often the run is opened again if the service's process dies again immediately.
 _TRIES = 3
 _NOT_PASSED: Any = object()
+# The states in which nothing passes anymore.
+_SHUT = ("finished", "lost")
 
 
 class Gate(PerProcess):
@@ -101,7 +103,7 @@ class Gate(PerProcess):
 
     def refuses(self) -> bool:
         """Whether nothing passes anymore, with one warning."""
-        is_shut = self.state in ("finished", "lost")
+        is_shut = self.state in _SHUT
         if is_shut:
             self._warn(_LOST if self.state == "lost" else NOT_OPEN)
         return is_shut
@@ -112,7 +114,7 @@ class Gate(PerProcess):
         Args:
             log: Logs the row. It may be called later and in another thread; again if the service's process dies.
         """
-        if not self.refuses() and self._pass(log) is _NOT_PASSED:
+        if self._pass(log) is _NOT_PASSED:
             self._pass_late(log, is_row=True)
 
     def call(self, method: Callable[[], T], *, while_ending: bool = False) -> T | None:
@@ -125,8 +127,6 @@ class Gate(PerProcess):
         Returns:
             None if the run is not open.
         """
-        if self.refuses():
-            return None
         result: T | None = self._pass(method, while_ending)
         return self._pass_late(method, is_row=False) if result is _NOT_PASSED else result
 
@@ -210,7 +210,7 @@ class Gate(PerProcess):
         """Return what `action` returns if the run is open; `_NOT_PASSED` if it is not."""
         me = threading.get_ident()
         if me in self._inside or me in self._enders:  # a call of a call, or of a signal handler in a call
-            return action()
+            return _NOT_PASSED if self.state in _SHUT else action()
         passing = ("open", "ending") if while_ending else ("open",)
         if self.state not in passing:
             return _NOT_PASSED
@@ -233,6 +233,8 @@ class Gate(PerProcess):
     def _pass_late(self, action: Callable[[], Any], is_row: bool) -> Any:
         """As `_pass` for a run that is not open: hold a row, or open the run again."""
         for _ in range(_TRIES):
+            if self.refuses():
+                return None
             self._watch.wait_for_user_handler()  # first: if it ends the process, a row that is held is lost
             if is_row and self._holds(action):
                 return None
