@@ -48,7 +48,13 @@ Reopen = Callable[[RunRequest, Any, bool, "int | None"], Any]
 
 
 class WandbHandle(Handle):
-    """An open W&B run. `wandb.run` is this run while the function runs."""
+    """An open W&B run. `wandb.run` is this run while the function runs.
+
+    Attributes:
+        is_shared: Whether other ranks log into the run too.
+    """
+
+    is_shared = False
 
     def __init__(self, run: Any, before: Any, request: RunRequest, reopen: Reopen | None = None) -> None:
         """Take over the run, and make it `wandb.run`.
@@ -157,21 +163,36 @@ class WandbHandle(Handle):
         if self._is_ours:
             self._gate.end(lambda: self._end(exit_code), limit_s)
 
-    def may_end(self) -> bool:
-        """Whether the run's own `finish` may end it now.
+    def end_by_user(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call one of the run's methods that end it, if this handle does.
 
-        Frameworks call it while the function runs, Accelerate's `end_training()` for one. These calls do nothing: a
+        Frameworks call them while the function runs, Accelerate's `end_training()` for one. These calls do nothing: a
         crash after such an end would be reported as a success.
         """
-        return self._gate.is_ender
+        return method(self.run, *args, **kwargs) if self._gate.is_ender else None
+
+    def log(self, method: Callable[..., Any], data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> None:
+        """Log a row. If the run was ended early, open it again first."""
+        if os.getpid() != self._pid:
+            self._outbox.note_child()
+            self._use_in_child(method, data, step, commit, **kwargs)
+            return
+        self._request.watch.before_row()
+        self._request.steps.row_logged(data, step)
+        if isinstance(data, dict):  # a copy: the row may be held, and the function may use its dictionary again
+            data = {**self._next_row.take(), **data} if self._next_row.waiting else dict(data)
+
+        def row() -> None:
+            # Now, and not before: the rows before one that was held have no steps until they are logged.
+            outbox.log_kept(method, self.run, *self._rollback.place(data, step), commit, **kwargs)
+
+        self._gate.row(row)
 
     def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call one of the run's methods. If the run was ended early, open it again first."""
+        """Call another one of the run's methods. If the run was ended early, open it again first."""
         if os.getpid() != self._pid:
             return self._use_in_child(method, *args, **kwargs)
         self._request.watch.before_row()
-        if method.__name__ == "log":
-            return self._log(method, *args, **kwargs)
         if method.__name__ == "define_metric":
             self._definitions.append(lambda: method(self.run, *args, **kwargs))
             self._note_step_column(*args, **kwargs)
@@ -195,20 +216,7 @@ class WandbHandle(Handle):
 
     def _use_in_child(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method in a forked child, which W&B's client attaches to the run by itself."""
-        if method.__name__ == "log":
-            self._outbox.note_child()
         return method(self.run, *args, **kwargs)
-
-    def _log(self, log: Callable[..., Any], data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> None:
-        self._request.steps.row_logged(data, step)
-        if isinstance(data, dict):  # a copy: the row may be held, and the function may use its dictionary again
-            data = {**self._next_row.take(), **data} if self._next_row.waiting else dict(data)
-
-        def row() -> None:
-            # Now, and not before: the rows before one that was held have no steps until they are logged.
-            outbox.log_kept(log, self.run, *self._rollback.place(data, step), commit, **kwargs)
-
-        self._gate.row(row)
 
     def _note_step_column(self, name: Any = None, step_metric: Any = None, *_: Any, **__: Any) -> None:
         column = getattr(step_metric, "name", step_metric)  # it may be an earlier `define_metric`'s
@@ -221,7 +229,7 @@ class WandbHandle(Handle):
 
     def _take_over(self) -> None:
         vars(self.run)[HANDLE] = self
-        guard(self.run)
+        guard(self.run, self.is_shared)
         vendor.set_global_run(self.run)
 
     def _let_go(self) -> None:
@@ -393,10 +401,10 @@ class Rollback:
         )
 
 
-def guard(run: Any) -> None:
+def guard(run: Any, is_shared: bool) -> None:
     """Route the calls of the run's methods through its handle, `vars(run)[HANDLE]`."""
     kind: Any = type(run)
-    run.__class__ = _guarded(kind)
+    run.__class__ = _guarded(kind, is_shared)
     guard_values(run)
 
 
@@ -416,35 +424,40 @@ def _new(kind: Any) -> Any:
 
 
 @functools.cache
-def _guarded(kind: Any) -> Any:
+def _guarded(kind: Any, is_shared: bool) -> Any:
     """A subclass of `wandb.Run` whose methods call its handle. With a subclass, `log = run.log` is guarded too."""
-    members: dict[str, Any] = {name: _guard(getattr(kind, name)) for name in _methods(kind)}
-    members.update({name: _guard_ending(getattr(kind, name)) for name in vendor.ENDINGS if hasattr(kind, name)})
-    members.update({name: _guard_property(getattr(kind, name)) for name in _CHANGING if hasattr(kind, name)})
-    row_method = vendor.row_method(kind)
+    row_method = vendor.row_method(kind) if is_shared else None
+    members: dict[str, Any] = {name: _guard(getattr(kind, name), "use") for name in _methods(kind)}
+    members["log"] = _guard(kind.log, "log")
+    members.update({name: _guard(getattr(kind, name), "end_by_user") for name in vendor.ENDINGS if hasattr(kind, name)})
+    for name in _CHANGING:
+        member = getattr(kind, name, None)
+        if isinstance(member, property):
+            getter, setter = (accessor and _guard(accessor, "change") for accessor in (member.fget, member.fset))
+            members[name] = property(getter, setter, doc=member.__doc__)
     if row_method is not None:
         members[row_method.__name__] = _guard_row(row_method)
     members["__reduce_ex__"] = lambda run, _: (_new, (kind,), run.__getstate__())
-    named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind,), {**named, **members})
+    return _subclass(kind, members)
 
 
 @functools.cache
 def _guarded_value(kind: Any, name: str) -> Any:
     """A subclass of the class of a run's config or summary whose methods call the run's handle."""
+    if hasattr(kind, "__wrapped__"):
+        return kind
+    methods = [method for method in _CHANGES[name] if hasattr(kind, method)]
+    members = {method: _guard(getattr(kind, method), f"change_{name}", _run_of) for method in methods}
+    return _subclass(kind, {**members, "__wrapped__": kind})
 
-    def guarded(method: Callable[..., Any]) -> Any:
-        @functools.wraps(method)
-        def call(value: Any, *args: Any, **kwargs: Any) -> Any:
-            handle = vars(object.__getattribute__(value, RUN)).get(HANDLE)
-            if handle is None:
-                return method(value, *args, **kwargs)
-            return getattr(handle, f"change_{name}")(method, *args, **kwargs)
 
-        return call
+def _subclass(kind: Any, members: Mapping[str, Any]) -> Any:
+    named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), {**named, **members})
 
-    members = {method: guarded(getattr(kind, method)) for method in _CHANGES[name] if hasattr(kind, method)}
-    return kind if hasattr(kind, "__wrapped__") else type(kind.__name__, (kind,), {**members, "__wrapped__": kind})
+
+def _run_of(value: Any) -> Any:
+    return object.__getattribute__(value, RUN)
 
 
 def _methods(kind: type) -> list[str]:
@@ -452,46 +465,26 @@ def _methods(kind: type) -> list[str]:
     return [name for name in public if inspect.isfunction(inspect.getattr_static(kind, name))]
 
 
-def _guard(method: Callable[..., Any]) -> Any:
+def _guard(method: Callable[..., Any], route: str, run_of: Callable[[Any], Any] | None = None) -> Any:
+    """Have a method of a run, or of a value of it, call this method of the run's handle instead, while it has one."""
+
     @functools.wraps(method)
-    def guarded(run: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = vars(run).get(HANDLE)
-        return method(run, *args, **kwargs) if handle is None else handle.use(method, *args, **kwargs)
-
-    return guarded
-
-
-def _guard_property(member: Any) -> Any:
-    if not isinstance(member, property):
-        return member
-    return property(_guard_change(member.fget), _guard_change(member.fset) if member.fset else None, doc=member.__doc__)
-
-
-def _guard_change(accessor: Any) -> Any:
-    @functools.wraps(accessor)
-    def guarded(run: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = vars(run).get(HANDLE)
-        return accessor(run, *args, **kwargs) if handle is None else handle.change(accessor, *args, **kwargs)
+    def guarded(target: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = vars(target if run_of is None else run_of(target)).get(HANDLE)
+        if handle is None:
+            return method(target, *args, **kwargs)
+        return getattr(handle, route)(method, *args, **kwargs)
 
     return guarded
 
 
 def _guard_row(log: Callable[..., Any]) -> Any:
-    """Keep what `watch` adds to the run's next row: in a shared run, that row may be another rank's."""
+    """Keep what `watch` adds to a shared run's next row: that row may be another rank's."""
 
     @functools.wraps(log)
     def guarded(run: Any, data: Any, step: Any = None, commit: bool | None = None) -> Any:
-        keep = getattr(vars(run).get(HANDLE), "keep_for_next_row", None) if commit is False else None
-        return log(run, data, step, commit) if keep is None else keep(data)
-
-    return guarded
-
-
-def _guard_ending(method: Callable[..., Any]) -> Any:
-    @functools.wraps(method)
-    def guarded(run: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = vars(run).get(HANDLE)
-        return method(run, *args, **kwargs) if handle is None or handle.may_end() else None
+        handle = vars(run).get(HANDLE) if commit is False else None
+        return log(run, data, step, commit) if handle is None else handle.keep_for_next_row(data)
 
     return guarded
 

@@ -81,6 +81,8 @@ _PUBLISHED_SETTINGS = (
 class SharedHandle(WandbHandle):
     """An open W&B run that this rank shares with others: its rows are kept apart from theirs."""
 
+    is_shared = True
+
     def __init__(self, run: Any, before: Any, request: RunRequest, reopen: Reopen | None = None) -> None:
         config, info = request.config, request.info
         prefix = f"rank_{info.rank if info else 0}/" if config.rank_prefix else ""
@@ -88,10 +90,11 @@ class SharedHandle(WandbHandle):
         self._run_log = type(run).log
         super().__init__(run, before, request, reopen)
 
-    def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if method.__name__ == "log" and os.getpid() == self._pid:
-            return self._rows.log(self._log_row, *args, **kwargs)
-        return super().use(method, *args, **kwargs)
+    def log(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if os.getpid() == self._pid:
+            self._rows.log(self._log_row, *args, **kwargs)
+        else:
+            super().log(method, *args, **kwargs)
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if accessor.__name__ != "step":
@@ -110,8 +113,7 @@ class SharedHandle(WandbHandle):
         self._rows.commit(self._log_row)
 
     def _log_row(self, row: dict[str, Any]) -> Any:
-        self._request.watch.before_row()
-        self._log(self._log_now, row)
+        super().log(self._log_now, row)
 
     def _log_now(self, run: Any, row: Any, *_: Any) -> None:
         self._run_log(run, row)
@@ -295,12 +297,11 @@ class FollowerHandle(SharedHandle):
         """Return when the leader's wandb-core has this rank's rows."""
         self._flush(_FLUSH_S)
 
-    def may_end(self) -> bool:
-        """Whether the run's own `finish` may end it now: see `WandbHandle.may_end`."""
-        return False
+    def end_by_user(self, *_: Any, **__: Any) -> None:
+        """Do nothing: the leader ends the run."""
 
     def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if method.__name__ != "log" and os.getpid() == self._pid:
+        if os.getpid() == self._pid:
             if self._gate.state == "ended":
                 self._client.request(self._unreachable)
                 with self._changed:
