@@ -312,7 +312,7 @@ class FollowerHandle(SharedHandle):
         return super().use(method, *args, **kwargs)
 
     def _use_in_child(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with vendor.service_variable(self._service):
+        with vendor.in_service(self._service):
             return super()._use_in_child(method, *args, **kwargs)
 
     def _log_now(self, run: Any, row: Any, *_: Any) -> None:

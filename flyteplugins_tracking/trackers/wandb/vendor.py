@@ -117,6 +117,21 @@ def without_viewer() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Set environment variables for the body only."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
 def without_error_reports() -> Iterator[None]:
     """Keep wandb from sending reports about its own errors, unless the user has set WANDB_ERROR_REPORTING.
 
@@ -129,11 +144,8 @@ def without_error_reports() -> Iterator[None]:
         if find_spec("wandb.analytics.opentelemetry") is not None:  # the variable is enough before 0.28
             reports = importlib.import_module("wandb.analytics.opentelemetry").opentelemetry_proxy
             getattr(reports, "disable", lambda: None)()  # from 0.30 on
-    os.environ["WANDB_ERROR_REPORTING"] = "false"
-    try:
+    with environment(WANDB_ERROR_REPORTING="false"):
         yield
-    finally:
-        os.environ.pop("WANDB_ERROR_REPORTING", None)
 
 
 # wandb-core: the helper process that writes and sends
@@ -239,18 +251,9 @@ def service_address() -> str:
     return os.environ.get("WANDB_SERVICE", "")
 
 
-@contextlib.contextmanager
-def service_variable(address: str) -> Iterator[None]:
-    """Set WANDB_SERVICE for the body only: a child that is started later would take this wandb-core for its own."""
-    previous = os.environ.get("WANDB_SERVICE")
-    os.environ["WANDB_SERVICE"] = address
-    try:
-        yield
-    finally:
-        if previous is None:
-            os.environ.pop("WANDB_SERVICE", None)
-        else:
-            os.environ["WANDB_SERVICE"] = previous
+def in_service(address: str) -> contextlib.AbstractContextManager[None]:
+    """Have the body, and nothing later, use this wandb-core: a child would take it for its own."""
+    return environment(WANDB_SERVICE=address)
 
 
 def attach(address: str, run_id: str) -> tuple[Any, Any]:
@@ -266,7 +269,7 @@ def attach(address: str, run_id: str) -> tuple[Any, Any]:
         wandb: Any = importlib.import_module("wandb")
         own_connection, current._connection = current._connection, None
     try:
-        with service_variable(address), without_error_reports():
+        with in_service(address), without_error_reports():
             run = wandb.attach(run_id)
     finally:
         connection, current._connection = current._connection, own_connection
@@ -341,20 +344,12 @@ def finish_within(timeout_s: float, run: Any, finish: Callable[[], object]) -> N
     if has_setting("finish_timeout"):
         finish()
         return
-    errors: list[BaseException] = []
-
-    def ended() -> None:
-        try:
-            finish()
-        except BaseException as error:
-            errors.append(error)
-
-    if not threads.run_with_timeout(timeout_s, ended, name="flyteplugins-tracking-finish"):
+    try:
+        threads.call_within(timeout_s, finish)
+    except TimeoutError:
         set_finished(run)
         restart_service()
-        raise TimeoutError(f"the run was not sent within {timeout_s:g} s")
-    if errors:
-        raise errors[0]
+        raise TimeoutError(f"the run was not sent within {timeout_s:g} s") from None
 
 
 def row_method(kind: Any) -> Callable[..., Any] | None:
