@@ -108,7 +108,7 @@ def give_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("handler", "status", "is_moved"),
-    [(signal.SIG_DFL, 143, False), (exit_with_5, 5, True)],
+    [(signal.SIG_DFL, 143, False), pytest.param(exit_with_5, 5, True, marks=pytest.mark.full)],
     ids=["no handler", "a handler that raises, modules moved"],
 )
 def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before(
