@@ -5,6 +5,7 @@ It is in the job's store if the job has one, so that ranks of all nodes read it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import time
@@ -31,6 +32,8 @@ _NAMESPACE = "flyteplugins_tracking"
 _POLL_S = 0.05
 # The longest string in a directory: a failure has some kilobytes.
 _LONGEST = 1 << 20
+# The errors of a key without a string, and of one whose string is longer: no rank has stored that.
+_NO_STRING = (errno.ENOENT, errno.EFBIG)
 # How many strings may be counted and not there, in one reading: a rank counts its string before it stores it.
 _MOST_MISSING = 100
 
@@ -68,8 +71,12 @@ class Board:
         return board
 
     def count(self, key: str, amount: int = 0) -> int:
-        """Add to a counter, and return its value. It is 0 at first."""
-        return int(self.store.add(f"{self._prefix}/{key}", amount))
+        """Add to a counter, and return its value. It is 0 at first; and, with one warning, if it is no number."""
+        try:
+            return int(self.store.add(f"{self._prefix}/{key}", amount))
+        except (ValueError, IndexError):  # torch's stores raise both
+            _warn_once("counter", "a counter on the job's board is left out, since it is no number: %s", key)
+            return 0
 
     def put(self, key: str, text: str) -> None:
         """Store a string, in the place of an earlier one."""
@@ -265,7 +272,9 @@ class DirectoryStore:
     def _read(self, key: str) -> bytes:
         try:
             return read_own(self._path(key), _LONGEST)
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in _NO_STRING:
+                raise
             return b""
 
     def _write(self, key: str, value: str) -> None:

@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-# All but tabs and line ends. A terminal obeys some of them.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# All but tabs and line ends: a terminal obeys some of them. And what UTF-8 cannot encode, which no service takes.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 # The most characters of a JSON string: the stacks of a process have less.
 _LONGEST_JSON = 1 << 22
 # The most digits of its integers, and its largest number: the product of two is a number still.
@@ -19,7 +19,7 @@ CREDENTIALS = re.compile(r"(?<=://)(?:[^/:]*:.*@|(?:[^/\s@]*@)+)", re.DOTALL)
 
 
 def printable(text: str) -> str:
-    """Return a string of another process without characters that a terminal obeys."""
+    """Return a string of another process without characters that a terminal obeys or that cannot be written."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

@@ -154,10 +154,10 @@ class WriterBarrier:
         return [label for label in self._others if not self._has_left(board, label)]
 
     def _has_left(self, board: Board, label: str) -> bool:
-        left = board.get(f"left/{label}")
-        if left is None:
+        try:
+            entries, own_entries = map(int, (board.get(f"left/{label}") or "").split())
+        except ValueError:  # there is none, or another program's
             return False
-        entries, own_entries = map(int, left.split())
         is_of_this_entry = own_entries >= self._entry and own_entries == board.count(f"entries/{label}")
         return entries >= self._entry or is_of_this_entry
 

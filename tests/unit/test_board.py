@@ -276,6 +276,32 @@ def test_a_counter_that_somebody_has_raised_costs_a_hundred_requests(store):
     assert time.process_time() - started < 5
 
 
+@pytest.mark.parametrize("text", ["junk", "9" * 5000, "[" * 100_000])
+def test_a_counter_that_is_no_number_is_left_out_with_one_warning(store, text, caplog, monkeypatch):
+    monkeypatch.setattr(board_module, "_warn_once", board_module.WarnOnce(board_module.logger))
+    board = Board(store, "topic")
+    board.append("one")
+    board.put("texts", text)
+    assert board.texts() == []
+    assert {board.count("texts") for _ in range(3)} == {0}
+    assert len(caplog.records) == 1
+
+
+def test_what_is_longer_than_a_string_of_ours_is_as_if_there_was_none(tmp_path):
+    store = DirectoryStore(tmp_path / "board")
+    board = Board(store, "topic")
+    board.put("state", "x" * 2_000_000)
+    assert (board.get("state"), board.get_all(["state", "other"])) == ("", ["", None])
+    board.put("state", "short")
+    assert board.get("state") == "short"
+
+
+def test_what_utf_8_cannot_encode_is_taken_out():
+    answer = from_text(hang._Answer, '{"place": "at \\ud800", "dump": "\\udfff"}')
+    assert answer is not None
+    assert (answer.place + answer.dump).encode()
+
+
 def test_the_dump_of_a_rank_is_read_from_a_file_without_a_name_only(tmp_path):
     (tmp_path / "key").write_text("private")
     with open(tmp_path / "key") as named, pytest.raises(PermissionError):

@@ -79,6 +79,16 @@ def test_a_writer_that_is_new_in_this_attempt_is_waited_for(store):
     assert missing(primary) == []
 
 
+@pytest.mark.parametrize("text", ["junk", "", "1", "1 2 3", "9" * 5000])
+def test_a_writer_whose_string_is_damaged_has_not_left(store, text):
+    other, primary = barriers(store)
+    other.enter()
+    other.leave()
+    Board(store, "writers/run").put("left/other", text)
+    primary.enter_as_primary()
+    assert missing(primary) == ["other"]
+
+
 def test_a_store_that_does_not_answer_fails_no_training(monkeypatch, caplog):
     def unreachable(*_: object) -> None:
         raise torch.distributed.DistNetworkError("timed out")
