@@ -83,6 +83,7 @@ class Journal(PerProcess):
         added: How many records were added, kept or not.
         header: What its readers need to know. A change of it is in the segments that begin later.
         is_closed: Whether records are not kept anymore: after `close`, and since the disk was full.
+        replaced: How many records of a full disk the last one has taken the place of.
     """
 
     def __init__(self, directory: Path, name: str, header: Mapping[str, Any]) -> None:
@@ -104,17 +105,23 @@ class Journal(PerProcess):
         self._file = -1
         self._room = 0  # bytes until the segment is full; without a segment there are none
         self.is_closed = False
+        self.replaced = 0
         self._lock = threading.RLock()  # held while segments change. Reentrant: a signal handler may log
         register(self)
 
-    def add(self, record: bytes) -> int:
-        """Keep a record, and return its number. A full disk costs the record, with one warning, and raises nothing."""
+    def add(self, record: bytes, is_last: bool = False) -> int:
+        """Keep a record, and return its number. A full disk costs the record, with one warning, and raises nothing.
+
+        The last record, with the status of the run, takes the place of others then.
+        """
         size = _HEAD_SIZE + len(record)
         with self._lock:
             number = next(self._numbers)  # a signal handler may add another one before this is written
             self.added = max(self.added, number + 1)
             if self._room >= size or self._begin_segment(size, number):
                 self._write(_RECORD, number, record)
+            if is_last and self.is_closed and self._segments:
+                self._replace_last(_frame(_RECORD, number, record))
             return number
 
     def entries(self, first: int) -> Iterator[Entry]:
@@ -171,6 +178,19 @@ class Journal(PerProcess):
             _write_whole(self._file, frame)
         except OSError as error:
             self._give_up(error)
+
+    def _replace_last(self, frame: bytes) -> None:
+        """Write a frame over the last ones, and over what was written in part: that needs no room on the disk."""
+        try:
+            with open(open_own(Path(self._segments[-1][0]), os.O_RDWR), "r+b") as file:
+                data = file.read()
+                frames = [one for one in _frames(data) if one is not None]
+                start = max(one.end for one in frames if one.end + len(frame) <= len(data))  # behind a header
+                os.pwrite(file.fileno(), frame, start)
+                os.ftruncate(file.fileno(), start + len(frame))
+            self.replaced = sum(one.kind == _RECORD and one.end > start for one in frames)
+        except (OSError, ValueError):
+            logger.debug("the last record of %s is not kept", self._base, exc_info=True)
 
     def _begin_segment(self, size: int, before: int) -> bool:
         if self.is_closed:

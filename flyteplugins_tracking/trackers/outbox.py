@@ -181,7 +181,7 @@ class Outbox(PerProcess):
             return
         data = encode(line)
         with self._changed:
-            number = self._journal.add(data)
+            number = self._journal.add(data, is_last="exit_code" in line)
             self.rows += "row" in line
             self._unkept_rows += "row" in line and self._journal.is_closed
             if self._sink is None:
@@ -196,7 +196,7 @@ class Outbox(PerProcess):
     @property
     def lost_rows(self) -> int:
         """How many rows were neither sent nor kept: the last ones."""
-        return min(self.rows, self._unkept_rows)
+        return min(self.rows, self._unkept_rows + self._journal.replaced)
 
     def close(self, timeout_s: float) -> bool:
         """Have everything sent within `timeout_s` seconds. Returns whether it was. Later, nothing more is sent."""

@@ -226,6 +226,8 @@ for room in range(0, 600, 2):
         journal.add(b"%03d" % number)
         if number == 0 and room % 4:
             journal.acknowledged(1)
+    journal.add(b"end", is_last=True)
+    print(journal.replaced)
 """
 
 
@@ -235,8 +237,12 @@ def test_wherever_the_disk_is_full_the_records_before_can_be_read(tmp_path, stor
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr.count("rows cannot be kept in") == 300
     all_records = [b"%03d" % number for number in range(20)]
+    replaced = list(map(int, done.stdout.split()))
+    assert max(replaced) == 1
     for room in range(0, 600, 2):
         kept = [entry.data for journal in stored(tmp_path / str(room)) for entry in journal.pending()]
+        if kept:  # the end of the run stands in the place of what was torn, or of the record before
+            assert kept.pop() == b"end"
         first = int(bool(room % 4) and kept[:1] != all_records[:1])  # the acknowledgement may be what was torn
         assert kept == all_records[first : first + len(kept)]
         assert room < 250 or kept

@@ -63,7 +63,9 @@ def begun(run, has_one_writer: bool = True) -> outbox.Outbox:
 
 
 def handle_of(run) -> WandbHandle:
-    config = SimpleNamespace(step_metric="global_step", rollback="keep", finish_timeout_s=20, run_mode="auto")
+    config = SimpleNamespace(
+        step_metric="global_step", rollback="keep", finish_timeout_s=20, finish_limit="", run_mode="auto"
+    )
     request = SimpleNamespace(
         config=config,
         watch=Unwatched(),
@@ -132,6 +134,27 @@ def test_rows_of_an_offline_attempt_that_a_killed_one_had_begun_to_log_come_once
     assert [(row["_step"], row["n"]) for row in found] == [(ROWS + number, number) for number in range(10)]
     assert [(row["own_step"], row["restart_count"]) for row in found[4:]] == [(number, 3) for number in range(4, 10)]
     assert not files.stored(offline)
+
+
+def test_a_run_on_a_full_disk_that_is_not_sent_in_time_says_what_could_not_be_kept(run, monkeypatch, caplog):
+    made = begun(run)
+    handle = handle_of(run)
+    run.log({"n": 0})
+    with monkeypatch.context() as full:
+        full.setattr("flyteplugins_tracking.trackers.journal.os.write", lambda *_: 1)
+        run.log({"n": 1})
+        run.log({"n": 2})
+    assert made.unkept_rows == 2
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError
+
+    with monkeypatch.context() as late:
+        late.setattr(vendor, "finish_within", too_long)
+        handle.finish(0)
+    assert "rows could not be kept: those that W&B has not got are lost. To send the rest" in caplog.text
+    assert "Nothing is lost" not in caplog.text
+    run.finish()
 
 
 def test_what_cannot_be_read_costs_one_warning(run, earlier, monkeypatch, caplog):

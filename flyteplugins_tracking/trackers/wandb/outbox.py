@@ -394,6 +394,7 @@ class Outbox:
         """
         self.directory, self.place = directory, Place.of(run)
         self._run, self._kind, self._more = run, type(run), more
+        self._unkept = 0
         self.first_step = step = int(run.starting_step)
         self.next_step = step if has_one_writer else None
         header = {"place": self.place, "step": self.next_step, "first_step": step, **more}
@@ -434,13 +435,19 @@ class Outbox:
             self.next_step = step
         self._journal.header["step"] = self.next_step
         self._journal.add(record_of(row, step if self.next_step is None else self.next_step, step is not None))
+        self._unkept += self._journal.is_closed
         if self.next_step is not None and (commit or (commit is None and step is None)):
             self.next_step += 1
 
     def end(self, exit_code: int) -> None:
         """Keep the status with which the run is ended now: it may not be sent in time."""
         if self._journal is not None:
-            self._journal.add(encode({"exit_code": exit_code}))
+            self._journal.add(encode({"exit_code": exit_code}), is_last=True)
+
+    @property
+    def unkept_rows(self) -> int:
+        """How many rows the journal lacks because of a full disk: what W&B has not got of them is lost."""
+        return self._unkept + (0 if self._journal is None else self._journal.replaced)
 
     def note_child(self) -> None:
         """Note that a forked child logs into the run: this process does not know the steps of its own rows anymore."""

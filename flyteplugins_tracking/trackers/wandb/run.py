@@ -268,10 +268,15 @@ class WandbHandle(Handle):
                 )
         except TimeoutError:
             self._timed_out = True
+            unkept = self._outbox.unkept_rows
+            lost = (
+                f"{unkept} rows could not be kept: those that W&B has not got are lost" if unkept else "Nothing is lost"
+            )
             logger.warning(
-                "W&B: run %s was not sent completely within %s. Nothing is lost. To send the rest, run: %s",
+                "W&B: run %s was not sent completely within %s. %s. To send the rest, run: %s",
                 self.id,
                 self._request.config.finish_limit,
+                lost,
                 how_to_send(directory(self.run)),
             )
         finally:
