@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import re
 import sys
@@ -16,7 +17,7 @@ from support.pluto_server import KEY
 
 from flyteplugins_tracking import ConfigError, tracking_init
 from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.pluto import TRACKER
+from flyteplugins_tracking.trackers.pluto import TRACKER, vendor
 
 
 @pytest.mark.parametrize("run_id", ["42", "ABC-1", "a/b"])
@@ -143,3 +144,26 @@ def test_a_decorated_function_is_pickled_without_a_key(monkeypatch):
     monkeypatch.setenv("PLUTO_API_KEY", KEY)
     monkeypatch.setattr(sys.modules[__name__], "plain", tracking_init(tracker="pluto", id="a")(plain))
     assert KEY.encode() not in pickle.dumps(plain)
+
+
+@pytest.mark.parametrize("name", ["pluto", "console"])
+def test_a_log_of_the_client_on_a_full_disk_prints_nothing_that_it_would_capture_again(tmp_path, capsys, name):
+    log = logging.getLogger(name)
+    (tmp_path / "run").mkdir()
+    ours, users = (logging.FileHandler(tmp_path / path) for path in ("run/sys.log", "users.log"))
+    for handler in (ours, users):
+        log.addHandler(handler)
+        handler.stream.close()
+        handler.stream = open("/dev/full", "w")  # noqa: SIM115
+    try:
+        vendor.silence_log_files(str(tmp_path / "run"))
+        log.removeHandler(users)
+        log.error("once")
+        assert capsys.readouterr().err == ""
+        log.removeHandler(ours)
+        log.addHandler(users)
+        log.error("once")
+        assert "No space left on device" in capsys.readouterr().err
+    finally:
+        for handler in (ours, users):
+            log.removeHandler(handler)

@@ -57,6 +57,7 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
         _await_service(settings, request)
         os.makedirs(settings.dir, exist_ok=True)
         op = _init_in_time(request, settings)
+        vendor.silence_log_files(settings.dir)
     except BaseException as error:
         remove_directory(settings.dir)
         if isinstance(error, OSError):

@@ -68,6 +68,14 @@ def prepare(settings: Any, key: str | None, queue: Queue) -> None:
     _take_over_client()
 
 
+def silence_log_files(directory: str) -> None:
+    """Have the client's log files report no full disk: it captures what is printed, and would log that, without end."""
+    for name in ("pluto", "console"):
+        for handler in logging.getLogger(name).handlers:
+            if isinstance(handler, logging.FileHandler) and handler.baseFilename.startswith(directory):
+                handler.handleError = lambda record: None  # type: ignore[method-assign]  # noqa: ARG005
+
+
 def name_of_directory(run_id: str, rank: int, attempt: int) -> str:
     """Return a name for the directory of a client's files that no other rank and no other attempt has."""
     return f"{run_id}-rank-{rank}-attempt-{attempt}-{secrets.token_hex(3)}"
