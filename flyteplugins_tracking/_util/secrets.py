@@ -65,7 +65,11 @@ def masked(text: str, *, with_forms: bool = True) -> str:
         found = CREDENTIALS.search(value)
         password = (found[0][:-1].partition(":")[2] or found[0][:-1]) if found else ""
         values |= {form for form in (password, unquote(password)) if len(form) >= _SHORTEST}
-    printed = {form for value in values | _known for form in (value, quote(value, safe=""), repr(value)[1:-1])}
+    # A key of several lines may be printed in part.
+    lines = {line for value in values | _known for line in (value, *map(str.strip, value.splitlines()))}
+    printed = {
+        form for value in lines if len(value) >= _SHORTEST for form in (value, quote(value, safe=""), repr(value)[1:-1])
+    }
     for value in sorted(printed, key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
     for pattern, hidden in (*_ADDRESSES, *_FORMS) if with_forms else _ADDRESSES:

@@ -291,6 +291,13 @@ def test_a_key_of_secret_is_masked_in_the_exception_of_the_training(monkeypatch,
     assert key not in failure.traceback
 
 
+def test_a_part_of_a_key_of_several_lines_is_masked(monkeypatch):
+    monkeypatch.setattr(secrets, "_known", set())
+    secrets.learn("first-line-of-it\nsecond-line-of-it\nshort\n")
+    assert masked("it ends: second-line-of-it\nshort") == "it ends: ***\nshort"
+    assert masked("first-line-of-it\nsecond-line-of-it\nshort") == "***"
+
+
 class ReadsSecret(RecordingTracker):
     def open(self, request):
         assert request.read_secret()
