@@ -291,6 +291,11 @@ def _run_id_of(directory: Path) -> str:
     return file.stem.removeprefix("run-") if file is not None else directory.name.partition("run-")[2].partition("-")[2]
 
 
+def is_left_offline(directory: Path) -> bool:
+    """Whether it has rows that were logged offline, and that no later opening of the run has sent."""
+    return is_offline(directory) and not is_synced(directory)
+
+
 def is_offline(directory: Path) -> bool:
     """Whether this is the directory of a run that was logged offline."""
     return directory.resolve().name.startswith(_OFFLINE)
@@ -382,6 +387,7 @@ class Outbox:
     first_step: int | None = None
     next_step: int | None = None
     _sent: Left | None = None  # what this run has logged again
+    _unkept = 0
 
     def __init__(self, run: Any, directory: Path, has_one_writer: bool, **more: Any) -> None:
         """Keep what is logged from now on.
@@ -394,7 +400,6 @@ class Outbox:
         """
         self.directory, self.place = directory, Place.of(run)
         self._run, self._kind, self._more = run, type(run), more
-        self._unkept = 0
         self.first_step = step = int(run.starting_step)
         self.next_step = step if has_one_writer else None
         header = {"place": self.place, "step": self.next_step, "first_step": step, **more}

@@ -260,7 +260,7 @@ class WandbHandle(Handle):
             self._outbox.end(exit_code)
             vendor.finish_within(limit_s, self.run, lambda: self._finish_run(exit_code))
             self._outbox.clear()
-            if self.run.offline and not self._offline:
+            if (self.run.offline or self._abandoned) and not self._offline:
                 logger.warning(
                     "W&B: run %s has continued offline. To send what W&B has not got, run: %s",
                     self.id,
@@ -338,8 +338,10 @@ class WandbHandle(Handle):
         self._be_global()
         for define in self._definitions:
             define()
-        if not self.run.offline:  # the new wandb-core sends what the old one had not
-            self._abandoned = []
+        if (
+            not self.run.offline
+        ):  # the new wandb-core sends what the old one had not; but of several writers only online
+            self._abandoned = [path for path in self._abandoned if outbox.is_left_offline(Path(path))]
 
     def _how_to_send_all(self) -> str:
         return f"To send what it has, run: {how_to_send(self._abandoned or [directory(self.run)])}"
