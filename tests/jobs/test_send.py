@@ -59,6 +59,7 @@ def test_processes_that_were_killed_while_they_opened_their_runs_do_not_keep_oth
         assert f"{directory} has no rows" in done.output
     for directory, rows in zip(directories, (5, 7), strict=True):
         assert f"sent {directory}: W&B has the {rows} rows" in done.output
+        assert f"{directory} has nothing that is not sent yet" in again.output
 
 
 @needs_root

@@ -90,6 +90,7 @@ def _send(directory: Path, servers: Sequence[str]) -> str:
         text = _send_rows(place, left, directory, described)
         require_all_sent(directory)
         return text
+    was_sent = outbox.is_synced(directory)
     # An attempt online that was killed may have logged a part of the rows. `wandb sync` would send all of them.
     rows = 0 if described is None or attempt.times() & left.times() else _sync(directory, place)
     missing = sum(1 for _ in (attempt.missing() if outbox.is_synced(directory) else attempt.rows()))
@@ -97,6 +98,8 @@ def _send(directory: Path, servers: Sequence[str]) -> str:
         _send_rows(place, left, directory, described)
     attempt.remove_journals()
     require_all_sent(directory)
+    if was_sent and not missing:
+        return f"{directory} has nothing that is not sent yet"
     return f"sent {directory}: W&B has the {rows + missing} rows"
 
 
