@@ -252,7 +252,7 @@ def _require_worker(info: DistributedInfo, rank_scope: RankScope) -> None:
 
 
 def _suffixes(info: DistributedInfo, run_mode: RunMode, rank_scope: RankScope) -> tuple[str, str | None]:
-    """Return the suffixes of the base id for the run's id and for its group (None for no group)."""
+    """Return the suffixes of the base id for the run's id, such as "-rank-3", and for its group (None for no group)."""
     worker = f"-worker-{info.worker_index}"
     if run_mode == "new":
         return (f"{worker}-rank-{info.local_rank}", worker) if rank_scope == "worker" else (f"-rank-{info.rank}", "")

@@ -2,7 +2,8 @@
 
 torchrun, Kubernetes and Slurm send SIGTERM, and SIGKILL `kill_after_s` later: 30 s. The service must know the run's
 end before that, wherever the main thread is: a Python signal handler does not run while it is in a C call such as a
-collective. So a thread reads the wakeup fd, to which the interpreter writes each signal immediately. `finish_timeout_s`
+collective. So a thread (`_watch`) reads the wakeup fd, to which the interpreter writes each signal immediately. At the
+first SIGTERM it starts "our thread" (`_serve`), which starts one more for each open run. `finish_timeout_s`
 below is `kill_after_s` less 5 s. To end the runs is `end_open_runs(143)`.
 
 Nobody has a handler for SIGTERM (or only torchelastic's agent, which its workers inherit), and the main thread is in
@@ -366,7 +367,7 @@ class SigtermWatcher(PerProcess):
             self._let_function_end()
             handler = self._current_handler()
             ends_process = handler is not None and handler.ends_process
-            if not self._is_left_to_main_thread(ends_process):
+            if not self._wait_for_unwinding(ends_process):
                 self._runs = Runs.ENDING
                 left_s = signalled_at + self._timeout_s + _LATEST_END_S - time.monotonic()
                 longest_s = self._timeout_s + _ANSWER_S if ends_process else min(_HANDLER_S, self._timeout_s)
@@ -389,8 +390,8 @@ class SigtermWatcher(PerProcess):
             if not postponement.lasts() or self._left.wait(_POLL_S):
                 return
 
-    def _is_left_to_main_thread(self, ends_process: bool) -> bool:  # noqa: ARG002
-        """Return whether the main thread has left the last function, and so has closed the runs itself.
+    def _wait_for_unwinding(self, ends_process: bool) -> bool:  # noqa: ARG002
+        """Wait while the main thread leaves the last function. Returns whether it has, and so has closed the runs.
 
         Args:
             ends_process: Whether the signal would only have ended the process. Then the main thread may unwind now.
@@ -625,7 +626,9 @@ class MainThreadWatcher(SigtermWatcher):
                 self._in_sync.set()
             if SIGNAL in signals and self._server is None:
                 # In a thread of its own: other signals are forwarded meanwhile.
-                self._server = threading.Thread(target=self._serve, daemon=True)
+                self._server = threading.Thread(
+                    target=self._serve, name="flyteplugins_tracking.sigterm.end", daemon=True
+                )
                 self._server.start()
 
     def _let_function_end(self) -> None:
@@ -634,7 +637,7 @@ class MainThreadWatcher(SigtermWatcher):
             self._due_at = time.monotonic()
             self._signal_if_answered()
 
-    def _is_left_to_main_thread(self, ends_process: bool) -> bool:
+    def _wait_for_unwinding(self, ends_process: bool) -> bool:
         if ends_process and self._wait(_ANSWER_S, self._has_answered):
             since_s = time.monotonic() - (self._signalled_at or 0.0)
             unwinding_s = min(_UNWINDING_S, max(_ANSWER_S, _LATEST_UNWINDING_S - since_s))

@@ -21,7 +21,7 @@ Feature = Literal["shared", "resume", "offline", "media", "system metrics", "swe
 
 
 class SigtermWatch(Protocol):
-    """Watches for SIGTERM, and then calls `Handle.finish_on_signal`. These are the members that a tracker may use."""
+    """Watches for SIGTERM, at which the library calls `Handle.finish_on_signal`. A tracker may use these members."""
 
     @property
     def terminated(self) -> bool:
@@ -92,7 +92,7 @@ class RunRequest(Record):
             the run at the service. Its argument is what the tracker does otherwise: it is called if the function does
             not use `should_stop()`, or if the ranks do not agree.
         steps: Takes the steps of the rows. `ClientHandle` calls its methods.
-        earlier: The rows of earlier attempts that are sent with this run. By default, those that are on this disk.
+        earlier: The journals that `send` sends with this run. Empty in a job: there the handle looks on this disk.
     """
 
     plan: RunPlan
@@ -229,7 +229,9 @@ class Handle(Protocol):
         """End the run with the function's status: 0 is success, anything else is failure. Called once, and last."""
 
     def finish_on_signal(self, exit_code: int) -> None:
-        """End the run after a SIGTERM, while the function may continue. Called from another thread.
+        """End the run early: after a SIGTERM, or if its opening call has ended before calls that use it too.
+
+        The function may continue meanwhile. Called from any thread.
 
         Calls that log afterwards must not raise. They open the run again if the service can do that. Does nothing if
         the run has ended already.

@@ -43,6 +43,8 @@ _CHECKS: Mapping[Any, Callable[[str, Any], object]] = {
     "float | None": check_seconds,
     "str": lambda name, value: check_text(name, value, is_optional=False),
     "str | None": check_text,
+    # The registry checks `tracker`; `__post_init__` checks the others.
+    **dict.fromkeys(("Any", "Sequence[str] | None", "Mapping[str, Any]", "frozenset[str]"), lambda *_: None),
 }
 
 
@@ -149,9 +151,9 @@ class TrackingConfig(Record):
 
     def __post_init__(self) -> None:
         for name, kind in type(self).__annotations__.items():
-            check, value = _CHECKS.get(kind), getattr(self, name)
-            if check is not None and (value is not None or "None" not in kind):
-                check(name, value)
+            value = getattr(self, name)
+            if value is not None or "None" not in kind:
+                _CHECKS[kind](name, value)
         _check_secret(self.secret)
         self.__dict__["tags"] = check_texts("tags", self.tags)
         if not isinstance(self.config, str):
