@@ -78,18 +78,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _send(paths: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
-    of_wandb = [path for path in paths if wandb_files.is_run_directory(path)]
+    of_wandb = wandb_files.in_order(path for path in paths if wandb_files.is_run_directory(path))
     failed: list[str] = []
-    for path in (path for path in paths if path not in of_wandb):
+    for path in [*(path for path in paths if path not in of_wandb), *of_wandb]:
         try:
-            yield _send_directory(path, servers)
-        except Exception as error:
+            yield wandb_files.send(path, servers) if path in of_wandb else _send_directory(path, servers)
+        except Exception as error:  # it does not keep the others from being sent
             is_said = isinstance(error, (TrackingError, ValueError))
             failed.append(str(error) if is_said else f"{path} was not sent: {type(error).__name__}: {error}")
-    try:
-        yield from wandb_files.send(of_wandb, servers)
-    except TrackerUnavailableError as error:
-        failed.append(str(error))
     if failed:
         raise TrackerUnavailableError("\n".join(failed))
 

@@ -338,9 +338,8 @@ class WandbHandle(Handle):
         self._be_global()
         for define in self._definitions:
             define()
-        if (
-            not self.run.offline
-        ):  # the new wandb-core sends what the old one had not; but of several writers only online
+        if not self.run.offline:
+            # The new wandb-core sends what the old one had not, but of several writers not what was logged offline.
             self._abandoned = [path for path in self._abandoned if outbox.is_left_offline(Path(path))]
 
     def _how_to_send_all(self) -> str:

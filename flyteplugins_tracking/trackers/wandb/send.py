@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,34 +41,27 @@ def is_run_directory(directory: Path) -> bool:
     return any(directory.glob("*.wandb"))
 
 
-def send(directories: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
-    """Send these directories in the order of their start, with those of other attempts of their runs beside them.
+def in_order(directories: Iterable[Path]) -> list[Path]:
+    """Return directories in the order of their start, in which they are sent.
+
+    A run that was online goes on offline behind that.
+    """
+    return sorted(directories, key=lambda one: one.name.removeprefix("offline-"))
+
+
+def send(directory: Path, servers: Sequence[str]) -> str:
+    """Send a directory, with those of other attempts of its run beside it.
 
     Args:
-        directories: The directories.
+        directory: The directory.
         servers: The servers that may get the key of this process, besides the one that W&B's client is set up for.
 
-    Yields:
-        For each directory, what W&B has of it now, in words.
+    Returns:
+        What W&B has of it now, in words.
 
     Raises:
-        TrackerUnavailableError: Some were not sent, or W&B has not confirmed that it has them; or a process is writing
-            one. All others were sent.
+        TrackerUnavailableError: It was not sent, or W&B has not confirmed that it has it; or a process is writing it.
     """
-    failed: list[str] = []
-    # By their times: a run that was online goes on offline behind that.
-    for directory in sorted(directories, key=lambda one: one.name.removeprefix("offline-")):
-        try:
-            yield _send(directory, servers)
-        except (TrackerUnavailableError, ValueError) as error:
-            failed.append(str(error))
-        except Exception as error:
-            failed.append(f"{directory} was not sent: {type(error).__name__}: {error}")
-    if failed:
-        raise TrackerUnavailableError("\n".join(failed))
-
-
-def _send(directory: Path, servers: Sequence[str]) -> str:
     described, attempt = datastore.description(directory), attempt_at(directory)
     if any(journal.is_open() for journal in attempt.journals):  # also a rank that logs on when its leader was killed
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
