@@ -80,8 +80,9 @@ class RollCallDuty(Duty):
         return self._timeout_s / _LOOKS if self._answers is None else _POLL_S
 
     def begin(self, board: Board) -> None:
-        """Say where the other ranks find this one."""
+        """Say where the other ranks find this one. From here on a rank that takes the GIL is found too."""
         super().begin(board)
+        self._put_off()
         # Not by the attempt: torchelastic's agents count restarts each for itself. The numbers of episodes continue.
         place = _Place(socket.gethostname(), os.getpid(), self._thread_id, self._file.fileno())
         self.board.put(f"place/{self._info.rank}", json.dumps(asdict(place)))
