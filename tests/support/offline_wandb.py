@@ -14,6 +14,7 @@ def open_run(run_id: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> A
 
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB__SAVE_REQUIREMENTS", "false")  # the list of all packages: it takes time
     monkeypatch.chdir(directory)
     quick = wandb.Settings(x_transaction_log_flush_interval=0.1)
     return wandb.init(mode="offline", project="p", id=run_id, dir=directory, settings=quick)

@@ -18,7 +18,7 @@ def wait_until(condition: Callable[[], T], job: Process | None = None, timeout_s
     Raises:
         AssertionError: `job` ended before the condition was true, or `timeout_s` have passed. The job is killed.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline, pause_s = time.monotonic() + timeout_s, 0.001
     while True:
         has_ended = job is not None and job.poll() is not None  # before the condition: it may be its last action
         if value := condition():
@@ -27,7 +27,8 @@ def wait_until(condition: Callable[[], T], job: Process | None = None, timeout_s
             job.kill()
             raise AssertionError(f"not within {timeout_s:g} s, or before the job ended:\n{job.communicate()[0]}")
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
 
 
 def wait_for_file(path: Path, job: Process | None = None) -> None:

@@ -21,7 +21,9 @@ from flyteplugins_tracking._job.watch import Duty
 RANKS = 4
 
 
-@pytest.fixture(params=["HashStore", "TCPStore", "FileStore"])
+@pytest.fixture(
+    params=["TCPStore", *(pytest.param(name, marks=pytest.mark.full) for name in ("HashStore", "FileStore"))]
+)
 def store(request, tmp_path):
     torch = pytest.importorskip("torch.distributed")
     if request.param == "TCPStore":
@@ -163,7 +165,7 @@ def test_ranks_that_never_meet_stop_at_the_next_step_of_the_fastest(store, fast)
     with Ranks(store) as job:
         job.watch(*range(RANKS))
         job.train([0.001, 0.003, 0.003, 0.003])
-        time.sleep(0.5)
+        time.sleep(0.1)
         job.agreements[3].request(StopRequest("a reason"))
         job.wait_for(lambda: len(job.steps) == RANKS)
         assert len(set(job.steps.values())) == 1

@@ -107,12 +107,16 @@ def give_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("handler", "status", "is_moved"),
-    [(signal.SIG_DFL, 143, False), pytest.param(exit_with_5, 5, True, marks=pytest.mark.full)],
-    ids=["no handler", "a handler that raises, modules moved"],
+    ("handler", "status", "is_moved", "stride"),
+    [
+        (signal.SIG_DFL, 143, False, 5),
+        pytest.param(signal.SIG_DFL, 143, False, 1, marks=pytest.mark.full),
+        pytest.param(exit_with_5, 5, True, 1, marks=pytest.mark.full),
+    ],
+    ids=["no handler, every fifth point", "no handler", "a handler that raises, modules moved"],
 )
 def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before(
-    monkeypatch, handler, status, is_moved
+    monkeypatch, handler, status, is_moved, stride
 ):
     """In a run's opening and closing, between these and the function, in the function, and in one that it calls."""
     ends, ignored = [], []
@@ -134,7 +138,7 @@ def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before
         if is_moved:
             give_other_names(monkeypatch)
         before, statuses = state(), set()
-        for point in itertools.count():
+        for point in itertools.count(step=stride):
             for each in (tracker.runs, ends, ignored):
                 each.clear()
             has_point, raised = signalled_at(point, outer)

@@ -26,11 +26,17 @@ wandb = pytest.importorskip("wandb", reason='wandb is not installed: pip install
 ROWS = 40
 
 
+@pytest.fixture(scope="module")
+def service():
+    """One wandb-core for all runs of these tests, of which none is ended."""
+    yield
+    assert vendor.restart_service()
+
+
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(service, tmp_path, monkeypatch):
     yield open_run("tail", tmp_path, monkeypatch)
     vendor.set_global_run(None)
-    assert vendor.restart_service()
 
 
 def journal_in(directory: Path, place, rows, name: str = "owner-1", step: int | None = 0, **more) -> None:
