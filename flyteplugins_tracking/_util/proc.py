@@ -22,12 +22,12 @@ INTERRUPTED = 130
 
 def machine() -> str:
     """Return a string that identifies this machine until it is started again."""
-    return _read("/proc/sys/kernel/random/boot_id") + os.uname().nodename
+    return read("/proc/sys/kernel/random/boot_id") + os.uname().nodename
 
 
 def parent(pid: int) -> int:
     """Return the parent of the process `pid`."""
-    match = re.search(r"^PPid:\s*(\d+)$", _read(f"/proc/{pid}/status"), re.MULTILINE)
+    match = re.search(r"^PPid:\s*(\d+)$", read(f"/proc/{pid}/status"), re.MULTILINE)
     return int(match[1]) if match else 0
 
 
@@ -36,25 +36,25 @@ def start_time(pid: int) -> str:
 
     Field 22 of /proc/[pid]/stat: https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html
     """
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 else ""
 
 
 def command_line(pid: int) -> list[str]:
     """Return the arguments that `pid` was started with, the program first."""
-    return _read(f"/proc/{pid}/cmdline").split("\0")
+    return read(f"/proc/{pid}/cmdline").split("\0")
 
 
 def children(pid: int) -> list[int]:
     """Return the processes that `pid` has started and that are there, in the order of their starts."""
-    pids = {int(child) for task in glob(f"/proc/{pid}/task/*/children") for child in _read(task).split()}
+    pids = {int(child) for task in glob(f"/proc/{pid}/task/*/children") for child in read(task).split()}
     return sorted(pids, key=lambda child: (int(start_time(child) or 0), child))
 
 
 def threads(name: str) -> list[int]:
     """Return the threads of this process with this name, of at most 15 characters, also those that are not Python's."""
     tasks = glob("/proc/self/task/*")
-    return [int(os.path.basename(task)) for task in tasks if _read(f"{task}/comm").rstrip("\n") == name]
+    return [int(os.path.basename(task)) for task in tasks if read(f"{task}/comm").rstrip("\n") == name]
 
 
 def zombie_status(pid: int) -> int | None:
@@ -62,13 +62,13 @@ def zombie_status(pid: int) -> int | None:
 
     It is that of waitpid(2): field 52 of /proc/[pid]/stat.
     """
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return int(fields[49]) if len(fields) > 49 and fields[0] == "Z" else None
 
 
 def state(pid: int) -> str:
     """Return the state of `pid`, a process or a thread: "R", "S", "T" (stopped by a signal), ...; empty without it."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return fields[0] if fields else ""
 
 
@@ -86,7 +86,7 @@ def resident_memory() -> int | None:
 
     https://man7.org/linux/man-pages/man5/proc_pid_statm.5.html
     """
-    fields = _read("/proc/self/statm").split()
+    fields = read("/proc/self/statm").split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if fields else None
 
 
@@ -95,13 +95,13 @@ def oom_kills() -> int:
 
     https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.events), and memory.oom_control of version 1.
     """
-    for line in _read("/proc/self/cgroup").splitlines():
+    for line in read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         events = {
             "": f"/sys/fs/cgroup{path}/memory.events",
             "memory": f"/sys/fs/cgroup/memory{path}/memory.oom_control",
         }
-        match = re.search(r"^oom_kill (\d+)$", _read(events.get(controllers, "")), re.MULTILINE)
+        match = re.search(r"^oom_kill (\d+)$", read(events.get(controllers, "")), re.MULTILINE)
         if match:
             return int(match[1])
     return 0
@@ -117,17 +117,18 @@ def nearest_without(variable: str) -> int:
 
 def has_handler(signum: int) -> bool:
     """Return whether this process has a handler for a signal, also one that is not Python's, as `faulthandler`'s."""
-    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _read("/proc/self/status"), re.MULTILINE)
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", read("/proc/self/status"), re.MULTILINE)
     return bool(match and int(match[1], 16) >> (signum - 1) & 1)
 
 
 def variables_at_start(pid: int) -> dict[str, str]:
     """Return the environment that `pid` was started with, if it is a process of this user."""
-    entries = (entry.partition("=") for entry in _read(f"/proc/{pid}/environ").split("\0"))
+    entries = (entry.partition("=") for entry in read(f"/proc/{pid}/environ").split("\0"))
     return {name: value for name, _, value in entries}
 
 
-def _read(path: str) -> str:
+def read(path: str) -> str:
+    """Return what a file of the kernel says; empty if it is not there or may not be read."""
     try:
         with open(path, errors="replace") as file:
             return file.read()
