@@ -204,8 +204,8 @@ class Handle(Protocol):
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Log these values with the run's next row, and not as a row of their own: the function counts its rows.
 
-        Called on the primary, from another thread. What still waits when the run ends is kept with its last row, or in
-        its summary. By default, nothing is logged.
+        Called on the primary, from another thread. They take the place of what still waits. What waits when the run
+        ends is kept with its last row, or in its summary. By default, nothing is logged.
         """
         return
 

@@ -100,7 +100,7 @@ class RowBuffer:
 
 
 class NextRow:
-    """Values that wait for the next row that the function logs. A value replaces an earlier one of its key.
+    """Values that wait for the next row that the function logs. They replace the earlier ones, which may be too old.
 
     Attributes:
         waiting: These values. Only for asking whether there are any.
@@ -113,7 +113,7 @@ class NextRow:
     def add(self, values: Mapping[str, Any]) -> None:
         """Have these values wait."""
         with self._lock:
-            self.waiting.update(values)
+            self.waiting = dict(values)
 
     def take(self) -> dict[str, Any]:
         """Return the values that wait; from then on none does."""

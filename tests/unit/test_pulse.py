@@ -185,13 +185,13 @@ def test_code_that_waits_is_known_by_its_file(file, expected):
 # The row that takes the values
 
 
-def test_values_wait_for_the_next_row_and_the_latest_one_counts():
+def test_values_wait_for_the_next_row_in_the_place_of_those_that_waited():
     row = NextRow()
     assert not row.waiting
-    row.add({"a": 1, "b": 1})
+    row.add({"a": 1, "b": 1})  # a is of a node that is silent later: it gets no older than that
     row.add({"b": 2})
     assert row.waiting
-    assert row.take() == {"a": 1, "b": 2}
+    assert row.take() == {"b": 2}
     assert not row.waiting
     assert row.take() == {}
 

@@ -311,7 +311,7 @@ def test_values_for_the_next_row_are_no_row_of_their_own_until_the_run_ends(bare
         assert handle.last_step == 8
 
     train()
-    assert tracker.handle.events == [{"a": 1, "b": 2, "loss": 1}, {"loss": 2}, {"a": 3}, 0]
+    assert tracker.handle.events == [{"b": 2, "loss": 1}, {"loss": 2}, {"a": 3}, 0]
 
 
 def test_a_signal_keeps_the_values_that_wait_and_they_open_no_run_again(bare_environment):
