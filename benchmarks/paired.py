@@ -29,6 +29,7 @@ ROWS = (
     "training_step",
     "shutdown",
     "pulse",
+    "node_load",
     "stopping",
     "growth",
 )

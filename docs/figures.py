@@ -126,6 +126,16 @@ ROWS = (
         lambda: f"{_found('a training step with `pulse_s=15`').partition(' (')[0]} more",
         "a training step with `pulse_s=15`",
     ),
+    Row(
+        "`pulse_s=15`: CPU of a sample of a node's load, every 15 s",
+        lambda: f"{_median('node_load', 'sample', 'us'):.0f} µs",
+        "a sample of a node",
+    ),
+    Row(
+        "`pulse_s=15`: what it adds to a row of 128 nodes with 8 GPUs each",
+        lambda: f"{_median('node_load', '128 nodes', 'bytes'):,.0f} bytes",
+        "the row of 128 nodes",
+    ),
 )
 
 
@@ -145,6 +155,8 @@ _AIMS = {
     "200 ns": "200 ns",
     "at most 10% of a core, 10 s": "10 s",
     "at most 0.5% slower": "0.5 %",
+    "at most 1 ms of CPU": "1 ms",
+    "at most 4,000 bytes": "4,000 bytes",
 }
 
 

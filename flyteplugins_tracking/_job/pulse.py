@@ -1,8 +1,9 @@
 """The pulse of a job: how fast each rank is, what the run shows of all ranks, and which of them are silent.
 
-Each rank puts its step time and its memory on the board every few seconds, and the first primary reads them. The watch
-looks a few times a second where the function's thread is: a rank that waits for others is in a collective then, and the
-one that they wait for is not. That needs no hooks, and works for any framework.
+Each rank puts its step time and its memory on the board every few seconds. Local rank 0 of each node adds the load of
+its node (`node_load`), and the first primary reads all that. The watch looks a few times a second where the function's
+thread is: a rank that waits for others is in a collective then, and the one that they wait for is not. That needs no
+hooks, and works for any framework.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from statistics import median
 from types import FrameType
 from typing import Any, Literal
 
-from flyteplugins_tracking._job import progress
+from flyteplugins_tracking._job import node_load, progress
 from flyteplugins_tracking._job.board import Board, from_text
 from flyteplugins_tracking._job.failures import COLLECTIVES
 from flyteplugins_tracking._job.watch import Duty
@@ -33,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 # A rank is silent if it has put nothing on the board for this many pulses.
 _SILENT_PULSES = 2
+# A load that the primary has first seen this many pulses ago is not older than two: it was new then.
+_FRESH_PULSES = 1.5
+# The most characters of a pulse: that of a node with 16 GPUs has half of them.
+_LONGEST = 4096
 # The most seconds between two looks at the function's stack, and the number of looks within a short pulse.
 _LONGEST_LOOK_S, _LOOKS = 0.25, 20
 # Code that waits for the GPU.
@@ -53,6 +58,8 @@ class Pulse:
         memory: Its resident memory, in bytes; None if unknown.
         cuda_memory: What torch has reserved on its GPUs, in bytes; None without CUDA.
         state: Whether its function runs, has returned or has failed.
+        node: The index of the node that it measures; None if another rank does.
+        load: The load of that node, as `LoadMeter.measure` returns it.
         put_at: When, in seconds since the epoch, by the clock of the host.
     """
 
@@ -61,6 +68,8 @@ class Pulse:
     memory: int | None = None
     cuda_memory: int | None = None
     state: State = "running"
+    node: int | None = None
+    load: dict[str, float] = field(default_factory=dict)
     put_at: float = field(default_factory=time.time)
 
     def to_json(self) -> str:
@@ -82,7 +91,7 @@ def read(board: Board, world_size: int, since: float = 0.0) -> dict[int, Pulse]:
         since: Leave out pulses that are older, in seconds since the epoch: of an earlier attempt on the same board.
     """
     texts = board.get_all(str(rank) for rank in range(world_size))
-    pulses = {rank: from_text(Pulse, text) for rank, text in enumerate(texts) if text is not None}
+    pulses = {rank: from_text(Pulse, text[:_LONGEST]) for rank, text in enumerate(texts) if text is not None}
     return {rank: pulse for rank, pulse in pulses.items() if pulse is not None and pulse.put_at >= since}
 
 
@@ -102,6 +111,10 @@ class SilenceWatch:
         ended = {rank for rank, pulse in pulses.items() if pulse.state != "running"}
         longest_s = _SILENT_PULSES * self._pulse_s
         return [rank for rank, (_, at) in enumerate(self._seen) if rank not in ended and now - at > longest_s]
+
+    def is_fresh(self, rank: int, now: float) -> bool:
+        """Whether the last pulse of a rank is not older than two pulses; as of the last call of `silent`."""
+        return now - self._seen[rank][1] < _FRESH_PULSES * self._pulse_s
 
 
 def metrics(pulses: Mapping[int, Pulse]) -> dict[str, float]:
@@ -159,6 +172,8 @@ class PulseDuty(Duty):
         self._silence = SilenceWatch(info.world_size, pulse_s, time.monotonic())
         self._put_at = time.monotonic()
         self._started_at = proc.started_at()
+        self._node = info.worker_index if info.local_rank == 0 else None
+        self._load = None if self._node is None else node_load.LoadMeter()
         progress.reset_steps()
         self._stop_counting = progress.count_optimizer_steps()
         self._random = random.Random()  # noqa: S311 not for keys
@@ -194,6 +209,8 @@ class PulseDuty(Duty):
         """Say that this rank's function has ended: then it is not silent."""
         if self._stop_counting is not None:
             self._stop_counting()
+        if self._load is not None:
+            self._load.close()
         self._put("failed" if has_failed else "returned")
 
     def _put(self, state: State) -> None:
@@ -204,15 +221,26 @@ class PulseDuty(Duty):
             memory=proc.resident_memory(),
             cuda_memory=cuda_memory(),
             state=state,
+            node=self._node,
+            load={} if self._load is None or state != "running" else self._load.measure(),
         )
         put(self.board, self._info.rank, pulse)
 
     def _read(self, log: Callable[[Mapping[str, float]], None]) -> None:
+        now = time.monotonic()
         present = read(self.board, self._info.world_size, since=self._started_at)
-        silent = self._silence.silent(present, time.monotonic())
+        silent = self._silence.silent(present, now)
         alive = {rank: pulse for rank, pulse in present.items() if pulse.state == "running" and rank not in silent}
+        num_nodes = self._info.num_workers or self._info.world_size
+        loads = {}
+        for rank, pulse in alive.items():
+            if pulse.node is not None and self._silence.is_fresh(rank, now):
+                if pulse.node in range(num_nodes) and node_load.is_sound(pulse.load):
+                    loads[pulse.node] = pulse.load
+                else:
+                    self._warn_once("load", "the load of a node is left out: rank %d has put no sound one", rank)
         try:
-            log({**metrics(alive), "ranks/silent": len(silent)})
+            log({**metrics(alive), "ranks/silent": len(silent), **node_load.metrics(loads, num_nodes)})
         except Exception:
             self._warn_once("log", "the run does not show the pulse of its ranks", exc_info=True)
 

@@ -120,9 +120,10 @@ class TrackingConfig(Record):
     is, with its stacks. Nothing is ended. None for never."""
 
     pulse_s: float | None = None
-    """Seconds between two measurements of which rank is slow. After each, the next row of the primary rank also has
-    `ranks/slowest`, the rank that the others wait for, and `ranks/own_time/*`, `ranks/step_time/*`, `ranks/memory/max`
-    and `ranks/silent`. It uses no collective. None for never."""
+    """Seconds between two measurements of which rank is slow and of how busy each node is. After each, the next row of
+    the primary rank also has `ranks/slowest`, the rank that the others wait for, `ranks/own_time/*`,
+    `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and `nodes/*`: CPU, memory, network, disks and GPUs. It
+    uses no collective. None for never."""
 
     stop_before_s: float | None = None
     """Seconds before the time limit at which `should_stop()` returns True. The limit is that of a Slurm job

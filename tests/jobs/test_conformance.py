@@ -47,19 +47,28 @@ FIRST_AND_LAST = pytest.mark.parametrize(("backend", "primary"), PRIMARIES, indi
 class Job:
     """`conformance_job.py` under torchrun."""
 
-    def __init__(self, backend: Backend, directory: Path, scenario: str, *options: str, primary: str = "") -> None:
+    def __init__(
+        self, backend: Backend, directory: Path, scenario: str, *options: str, primary: str = "", nodes: int = 1
+    ) -> None:
         self.backend = backend
         self.directory = directory
         self.project = (
             f"{scenario.replace(' ', '-')}-{secrets.token_hex(3)}"  # no other test's, whose run would be this one too
         )
-        agent = jobs.torchrun("--standalone", f"--nproc-per-node={RANKS}", "--monitor-interval=0.1", *options)
+        meeting = ["--standalone"]
+        if nodes > 1:
+            meeting = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}"]
+        agent = jobs.torchrun(*meeting, f"--nproc-per-node={RANKS // nodes}", "--monitor-interval=0.1", *options)
         script = [str(CONFORM), scenario, backend.name, backend.package, self.project, primary]
         env = backend.environment()
         if scenario == "missing":
             env = backend.missing(directory)
             script += ["degrade"] if backend.can_degrade else []
-        self.process = jobs.start([*agent, *script], directory, env)
+        if scenario == "pulse":  # with GPUs
+            others = env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(jobs.PROGRAMS / "nvml"), others]))
+        self.agents = [jobs.start([*agent, *script], directory, env) for _ in range(nodes)]
+        self.process = self.agents[0]
 
     @property
     def runs(self) -> list[Kept]:
@@ -82,7 +91,8 @@ class Job:
         return int(path.name.removeprefix("notes-"))
 
     def ended(self) -> jobs.Done:
-        return jobs.finish(self.process, self.directory, timeout_s=150)
+        done = [jobs.finish(agent, self.directory, timeout_s=150) for agent in self.agents]
+        return jobs.Done(max(one.returncode for one in done), "\n".join(one.output for one in done), self.directory)
 
     def logged(self, what: str = "logged") -> Counter[tuple[str, int]]:
         """The rows that the ranks have noted until now: before each call of `log` as "logs", after it as "logged"."""
@@ -190,17 +200,27 @@ def test_a_restart_continues_the_run(backend, tmp_path, primary):
     assert ("1", "False") not in said, said
 
 
-@pytest.mark.full
-def test_the_pulse_joins_the_rows_of_the_function(backend, tmp_path):
-    job = Job(backend, tmp_path, "pulse")
+@default_for("wandb")
+def test_the_pulse_and_the_load_of_all_nodes_join_the_rows_of_the_function(backend, tmp_path):
+    job = Job(backend, tmp_path, "pulse", nodes=2)
     done = job.ended()
     assert done.returncode == 0, done.output
     (run,) = job.runs
-    own = Counter({point: count for point, count in run.points.items() if not point[0].startswith("ranks/")})
+    pulse = ("ranks/", "nodes/")
+    own = Counter({point: count for point, count in run.points.items() if not point[0].startswith(pulse)})
     assert own == job.logged()
-    values = {key: value for key, value in run.points if key.startswith("ranks/")}
+    values = {key: value for key, value in run.points if key.startswith(pulse)}
     assert values["ranks/slowest"] in range(RANKS)
     assert {"ranks/silent", "ranks/memory/max"} <= values.keys()
+    for node in (0, 1):
+        of_node = {key.removeprefix(f"nodes/{node}/"): value for key, value in values.items()}
+        assert 0 <= of_node["cpu"] <= 100
+        assert 0 <= of_node["memory"] <= 100
+        assert [of_node[f"gpu/{gpu}/util"] for gpu in (0, 1)] == [50 + node, 0]
+        assert [of_node[f"gpu/1/{name}"] for name in ("memory", "power_w", "temp_c")] == [25, 300, 60]
+    assert not [key for key in values if key.startswith("nodes/2/")]
+    initialised = sorted(path.name for path in tmp_path.glob("nvml-*"))
+    assert initialised == ["nvml-0", "nvml-2"]  # local rank 0 of each node
     assert run.status == "finished"
 
 

@@ -83,6 +83,9 @@ def last_rank() -> None:
 
 @tracking_init(**TRACKING, id="pulse", pulse_s=0.2)
 def pulse() -> None:
+    note(f"ready {rank()} {ATTEMPT}")
+    for other in range(get_distributed_info()["world_size"]):
+        wait_for(f"ready {other} {ATTEMPT}\n")
     for _ in range(5):
         log(2)
         time.sleep(0.5)

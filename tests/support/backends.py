@@ -69,8 +69,9 @@ class Backend(Protocol):
 
 
 def points(rows: list[Mapping[str, Any]]) -> Counter[tuple[str, int]]:
-    """The values of the keys that `conformance_job.py` logs, in rows of any shape."""
-    return Counter((key, int(value)) for row in rows for key, value in row.items() if key.startswith("rank"))
+    """The values of the keys that `conformance_job.py` logs, and those of its pulses, in rows of any shape."""
+    kept = ("rank", "nodes/")
+    return Counter((key, int(value)) for row in rows for key, value in row.items() if key.startswith(kept))
 
 
 class WandbBackend:
