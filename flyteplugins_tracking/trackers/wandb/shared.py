@@ -231,9 +231,10 @@ class LeaderHandle(SharedHandle):
             unreachable: The address of the wandb-core that the follower cannot reach; empty if it has not tried.
         """
         self._request.watch.wait_for_user_handler(any_thread=True)
+        opening = self._gate.openings  # this rank may notice the death too, and open the run meanwhile
         try:
             if unreachable and unreachable == vendor.service_address() and vendor.has_service_died():
-                self._gate.note_death(ConnectionResetError())
+                self._gate.note_death(ConnectionResetError(), opening)
             if self._gate.open_again():
                 self._publish()
         except Exception:
