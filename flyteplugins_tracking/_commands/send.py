@@ -149,7 +149,7 @@ def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
 def _remove_empty(directory: Path) -> None:
     """Remove what has nothing to send."""
     for journal in stored(directory):  # without lines: of a process that was killed when it made it, or had sent all
-        if not journal.is_open() and not journal.pending():
+        if not journal.is_open() and not any(True for _ in journal.entries()):
             journal.remove()
     remove_torn(directory)
 

@@ -2,7 +2,7 @@
 
 A record is in the operating system's hands when `add` returns: SIGKILL loses none. The files of one journal are its
 segments, `NAME.journal.0` and so on. Each is a sequence of frames: a head with a checksum of its own, which says the
-record's number, time, length and checksum, and the record. So a reader finds the frames behind a damaged one.
+record's number, length and checksum, and the record. So a reader finds the frames behind a damaged one.
 
 The record of a tracker is a line: JSON that no service's format is in. A line is one of
 
@@ -23,7 +23,6 @@ import os
 import re
 import struct
 import threading
-import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -48,8 +47,8 @@ _BAD = ".bad"
 SEGMENT_BYTES = 4_000_000
 # The largest segment that is read: it has one record at least, and that may be a large one.
 _LONGEST_SEGMENT = 256_000_000
-# A frame's head: a mark, a kind, a number, a time, the record's length and its checksum; then the checksum of all this.
-_HEAD = struct.Struct("<2sBQdII")
+# A frame's head: a mark, a kind, a number, the record's length and its checksum; then the checksum of all this.
+_HEAD = struct.Struct("<2sBQII")
 _CHECKSUM = struct.Struct("<I")
 _HEAD_SIZE = _HEAD.size + _CHECKSUM.size
 _MARK = b"\xabJ"
@@ -67,9 +66,8 @@ _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=
 
 
 class Entry(NamedTuple):
-    """A record, when it was added, in seconds since the epoch, and how many were added before it."""
+    """A record, and how many were added before it."""
 
-    time_s: float
     data: bytes
     number: int
 
@@ -216,7 +214,7 @@ class Journal(PerProcess):
         try:
             # Not `flock`: a child of a writer that was killed would hold it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            header = json.dumps({**self.header, "before": before}, default=str).encode()
+            header = json.dumps(self.header, default=str).encode()
             # Twice: without a header, the run of the other records is not known.
             _write_whole(file, 2 * _frame(_HEADER, self._acknowledged, header))
             if count != self._count:  # a signal handler has added a record, and so has begun the next file already
@@ -284,10 +282,6 @@ class StoredJournal:
         for path in self.paths:
             frames_left = [frame for frame in _frames(_content(path)) if frame is not None]
             yield from (entry for entry in _entries(frames_left) if entry.number >= acknowledged)
-
-    def pending(self) -> list[Entry]:
-        """Return the records that are not acknowledged, in their order."""
-        return list(self.entries())
 
     def lines(self) -> Iterator[Line]:
         """Yield the lines of these records. One that is no line is left out: its writer was no version of this."""
@@ -426,7 +420,6 @@ def _stored(paths: Sequence[Path]) -> StoredJournal | None:
 class _Frame(NamedTuple):
     kind: int
     number: int
-    time_s: float
     data: bytes
     end: int
     is_whole: bool
@@ -435,7 +428,7 @@ class _Frame(NamedTuple):
 def _entries(frames: Sequence[_Frame]) -> Iterator[Entry]:
     by_number = {frame.number: frame for frame in frames if frame.kind == _RECORD}
     for number, frame in sorted(by_number.items()):
-        yield Entry(frame.time_s, frame.data, number)
+        yield Entry(frame.data, number)
 
 
 def _content(path: Path) -> bytes:
@@ -466,7 +459,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _frame(kind: int, number: int, record: bytes) -> bytes:
-    head = _HEAD.pack(_MARK, kind, number, time.time(), len(record), zlib.crc32(record))
+    head = _HEAD.pack(_MARK, kind, number, len(record), zlib.crc32(record))
     return head + _CHECKSUM.pack(zlib.crc32(head)) + record
 
 
@@ -495,11 +488,11 @@ def _frame_at(data: bytes, start: int) -> _Frame | None:
     begin = head_end + _CHECKSUM.size
     if begin > len(data) or zlib.crc32(data[start:head_end]) != _CHECKSUM.unpack_from(data, head_end)[0]:
         return None
-    mark, kind, number, time_s, size, checksum = _HEAD.unpack_from(data, start)
+    mark, kind, number, size, checksum = _HEAD.unpack_from(data, start)
     if mark != _MARK or begin + size > len(data):
         return None
     record = data[begin : begin + size]
-    return _Frame(kind, number, time_s, record, begin + size, zlib.crc32(record) == checksum)
+    return _Frame(kind, number, record, begin + size, zlib.crc32(record) == checksum)
 
 
 def _remove(path: str) -> None:

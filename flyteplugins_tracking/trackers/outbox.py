@@ -187,7 +187,7 @@ class Outbox(PerProcess):
             if self._sink is None:
                 return
             if number == self._end and self._bytes < MEMORY_BYTES:
-                self._add(Entry(0.0, data, number))
+                self._add(Entry(data, number))
             if self._thread is None:
                 self._start()
             elif len(self._waiting) in (1, _MOST_AT_ONCE):

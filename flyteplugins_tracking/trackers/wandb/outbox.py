@@ -182,7 +182,7 @@ def _rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
     while len(segments) > 1 and (step := segments[1].header.get("step")) is not None and step < since:
         segments.pop(0)
     row: Row | None = None
-    for entry in chain.from_iterable(segment.pending() for segment in segments):
+    for entry in chain.from_iterable(segment.entries() for segment in segments):
         head, _, data = entry.data.partition(b"\n")
         if not data:  # the run's end
             continue
