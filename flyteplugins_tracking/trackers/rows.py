@@ -35,7 +35,7 @@ class RowBuffer:
         self._prefix = prefix
         self._define_step: Callable[[], object] | None = define_step
         self._last_step: Any = None
-        self._waiting: dict[str, Any] = {}  # values that are not committed
+        self._waiting = NextRow()  # values that are not committed
         self.logged = 0
         self._lock = threading.RLock()
 
@@ -57,14 +57,13 @@ class RowBuffer:
             self._define()
         elif self._last_step is not None:
             row.setdefault(self._step_metric, self._last_step)
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-            if waiting.get(self._step_metric, row.get(self._step_metric)) != row.get(self._step_metric):
-                self._log(log, waiting)  # of an earlier step
-                waiting = {}
-            if commit is False:
-                self._waiting = {**waiting, **row}
-                return None
+        waiting = self._waiting.take()
+        if waiting.get(self._step_metric, row.get(self._step_metric)) != row.get(self._step_metric):
+            self._log(log, waiting)  # of an earlier step
+            waiting = {}
+        if commit is False:
+            self._waiting.add({**waiting, **row})
+            return None
         try:
             return self._log(log, {**waiting, **row})
         except Exception:
@@ -74,8 +73,7 @@ class RowBuffer:
 
     def commit(self, log: Log) -> None:
         """Log the values that still wait for a row. Raises nothing, since the run is ending."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
+        waiting = self._waiting.take()
         if waiting:
             try:
                 self._log(log, waiting)
@@ -108,7 +106,7 @@ class NextRow:
 
     def __init__(self) -> None:
         self.waiting: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may log
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Have these values wait."""
