@@ -262,7 +262,6 @@ class NodeClient:
         """
         self.rank = rank
         self.value: Json = published["publish"]
-        self._server = published["server"]
         self._peer, self._messages = peer, messages
 
     @classmethod
@@ -326,14 +325,8 @@ class NodeClient:
         """Request that the leader publishes a value again."""
         self._peer.send({"request": text})
 
-    def leave(self, will_return: bool = False) -> None:
-        """Hang up: this process is done.
-
-        Args:
-            will_return: It could not use the value, and will connect to the same server again.
-        """
-        if will_return:
-            _seen_servers.tokens.discard(self._server)
+    def leave(self) -> None:
+        """Hang up: this process is done."""
         self._peer.hang_up()
 
     def _receive(

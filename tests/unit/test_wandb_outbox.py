@@ -64,7 +64,7 @@ def begun(run, has_one_writer: bool = True) -> outbox.Outbox:
     made = vars(run)[outbox.OUTBOX] = outbox.Outbox(
         run, outbox.run_directory(run), has_one_writer, step_metric="global_step", restart_count=1
     )
-    outbox.send_earlier(made, has_one_writer)
+    outbox.send_earlier(made)
     return made
 
 

@@ -6,8 +6,6 @@ import ast
 import inspect
 import json
 import logging
-import multiprocessing.process
-import multiprocessing.util
 import os
 import threading
 import time
@@ -142,21 +140,6 @@ def test_wandb_core_has_written_the_files_of_ended_runs_when_it_is_restarted(tmp
         assert vendor.restart_service()
     stored = sorted((run.id, [row["x"] for row in run.rows], run.exit_code) for run in read_runs(tmp_path))
     assert stored == [(f"run-{number}", [number], 1) for number in range(6)]
-
-
-def test_a_process_of_multiprocessing_ends_its_wandb_core_once(monkeypatch):
-    """It calls no function of `atexit`: wandb-core would end with it, before it has written an offline run's rows."""
-    finalizers = []
-    monkeypatch.setattr(multiprocessing.util, "Finalize", lambda *args, **kwargs: finalizers.append((args, kwargs)))
-    vendor.end_service_with_process()  # in this process, wandb does so itself
-    assert finalizers == []
-    monkeypatch.setattr(multiprocessing.process, "parent_process", object)
-    monkeypatch.setattr(vendor, "_at_exit", vendor._AtExit())
-    vendor.end_service_with_process()
-    vendor.end_service_with_process()
-    assert [(args[:2], kwargs) for args, kwargs in finalizers] == [
-        ((None, vendor.restart_service), {"exitpriority": 0})
-    ]
 
 
 def test_attaching_has_every_part(run, no_warning):

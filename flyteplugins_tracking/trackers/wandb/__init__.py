@@ -75,8 +75,8 @@ class WandbTracker(Tracker):
     def check(self, config: TrackingConfig) -> None:
         options = config.options
         check_host(options.get(HOST))
-        check_id(config.id)
-        check_project(config.project)
+        check_characters("run id", config.id, "an id")
+        check_characters("project", config.project, "a project")
         if options.get("mode") == "shared":
             raise ConfigError("mode='shared' is set by this library: pass run_mode='shared' instead")
         for name, allowed in _CHOICES.items():
@@ -137,25 +137,17 @@ def drop_empty_variables() -> None:
         del os.environ[name]
 
 
-def check_id(run_id: str | None) -> None:
-    """Refuse an id with a character that W&B does not accept.
+def check_characters(subject: str, text: str | None, place: str) -> None:
+    """Refuse an id or a project with a character that W&B does not accept.
+
+    Args:
+        subject: What it is, in the message.
+        text: The id or the project.
+        place: What W&B does not accept the character in.
 
     Raises:
         ConfigError: It has one.
     """
-    _check_characters("run id", run_id, "an id")
-
-
-def check_project(project: str | None) -> None:
-    """Refuse a project with a character that W&B does not accept.
-
-    Raises:
-        ConfigError: It has one.
-    """
-    _check_characters("project", project, "a project")
-
-
-def _check_characters(subject: str, text: str | None, place: str) -> None:
     bad = sorted(set(text or "") & set(_NOT_IN_AN_ID))
     if bad:
         raise ConfigError(

@@ -24,7 +24,7 @@ from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import (
     HOST,
     api_of,
-    check_id,
+    check_characters,
     drop_empty_variables,
     forced_run_id,
     outbox,
@@ -92,7 +92,7 @@ def open_run(request: RunRequest) -> Handle:
         ConfigError: W&B does not accept an argument or a variable.
     """
     drop_empty_variables()
-    check_id(request.plan.run_id)
+    check_characters("run id", request.plan.run_id, "an id")
     vendor.drop_unusable_service()
     if request.config.run_mode != "shared" and not NodeRole.of(request).has_peers:
         before = vendor.global_run()
@@ -152,7 +152,7 @@ def _init(
             arguments["resume_from"] = f"{request.plan.run_id}?_step={rewind_to - 1}"
         if not _is_online(arguments):
             run = wandb.init(**arguments)
-            _begin_outbox(request, run, is_automatic)
+            outbox.open_outbox(request, run, is_automatic)
             return run
         left_s = request.deadline - time.monotonic() - _INIT_GRACE_S
         with _opening, nullcontext() if left_s > 2 * _VIEWER_S else vendor.without_viewer():
@@ -172,7 +172,7 @@ def _init(
                 if request.config.if_unavailable == "degrade":
                     _remove_own(set(directory.glob(f"run-*-{arguments.get('id', '')}*")) - before)
                 raise
-            _begin_outbox(request, run)
+            outbox.open_outbox(request, run)
             return run
     except wandb.errors.UsageError:  # of an argument
         raise
@@ -209,21 +209,6 @@ def _await_count(request: RunRequest, arguments: Mapping[str, Any], settings: An
         return None if stored is None else (stored.rows, stored.last_step)
 
     outbox.await_count(directory, run_id, counts, request.deadline - _COUNT_S)
-
-
-def _begin_outbox(request: RunRequest, run: Any, is_automatic: bool = False) -> None:
-    """Send what earlier attempts have left on this disk, and keep what this one logs.
-
-    Not online in native shared mode: its rows have no steps, so that nobody can say which of them have arrived.
-    """
-    options, is_shared = request.config.options, request.config.run_mode == "shared"
-    outbox.open_outbox(
-        run,
-        request,
-        sends=run.offline or not (NodeRole.of(request).has_peers or "resume_from" in options),
-        has_one_writer=not (is_shared or options.get("sync_tensorboard") or options.get("tensorboard")),
-        is_automatic=is_automatic,
-    )
 
 
 def reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | None) -> Any:

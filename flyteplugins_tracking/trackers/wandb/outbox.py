@@ -47,6 +47,7 @@ from flyteplugins_tracking._util.text import parse_json, without_credentials
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.journal import Journal, StoredJournal, encode, stored
+from flyteplugins_tracking.trackers.node_group import NodeRole
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 
@@ -291,11 +292,6 @@ def _run_id_of(directory: Path) -> str:
     return file.stem.removeprefix("run-") if file is not None else directory.name.partition("run-")[2].partition("-")[2]
 
 
-def is_left_offline(directory: Path) -> bool:
-    """Whether it has rows that were logged offline, and that no later opening of the run has sent."""
-    return is_offline(directory) and not is_synced(directory)
-
-
 def is_offline(directory: Path) -> bool:
     """Whether this is the directory of a run that was logged offline."""
     return directory.resolve().name.startswith(_OFFLINE)
@@ -403,7 +399,7 @@ class Outbox:
         self.first_step = step = int(run.starting_step)
         self.next_step = step if has_one_writer else None
         header = {"place": self.place, "step": self.next_step, "first_step": step, **more}
-        self._journal: Journal | None = Journal(directory, f"owner-{secrets.token_hex(3)}", header)
+        self._journal = Journal(directory, f"owner-{secrets.token_hex(3)}", header)
         keep_rows(run, self.put)
 
     def send(self, left: Left) -> int:
@@ -417,7 +413,7 @@ class Outbox:
             )
             logger.warning(text, self.place.run_id, len(steps), steps[0], steps[-1], left.parent)
         self._sent = left
-        if self._journal is not None and not self._journal.is_closed:
+        if not self._journal.is_closed:
             left.clear()
         return len(steps)
 
@@ -433,7 +429,6 @@ class Outbox:
             step: The step that was given with it.
             commit: Whether it was said that the row is complete; None if nothing was said.
         """
-        assert self._journal is not None
         if self.next_step is not None and step is not None:
             if step < self.next_step:
                 return  # wandb-core drops it
@@ -446,24 +441,22 @@ class Outbox:
 
     def end(self, exit_code: int) -> None:
         """Keep the status with which the run is ended now: it may not be sent in time."""
-        if self._journal is not None:
-            self._journal.add(encode({"exit_code": exit_code}), is_last=True)
+        self._journal.add(encode({"exit_code": exit_code}), is_last=True)
 
     @property
     def unkept_rows(self) -> int:
         """How many rows the journal lacks because of a full disk: what W&B has not got of them is lost."""
-        return self._unkept + (0 if self._journal is None else self._journal.replaced)
+        return self._unkept + self._journal.replaced
 
     def note_child(self) -> None:
         """Note that a forked child logs into the run: this process does not know the steps of its own rows anymore."""
-        if self._journal is not None:
+        if not self._journal.is_closed:
             with contextlib.suppress(OSError):
                 touch_own(self.directory / _FORKED)
 
     def close(self) -> None:
         """Leave the journal to the next opening, or to `send`: the run's wandb-core has died."""
-        if self._journal is not None:
-            self._journal.close()
+        self._journal.close()
 
     def clear(self) -> None:
         """Remove the journals: the run has ended, and the service has everything."""
@@ -536,7 +529,7 @@ class NoOutbox(Outbox):
     """The outbox of a run of which no attempt can send again what another one has logged. It keeps nothing."""
 
     def __init__(self) -> None:
-        self._journal = None
+        self._journal = Journal.closed()
 
     def for_guests(self) -> dict[str, Any]:
         """Have them keep nothing either."""
@@ -546,37 +539,42 @@ class NoOutbox(Outbox):
         """Do nothing."""
 
 
-def open_outbox(run: Any, request: RunRequest, *, sends: bool, has_one_writer: bool, is_automatic: bool) -> None:
-    """Give a run that was just opened its outbox.
+_none = NoOutbox()
+
+
+def open_outbox(request: RunRequest, run: Any, is_automatic: bool = False) -> None:
+    """Give a run that was just opened its outbox, and send what earlier attempts have left on this disk.
+
+    Not online in native shared mode: its rows have no steps, so that nobody can say which of them have arrived.
 
     Args:
+        request: The decorator's request for the run.
         run: The run.
-        request: The decorator's request for it.
-        sends: Whether rows can be sent again.
-        has_one_writer: See `Outbox`.
         is_automatic: Whether the next attempt that is online sends the rows of this one, which is offline.
     """
-    if OUTBOX in vars(run) or not sends or run.disabled:  # the first: another function has it open
+    options, is_shared = request.config.options, request.config.run_mode == "shared"
+    keeps = run.offline or not (NodeRole.of(request).has_peers or "resume_from" in options)
+    if OUTBOX in vars(run) or not keeps or run.disabled:  # the first: another function has it open
         return
-    more = {
-        "is_automatic": is_automatic,
-        "host": socket.gethostname(),
-        "step_metric": request.config.step_metric,
-        "restart_count": restart_count_of(request),
-    }
-    directory = run_directory(run)
-    if run.offline:
-        vars(run)[OUTBOX] = OfflineOutbox(run, directory, has_one_writer, **more)
-    else:
-        made = vars(run)[OUTBOX] = Outbox(run, directory, has_one_writer, **more)
-        send_earlier(made, has_one_writer)
+    kind = OfflineOutbox if run.offline else Outbox
+    made = vars(run)[OUTBOX] = kind(
+        run,
+        run_directory(run),
+        has_one_writer=not (is_shared or options.get("sync_tensorboard") or options.get("tensorboard")),
+        is_automatic=is_automatic,
+        host=socket.gethostname(),
+        step_metric=request.config.step_metric,
+        restart_count=restart_count_of(request),
+    )
+    if not run.offline:
+        send_earlier(made)
 
 
-def send_earlier(made: Outbox, has_one_writer: bool) -> None:
+def send_earlier(made: Outbox) -> None:
     """Log what earlier attempts have left: in a run with one writer, also what they have logged offline."""
 
     def is_sent(attempt: Attempt) -> bool:
-        is_in_place = not is_offline(attempt.directory) or (has_one_writer and was_automatic(attempt))
+        is_in_place = not is_offline(attempt.directory) or (made.next_step is not None and was_automatic(attempt))
         return bool(attempt.journals) and is_in_place
 
     parent = made.directory.parent
@@ -590,8 +588,8 @@ def send_earlier(made: Outbox, has_one_writer: bool) -> None:
 
 def of(run: Any) -> Outbox:
     """Return the outbox of an open run."""
-    found: Outbox | None = vars(run).get(OUTBOX)
-    return NoOutbox() if found is None else found
+    found: Outbox = vars(run).get(OUTBOX, _none)
+    return found
 
 
 # What an attempt leaves to the next one on this disk: W&B's client does not read its files
@@ -610,9 +608,17 @@ def saved_states(run: Any) -> list[str]:
     return [text for path in earlier if (text := own_text(path / _STATE, _LONGEST_STATE)) is not None]
 
 
-def guest_journal(directory: str, place: Sequence[str], rank: int) -> Journal:
-    """Return a journal for a rank that logs into the run of another process, in that one's directory."""
-    return Journal(Path(directory), f"guest-{rank}-{secrets.token_hex(3)}", {"place": place, "step": None})
+def guest_journal(of_owner: Mapping[str, Any], rank: int) -> Journal:
+    """Return a journal for a rank that logs into the run of another process, in that one's directory.
+
+    Args:
+        of_owner: The owner's `Outbox.for_guests()`.
+        rank: The rank.
+    """
+    if of_owner["directory"] is None:
+        return Journal.closed()
+    header = {"place": of_owner["place"], "step": None}
+    return Journal(Path(of_owner["directory"]), f"guest-{rank}-{secrets.token_hex(3)}", header)
 
 
 def keep_rows(run: Any, keep: vendor.KeepRow, is_only: bool = False) -> bool:

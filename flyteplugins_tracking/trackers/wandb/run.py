@@ -154,8 +154,6 @@ class WandbHandle(Handle):
             if self._is_ours:
                 self._gate.finish(lambda: self._end(exit_code), limit_s)
         finally:
-            if self._offline:
-                vendor.end_service_with_process()
             self._let_go()
 
     def finish_on_signal(self, exit_code: int) -> None:
@@ -340,7 +338,8 @@ class WandbHandle(Handle):
             define()
         if not self.run.offline:
             # The new wandb-core sends what the old one had not, but of several writers not what was logged offline.
-            self._abandoned = [path for path in self._abandoned if outbox.is_left_offline(Path(path))]
+            offline = (path for path in map(Path, self._abandoned) if outbox.is_offline(path))
+            self._abandoned = [str(path) for path in offline if not outbox.is_synced(path)]
 
     def _how_to_send_all(self) -> str:
         return f"To send what it has, run: {how_to_send(self._abandoned or [directory(self.run)])}"
@@ -442,7 +441,7 @@ def _guarded(kind: Any, is_shared: bool) -> Any:
             getter, setter = (accessor and _guard(accessor, "change") for accessor in (member.fget, member.fset))
             members[name] = property(getter, setter, doc=member.__doc__)
     if row_method is not None:
-        members[row_method.__name__] = _guard_row(row_method)
+        members[row_method.__name__] = _guard(row_method, "log_part")
     members["__reduce_ex__"] = lambda run, _: (_new, (kind,), run.__getstate__())
     return _subclass(kind, members)
 
@@ -480,17 +479,6 @@ def _guard(method: Callable[..., Any], route: str, run_of: Callable[[Any], Any] 
         if handle is None:
             return method(target, *args, **kwargs)
         return getattr(handle, route)(method, *args, **kwargs)
-
-    return guarded
-
-
-def _guard_row(log: Callable[..., Any]) -> Any:
-    """Keep what `watch` adds to a shared run's next row: that row may be another rank's."""
-
-    @functools.wraps(log)
-    def guarded(run: Any, data: Any, step: Any = None, commit: bool | None = None) -> Any:
-        handle = vars(run).get(HANDLE) if commit is False else None
-        return log(run, data, step, commit) if handle is None else handle.keep_for_next_row(data)
 
     return guarded
 

@@ -9,9 +9,8 @@ NodeServer(name)                                              NodeClient.connect
   |                                                             |  waits until the socket is there
   |<------------------- rank: 1 --------------------------------|
 wandb.init                                                      |
-  |-------------------- publish: run id, wandb-core ----------->|  wandb.attach; a second `request` and another
-  |   (or reject: why) ---------------------------------------->|  connection, if that fails
-  |                                                             |  run.log ... straight into the leader's wandb-core
+  |-------------------- publish: run id, wandb-core ----------->|  wandb.attach
+  |   (or reject: why) ---------------------------------------->|  run.log ... straight into the leader's wandb-core
   |                                                             |
   |== SIGTERM: the run ends early ==============================|
   |-------------------- suspend ------------------------------->|  holds its rows from now on
@@ -46,15 +45,14 @@ import logging
 import os
 import shlex
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodeRole, NodeServer, NodeServerExistsError
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import RowBuffer
@@ -64,8 +62,6 @@ from flyteplugins_tracking.trackers.wandb.run import Reopen, WandbHandle
 
 logger = logging.getLogger(__name__)
 
-# How long to wait before attaching again.
-_RETRY_S = 0.5
 # How long the followers of a leader that was signalled may take to end: they have been signalled with it.
 _LEAVING_S = 3.0
 # How long wandb-core may take to read what was written to it; and before `suspended` is sent.
@@ -105,9 +101,12 @@ class SharedHandle(WandbHandle):
             step = None
         return self._rows.logged if step is None else step
 
-    def keep_for_next_row(self, data: Mapping[str, Any]) -> None:
-        """Add these values to this rank's next row."""
-        self._rows.log(self._log_row, data, commit=False)
+    def log_part(self, method: Callable[..., Any], data: Any, step: Any = None, commit: bool | None = None) -> None:
+        """Keep what `watch` adds to the next row for this rank's own: wandb-core's may be another rank's."""
+        if commit is False:
+            self._rows.log(self._log_row, data, commit=False)
+        else:
+            method(self.run, data, step, commit)
 
     def await_writers(self, exit_code: int) -> None:  # noqa: ARG002 the leader's counts
         self._rows.commit(self._log_row)
@@ -151,7 +150,7 @@ class LeaderHandle(SharedHandle):
         server: NodeServer | None = None,
         barrier: WriterBarrier | None = None,
     ) -> None:
-        """Take over the run. Call `start` before use.
+        """Take over the run, take the config from the calling task, and publish the run to the followers.
 
         Args:
             run: The open run.
@@ -162,12 +161,9 @@ class LeaderHandle(SharedHandle):
         """
         self._server, self._barrier = server, barrier
         super().__init__(run, before, request, reopen)
-
-    def start(self) -> None:
-        """Take the config from the calling task, if there is one, and publish the run to the followers."""
         self._take_callers_config()
-        if self._server is not None:
-            self._server.on_request = self._answer_request
+        if server is not None:
+            server.on_request = self._answer_request
             self._publish()
 
     def _take_callers_config(self) -> None:
@@ -266,9 +262,9 @@ class FollowerHandle(SharedHandle):
         self._published: Mapping[str, Any] | None = None  # a run to attach to
         self._is_gone = self._has_asked = False
         self._patience_s = _ROW_WAIT_S
-        self._journal: Journal | None = None
+        self._journal = outbox.guest_journal(client.value, client.rank)
         super().__init__(run, before, request)
-        self._keep_journal(client.value)
+        self._keep_rows()
         client.subscribe(self._on_publish, self._on_suspend, self._on_disconnect)
 
     @property
@@ -287,8 +283,7 @@ class FollowerHandle(SharedHandle):
         limit_s = self._request.config.finish_timeout_s
         self._patience_s, self._has_asked = limit_s, False  # the leader may take the same time to end the run first
         self._gate.finish(lambda: self._flush(min(limit_s, _FLUSH_S)))
-        if self._journal is not None:
-            self._journal.close()  # one that is open is not read
+        self._journal.close()  # one that is open is not read
         self._client.leave()
         vendor.detach(self.run, self._connection)
         vendor.set_finished(self.run)
@@ -319,13 +314,12 @@ class FollowerHandle(SharedHandle):
     def _log_now(self, run: Any, row: Any, *_: Any) -> None:
         if self._is_gone:  # this attempt of the job cannot send it: the next one does
             self._warn_of_end()
-            if self._journal is None or not outbox.keep_rows(run, self._keep, is_only=True):
+            if not outbox.keep_rows(run, self._keep, is_only=True):
                 return
         super()._log_now(run, row)
 
     def _keep(self, row: bytes, *_: Any) -> None:
-        if self._journal is not None:
-            self._journal.add(outbox.record_of(row))
+        self._journal.add(outbox.record_of(row))
 
     def _note_death(self, error: BaseException) -> None:  # noqa: ARG002 the leader tells it
         self._unreachable, self._service = self._service, ""
@@ -352,7 +346,9 @@ class FollowerHandle(SharedHandle):
             vendor.share_state(self.run, run)
             self._take_over()
         self._has_asked = False
-        self._keep_journal(published)
+        self._journal.close()
+        self._journal = outbox.guest_journal(published, self._client.rank)
+        self._keep_rows()
         for define in self._definitions:
             define()
 
@@ -363,12 +359,9 @@ class FollowerHandle(SharedHandle):
         if not self._is_gone:
             vendor.flush(self.run, timeout_s)
 
-    def _keep_journal(self, published: Mapping[str, Any]) -> None:
+    def _keep_rows(self) -> None:
         """Keep this rank's rows beside the leader's, in the directory of the run."""
-        if self._journal is not None:
-            self._journal.close()
-        if published["directory"] is not None:
-            self._journal = outbox.guest_journal(published["directory"], published["place"], self._client.rank)
+        if not self._journal.is_closed:
             outbox.keep_rows(self.run, self._keep)
 
     def _warn_of_end(self) -> None:
@@ -424,20 +417,15 @@ def _published(run: Any) -> dict[str, Any]:
     """Return the values with which a follower attaches. A disabled run has none."""
     if getattr(run, "disabled", False):
         return {"is_disabled": True}
+    settings = {name: getattr(run.settings, name, None) for name in _PUBLISHED_SETTINGS}
     return {
         "is_disabled": False,
         "service": vendor.service_address(),
         "run_id": run.id,
-        "settings": {
-            name: getattr(run.settings, name) for name in _PUBLISHED_SETTINGS if _is_known(run.settings, name)
-        },
+        "settings": {name: value for name, value in settings.items() if value is not None},
         "config": json.loads(json.dumps(dict(run.config), default=str)),
         **outbox.of(run).for_guests(),
     }
-
-
-def _is_known(settings: Any, name: str) -> bool:
-    return getattr(settings, name, None) is not None
 
 
 def _log_merge_command(run: Any) -> None:
@@ -464,12 +452,13 @@ def open_shared(request: RunRequest) -> Handle:
         return _open_as_leader(request)
     if role.name == "single":
         return _open(request)
-    disabled = is_disabled(request)
+    if is_disabled(request):
+        with suppress(TrackerUnavailableError):
+            _connect(request).leave()  # the leader waits for its followers
+        return _open_disabled(request)
     try:
-        return _open_as_follower(request, disabled)
+        return _open_as_follower(request)
     except TrackerUnavailableError as unavailable:
-        if disabled:
-            return _open(request)
         error = unavailable
     return _open(request, lambda request: open_degraded(request, error))
 
@@ -495,52 +484,38 @@ def _open(
 ) -> Handle:
     before = vendor.global_run()
     barrier = _writer_barrier(request)
-    handle = LeaderHandle(open_it(request), before, request, server, barrier)
+    run = open_it(request)
     if barrier is not None:
-        vendor.set_resumed(handle.run, barrier.is_retry)
-    handle.start()
-    return handle
+        vendor.set_resumed(run, barrier.is_retry)
+    return LeaderHandle(run, before, request, server, barrier)
 
 
-def _open_as_follower(request: RunRequest, is_disabled_here: bool) -> Handle:
-    """Attach to the leader's run. If W&B is disabled for this rank or for the leader, open a disabled run.
+def _open_as_follower(request: RunRequest) -> Handle:
+    """Attach to the leader's run. If W&B is disabled for the leader, open a disabled run.
 
     Raises:
         TrackerUnavailableError: The leader has opened no run, or it cannot be attached to.
     """
-    before, failure = vendor.global_run(), None
-    while True:
-        try:
-            client = _connect(request)
-        except TrackerUnavailableError as error:
-            raise failure or error from error.__cause__
-        if is_disabled_here or client.value["is_disabled"]:
-            client.leave()
-            wandb: Any = importlib.import_module("wandb")
-            handle = LeaderHandle(wandb.init(mode="disabled"), before, request)
-            handle.start()
-            return handle
-        try:
+    before, client = vendor.global_run(), _connect(request)
+    try:
+        if not client.value["is_disabled"]:
             return FollowerHandle(*attached(client.value), before, request, client)
-        except BaseException as error:
-            failure = _give_up(request, client, before, error)
-            if time.monotonic() > request.deadline:
-                raise failure from error
-        time.sleep(_RETRY_S)
+    except BaseException as error:
+        client.leave()
+        vendor.set_global_run(before)
+        if not isinstance(error, Exception):
+            raise
+        raise TrackerUnavailableError(
+            f"W&B: rank {client.rank} could not attach to run {client.value['run_id']}, which local rank "
+            f"{request.node_leader} of its node has opened: {error or type(error).__name__}"
+        ) from error
+    client.leave()
+    return _open_disabled(request)
 
 
-def _give_up(request: RunRequest, client: NodeClient, before: Any, error: BaseException) -> TrackerUnavailableError:
-    """Leave the leader for now, and return the error to raise if this was the last attempt."""
-    # The leader's wandb-core may have died. When the leader learns of that, it starts another one.
-    client.request(client.value["service"])
-    client.leave(will_return=True)
-    vendor.set_global_run(before)
-    if not isinstance(error, Exception):
-        raise error
-    return TrackerUnavailableError(
-        f"W&B: rank {client.rank} could not attach to run {client.value['run_id']}, which local rank "
-        f"{request.node_leader} of its node has opened: {error or type(error).__name__}"
-    )
+def _open_disabled(request: RunRequest) -> Handle:
+    before = vendor.global_run()
+    return LeaderHandle(importlib.import_module("wandb").init(mode="disabled"), before, request)
 
 
 def _connect(request: RunRequest) -> NodeClient:

@@ -31,8 +31,6 @@ from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 
 # How long wandb-core may take to write the files of runs that have ended.
 _LAST_RECORDS_S = 1.0
-# The same, at the end of a process whose runs were offline: it waits for the disk alone.
-_LAST_RECORDS_AT_EXIT_S = 10.0
 _NO_STOP_BUTTON = "W&B's Stop button interrupts the rank that has the run, and no other"
 _ONE_WRITER = "runs that several nodes write to"
 # Of what older versions lack: the first version that has it.
@@ -187,30 +185,6 @@ def _tear_down(connection: Any) -> None:
 def _process_of(connection: Any) -> Any:
     """The process of wandb-core: `_internal_proc` before 0.21."""
     return getattr(connection._proc, "_process", None) or connection._proc._internal_proc
-
-
-class _AtExit(PerProcess):
-    """Whether this process ends its wandb-core itself."""
-
-    def __init__(self) -> None:
-        self.ends_service = False
-
-
-_at_exit = register(_AtExit())
-
-
-def end_service_with_process() -> None:
-    """Have wandb-core write the last records before a process of multiprocessing ends. Called when a run has ended.
-
-    Such a process calls no function of `atexit`, where wandb waits for it: an offline run could lose its last rows.
-    """
-    process = sys.modules.get("multiprocessing.process")
-    if process is None or process.parent_process() is None or _at_exit.ends_service:
-        return
-    _at_exit.ends_service = True
-    importlib.import_module("multiprocessing.util").Finalize(
-        None, restart_service, (_LAST_RECORDS_AT_EXIT_S,), exitpriority=0
-    )
 
 
 def drop_unusable_service() -> None:
