@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.proc import set_variables
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.config import merged
 
@@ -173,12 +174,3 @@ def _export() -> None:
     innermost = _blocks[-1].values if _blocks else {}
     _exported.update({key: innermost.get(key, outside) for key, outside in _outside.items()})
     set_variables(_exported)
-
-
-def set_variables(values: Mapping[str, str | None]) -> None:
-    """Set environment variables, or unset those whose value is None."""
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

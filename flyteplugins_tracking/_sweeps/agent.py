@@ -16,7 +16,7 @@ from flyteplugins_tracking._runs.call import detached, exit_code_of
 from flyteplugins_tracking._runs.request import may_prompt
 from flyteplugins_tracking._sweeps.sweep import log_in, restored_session
 from flyteplugins_tracking._util.modules import initialised_distributed
-from flyteplugins_tracking._util.proc import TERMINATED
+from flyteplugins_tracking._util.proc import TERMINATED, set_variables
 from flyteplugins_tracking.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -127,8 +127,7 @@ def _follow(ranks: _Ranks, objective: Callable[[], Any]) -> None:
         if trial is None:
             return
         variables, _received_parameters = trial
-        before, error = {name: os.environ.get(name) for name in variables}, None
-        os.environ.update(variables)
+        put_back, error = set_variables(variables), None
         try:
             with detached():
                 objective()
@@ -139,7 +138,7 @@ def _follow(ranks: _Ranks, objective: Callable[[], Any]) -> None:
             logger.error("the objective failed in trial %s", variables["WANDB_RUN_ID"], exc_info=True)
         finally:
             _received_parameters = None
-            propagation.set_variables(before)
+            put_back()
         ranks.gather_errors(error)
 
 

@@ -21,6 +21,7 @@ from flyteplugins_tracking._runs.context import Task
 from flyteplugins_tracking._runs.request import may_prompt
 from flyteplugins_tracking._runs.run import require
 from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_text, check_texts
+from flyteplugins_tracking._util.proc import set_variables
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
@@ -357,7 +358,7 @@ def restored_session() -> Iterator[None]:
             _open_blocks -= 1
             if not _open_blocks:
                 variables, settings = _saved
-                propagation.set_variables(variables)
+                set_variables(variables)
                 from_variables = {name: os.environ.get(f"WANDB_{name.upper()}") for name in ("project", "entity")}
                 for name, value in (settings or from_variables).items():
                     setattr(_client_settings(), name, value)

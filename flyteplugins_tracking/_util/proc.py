@@ -1,4 +1,4 @@
-"""Processes: exit codes of signals, and values from Linux's /proc.
+"""Processes: exit codes of signals, this one's variables, and values from Linux's /proc.
 
 On a system without /proc, its values are empty or 0.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from glob import glob
 
 Env = Mapping[str, str]
@@ -18,6 +19,27 @@ Env = Mapping[str, str]
 # same on every POSIX system: 15 for SIGTERM, 2 for SIGINT (Ctrl-C).
 TERMINATED = 143
 INTERRUPTED = 130
+
+
+def set_variables(values: Mapping[str, str | None]) -> Callable[[], object]:
+    """Set variables of this process, or unset those whose value is None. Returns what puts the old values back."""
+    before = {name: os.environ.get(name) for name in values}
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    return lambda: set_variables(before)
+
+
+@contextmanager
+def variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """As `set_variables`, for the block only."""
+    put_back = set_variables(values)
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def machine() -> str:

@@ -27,8 +27,8 @@ from flyteplugins_tracking._rank.topology import override_distributed_info
 from flyteplugins_tracking._runs.call import Call as TrackedCall
 from flyteplugins_tracking._runs.call import Doubles, exit_code_of, override, override_here
 from flyteplugins_tracking._runs.context import ExecutionContext
-from flyteplugins_tracking._runs.propagation import set_variables
 from flyteplugins_tracking._util.checks import check_flag, check_seconds
+from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.testing.recorder import RecordedRuns, RecordingTracker, Store
@@ -369,16 +369,10 @@ def _in_threads(ranks: Iterator[_Rank], timeout_s: float) -> tuple[RankResult, .
     return tuple(results[rank] for rank in range(len(threads)))
 
 
-@contextlib.contextmanager
-def _without_variables_of_launchers() -> Iterator[None]:
+def _without_variables_of_launchers() -> contextlib.AbstractContextManager[None]:
     """Unset the variables of this process's launcher, and restore them at the end."""
     names = {*_UNSET, *(name for launcher in LAUNCHERS.values() for name in launcher.variables)}
-    before = {name: os.environ.get(name) for name in names}
-    set_variables(dict.fromkeys(names))
-    try:
-        yield
-    finally:
-        set_variables(before)
+    return variables(dict.fromkeys(names))
 
 
 def _function_of(target: Any) -> tuple[Callable[..., Any], NodeRequest | None]:

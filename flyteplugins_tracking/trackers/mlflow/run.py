@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from flyteplugins_tracking._util.proc import set_variables
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking._util.threads import run_with_timeout
@@ -310,7 +311,7 @@ def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
     vendor.leave_end_to_us(_is_open)
     _use_server(uri, undo)
     undo.callback(vendor.use_experiment(experiment_id))
-    undo.callback(_set_variables({"MLFLOW_RUN_ID": None}))  # mlflow.start_run(nested=True) would resume that run
+    undo.callback(set_variables({"MLFLOW_RUN_ID": None}))  # mlflow.start_run(nested=True) would resume that run
     stack = vendor.active_runs()
     entry = (run, stack)
     stack.append(run)
@@ -351,7 +352,7 @@ def _use_server(uri: str, undo: ExitStack) -> None:
     def put_back() -> None:
         if vendor.uri_set_by_program() == uri:
             mlflow.set_tracking_uri(before)
-            _set_variables({"MLFLOW_TRACKING_URI": variable})
+            set_variables({"MLFLOW_TRACKING_URI": variable})
 
     undo.callback(put_back)
 
@@ -363,19 +364,7 @@ def use_credentials(key: str | None) -> Callable[[], object]:
     user, colon, password = key.strip().partition(":")
     names = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
     values = (user, password, None) if colon else (None, None, user)
-    return _set_variables(dict(zip(names, values, strict=True)))
-
-
-def _set_variables(values: Mapping[str, str | None]) -> Callable[[], object]:
-    """Set variables of this process; None removes one. Returns what puts back those that this has changed."""
-    before = {name: os.environ.get(name) for name, value in values.items() if os.environ.get(name) != value}
-    for name in before:
-        value = values[name]
-        if value is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = value
-    return lambda: _set_variables(before)
+    return set_variables(dict(zip(names, values, strict=True)))
 
 
 def start_monitor(request: RunRequest, run_id: str, *, is_resumed: bool) -> Any:

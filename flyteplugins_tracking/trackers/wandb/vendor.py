@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
@@ -115,21 +116,6 @@ def without_viewer() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for the body only."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
 def without_error_reports() -> Iterator[None]:
     """Keep wandb from sending reports about its own errors, unless the user has set WANDB_ERROR_REPORTING.
 
@@ -142,7 +128,7 @@ def without_error_reports() -> Iterator[None]:
         if find_spec("wandb.analytics.opentelemetry") is not None:  # the variable is enough before 0.28
             reports = importlib.import_module("wandb.analytics.opentelemetry").opentelemetry_proxy
             getattr(reports, "disable", lambda: None)()  # from 0.30 on
-    with environment(WANDB_ERROR_REPORTING="false"):
+    with variables({"WANDB_ERROR_REPORTING": "false"}):
         yield
 
 
@@ -227,7 +213,7 @@ def service_address() -> str:
 
 def in_service(address: str) -> contextlib.AbstractContextManager[None]:
     """Have the body, and nothing later, use this wandb-core: a child would take it for its own."""
-    return environment(WANDB_SERVICE=address)
+    return variables({"WANDB_SERVICE": address})
 
 
 def attach(address: str, run_id: str) -> tuple[Any, Any]:
@@ -460,9 +446,8 @@ def open_to_send(place: Any, described: Mapping[str, Any], directory: str) -> An
         directory: Where wandb keeps its files meanwhile.
     """
     wandb: Any = importlib.import_module("wandb")
-    settings = wandb.Settings(base_url=_as_set_up(place.server), console="off", silent=True)
-    for name in ("x_disable_meta", "x_disable_stats", "x_disable_machine_info", "disable_git", "disable_code"):
-        set_default(settings, settings, name, True)
+    names = ("x_disable_meta", "x_disable_stats", "x_disable_machine_info", "disable_git", "disable_code", "silent")
+    settings = new_settings(base_url=_as_set_up(place.server), console="off", **dict.fromkeys(names, True))
     with without_error_reports():
         return wandb.init(
             id=place.run_id,
