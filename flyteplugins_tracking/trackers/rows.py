@@ -57,13 +57,14 @@ class RowBuffer:
             self._define()
         elif self._last_step is not None:
             row.setdefault(self._step_metric, self._last_step)
-        waiting = self._waiting.take()
-        if waiting.get(self._step_metric, row.get(self._step_metric)) != row.get(self._step_metric):
-            self._log(log, waiting)  # of an earlier step
-            waiting = {}
-        if commit is False:
-            self._waiting.add({**waiting, **row})
-            return None
+        with self._lock:  # no row of another thread comes between the values that are taken and those that wait again
+            waiting = self._waiting.take()
+            if waiting.get(self._step_metric, row.get(self._step_metric)) != row.get(self._step_metric):
+                self._log(log, waiting)  # of an earlier step
+                waiting = {}
+            if commit is False:
+                self._waiting.add({**waiting, **row})
+                return None
         try:
             return self._log(log, {**waiting, **row})
         except Exception:
