@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -98,26 +97,7 @@ def _check_stats(stats: object) -> tuple[Stat, ...]:
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, Number]:
     """Return the metrics as Python numbers, which can be sent and logged without torch or NumPy."""
     _check_keys(metrics)
-    values = dict(metrics.items())
-    values.update(_fetch(values))
-    return {str.__str__(key): _number(key, value) for key, value in values.items()}
-
-
-def _fetch(values: Mapping[str, Any]) -> dict[str, Number]:
-    """Fetch the tensors among `values`, with one copy per device and type, since each copy waits for the device."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return {}
-    by_device_and_type: dict[Any, dict[str, Any]] = defaultdict(dict)
-    for key, value in values.items():
-        if type(value) is torch.Tensor and value.numel() == 1:
-            by_device_and_type[value.device, value.dtype][key] = value.detach()
-    fetched: dict[str, Number] = {}
-    for tensors in by_device_and_type.values():
-        with contextlib.suppress(RuntimeError):  # for instance a sparse one: `_number` reads each, and names its key
-            stacked = torch.stack([tensor.reshape(()) for tensor in tensors.values()])
-            fetched.update(zip(tensors, stacked.tolist(), strict=True))
-    return fetched
+    return {str.__str__(key): _number(key, value) for key, value in metrics.items()}
 
 
 def _number(key: str, value: Any) -> Number:
