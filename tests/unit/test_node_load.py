@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._job import node_load, pulse
+from flyteplugins_tracking._job import node_load, progress, pulse
 from flyteplugins_tracking._job.board import Board, OwnStore
 from flyteplugins_tracking._job.node_load import LoadMeter, is_sound, metrics
 from flyteplugins_tracking._job.pulse import Pulse, PulseDuty, SilenceWatch
@@ -396,6 +396,7 @@ class Job:
         self.now = 0.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(LoadMeter, "measure", lambda _: load())
+        monkeypatch.setattr(progress, "count_optimizer_steps", lambda: None)  # its hook would outlive the test
         self.board = Board(OwnStore(), "")
         self.rows: list[dict[str, float]] = []
         self.duties = [
