@@ -37,7 +37,8 @@ class RunPlan(Record):
         opens: Whether this rank has a run.
         run_id: The run's id. None if this rank has no run, or if the tracker shall make a random id.
         group: The group that the run belongs to, if any.
-        primary: Whether the run ends when this rank ends. One rank of each run is primary.
+        primary: Whether this rank speaks for its job in the run: it passes the config, and says why the job fails. One
+            rank of each run is primary.
         label: This rank's name among the writers of its run, for instance "worker-0". None outside a distributed job.
         writers: How many ranks write to the run; 0 if this rank has no run. None if the launcher does not set it.
         first: Whether this rank prints and shows what concerns the whole job: it is the primary of the job's first
@@ -51,6 +52,11 @@ class RunPlan(Record):
     label: str | None = None
     writers: int | None = 0
     first: bool = False
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether the run ends when this rank ends. One rank of each run does that."""
+        return self.primary
 
 
 class NodeRequest(NamedTuple):

@@ -139,7 +139,7 @@ def _lock_run(call: Call, planned: RunPlan) -> tuple[RunPlan, RunLock]:
     A child process has the variables of its rank, and the user's id may be in use. If the lock is taken, the run gets
     another id. An earlier attempt that is still ending is waited for.
     """
-    if planned.run_id is None or not planned.primary or call.is_simulated:
+    if planned.run_id is None or not planned.ends_run or call.is_simulated:
         return planned, RunLock()
     config, name = call.config, call.tracker.name
     lock = RunLock.acquire(f"{name}/{config.project}/{planned.run_id}", timeout_s=config.init_timeout_s / 2)

@@ -72,7 +72,7 @@ class ClientHandle(Handle):
         self.id = request.plan.run_id or new_id()
         self.run: Any = Run(self)
         self.request = request
-        self.ends_run = request.plan.primary
+        self.ends_run = request.plan.ends_run
         self._title = title
         prefix = prefix_of(request)
         self._values = values or MetricSanitizer(title, prefix)

@@ -61,7 +61,7 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
     experiment_id = run.info.experiment_id if run is not None else _experiment_id(request, service)
     parent = _parent(request, service, experiment_id)
     parent_id = None if parent is None else parent.info.run_id
-    if not request.plan.primary:
+    if not request.plan.ends_run:
         run = run or _awaited(request, service, experiment_id, ID_TAG, run_id)
         return Opened(run, ATTEMPTS_TAG in run.data.tags, parent_id)
     tags, name = _tags(request, run_id, parent_id), request.config.name or request.plan.run_id

@@ -136,7 +136,7 @@ class MlflowHandle(OutboxHandle):
         self.close_outbox(exit_code, until)
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:
-        if self.request.plan.primary:
+        if self.request.plan.ends_run:
             end_run(Service(self.uri, time.monotonic() + timeout_s, is_known=True), self.opened, exit_code)
 
 

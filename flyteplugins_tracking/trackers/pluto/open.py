@@ -66,7 +66,7 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
             ) from error
         raise
     _warn_about_ignored_name(op, request)
-    if request.plan.primary and request.config.notes is not None:  # the client has no call for that
+    if request.plan.ends_run and request.config.notes is not None:  # the client has no call for that
         queue.post("notes/update", {"notes": request.config.notes[:1000]})
     return op, queue
 
@@ -152,7 +152,7 @@ def _await_service(settings: Any, request: RunRequest) -> None:
             raise UnavailableError(f"{kind}: {error}, {limit}", 0.1 if kind == "ConnectError" else 1.0) from None
         if status in (401, 403):
             raise UnavailableError(f"the service refuses the API key, {limit}", 0.0)
-        if status >= 300 and not (request.plan.primary and status == 404):
+        if status >= 300 and not (request.plan.ends_run and status == 404):
             why = "the primary rank has not created the run" if status == 404 else f"HTTP {status}"
             raise UnavailableError(f"{why}, {limit}")
         return True
@@ -178,7 +178,7 @@ def _init_in_time(request: RunRequest, settings: Any) -> Any:
         if outcome.set_running_or_notify_cancel():
             outcome.set_result(op)
         else:
-            is_failure = request.plan.primary and request.config.if_unavailable == "raise"
+            is_failure = request.plan.ends_run and request.config.if_unavailable == "raise"
             op.finish(1) if is_failure else op.close()
             remove_directory(settings.dir)
 
@@ -208,7 +208,7 @@ def _init(request: RunRequest, settings: Any) -> Any:
         settings=settings,
         run_id=request.plan.run_id,
         resume=True,
-        **(_metadata(request) if request.plan.primary else {"name": request.plan.run_id}),
+        **(_metadata(request) if request.plan.ends_run else {"name": request.plan.run_id}),
         **arguments,
     )
     atexit.unregister(op.finish)
@@ -232,7 +232,7 @@ def _metadata(request: RunRequest) -> dict[str, Any]:
 
 def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:
     name = request.config.name
-    if request.plan.primary and op.resumed and name is not None and not request.is_retry:
+    if request.plan.ends_run and op.resumed and name is not None and not request.is_retry:
         logger.warning(
             "Pluto: name=%r is ignored where run %s exists already under another name: it keeps its name and tags",
             name,

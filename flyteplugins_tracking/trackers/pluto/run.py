@@ -90,11 +90,11 @@ class PlutoHandle(OutboxHandle):
         """Have calls on the client's run object come here if they would end the run or write to it."""
         import pluto
 
-        if isinstance(self._sink, PlutoSink) and (not request.plan.primary or self.run.resumed):
+        if isinstance(self._sink, PlutoSink) and (not request.plan.ends_run or self.run.resumed):
             self._continue_steps(request)
         self.run.log = self._log
         self.run.finish = self.run.close = _do_nothing
-        if not request.plan.primary:
+        if not request.plan.ends_run:
             for name in ("update_config", "add_tags", "remove_tags"):
                 setattr(self.run, name, functools.partial(self._leave_to_primary, name))
         pluto.log = self.run.log

@@ -86,7 +86,7 @@ def _find(store: Store, request: RunRequest) -> Stored | None:
             stored = store.find(run_id)
         except Exception as error:
             raise AwayError(cannot_write(store.place, error)) from error
-        return [stored] if stored is not None or request.plan.primary or not store.shows_config else []
+        return [stored] if stored is not None or request.plan.ends_run or not store.shows_config else []
 
     if found := until(request.deadline, find):
         return found[0]

@@ -87,7 +87,7 @@ class TrackioHandle(OutboxHandle):
         return self.url or f"{place}trackio show --project {shlex.quote(self.run.project)}"
 
     def _put_status(self, status: str, exit_code: int | None, timeout_s: float) -> None:
-        if not self.request.plan.primary:
+        if not self.request.plan.ends_run:
             return
         config = self.run.config
         config.pop(EXIT_CODE, None)
