@@ -4,6 +4,7 @@ The rules of the service that are kept here, because a client that breaks them l
 
 - A line of a run's history stays at the offset that its writer gave: who starts at 0 again overwrites.
 - A shared-mode writer has offsets of its own, under its client id; all default-mode writers of a run share theirs.
+- A run with shared-mode writers has one step counter, in the order in which rows arrive: readers see that one.
 - A run is over at its exit code, until a `wandb.init` opens it again.
 - A sweep hands a run to an agent that has none, and takes no agent when it is over.
 """
@@ -236,7 +237,9 @@ class RecordedRun:
             "summaryMetrics": json.dumps(self.summary),
             "systemMetrics": json.dumps(dict(itertools.chain(*(row.items() for row in self.events[-1:])))),
             "historyKeys": {
-                "lastStep": max((row.get("_step", -1) for row in self.rows[: self._known(self.late[1])]), default=-1)
+                "lastStep": max(
+                    (row.get("_step", -1) for row in self._numbered()[: self._known(self.late[1])]), default=-1
+                )
             },
             "historyLineCount": self._known(self.late[0]),
             "group": self.group or None,
@@ -251,9 +254,14 @@ class RecordedRun:
             "user": {"name": ENTITY, "username": ENTITY},
         }
 
-    def history(self, samples: int, keys: Sequence[str] = ()) -> list[Row]:
+    def _numbered(self) -> list[Row]:
+        """The rows with the steps that readers see."""
+        return [{**row, "_step": step} for step, row in enumerate(self.rows)] if self.clients else self.rows
+
+    def history(self, samples: int, keys: Sequence[str] = (), steps: range | None = None) -> list[Row]:
         """At most `samples` of the rows that have all `keys`, by their steps."""
-        rows = [row for row in self.rows if all(key in row for key in keys)]
+        rows = [row for row in self._numbered() if all(key in row for key in keys)]
+        rows = [row for row in rows if steps is None or row.get("_step", 0) in steps]
         rows.sort(key=lambda row: row.get("_step", 0))
         rows = _sampled(rows, samples)
         return [{key: row[key] for key in keys} for row in rows] if keys else rows
@@ -597,6 +605,13 @@ class Operations:
         sampled = run and [run.history(spec["samples"], spec["keys"]) for spec in specs]
         return self._of_project(given, run=run and {"sampledHistory": sampled})
 
+    def SampledHistoryPage(self, given: Json) -> Json:
+        """A page of `scan_history` with keys: it has all rows, as it asks for as many samples as steps."""
+        run, spec = self._store.get((given["entity"], given["project"], given["run"])), json.loads(given["spec"])
+        steps = range(spec["minStep"], spec["maxStep"] + 1)
+        page = run and [run.history(spec["samples"], spec["keys"], steps)]
+        return self._of_project(given, run=run and {"sampledHistory": page})
+
     def RunParquetHistory(self, given: Json) -> Json:
         """Answer that all rows can be read from HistoryPage."""
         run = self._store.get((given["entity"], given["project"], given["runName"]))
@@ -605,7 +620,7 @@ class Operations:
     def HistoryPage(self, given: Json) -> Json:
         run = self._store.get((given["entity"], given["project"], given["run"]))
         steps = range(given["minStep"], given["maxStep"])
-        rows = [] if run is None else [row for row in run.history(len(run.rows)) if row.get("_step", 0) in steps]
+        rows = [] if run is None else run.history(len(run.rows), (), steps)
         page = [json.dumps(row) for row in rows[: given["pageSize"]]]
         return self._of_project(given, run=run and {"history": page})
 
