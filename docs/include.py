@@ -117,6 +117,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 _PAGES = {
     ("Trackers", "../trackers.md"): ("tracker",),
     ("Which ranks log", "../guides/ranks.md"): ("run_mode", "rank_scope", "primary_rank", "id", "group", "rank_prefix"),
+    ("Several roles in one run", "../guides/roles.md"): ("roles", "role"),
     ("Move your script", "../guides/move.md"): ("project", "name", "tags", "notes", "config"),
     ("Flyte", "../guides/flyte.md"): ("secret", "download_logs"),
     ("Offline, files and clean-up", "../guides/offline.md"): ("if_unavailable", "init_timeout_s"),

@@ -33,6 +33,8 @@ def tracking_init(
     rank_scope: RankScope = "global",
     primary_rank: PrimaryRank = 0,
     id: str | None = None,
+    roles: Sequence[str] | None = None,
+    role: str | None = None,
     project: str | None = None,
     group: str | None = None,
     name: str | None = None,
@@ -75,6 +77,11 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             job.
         id: The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on
             one.
+        roles: The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
+            `role=` and the same `id`. One that is not listed may join too.
+        role: The role under which this job joins the run that a job with `roles=` owns. Its rows have `{role}/` before
+            their keys and steps of their own, its config is below that name, and its end does not end the run. It waits
+            `init_timeout_s` for the run, and never creates it. Only with run_mode="auto".
         project: The runs' project; None for the tracker's default.
         group: The runs' group, instead of the planned one.
         name: The run's name. As with `tags`, `notes` and `config`, only that of the primary rank counts.

@@ -80,7 +80,8 @@ def main(arguments: list[str]) -> int:
 def _send(paths: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
     of_wandb = wandb_files.in_order(path for path in paths if wandb_files.is_run_directory(path))
     failed: list[str] = []
-    for path in [*(path for path in paths if path not in of_wandb), *of_wandb]:
+    others = sorted((path for path in paths if path not in of_wandb), key=_is_of_role)  # the owner makes the run
+    for path in [*others, *of_wandb]:
         try:
             yield wandb_files.send(path, servers) if path in of_wandb else _send_directory(path, servers)
         except Exception as error:  # it does not keep the others from being sent
@@ -88,6 +89,11 @@ def _send(paths: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
             failed.append(str(error) if is_said else f"{path} was not sent: {type(error).__name__}: {error}")
     if failed:
         raise TrackerUnavailableError("\n".join(failed))
+
+
+def _is_of_role(path: Path) -> bool:
+    arguments = [journal.header.get("arguments") for journal in stored(path)] if path.is_dir() else []
+    return any(isinstance(one, dict) and one.get("role") is not None for one in arguments)
 
 
 def _send_directory(path: Path, servers: Sequence[str]) -> str:
@@ -188,7 +194,7 @@ def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> tuple
         The directories in which the tracker may have kept rows again, and how many rows the service has rejected.
     """
     handle = _open(journals[0].header, journals)
-    handle.ends_run, rejected = ends_run, 0
+    handle.ends_run, rejected = ends_run and handle.request.plan.role is None, 0
     if isinstance(handle, OutboxHandle):
         handle.wait(handle.request.config.finish_timeout_s)
         handle.finish(handle.earlier_exit_code)
@@ -205,7 +211,8 @@ def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> tuple
 def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> ClientHandle:
     tracker = find_tracker(header["tracker"])
     config = TrackingConfig.from_arguments({**header["arguments"], "tracker": header["tracker"]})
-    plan = RunPlan(opens=True, run_id=header["id"], group=header["group"], primary=header["primary"], writers=1)
+    run_id, group, is_primary = (header[name] for name in ("id", "group", "primary"))
+    plan = RunPlan(True, run_id, group, is_primary, config.role, writers=1, role=config.role)
     handle = tracker.open(
         RunRequest(
             plan=plan,

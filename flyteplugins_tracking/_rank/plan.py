@@ -43,6 +43,7 @@ class RunPlan(Record):
         writers: How many ranks write to the run; 0 if this rank has no run. None if the launcher does not set it.
         first: Whether this rank prints and shows what concerns the whole job: it is the primary of the job's first
             run.
+        role: The name under which this job joins the run of another one; None in a run of its own.
     """
 
     opens: bool
@@ -52,11 +53,12 @@ class RunPlan(Record):
     label: str | None = None
     writers: int | None = 0
     first: bool = False
+    role: str | None = None
 
     @property
     def ends_run(self) -> bool:
-        """Whether the run ends when this rank ends. One rank of each run does that."""
-        return self.primary
+        """Whether the run ends when this rank ends. One rank of each run does that: the owner's, if it has roles."""
+        return self.primary and self.role is None
 
 
 class NodeRequest(NamedTuple):
@@ -137,6 +139,7 @@ def plan(
     base_id: str | None,
     parent_id: str | None = None,
     primary_rank: PrimaryRank = 0,
+    role: str | None = None,
 ) -> RunPlan:
     """Return the plan of the rank `info`. It depends on the arguments alone.
 
@@ -154,16 +157,19 @@ def plan(
         primary_rank: The scope's primary: a rank of the job or, with "worker", a local rank of each worker; or a
             callable that returns it. Negative numbers count from the end of the scope. No effect with "new". The ids
             do not depend on it.
+        role: The name under which the job joins the run `base_id` of another job, or else `parent_id`.
 
     Raises:
         TopologyError: `rank_scope` is "worker", and the launcher does not set which worker this is. Or the scope does
             not have the rank `primary_rank`.
         ConfigError: `primary_rank` is a callable that returns anything but an int.
     """
+    if role is not None:
+        base_id, parent_id = base_id or parent_id, None
     if info is None and parent_id is not None and run_mode != "new":
         return RunPlan(opens=True, run_id=parent_id, writers=None, first=True)
     if info is None:
-        return RunPlan(opens=True, run_id=base_id, primary=True, writers=1, first=True)
+        return RunPlan(opens=True, run_id=base_id, primary=True, label=role, writers=1, first=True, role=role)
     primary_rank = primary_rank_of(info, run_mode, rank_scope, primary_rank)
     if not opens_run(info, run_mode, rank_scope, primary_rank):
         return RunPlan(opens=False)
@@ -175,9 +181,10 @@ def plan(
         run_id=_with_suffix(base_id, suffix),
         group=None if group_suffix is None else _with_suffix(base_id, group_suffix),
         primary=is_primary,
-        label=f"rank-{info.rank}" if info.worker_index is None else f"worker-{info.worker_index}",
+        label=role or (f"rank-{info.rank}" if info.worker_index is None else f"worker-{info.worker_index}"),
         writers=1 if run_mode != "shared" else info.world_size if rank_scope == "global" else info.local_world_size,
         first=info.rank == 0 if run_mode == "new" else is_primary and is_in_first_scope,
+        role=role,
     )
 
 

@@ -172,6 +172,9 @@ class Call(PerProcess):
             self._open_run(undo)
         else:
             self.info, self.run = enclosing.info, enclosing.run
+            if self.config.role is not None:
+                text = "%s: role=%r is ignored: its function runs in the process of the function that has the run"
+                logger.warning(text, self.tracker.name, self.config.role)
             if self.run is not None:
                 from flyteplugins_tracking._runs.run import start_watching
 
@@ -194,7 +197,9 @@ class Call(PerProcess):
         children.mark(self.found.variables)
         config, parent_run = self.config, self._run_of_calling_task()
         if parent_run is not None:
-            config, self.parent_id = config.for_parent(parent_run), parent_run["id"]
+            # A role has a config of its own, also in the run of the task that calls it.
+            own = {} if config.role is None else {"config": config.config}
+            config, self.parent_id = config.for_parent({**parent_run, **own}), parent_run["id"]
         self.config = config.in_world(self.info)
 
     def _run_of_calling_task(self) -> Mapping[str, Any] | None:
@@ -205,7 +210,11 @@ class Call(PerProcess):
         """
         run_mode, name = self.config.run_mode, self.tracker.name
         is_distributed = self._has_workers or self.info is not None or self.found.is_child
-        parent_run = None if is_distributed or run_mode == "new" else self.context.parents.get(name)
+        if self.config.role is not None:  # all ranks of its job have one writer
+            joins = self.config.id is None
+        else:
+            joins = not is_distributed and run_mode != "new" and self.config.roles is None
+        parent_run = self.context.parents.get(name) if joins else None
         if parent_run is None and self._has_workers is False and self.info is None and run_mode == "shared":
             raise ConfigError(
                 "run_mode='shared' in a task without workers of its own continues the run of the task that calls it, "
@@ -253,7 +262,7 @@ class Call(PerProcess):
             show = None if shown_by is None else shown_by.record_hang
             duties.append(RollCallDuty(info, config.hang_timeout_s, show, has_run=run is not None))
         if config.pulse_s is not None:
-            log = None if shown_by is None else shown_by.handle.add_to_next_row
+            log = None if shown_by is None else shown_by.add_to_next_row
             duties.append(PulseDuty(info, config.pulse_s, log))
         if WATCH.add(info, *duties, without="hang_timeout_s and pulse_s are ignored"):
             undo.push(lambda kind, *_: WATCH.remove(*duties, has_failed=kind is not None))

@@ -25,7 +25,7 @@ from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import learn
 from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.errors import ConfigError, IdentityError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch, StepWatch
 
 if TYPE_CHECKING:
@@ -45,7 +45,13 @@ def plan_of(call: Call) -> RunPlan:
     config = call.config
     identity = Identity(None) if call.parent_id is not None else _identity(call)
     run_plan = plan(
-        call.info, config.run_mode, config.rank_scope, identity.base_id, call.parent_id, config.primary_rank
+        call.info,
+        config.run_mode,
+        config.rank_scope,
+        identity.base_id,
+        call.parent_id,
+        config.primary_rank,
+        config.role,
     )
     return replace(run_plan, group=run_plan.group or identity.group, label=run_plan.label or call.context.label)
 
@@ -58,7 +64,13 @@ def _identity(call: Call) -> Identity:
     from_env = from_variables(os.environ, tracker.run_id_variables)
     if from_env is not None:
         _check_variable(call, str(from_env.base_id))
-        return from_env if found.parent is None else _identity_beside(call, from_env)
+        return from_env if found.parent is None or config.role is not None else _identity_beside(call, from_env)
+    if config.role is not None and not context.is_simulated:
+        variables = "".join(f", or set {name}" for name in tracker.run_id_variables[:1])
+        raise IdentityError(
+            f"role={config.role!r} joins the run of another job, and nothing says which: pass id=..., that of the job "
+            f"with roles=[...]{variables}; or call this task from the task that has roles=[...]"
+        )
     if context.base_id is not None:
         identity = Identity(context.base_id, context.group)
         if found.is_child and not context.is_simulated:
@@ -121,7 +133,8 @@ def request_of(
         planned_run_id=planned.run_id,
         config=config,
         info=info,
-        has_other_writers=context.has_children if info is None else is_shared and is_elastic(info, os.environ),
+        has_other_writers=config.has_roles
+        or (context.has_children if info is None else is_shared and is_elastic(info, os.environ)),
         run_metadata={**_trial_config(call), **_job_metadata(info), **context.run_metadata},
         read_secret=functools.partial(_read_secret, config.secret, context),
         may_prompt=may_prompt(info, context),

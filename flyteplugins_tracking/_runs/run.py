@@ -124,6 +124,8 @@ def _warn_of_unused_arguments(call: Call, planned: RunPlan) -> None:
         more = "Rows that are logged again after a restart are kept"
         if config.run_mode == "shared":
             logger.warning(warning, "rollback='rewind'", f"several ranks write to the run. {more}")
+        elif config.has_roles:
+            logger.warning(warning, "rollback='rewind'", f"several jobs write to the run. {more}")
         elif not getattr(call.tracker, "rewinds", False):
             logger.warning(warning, "rollback='rewind'", f"the service cannot do that. {more}")
     if config.download_logs and call.info is not None:
@@ -299,8 +301,18 @@ class Run:
 
     def record(self, name: str, values: Mapping[str, Any], text: str) -> None:
         """Keep an event with the run: see `Handle.record_event`. Raises nothing."""
+        role = self.plan.role
         with self.warned(f"the run does not show this: {text}"):
-            self.handle.record_event(name, values, text)
+            self.handle.record_event(f"{role}.{name}" if role else name, self._of_role(values), text)
+
+    def add_to_next_row(self, values: Mapping[str, Any]) -> None:
+        """Log values with the run's next row: see `Handle.add_to_next_row`."""
+        self.handle.add_to_next_row(self._of_role(values))
+
+    def _of_role(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Put what a role's job reports below the role's name: the owner's job reports the same."""
+        role = self.plan.role
+        return values if role is None else {f"roles/{role}/{key}": value for key, value in values.items()}
 
     def record_hang(self, verdict: str, text: str) -> None:
         """Keep with the run where each rank is, since the job makes no progress."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import new_id, prefix_of, refuse_to_pickle, run_config
+from flyteplugins_tracking.trackers.client import new_id, prefix_of, refuse_to_pickle, run_config, status_of
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.rows import NextRow, RowBuffer
@@ -180,6 +180,7 @@ class RecordingTracker(Tracker):
 
     name = "recording"
     title = "the recording"
+    takes_roles = True
 
     def __init__(self, instead_of: Tracker | None = None, store: Store | None = None) -> None:
         """Create a tracker. Users pass no arguments.
@@ -219,7 +220,7 @@ class Store:
         run_id = request.plan.run_id or new_id()
         with self._lock:
             state = self._runs.setdefault((tracker, run_id), _State(run_id, tracker))
-            state.opened[_rank(request)] += 1
+            state.opened[_rank(request)] += request.plan.role is None
         return state
 
     def read(self) -> list[RecordedRun]:
@@ -304,7 +305,7 @@ class _State:
             config=dict(self.config),
             summary=dict(self.summary),
             tags=() if head is None else tuple(head.tags),
-            attempts=max(self.opened.values()),
+            attempts=max(1, *self.opened.values()),
             exit_codes=tuple(self.exit_codes),
             calls=tuple(self.calls),
             texts=dict(self.texts),
@@ -404,7 +405,7 @@ class _Handle(Handle):
         self.run: Any = Run(request, state, self._log)
         self._state = state
         self._steps = request.steps
-        self._is_primary = request.plan.primary
+        self._ends_run, self._role = request.plan.ends_run, request.plan.role
         self._attempt = request.info.restart_count if request.info is not None else 0
         self._next_row = NextRow()
         self._gate = Gate(tracker.title, state.id, request.watch, lambda: None)
@@ -413,7 +414,11 @@ class _Handle(Handle):
         self._step_metric = request.config.step_metric if is_shared else None
         self._rows = RowBuffer(request.config.step_metric, prefix_of(request), lambda: None)
         config = copy.deepcopy(run_config(request))  # a copy, since each rank's process would have its own
-        if self._is_primary:
+        if self._role is not None:  # its section: the others' values are not changed
+            self.run.config = Values(state.config.setdefault(self._role, {}))
+            self.run.config.update(config[self._role])
+            return
+        if self._ends_run:
             self._describe(config)
             return
         self.run.config.setdefaults(config)  # the primary of a shared run may open it later, with the same config
@@ -457,7 +462,10 @@ class _Handle(Handle):
     def _end(self, exit_code: int) -> None:
         self._rows.commit(lambda row: self._add(row, row.get(self._step_metric)))
         self._state.summary.update(self._next_row.take())
-        if self._is_primary:
+        if self._role is not None:
+            ended = {"state": status_of(exit_code), "exit_code": exit_code}
+            self._state.summary.update({f"roles/{self._role}/{key}": value for key, value in ended.items()})
+        if self._ends_run:
             self._state.exit_codes.append(exit_code)
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:

@@ -82,7 +82,7 @@ class RunRequest(Record):
         config: The user's arguments.
         info: This rank; None outside a distributed job.
         has_other_writers: Whether processes besides the job's present ranks may write to the run, now or later: other
-            nodes of an elastic job, the tasks that a Flyte task calls, or the task that has called it.
+            nodes of an elastic job, jobs with roles, the tasks that a Flyte task calls, or the task that has called it.
         run_metadata: The values to add to the run's config: the job's shape, its restarts, the Flyte execution.
         read_secret: Returns the API key; None if the user has not passed a secret. A tracker calls it at most once.
         may_prompt: Whether this process may ask the user for a key in its terminal.
@@ -249,6 +249,7 @@ class Tracker(Protocol):
         run_id_variables: The service's own variables that choose a run. The first one that is set counts.
         arguments: The names of the tracker's own arguments of `tracking_init`, which are in `config.options`.
         unsupported: The features that the service lacks, with the reason. Using one is refused at decoration.
+        takes_roles: Whether several jobs can write to a run: `roles=` and `role=`.
         rewinds: Whether it honours `rollback="rewind"` for a run with one writer.
     """
 
@@ -260,6 +261,7 @@ class Tracker(Protocol):
     arguments: Collection[str] = frozenset()
     unsupported: Mapping[Feature, str] = {}
     rewinds: bool = False
+    takes_roles: bool = False
 
     def forced_run_id(self) -> str | None:
         """Return the id that the service gives to the next run, such as a sweep's trial; None if it forces none."""

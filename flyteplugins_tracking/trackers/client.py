@@ -14,9 +14,10 @@ from typing import Any, Literal, NoReturn
 
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.config import MARK
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow
 
@@ -142,7 +143,8 @@ class ClientHandle(Handle):
         if step is not None:
             self._last_step = step
         if self._restart_count:  # once: a column that tells the attempts apart costs each service a value
-            row, self._restart_count = {**row, RESTART_COUNT: self._restart_count}, 0
+            name = f"{prefix_of(self.request)}{RESTART_COUNT}" if self.request.plan.role else RESTART_COUNT
+            row, self._restart_count = {**row, name: self._restart_count}, 0
         try:
             self.write(row, step, **kwargs)
         except Exception:
@@ -173,15 +175,62 @@ def restart_count_of(request: RunRequest) -> int:
 
 
 def prefix_of(request: RunRequest) -> str:
-    """Return the prefix of the keys in this rank's rows: see `rank_prefix`."""
+    """Return the prefix of the keys in this rank's rows: see `role` and `rank_prefix`."""
+    if request.plan.role is not None:
+        return f"{request.plan.role}/"
     is_shared = request.config.run_mode == "shared" and request.config.rank_prefix
     return f"rank_{request.info.rank if request.info else 0}/" if is_shared else ""
 
 
+def check_roles(request: RunRequest, title: str, known: Any) -> None:
+    """Refuse to open a run that exists, if this job must not write to it.
+
+    Args:
+        request: The decorator's request for the run.
+        title: The service's name.
+        known: The roles that the run's owner has named; None for a run without roles.
+
+    Raises:
+        ConfigError: The run has one writer, and this job is to share it; or it has roles, and this job is none.
+    """
+    config, role, run = request.config, request.plan.role, f"{title}: run {request.plan.run_id}"
+    if known is None and role is not None:
+        text = f"it has one writer, its own job. Pass roles=[{role!r}] in that job, and another id in both"
+        raise ConfigError(f"{run} cannot be joined by role={role!r}: {text}")
+    if known is None and config.roles is not None:
+        text = "it exists, and has one writer: pass another id, or leave out roles="
+        raise ConfigError(f"{run} cannot have roles={list(config.roles)}: {text}")
+    names = [str(name) for name in known] if isinstance(known, (list, tuple)) else []
+    if known is not None and not config.has_roles and request.plan.primary:
+        text = "a job without a role would mix its rows with theirs: pass role='...' to join it, or another id"
+        raise ConfigError(f"{run} has roles ({', '.join(names) or 'none named'}), and {text}")
+    if role is not None and role not in names:
+        text = "%s: role %r is not one of its owner's roles=%s. It joins all the same"
+        logger.warning(text, run, role, names)
+
+
+def missing_run_error(request: RunRequest, title: str, place: str) -> TrackerUnavailableError:
+    """Return the error for a role whose run its owner has not opened in time. `place` is where it was looked for."""
+    config = request.config
+    return TrackerUnavailableError(
+        f"{title}: role {config.role!r} has not found run {request.plan.run_id} of project "
+        f"{config.project or '(the default)'} at {place} within init_timeout_s={config.init_timeout_s:g}: the job with "
+        "roles=[...] and the same id has not opened it, or the server does not answer. Start that job, or pass a "
+        "longer init_timeout_s.",
+        LOCAL_FILES,
+    )
+
+
 def run_config(request: RunRequest) -> dict[str, Any]:
-    """Return the run's config, for the primary rank to pass: the user's config, and the run's metadata."""
-    config = request.config.config
-    return {**request.run_metadata, **(config if isinstance(config, Mapping) else {})}
+    """Return the run's config, for the primary rank to pass: the user's config, and the run's metadata.
+
+    That of a role is below its name. The owner's says that the run has roles.
+    """
+    config, role, roles = request.config.config, request.plan.role, request.config.roles
+    values = {**request.run_metadata, **(config if isinstance(config, Mapping) else {})}
+    if roles is not None:
+        values[MARK] = list(roles)
+    return values if role is None else {role: values}
 
 
 def new_id() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -26,6 +27,9 @@ IfUnavailable = Literal["raise", "degrade"]
 
 Rollback = Literal["keep", "rewind"]
 """How a run takes the rows that a job logs again after it has gone back to its checkpoint."""
+
+# The key of the owner's roles in a run's config; and the owner's name beside those of roles.
+MARK, OWNER = "tracking_roles", "owner"
 
 # The last seconds before the launcher's SIGKILL, in which a process whose run has ended comes to its own end.
 _END_S = 5.0
@@ -80,6 +84,15 @@ class TrackingConfig(Record):
 
     id: str | None = None
     """The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on one."""
+
+    roles: Sequence[str] | None = None
+    """The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
+    `role=` and the same `id`. One that is not listed may join too."""
+
+    role: str | None = None
+    """The role under which this job joins the run that a job with `roles=` owns. Its rows have `{role}/` before their
+    keys and steps of their own, its config is below that name, and its end does not end the run. It waits
+    `init_timeout_s` for the run, and never creates it. Only with run_mode="auto"."""
 
     project: str | None = None
     """The runs' project; None for the tracker's default."""
@@ -157,8 +170,10 @@ class TrackingConfig(Record):
                 _CHECKS[kind](name, value)
         _check_secret(self.secret)
         self.__dict__["tags"] = check_texts("tags", self.tags)
+        self.__dict__["roles"] = check_texts("roles", self.roles)
         if not isinstance(self.config, str):
             self.__dict__["config"] = plain_config(self.config)
+        self._check_roles()
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> TrackingConfig:
@@ -175,6 +190,37 @@ class TrackingConfig(Record):
     def arguments(self) -> dict[str, Any]:
         """The arguments from which `from_arguments` makes an equal config."""
         return {**self.options, **{name: getattr(self, name) for name in self.given}}
+
+    def _check_roles(self) -> None:
+        for name in (*(self.roles or ()), *filter(None, [self.role])):
+            if name == OWNER or not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
+                text = "must be letters, digits, '-' and '_', beginning with a letter, and not 'owner'"
+                raise ConfigError(f"the name of a role {text}; got {name!r}")
+        if self.role is not None and self.roles is not None:
+            raise ConfigError(
+                f"role={self.role!r} joins the run of another job, and roles= owns a run: pass one of the two"
+            )
+        if self.role is not None and (self.run_mode, self.rank_scope) != ("auto", "global"):
+            given = f"run_mode={self.run_mode!r}, rank_scope={self.rank_scope!r}"
+            raise ConfigError(f"role={self.role!r} has one writer, the job's primary rank: leave out {given}")
+        if self.roles is None:
+            return
+        if self.run_mode == "new" or self.rank_scope == "worker":
+            wrong = "run_mode='new'" if self.run_mode == "new" else "rank_scope='worker'"
+            raise ConfigError(f"roles= needs one run for the job, and {wrong} makes several: leave it out")
+        twice = sorted({name for name in self.roles if self.roles.count(name) > 1})
+        taken = sorted({MARK, *self.roles} & set(self.config if isinstance(self.config, Mapping) else ()))
+        if twice:
+            raise ConfigError(f"roles= has {twice[0]!r} twice: each writer needs a name of its own")
+        if taken:
+            raise ConfigError(
+                f"config= has the key {taken[0]!r}, below which a role has its config: rename one of them"
+            )
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether other jobs write to the run, or own it."""
+        return self.roles is not None or self.role is not None
 
     @property
     def finish_timeout_s(self) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import LOCAL_FILES, ClientHandle, Run, restart_count_of
+from flyteplugins_tracking.trackers.client import LOCAL_FILES, ClientHandle, Run, restart_count_of, status_of
 from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
@@ -88,6 +88,10 @@ class OutboxHandle(ClientHandle):
         self._left_in: str | None = None  # the directory of what was not sent in time
         self._open_outbox()
 
+    def tell_role(self, values: Mapping[str, Any]) -> None:
+        """Log the state of a role, below its name: as a row, if the service has no better place."""
+        self.put({"row": dict(values), "step": max(0, self.steps.last), "time": time.time()})
+
     def end_run(self, exit_code: int, timeout_s: float) -> None:  # noqa: ARG002 as trackers need it
         """Send the run's status within `timeout_s` seconds, after its lines. Called in every rank's end.
 
@@ -138,6 +142,12 @@ class OutboxHandle(ClientHandle):
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self.put({"event": name, "values": dict(values), "text": text})
 
+    def role_state(self, state: str, **more: Any) -> None:
+        """Tell the state of this job's role, if it has one."""
+        role = self.request.plan.role
+        if role is not None:
+            self.tell_role({f"roles/{role}/{key}": value for key, value in {"state": state, **more}.items()})
+
     def end(self, exit_code: int) -> None:
         self.close_outbox(exit_code, time.monotonic() + self.request.config.finish_timeout_s)
 
@@ -148,6 +158,7 @@ class OutboxHandle(ClientHandle):
     def close_outbox(self, exit_code: int, until: float) -> None:
         """Send all lines, and then the status, until a time of `time.monotonic`. What is left stays in files."""
         left_s = until - time.monotonic()
+        self.role_state(status_of(exit_code), exit_code=exit_code)
         self._outbox.put({"exit_code": exit_code})
         is_sent = self._outbox.close(left_s - min(_STATUS_S, left_s * _STATUS_SHARE))
         is_complete = self._sink is not None and self._send_end(exit_code, until - time.monotonic()) and is_sent
@@ -198,9 +209,10 @@ class OutboxHandle(ClientHandle):
         self._outbox = Outbox(self._title, self.id, journal, self._sink, earlier, self.before_removal)
 
     def directory(self) -> str:
-        """Return where what is not sent is kept: one directory for all attempts and ranks of the run."""
+        """Return where what is not sent is kept: one directory for all attempts and ranks of the run, or its role."""
         of_earlier = self.request.earlier
-        return str(of_earlier[0].paths[0].parent) if of_earlier else directory_of(self._tracker.name, self.id)
+        role = self.request.plan.role
+        return str(of_earlier[0].paths[0].parent) if of_earlier else directory_of(self._tracker.name, self.id, role)
 
     def _find_earlier(self) -> Sequence[StoredJournal]:
         """Return what earlier attempts have left here, for one rank of each node. Journals that are written are not."""
@@ -295,6 +307,9 @@ class KeptHandle(OutboxHandle):
             return False
         return True
 
+    def role_state(self, state: str, **more: Any) -> None:
+        """Tell nothing: who sends the run does."""
+
     def how_to_view(self) -> str:
         command = self.how_to_send(self._outbox.directory)
         return f"{command}, or with --tracker trackio to look at it without {self._title}"
@@ -318,27 +333,30 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
         TrackerUnavailableError: The service cannot be used, and `if_unavailable` is "raise".
     """
     try:
-        return open_run()
+        handle = open_run()
+        if isinstance(handle, OutboxHandle):
+            handle.role_state("running")
+        return handle
     except TrackerUnavailableError as error:
         unavailable = error
     except (AwayError, RejectedError) as error:
         unavailable = TrackerUnavailableError(f"{tracker.title} cannot be used: {error}. {error.fix}", LOCAL_FILES)
     if request.config.if_unavailable == "raise":
         raise unavailable
-    handle = KeptHandle(request, tracker)
+    kept = KeptHandle(request, tracker)
     if request.plan.primary or (request.node_leader is not None and request.leads_node):
         logger.warning(
             "%s This run is logged to files. Send it when %s answers: %s",
             unavailable,
             tracker.title,
-            handle.how_to_send(handle.directory()),
+            kept.how_to_send(kept.directory()),
         )
-    return handle
+    return kept
 
 
-def directory_of(tracker: str, run_id: str) -> str:
-    """Return the directory with the journals of a run."""
-    return os.path.abspath(os.path.join(FOLDER, f"{tracker}-{run_id}"))
+def directory_of(tracker: str, run_id: str, role: str | None = None) -> str:
+    """Return the directory with the journals of a run, or of a role of it."""
+    return os.path.abspath(os.path.join(FOLDER, f"{tracker}-{run_id}{f'.{role}' if role else ''}"))
 
 
 def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class NodeRole:
         if info is None:
             return cls(has_peers=request.has_other_writers)
         if config.run_mode != "shared":
-            return cls()
+            return cls(has_peers=config.has_roles)
         if info.worker_index is None or info.local_rank is None:
             return cls(has_peers=True)
         # An elastic job with one node today may have had several: all writers of a run must be of one kind.

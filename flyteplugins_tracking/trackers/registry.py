@@ -19,7 +19,8 @@ from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 
 ENTRY_POINTS = "flyteplugins_tracking.trackers"
 _BUILT_IN = {name: f"flyteplugins_tracking.trackers.{name}" for name in ("wandb", "pluto", "mlflow", "trackio")}
-_MEMBERS = [name for name in vars(Tracker) if not name.startswith("_")] + ["name", "title"]
+# A tracker that knows nothing of roles takes none.
+_MEMBERS = [name for name in vars(Tracker) if not name.startswith("_") and name != "takes_roles"] + ["name", "title"]
 
 
 def names_of_trackers() -> list[str]:
@@ -60,6 +61,9 @@ def check_config(config: TrackingConfig) -> None:
         if feature in tracker.unsupported:
             reason = tracker.unsupported[feature]
             raise ConfigError(f"{tracker.title} does not support {_FEATURE_ARGUMENTS[feature]}: {reason}")
+    if config.has_roles and not getattr(tracker, "takes_roles", False):
+        argument = f"roles={list(config.roles)}" if config.roles is not None else f"role={config.role!r}"
+        raise ConfigError(f"{tracker.title} does not support {argument}: only one job can write to a run of it")
     tracker.check(config)
     check_run_id("id", config.id)
     for name in ("project", "group", "name"):

@@ -23,18 +23,22 @@ class RowBuffer:
     that is not committed must wait here: in the shared writer, another rank's row would be added to it.
     """
 
-    def __init__(self, step_metric: str, prefix: str, define_step: Callable[[], object]) -> None:
+    def __init__(
+        self, step_metric: str, prefix: str, define_step: Callable[[], object], next_step: int | None = None
+    ) -> None:
         """Initialize the buffer.
 
         Args:
             step_metric: The column for steps.
             prefix: Goes before each key.
             define_step: Called before the first row with a step: says to the service what the column of steps is for.
+            next_step: The step of the first row, if rows that are logged without one are counted.
         """
         self._step_metric = step_metric
         self._prefix = prefix
         self._define_step: Callable[[], object] | None = define_step
         self._last_step: Any = None
+        self._next_step = next_step
         self._waiting = NextRow()  # values that are not committed
         self.logged = 0
         self._lock = threading.RLock()
@@ -52,6 +56,8 @@ class RowBuffer:
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
             return log(data)  # it raises, and says why
         row = {self._key(key): value for key, value in data.items()}
+        if self._next_step is not None:
+            step = self._counted(step)
         if step is not None:
             row[self._step_metric] = self._last_step = step
             self._define()
@@ -90,6 +96,13 @@ class RowBuffer:
     def _key(self, key: str) -> str:
         is_own = key.startswith("_") or key == self._step_metric
         return key if is_own else self._prefix + key
+
+    def _counted(self, step: Any) -> Any:
+        """Return the step of a row: the given one, that of the values which wait for it, or the next one."""
+        with self._lock:
+            step = self._waiting.waiting.get(self._step_metric, self._next_step) if step is None else step
+            self._next_step = int(step) + 1 if isinstance(step, (int, float)) else self._next_step
+        return step
 
     def _define(self) -> None:
         with self._lock:

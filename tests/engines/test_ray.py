@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from engine_jobs import SLURM, run_cold
 from support import jobs
+from support.wandb_server import WandbServer
 
 pytest.importorskip("ray", reason="needs Ray: make test-engines")
 
@@ -103,3 +104,16 @@ def test_the_example_has_a_run_for_the_training_and_one_for_each_trial(tmp_path:
     assert [(len(run.rows), run.exit_code) for run in done.runs] == [(10, 0)] * 4
     assert sorted(run.config.get("lr", 0) for run in done.runs) == [0, 0.01, 0.1, 0.3]
     assert len({run.group for run in done.runs}) == 4
+
+
+def test_actors_have_roles_in_one_run(tmp_path: Path) -> None:
+    with WandbServer() as server:
+        done = run_cold([sys.executable, jobs.PROGRAMS / "ray_roles.py"], tmp_path, server.environment)
+        assert done.returncode == 0, done.output
+        run = server.run("of-actors")
+        assert (run.state, run.exit_codes, run.mixed_writers) == ("finished", [0], False)
+        for number in range(2):
+            assert [row[f"rollout-{number}/reward"] for row in run.rows if f"rollout-{number}/reward" in row] == [
+                *range(10)
+            ]
+            assert run.config[f"rollout-{number}"] == {"number": number}

@@ -188,6 +188,15 @@ def test_shared_without_a_parent_is_refused(pod, server):
     assert not [run for run in server.runs if run.id == "r1-shared"]
 
 
+def test_a_child_with_a_role_joins_the_parents_run_without_an_id(pod, server):
+    done = pod("owner", children=True)
+    assert done.outputs == ["r1-owner"], done.output
+    run = server.run("r1-owner")
+    assert (values(run.rows, "rollout-0/x"), values(run.rows, "loss")) == ([0, 1, 2], [1])
+    assert (run.config["lr"], run.config["rollout-0"]["temperature"]) == (3, 1)
+    assert (run.exit_codes, run.state, run.mixed_writers) == ([0], "finished", False)
+
+
 @pytest.mark.full
 def test_a_child_that_changes_the_parents_config_gets_a_warning(pod, server):
     done = pod("parent_of_a_changer", children=True)

@@ -159,6 +159,21 @@ def parent_of_a_changer(n: int) -> str:
     return reader(n)
 
 
+@tracking_init(project="tests", role="rollout-0", config={"temperature": 1})
+@env.task
+def rollout(n: int) -> str:
+    for x in range(n):
+        get_run().log({"x": x})
+    return get_run().id
+
+
+@tracking_init(project="tests", roles=["rollout-0"], config={"lr": 3})
+@env.task
+def owner(n: int) -> str:
+    get_run().log({"loss": n})
+    return rollout(3)
+
+
 @tracking_init(project="tests", mode="offline")
 @env.task
 def offline_parent(n: int) -> str:

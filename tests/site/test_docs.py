@@ -401,7 +401,7 @@ def test_the_signature_and_the_docstring_have_the_arguments_of_the_config():
     assert include.with_arguments(code) == code, "make includes"
     names = [argument.name for argument in include.arguments()]
     assert [*names, "options", "given"] == list(TrackingConfig._fields)
-    assert len(names) <= 22
+    assert len(names) <= 24
     signature = next(one for one in ast.parse(code).body if isinstance(one, ast.FunctionDef) and one.args.kwonlyargs)
     assert [argument.arg for argument in signature.args.kwonlyargs] == names
     described = re.findall(r"^    (\w+): ", inspect.getdoc(tracking_init).partition("Raises:")[0], re.MULTILINE)
@@ -510,4 +510,4 @@ def test_the_errors_of_the_page_are_those_that_are_raised(message):
 
 def test_the_reference_shows_what_values_are_made_of():
     section = PAGES["docs/reference/api"].partition("### `RunPlan`\n")[2].partition("\n### ")[0]
-    assert tuple(re.findall(r"^- `(\w+)`: ", section, re.MULTILINE)) == RunPlan.__match_args__
+    assert tuple(re.findall(r"^- `(\w+)`: ", section, re.MULTILINE)) == (*RunPlan.__match_args__, "ends_run")

@@ -348,3 +348,15 @@ def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_variable(t
     assert done.returncode == 0, done.output
     assert_one_run(done, "torchelastic")
     assert done.runs[0].id == "slurm-7"
+
+
+def test_three_processes_log_to_one_run(tmp_path, server):
+    """Those that join wait for the trainer."""
+    roles = {"rollout-0": ("rollout-0/reward", 10), "eval": ("eval/accuracy", 1), "trainer": ("loss", 20)}
+    started = [
+        jobs.start([sys.executable, EXAMPLES / "roles.py", role], tmp_path, server.environment) for role in roles
+    ]
+    assert [jobs.finish(one, tmp_path).returncode for one in started] == [0, 0, 0]
+    run = server.run("grpo-42")
+    assert (run.state, run.config["lr"], run.config["rollout-0"]) == ("finished", 1e-5, {"temperature": 0.7})
+    assert {key: sum(key in row for row in run.rows) for key, _ in roles.values()} == dict(roles.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import subprocess
 import sys
@@ -69,9 +70,9 @@ class Backend(Protocol):
 
 
 def points(rows: list[Mapping[str, Any]]) -> Counter[tuple[str, int]]:
-    """The values of the keys that `conformance_job.py` logs, and those of its pulses, in rows of any shape."""
-    kept = ("rank", "nodes/")
-    return Counter((key, int(value)) for row in rows for key, value in row.items() if key.startswith(kept))
+    """The values of the keys that `conformance_job.py` logs, of roles and of pulses, in rows of any shape."""
+    kept = re.compile(r"rank|nodes/|[\w-]+/rank\d+$").match
+    return Counter((key, int(value)) for row in rows for key, value in row.items() if kept(key))
 
 
 class WandbBackend:
@@ -122,7 +123,8 @@ class MlflowBackend:
         states: dict[str, Status] = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "killed"}
         logged = points([{key: value} for key, value, *_ in run.rows])
         group = run.tags.get(GROUP_TAG, "")
-        return Kept(run_id, logged, states.get(run.status, "running"), group=group, config=run.config)
+        of_roles = {key: value for key, value in run.params.items() if "/" in key}
+        return Kept(run_id, logged, states.get(run.status, "running"), group=group, config={**run.config, **of_roles})
 
 
 class JsonlBackend:

@@ -180,6 +180,15 @@ class PlutoServer(LoopbackServer):
             finally:
                 self.changed.notify_all()
 
+    def details(self, path: str) -> tuple[int, Json]:
+        """Answer as GET /api/runs/details/NUMBER does: https://github.com/Trainy-ai/pluto, `query.get_run`."""
+        number = re.match(r"/api/runs/details/(\d+)\?projectName=", path)
+        try:
+            run = self._of(int(number[1]) if number else 0)
+        except RefusedError as refused:
+            return refused.code, {"error": str(refused)}
+        return 200, {"id": run.number, "status": run.status, "config": run.config}
+
     def _answer(self, path: str, body: bytes, headers: Mapping[str, str]) -> Json:
         if path == "/api/slug":
             return {"organization": {"slug": "org"}}
@@ -298,6 +307,12 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     wbufsize = -1  # an answer is one packet
     connection: socket.socket
+
+    def do_GET(self) -> None:
+        """The details of a run, of which the library reads the config."""
+        recorder: PlutoServer = self.server.recorder  # type: ignore[attr-defined]
+        if survives(self, recorder.meet_fault("other")):
+            self.answer(*recorder.details(self.path))
 
     def do_POST(self) -> None:
         recorder: PlutoServer = self.server.recorder  # type: ignore[attr-defined]

@@ -45,6 +45,8 @@ class WandbServer(LoopbackServer):
         counts_on_upsert: Whether the answer to UpsertBucket has the run's line count, with which wandb appends even
             without `resume=`. The service counts some seconds late, so that both are to be met there.
         rewinds: Whether it knows RewindRun, as the service does and servers of one's own do not.
+        replaces: Whether it keeps the config and the summary of a run's last writer alone, and does not merge them by
+            key. It is not known which of the two the service does.
         late: How many seconds late it counts a run's rows, and knows the last one: wandb's authors disagree on which.
 
     Attributes:
@@ -57,9 +59,10 @@ class WandbServer(LoopbackServer):
         counts_on_upsert: bool = False,
         late: tuple[float, float] = (0.0, 0.0),
         rewinds: bool = False,
+        replaces: bool = False,
     ) -> None:
         self._store = Store()
-        self._store.late = late
+        self._store.late, self._store.replaces = late, replaces
         super().__init__(_Handler, self._store.changed)
         self.key = key
         self.unknown_operations: list[str] = []

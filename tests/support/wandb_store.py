@@ -66,6 +66,7 @@ class RecordedRun:
         connections: How many TCP connections have carried filestream requests.
         open_connections: How many of them are open.
         late: How many seconds late the count of rows is, and the last row.
+        replaces: Whether of several writers the last one's config and summary are kept alone.
         stop_requested: Whether somebody has pressed the run's Stop button: a test sets it. The answer to a filestream
             request tells it.
     """
@@ -96,6 +97,7 @@ class RecordedRun:
     stop_requested: bool = False
     _has_default_writer: bool = field(default=False, repr=False)
     late: tuple[float, float] = (0.0, 0.0)
+    replaces: bool = False
     _counted: list[tuple[float, int]] = field(default_factory=list, repr=False)
     _preempting: bool = field(default=False, repr=False)
     _rows: dict[_Place, Row] = field(default_factory=dict, repr=False)
@@ -109,7 +111,9 @@ class RecordedRun:
 
     @property
     def summary(self) -> Row:
-        """The last summary of each writer, put together in the order in which they came."""
+        """The last summary of each writer, put together in the order in which they came; or the last one alone."""
+        if self.replaces:
+            return dict(list(self._summaries.values())[-1]) if self._summaries else {}
         return {key: value for summary in list(self._summaries.values()) for key, value in summary.items()}
 
     @property
@@ -145,7 +149,8 @@ class RecordedRun:
         self.job_type = given.get("jobType") or self.job_type
         self.sweep = given.get("sweep") or self.sweep
         self.tags = self.tags if given.get("tags") is None else list(given["tags"])
-        self.raw_config = {**self.raw_config, **json.loads(given.get("config") or "{}")}
+        config = json.loads(given.get("config") or "{}")
+        self.raw_config = config if self.replaces and config else {**self.raw_config, **config}
         if given.get("host"):  # only the upsert of `wandb.init` has it; a late change of the config opens nothing
             self.state, self._preempting = "running", False
 
@@ -365,12 +370,14 @@ class Store:
         return self._runs.get(key)
 
     late: tuple[float, float] = (0.0, 0.0)
+    replaces = False
 
     def upsert(self, given: Mapping[str, Any]) -> tuple[RecordedRun, bool]:
         """Create or change the run that an UpsertBucket names. Also tells whether it is a new one."""
         key = (given.get("entity") or ENTITY, given.get("project") or PROJECT, given["name"])
         inserted = key not in self._runs
         run = self._runs.setdefault(key, RecordedRun(*key, name=f"recorded-{len(self._runs) + 1}", late=self.late))
+        run.replaces = self.replaces
         run.upsert(given)
         return run, inserted
 

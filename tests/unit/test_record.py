@@ -28,7 +28,7 @@ def test_a_record_has_its_values_its_defaults_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("args", "given"), [((), {}), ((True,), {"opens": True}), ((True,), {"other": 1}), (range(8), {})]
+    ("args", "given"), [((), {}), ((True,), {"opens": True}), ((True,), {"other": 1}), (range(9), {})]
 )
 def test_values_that_are_missing_unknown_or_given_twice_are_refused(args, given):
     with pytest.raises(TypeError, match="takes each of opens, run_id"):

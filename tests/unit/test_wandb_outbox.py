@@ -16,6 +16,7 @@ from support.offline_wandb import open_run
 from support.users import NOBODY, needs_root
 from wandb_files import StoredRun, read_run
 
+from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking.trackers import journal as files
 from flyteplugins_tracking.trackers.base import Uncounted, Unwatched
 from flyteplugins_tracking.trackers.journal import Journal
@@ -75,7 +76,7 @@ def handle_of(run) -> WandbHandle:
     request = SimpleNamespace(
         config=config,
         watch=Unwatched(),
-        plan=SimpleNamespace(primary=True),
+        plan=RunPlan(opens=True, primary=True),
         run_metadata={"restart_count": 1},
         steps=Uncounted(),
     )
@@ -181,7 +182,7 @@ def test_what_is_left_offline_is_still_to_be_sent_when_the_run_is_online_again(r
 
 
 def test_what_cannot_be_read_costs_one_warning(run, earlier, monkeypatch, caplog):
-    monkeypatch.setattr(outbox, "_rows_of", lambda *_: 1 / 0)
+    monkeypatch.setattr(outbox, "rows_of", lambda *_: 1 / 0)
     begun(run)
     handle = handle_of(run)
     run.log({"n": 0})
@@ -359,7 +360,7 @@ def test_an_offline_attempt_of_another_user_is_not_read(run):
             file.symlink_to("/dev/zero") if kind == "link" else file.write_bytes(bytes(7))
             os.lchown(file, NOBODY, NOBODY)
         os.chown(planted, NOBODY, NOBODY if kind == "file" else -1)
-    assert outbox.saved_states(run) == []
+    assert outbox.saved_states(run, None) == []
     run.finish()
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from support.offline_wandb import open_run
 
+from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking.trackers.base import Uncounted, Unwatched
 from flyteplugins_tracking.trackers.wandb import vendor
 from flyteplugins_tracking.trackers.wandb.shared import LeaderHandle
@@ -22,6 +23,7 @@ def handle(tmp_path, monkeypatch):
         step_metric="global_step",
         rollback="keep",
         rank_prefix=False,
+        has_roles=False,
         config={},
         finish_timeout_s=20,
         finish_limit="",
@@ -30,7 +32,7 @@ def handle(tmp_path, monkeypatch):
         config=config,
         info=None,
         watch=Unwatched(),
-        plan=SimpleNamespace(primary=True),
+        plan=RunPlan(opens=True, primary=True),
         run_metadata={},
         steps=Uncounted(),
         has_other_writers=False,

@@ -11,7 +11,8 @@ from typing import Any
 
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import run_config, status_of
+from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, run_config, status_of
+from flyteplugins_tracking.trackers.config import MARK
 from flyteplugins_tracking.trackers.mlflow import GROUP_TAG, ID_TAG, vendor
 from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service
 
@@ -63,12 +64,14 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
     parent_id = None if parent is None else parent.info.run_id
     if not request.plan.ends_run:
         run = run or _awaited(request, service, experiment_id, ID_TAG, run_id)
+        check_roles(request, "MLflow", _roles_of(run))
         return Opened(run, ATTEMPTS_TAG in run.data.tags, parent_id)
     tags, name = _tags(request, run_id, parent_id), request.config.name or request.plan.run_id
     if run is None:
         run, is_new = _find_or_create(service, experiment_id, (ID_TAG, run_id), name, tags)
         if is_new:
             return Opened(run, False, parent_id)
+    check_roles(request, "MLflow", _roles_of(run))
     attempts = run.data.tags.get(ATTEMPTS_TAG, "1")
     tags[ATTEMPTS_TAG] = str(int(attempts) + 1 if attempts.isdecimal() else 2)
     service.persist(lambda client: client.log_batch(run.info.run_id, tags=vendor.run_tags(tags), synchronous=True))
@@ -102,7 +105,8 @@ def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def new_params(request: RunRequest, opened: Opened) -> dict[str, str]:
     """Return the params that the run does not have yet. MLflow keeps the first value of a param."""
     config = request.config.config
-    new = params(config) if isinstance(config, Mapping) else {}
+    prefix = "" if request.plan.role is None else f"{request.plan.role}/"
+    new = params(config, prefix) if isinstance(config, Mapping) else {}
     kept = opened.run.data.params
     changed = sorted(key for key, value in new.items() if kept.get(key, value) != value)
     if changed:
@@ -197,12 +201,19 @@ def _end_parent(service: Service, parent_id: str, experiment_id: str) -> None:
 
 def _awaited(request: RunRequest, service: Service, experiment_id: str, tag: str, value: str) -> Any:
     run = service.until(lambda: _find(service, experiment_id, tag, value))
+    if run is None and request.plan.role is not None:
+        raise missing_run_error(request, "MLflow", f"{service.host}, experiment {experiment_id}")
     if run is None:
         raise TrackerUnavailableError(
             f"MLflow: experiment {experiment_id} has no run with the tag {tag}={value} after init_timeout_s="
             f"{request.config.init_timeout_s:g}: the rank that creates it has not done so."
         )
     return run
+
+
+def _roles_of(run: Any) -> Any:
+    text = run.data.tags.get(MARK)
+    return None if text is None else text.split(",")
 
 
 def _find_or_create(
@@ -253,5 +264,6 @@ def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, 
         CONFIG_TAG: text,
         _PARENT_ID_TAG: parent_id,
         _NOTE_TAG: config.notes,
+        MARK: None if config.roles is None else ",".join(config.roles),
     }
     return {**tags, **{key: value for key, value in own_tags.items() if value is not None}}

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # The part of a run's end that is kept for sending the status of a run that could not be made active, in seconds.
 _STATUS_S = 3.0
-# The tag of `save_state`.
+# The tag of `save_state`, before the role's name.
 _STATE_TAG = "flyteplugins_tracking.state"
 # The longest name of a metric.
 _LONGEST_NAME = 250
@@ -62,6 +62,7 @@ class MlflowHandle(OutboxHandle):
             tracker.title, prefix_of(request), "not shown in charts: MLflow keeps NaN, and keeps an infinity as 1.8e308"
         )
         self.uri, self.opened = uri, opened
+        self._state_tag = _STATE_TAG if request.plan.role is None else f"{_STATE_TAG}.{request.plan.role}"
         run_id, steps = opened.run.info.run_id, Steps(values)
         self._metrics = Metrics(values)
         sink = MlflowSink(Service(uri, is_known=True), run_id, str(request.plan.run_id), self._metrics, steps)
@@ -69,7 +70,7 @@ class MlflowHandle(OutboxHandle):
         # The run that another rank finds may be an earlier attempt's, or one that the primary has just made.
         is_retry = self._barrier is not None and self._barrier.is_retry and not request.plan.primary
         self.is_resumed = opened.is_resumed or is_retry
-        of_service = vendor.last_step(opened.run) if self.is_resumed else -1
+        of_service = vendor.last_step(opened.run, prefix_of(request)) if self.is_resumed else -1
         steps.last = max(steps.last, of_service)
         self.run = run_class()(opened.run, self)
         self.undo = undo.pop_all()
@@ -104,10 +105,10 @@ class MlflowHandle(OutboxHandle):
 
     def save_state(self, text: str) -> None:
         if self._gate.state == "open":
-            self.set_values("set_tags", {_STATE_TAG: text})
+            self.set_values("set_tags", {self._state_tag: text})
 
     def saved_state(self) -> str | None:
-        state: str | None = self.opened.run.data.tags.get(_STATE_TAG)
+        state: str | None = self.opened.run.data.tags.get(self._state_tag)
         return state
 
     def how_to_view(self) -> str:
@@ -117,6 +118,9 @@ class MlflowHandle(OutboxHandle):
         at, values = self.steps.take(step), self._metrics.of(row)
         if values:
             self.put_row(values, at)
+
+    def tell_role(self, values: Mapping[str, Any]) -> None:
+        self.set_values("set_tags", values)
 
     def set_values(self, method: str, values: Mapping[str, Any]) -> None:
         """Send params or tags in the background, in order with the rows."""
@@ -377,4 +381,5 @@ def start_monitor(request: RunRequest, run_id: str, *, is_resumed: bool) -> Any:
     if not is_on or not request.measures_node:
         return None
     worker = None if info is None or info.worker_index is None else f"worker-{info.worker_index}"
+    worker = request.plan.role or worker
     return vendor.start_monitor(run_id, worker, is_resumed=is_resumed)

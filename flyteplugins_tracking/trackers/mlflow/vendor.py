@@ -308,9 +308,10 @@ def run_tags(tags: Mapping[str, str]) -> list[Any]:
     return [RunTag(*tag) for tag in tags.items()]
 
 
-def last_step(run: Any) -> int:
-    """Return the run's last step; -1 if it has none."""
-    return max((metric.step for metric in PARTS.get("data._metric_objs", run.data) or ()), default=-1)
+def last_step(run: Any, prefix: str = "") -> int:
+    """Return the run's last step in metrics with a prefix; -1 if it has none."""
+    metrics = PARTS.get("data._metric_objs", run.data) or ()
+    return max((metric.step for metric in metrics if metric.key.startswith(prefix)), default=-1)
 
 
 def _number(value: float) -> float | str:

@@ -18,7 +18,8 @@ from typing import Any
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import missing_key_error, run_config
+from flyteplugins_tracking.trackers.client import check_roles, missing_key_error, missing_run_error, run_config
+from flyteplugins_tracking.trackers.config import MARK
 from flyteplugins_tracking.trackers.outbox import AwayError, until
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.sink import REQUEST_S, Service
@@ -54,7 +55,7 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
         return _init(request, settings), queue
     try:
         vendor.prepare(settings, _key(settings, request), queue)
-        _await_service(settings, request)
+        _await_service(settings, request, queue)
         os.makedirs(settings.dir, exist_ok=True)
         op = _init_in_time(request, settings)
         vendor.silence_log_files(settings.dir)
@@ -66,6 +67,8 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
             ) from error
         raise
     _warn_about_ignored_name(op, request)
+    if request.plan.role is not None:
+        queue.post("config/update", {"config": json.dumps(run_config(request))})
     if request.plan.ends_run and request.config.notes is not None:  # the client has no call for that
         queue.post("notes/update", {"notes": request.config.notes[:1000]})
     return op, queue
@@ -133,12 +136,13 @@ def _stored_key() -> str | None:
     return key
 
 
-def _await_service(settings: Any, request: RunRequest) -> None:
-    """Wait until the service answers. Other ranks than the primary wait until that one has created the run.
+def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
+    """Wait until the service answers. Other ranks than the primary, and roles, wait until that one has made the run.
 
-    The rank that comes first would give the run its name.
+    The rank that comes first would give the run its name. What the run's config is goes to the queue.
 
     Raises:
+        ConfigError: This job must not write to the run.
         UnavailableError: The service does not answer, or refuses the key.
     """
     service, limit = Service(settings), f"at {settings.url_api} within init_timeout_s={request.config.init_timeout_s:g}"
@@ -146,15 +150,23 @@ def _await_service(settings: Any, request: RunRequest) -> None:
 
     def is_there() -> bool:
         try:
-            status = service.post("/api/runs/resume", body, request.deadline - time.monotonic()).status_code
+            answer = service.post("/api/runs/resume", body, request.deadline - time.monotonic())
+            status = answer.status_code
         except Exception as error:
             kind = type(error).__name__
             raise UnavailableError(f"{kind}: {error}, {limit}", 0.1 if kind == "ConnectError" else 1.0) from None
         if status in (401, 403):
             raise UnavailableError(f"the service refuses the API key, {limit}", 0.0)
         if status >= 300 and not (request.plan.ends_run and status == 404):
+            if request.plan.role is not None:
+                raise UnavailableError(str(missing_run_error(request, "Pluto", settings.url_api)))
             why = "the primary rank has not created the run" if status == 404 else f"HTTP {status}"
             raise UnavailableError(f"{why}, {limit}")
+        if status < 300:
+            found = service.config_of(answer.json()["runId"], request.deadline - time.monotonic())
+            if found is not None:
+                check_roles(request, "Pluto", found.get(MARK))
+                queue.found = found
         return True
 
     until(request.deadline, is_there)

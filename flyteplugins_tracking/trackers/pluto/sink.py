@@ -8,6 +8,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,16 @@ class Service:
         headers = {**vendor.request_headers(self._settings), "Content-Type": _NDJSON if is_ingest else _JSON}
         limit_s = max(_SHORTEST_S, min(REQUEST_S, timeout_s))
         return self._client.post(f"{server}{path}", content=content.encode(), headers=headers, timeout=limit_s)
+
+    def config_of(self, number: int, timeout_s: float = REQUEST_S) -> Mapping[str, Any] | None:
+        """Return the config of the run with this number at the service; None if the service does not say."""
+        address, project = f"{self._settings.url_api}/api/runs/details/{number}", self._settings.project
+        limit_s = max(_SHORTEST_S, min(REQUEST_S, timeout_s))
+        with suppress(Exception):
+            headers, query = vendor.request_headers(self._settings), {"projectName": project}
+            config = self._client.get(address, params=query, headers=headers, timeout=limit_s).json().get("config")
+            return dict(json.loads(config) if isinstance(config, str) else config or {})
+        return None
 
 
 @functools.cache
@@ -102,6 +113,15 @@ class PlutoSink:
         """
         self._until = time.monotonic() + timeout_s
         self._post("status/update", {"status": status, "statusMetadata": None})
+
+    def post_config(self, values: Mapping[str, Any], timeout_s: float) -> None:
+        """Change these keys of the run's config.
+
+        Raises:
+            AwayError: The service has not taken it in time.
+        """
+        self._until = time.monotonic() + timeout_s
+        self._post("config/update", {"config": json.dumps(values)})
 
     def _entries(self, lines: Sequence[Line]) -> dict[str, list[dict[str, Any]]]:
         """Return what goes to the ingest server, by its kind. Rows come last: they would go again if others failed."""

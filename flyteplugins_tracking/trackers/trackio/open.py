@@ -11,7 +11,8 @@ from typing import Any
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import new_id, run_config
+from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, new_id, prefix_of, run_config
+from flyteplugins_tracking.trackers.config import MARK
 from flyteplugins_tracking.trackers.outbox import AwayError, until
 from flyteplugins_tracking.trackers.trackio import SPACE, check_address, default_directory, vendor, without_token
 from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write
@@ -53,9 +54,10 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
 
 def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str | None, client: Any) -> Any:
     config, options, is_primary = request.config, request.config.options, request.plan.primary
+    describes = request.plan.ends_run
     known = {} if stored is None else stored.config
     own = {"tags": None if config.tags is None else list(config.tags), "notes": config.notes}  # it has no other place
-    given = {**{key: value for key, value in own.items() if value is not None}, **run_config(request)}
+    given = {**{key: value for key, value in own.items() if describes and value is not None}, **run_config(request)}
     cpu, gpu = options.get("auto_log_cpu"), options.get("auto_log_gpu")
     run = vendor.run_class()(
         url=url,
@@ -86,10 +88,15 @@ def _find(store: Store, request: RunRequest) -> Stored | None:
             stored = store.find(run_id)
         except Exception as error:
             raise AwayError(cannot_write(store.place, error)) from error
-        return [stored] if stored is not None or request.plan.ends_run or not store.shows_config else []
+        is_awaited = not request.plan.ends_run and (store.shows_config or request.plan.role is not None)
+        return [stored] if stored is not None or not is_awaited else []
 
     if found := until(request.deadline, find):
+        if found[0] is not None:
+            check_roles(request, "Trackio", found[0].config.get(MARK))
         return found[0]
+    if request.plan.role is not None:
+        raise missing_run_error(request, "Trackio", store.place)
     raise TrackerUnavailableError(
         f"Trackio: run {run_id} was not found in {store.place} within init_timeout_s="
         f"{request.config.init_timeout_s:g}: its primary rank has not opened it there. With several nodes, set "
@@ -106,7 +113,7 @@ def _local_store(project: str, request: RunRequest) -> Store:
         os.makedirs(directory, exist_ok=True)
         inbox = vendor.inbox()
         if inbox is None:
-            return Database(vendor.database(project))
+            return Database(vendor.database(project), prefix_of(request))
         inbox.mkdir(exist_ok=True)
         return Inbox(inbox, Database(inbox.parent / f"{kept_as}.db"))
     except Exception as error:

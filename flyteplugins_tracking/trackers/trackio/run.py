@@ -62,6 +62,12 @@ class TrackioHandle(OutboxHandle):
         for prepared in self.run.prepared(row, at):
             self.put_row(prepared, at)
 
+    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        if self.request.plan.role is None:
+            super().record_event(name, values, text)
+        else:  # the config is sent with the owner's status
+            self.tell_role({**values, f"roles/{name}/text": text})
+
     def end(self, exit_code: int) -> None:
         until = time.monotonic() + self.request.config.finish_timeout_s
         ending = threading.Thread(target=vendor.finish, args=(self.run,), daemon=True)
@@ -87,14 +93,21 @@ class TrackioHandle(OutboxHandle):
         return self.url or f"{place}trackio show --project {shlex.quote(self.run.project)}"
 
     def _put_status(self, status: str, exit_code: int | None, timeout_s: float) -> None:
-        if not self.request.plan.ends_run:
+        plan, config, store = self.request.plan, self.run.config, self._store
+        if plan.role is not None and isinstance(store, Database):
+            store.put_config(self.id, self.run.name, {plan.role: config[plan.role]}, timeout_s, merges=True)
+        if not plan.ends_run:
             return
-        config = self.run.config
+        has_roles, code = self.request.config.roles is not None, {EXIT_CODE: exit_code}
         config.pop(EXIT_CODE, None)
-        config.update({STATUS: status} if exit_code is None else {STATUS: status, EXIT_CODE: exit_code})
-        if isinstance(self._store, Database):
-            self._store.put_config(self.id, self.run.name, config, timeout_s)
-        elif exit_code is not None:  # when the run opens, its config goes with the first row
+        config.update({STATUS: status} if exit_code is None else {STATUS: status, **code})
+        if isinstance(store, Database):
+            values = {**config, **code} if has_roles else config
+            store.put_config(self.id, self.run.name, values, timeout_s, merges=has_roles)
+            return
+        if has_roles and (known := store.find(self.id)) is not None:  # the config of roles
+            config.update({key: value for key, value in known.config.items() if key not in config})
+        if exit_code is not None:  # when the run opens, its config goes with the first row
             self._rows.send_config()
 
 

@@ -59,8 +59,9 @@ class Database(Store):
 
     shows_config = True
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, prefix: str = "") -> None:
+        """`prefix` is that of the keys in the rows whose last step is asked for."""
+        self._path, self._prefix = path, prefix
         self.place = str(path)
 
     def exists(self) -> bool:
@@ -72,20 +73,27 @@ class Database(Store):
             row = connection.execute("SELECT run_name, config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
             if row is None:
                 return None
-            (last_step,) = connection.execute("SELECT MAX(step) FROM metrics WHERE run_id = ?", (run_id,)).fetchone()
+            own = "SELECT MAX(step) FROM metrics WHERE run_id = ? AND instr(CAST(metrics AS TEXT), ?)"
+            (last_step,) = connection.execute(own, (run_id, f'"{self._prefix}')).fetchone()
             return Stored(row[0], json.loads(row[1]), last_step)
 
     def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
         vendor.write_rows(entries)
 
-    def put_config(self, run_id: str, name: str, config: Mapping[str, Any], timeout_s: float) -> None:
-        """Replace the run's config, which needs no row.
+    def put_config(
+        self, run_id: str, name: str, config: Mapping[str, Any], timeout_s: float, *, merges: bool = False
+    ) -> None:
+        """Replace the run's config, or change these keys of it if it `merges`. It needs no row.
 
         Raises:
             sqlite3.OperationalError: Other processes have written all the time.
         """
-        finite = json.loads(json.dumps(config, default=str), parse_constant=str)  # as Trackio has NaN and infinities
         with closing(sqlite3.connect(self._path, timeout=max(_SHORTEST_S, timeout_s))) as connection, connection:
+            connection.execute("BEGIN IMMEDIATE")
+            row = connection.execute("SELECT config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
+            values = {**(json.loads(row[0]) if merges and row else {}), **config}
+            # As Trackio has NaN and infinities.
+            finite = json.loads(json.dumps(values, default=str), parse_constant=str)
             connection.execute(
                 "INSERT INTO configs (run_id, run_name, config, created_at) VALUES (?, ?, ?, ?) "
                 "ON CONFLICT (run_id) DO UPDATE SET config = excluded.config",

@@ -65,6 +65,7 @@ class WandbTracker(Tracker):
     title = "Weights & Biases"
     package = "wandb"
     distribution = '"flyteplugins-tracking[wandb]"'
+    takes_roles = True
     run_id_variables = ("WANDB_RUN_ID",)
     arguments = INIT_ARGUMENTS | {HOST}
     rewinds = True
@@ -82,6 +83,13 @@ class WandbTracker(Tracker):
         for name, allowed in _CHOICES.items():
             if isinstance(options.get(name), str):
                 check_choice(name, options[name], allowed)
+        if config.has_roles and isinstance(config.config, str):
+            raise ConfigError(
+                "config= is a file, and a run with roles needs it as a mapping: each job has its part of it"
+            )
+        refused = [name for name in ("resume", "resume_from", "fork_from") if config.has_roles and name in options]
+        if refused:
+            raise ConfigError(f"{refused[0]}= cannot be used in a run with roles: its id says which run it is")
         settings = options.get("settings")
         if settings is not None and not isinstance(settings, Mapping) and not hasattr(settings, "model_fields_set"):
             raise ConfigError(f"settings= must be a mapping or a wandb.Settings, got {type(settings).__name__}")

@@ -16,9 +16,10 @@ from typing import Any
 from flyteplugins_tracking._util.files import read_own
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
-from flyteplugins_tracking._util.text import first_line
+from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.client import run_config
 from flyteplugins_tracking.trackers.node_group import NodeRole
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import (
@@ -28,6 +29,7 @@ from flyteplugins_tracking.trackers.wandb import (
     drop_empty_variables,
     forced_run_id,
     outbox,
+    roles,
     vendor,
 )
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle, directory
@@ -125,7 +127,8 @@ def open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) -> 
     """Open the run offline because of this error, or raise it."""
     if request.config.if_unavailable == "raise":
         raise unavailable
-    run = _init_offline(request, request.config.run_mode != "shared" and not NodeRole.of(request).has_peers)
+    has_one_writer = request.config.run_mode != "shared" and not NodeRole.of(request).has_peers
+    run = _init_offline(request, has_one_writer or request.config.has_roles)
     logger.warning(
         "%s This run is logged offline. To send it when W&B is available, run: %s",
         unavailable.reason,
@@ -154,26 +157,7 @@ def _init(
             run = wandb.init(**arguments)
             outbox.open_outbox(request, run, is_automatic)
             return run
-        left_s = request.deadline - time.monotonic() - _INIT_GRACE_S
-        with _opening, nullcontext() if left_s > 2 * _VIEWER_S else vendor.without_viewer():
-            settings = arguments["settings"]
-            left_s -= _VIEWER_S if left_s > 2 * _VIEWER_S else 0
-            # If the user's settings have a longer timeout than our argument, the difference is added.
-            settings.init_timeout = max(1.0, left_s + settings.init_timeout - request.config.init_timeout_s)
-            effective = vendor.effective_settings(settings)
-            if arguments.get("dir") is not None:
-                effective.root_dir = arguments["dir"]
-            directory = Path(effective.wandb_dir)
-            _await_count(request, arguments, effective, directory)
-            before = set(directory.glob("run-*"))
-            try:
-                run = wandb.init(**arguments)
-            except BaseException:
-                if request.config.if_unavailable == "degrade":
-                    _remove_own(set(directory.glob(f"run-*-{arguments.get('id', '')}*")) - before)
-                raise
-            outbox.open_outbox(request, run)
-            return run
+        return _init_online(request, arguments)
     except wandb.errors.UsageError:  # of an argument
         raise
     except (wandb.errors.Error, ConnectionError, TimeoutError) as error:
@@ -187,6 +171,38 @@ def _init(
         ) from error
 
 
+def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
+    import wandb
+
+    effective = vendor.effective_settings(arguments["settings"])
+    if arguments.get("dir") is not None:
+        effective.root_dir = arguments["dir"]
+    directory, place = Path(effective.wandb_dir), _place(arguments, effective)
+    has_peers = NodeRole.of(request).has_peers
+    found = roles.look_up(request, place, has_peers=has_peers)
+    if request.plan.role is not None and found is not None:
+        arguments["config"] = {**found.config, **arguments["config"]}
+    left_s = request.deadline - time.monotonic() - _INIT_GRACE_S
+    with _opening, nullcontext() if left_s > 2 * _VIEWER_S else vendor.without_viewer():
+        settings = arguments["settings"]
+        left_s -= _VIEWER_S if left_s > 2 * _VIEWER_S else 0
+        # If the user's settings have a longer timeout than our argument, the difference is added.
+        settings.init_timeout = max(1.0, left_s + settings.init_timeout - request.config.init_timeout_s)
+        if place.run_id and not has_peers:
+            _await_count(request, place, directory)
+        before = set(directory.glob("run-*"))
+        try:
+            run = wandb.init(**arguments)
+        except BaseException:
+            if request.config.if_unavailable == "degrade":
+                _remove_own(set(directory.glob(f"run-*-{arguments.get('id', '')}*")) - before)
+            raise
+        outbox.open_outbox(request, run, found=found)
+        if has_peers:
+            roles.send_left(request, run, found)
+        return run
+
+
 def _remove_own(directories: Iterable[Path]) -> None:
     """Remove those that this process has made, by a `wandb.init` that has failed: the run goes on in another one."""
     # Other processes may open runs here too. A log has the id of the process before the place in the code.
@@ -197,18 +213,20 @@ def _remove_own(directories: Iterable[Path]) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _await_count(request: RunRequest, arguments: Mapping[str, Any], settings: Any, directory: Path) -> None:
+def _place(arguments: Mapping[str, Any], settings: Any) -> outbox.Place:
+    """Return which run is to be opened. Its id is empty if W&B makes one."""
+    entity, project = (str(arguments.get(name) or getattr(settings, name) or "") for name in ("entity", "project"))
+    return outbox.Place(without_credentials(settings.base_url), entity, project, str(arguments.get("id") or ""))
+
+
+def _await_count(request: RunRequest, place: outbox.Place, directory: Path) -> None:
     """Wait until W&B counts the rows of an earlier attempt that has just ended here."""
-    run_id = arguments.get("id")
-    if run_id is None or NodeRole.of(request).has_peers:
-        return
-    names = [arguments.get("entity") or settings.entity, arguments.get("project") or settings.project, run_id]
 
     def counts() -> tuple[int, int] | None:
-        stored = vendor.stored_run("/".join(filter(None, names)), settings.base_url, _COUNT_S)
+        stored = vendor.stored_run(place.path, place.server, _COUNT_S)
         return None if stored is None else (stored.rows, stored.last_step)
 
-    outbox.await_count(directory, run_id, counts, request.deadline - _COUNT_S)
+    outbox.await_count(directory, place.run_id, counts, request.deadline - _COUNT_S)
 
 
 def reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | None) -> Any:
@@ -309,10 +327,10 @@ def _adapt_to_role(arguments: dict[str, Any], request: RunRequest) -> None:
     role, plan, settings = NodeRole.of(request), request.plan, arguments["settings"]
     if role.name == "follower" and request.info is not None:  # it could not attach to its leader
         vendor.set_required(settings, x_sync_dir_suffix=f"rank-{request.info.rank}")
-    elif role.has_peers and not plan.primary:
-        # Nodes may share a file system, and start in the same second.
+    elif role.has_peers and not plan.ends_run:
+        # Nodes and jobs may share a file system, and start in the same second.
         vendor.set_required(settings, x_sync_dir_suffix=plan.label or "")
-    if not plan.primary and role.has_peers:
+    if not plan.ends_run and role.has_peers:
         _drop_run_description(arguments)
     if role.has_peers and _is_online(arguments):
         _use_wandbs_shared_mode(arguments, request)
@@ -321,9 +339,9 @@ def _adapt_to_role(arguments: dict[str, Any], request: RunRequest) -> None:
 def _use_wandbs_shared_mode(arguments: dict[str, Any], request: RunRequest) -> None:
     plan, settings = request.plan, arguments["settings"]
     arguments["mode"] = "shared"
-    label = getattr(settings, "x_label", None) or plan.label
-    vendor.set_required(settings, x_label=label, x_primary=plan.primary, x_update_finish_state=plan.primary)
-    if not plan.primary:
+    label = getattr(settings, "x_label", None) or plan.label or roles.name_of(request)
+    vendor.set_required(settings, x_label=label, x_primary=plan.ends_run, x_update_finish_state=plan.ends_run)
+    if not plan.ends_run:
         # With these, it would send the config that it has found back to W&B, over the primary's.
         for name in ("resume", "resume_from", "fork_from"):
             arguments.pop(name, None)
@@ -345,7 +363,9 @@ def _is_joined(request: RunRequest) -> bool:
 
 def _run_description(request: RunRequest) -> dict[str, Any]:
     config = request.config
-    values = config.config if isinstance(config.config, str) else {**request.run_metadata, **config.config}
+    values = config.config if isinstance(config.config, str) else run_config(request)
+    if request.plan.role is not None:
+        return {"config": values}
     return {"name": config.name, "tags": config.tags, "notes": config.notes, "config": values}
 
 
@@ -415,6 +435,7 @@ def _authenticate(settings: Any, effective: Any, request: RunRequest) -> None:
     key = request.read_secret()
     if key:
         settings.api_key = key.strip()  # W&B refuses a key with a line end, and prints it in its message
+        vendor.keys[without_credentials(host)] = key.strip()
     elif not request.may_prompt and not vendor.has_credentials(host):
         raise TrackerUnavailableError(
             "W&B: there is no API key for this process. Run `wandb login`, set WANDB_API_KEY, or pass secret= to "

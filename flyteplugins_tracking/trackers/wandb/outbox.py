@@ -46,6 +46,7 @@ from flyteplugins_tracking._util.files import (
 from flyteplugins_tracking._util.text import parse_json, without_credentials
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
+from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.journal import Journal, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.node_group import NodeRole
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
@@ -81,6 +82,11 @@ class Place(NamedTuple):
         """Return the place of an open run."""
         server = without_credentials(str(run.settings.base_url))
         return cls(server, str(run.entity or ""), str(run.project), str(run.id))
+
+    @property
+    def path(self) -> str:
+        """The run in `wandb.Api().run`."""
+        return "/".join(filter(None, self[1:]))
 
     def is_same(self, other: Place) -> bool:
         """Whether it is the same run. Offline, the client does not know the user's default entity: it has none."""
@@ -121,7 +127,7 @@ class Attempt:
             found: Iterable[Row] = datastore.rows(self.directory)
         elif all(one.header["step"] is not None for one in self.journals) and not is_own_file(self.directory / _FORKED):
             in_order = sorted(self.journals, key=lambda journal: int(journal.header["step"]))
-            found = chain.from_iterable(_rows_of(journal, since) for journal in in_order)
+            found = chain.from_iterable(rows_of(journal, since) for journal in in_order)
         else:
             found = self._rows_of_writers()
         return (row for row in found if row.step >= since)
@@ -134,6 +140,11 @@ class Attempt:
     def times(self) -> set[float]:
         """Return the times of the rows that its journals have: they tell rows apart that have other steps elsewhere."""
         return {row.time for row in self.rows()} if self.journals else set()
+
+    @property
+    def node(self) -> str | None:
+        """The node of the process that had a run with numbered rows open; None if the run had one writer there."""
+        return next((one.header["node"] for one in self.journals if one.header.get("node")), None)
 
     @property
     def step_metric(self) -> str | None:
@@ -155,7 +166,7 @@ class Attempt:
             yield row
         rest: list[Row] = []
         for journal in self.journals:  # of each writer, the file has a prefix
-            rows = list(_rows_of(journal, 0))
+            rows = list(rows_of(journal, 0))
             last = max((n for n, row in enumerate(rows) if row.time in times), default=-1)
             rest += rows[last + 1 :]
         placed = []
@@ -177,7 +188,7 @@ class Attempt:
             journal.remove()
 
 
-def _rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
+def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
     """Put the rows of a journal together from their parts. Files of which the service has all rows are left out."""
     segments = journal.segments()
     while len(segments) > 1 and (step := segments[1].header.get("step")) is not None and step < since:
@@ -292,6 +303,11 @@ def _run_id_of(directory: Path) -> str:
     return file.stem.removeprefix("run-") if file is not None else directory.name.partition("run-")[2].partition("-")[2]
 
 
+def column_of(role: str | None) -> str:
+    """Return the column with the numbers of a role's rows, or of the owner's. See `roles`."""
+    return f"roles/{role or OWNER}/row"
+
+
 def is_offline(directory: Path) -> bool:
     """Whether this is the directory of a run that was logged offline."""
     return directory.resolve().name.startswith(_OFFLINE)
@@ -351,7 +367,7 @@ def log_again(run: Any, kind: Any, rows: Iterable[Row], step_metric: str | None,
         for value in row.values.values():
             if isinstance(value, (dict, list)):
                 _save_media(run, kind, media, value)
-        log_kept(kind.log, run, dict(row.values), row.step, True)
+        log_kept(kind.log, run, dict(row.values), None if row.step < 0 else row.step, True)
         steps.append(row.step)
     return steps
 
@@ -378,10 +394,12 @@ class Outbox:
     Attributes:
         first_step: The step of the first row that is not an earlier attempt's; None if it is not known.
         next_step: The step of the next row; None if other processes log into the run too.
+        column: The column with the numbers of rows; None if they have none. See `roles`.
     """
 
     first_step: int | None = None
     next_step: int | None = None
+    column: str | None = None
     _sent: Left | None = None  # what this run has logged again
     _unkept = 0
 
@@ -395,7 +413,7 @@ class Outbox:
             more: What else the readers of the journal need: values of JSON.
         """
         self.directory, self.place = directory, Place.of(run)
-        self._run, self._kind, self._more = run, type(run), more
+        self._run, self._kind, self._more, self.column = run, type(run), more, more.get("column")
         self.first_step = step = int(run.starting_step)
         self.next_step = step if has_one_writer else None
         header = {"place": self.place, "step": self.next_step, "first_step": step, **more}
@@ -404,22 +422,30 @@ class Outbox:
 
     def send(self, left: Left) -> int:
         """Log what earlier attempts have left, before the run gets other rows. Returns the number of rows."""
-        rows = left.rows(int(self._run.starting_step))
-        steps = log_again(self._run, self._kind, rows, self._more["step_metric"], left.media)
+        steps = self.send_rows(left, left.rows(int(self._run.starting_step)))
         if steps:
             self.first_step = steps[-1] + 1
             text = (
                 "W&B: run %s: sent %d rows (steps %d to %d) that earlier attempts had logged, and W&B lacked, from %s"
             )
             logger.warning(text, self.place.run_id, len(steps), steps[0], steps[-1], left.parent)
+        return len(steps)
+
+    def send_rows(self, left: Left, rows: Iterable[Row]) -> list[int]:
+        """Log rows again that earlier attempts have left, and remove what these have left. Returns the rows' steps."""
+        steps = log_again(self._run, self._kind, rows, self._more["step_metric"], left.media)
         self._sent = left
         if not self._journal.is_closed:
             left.clear()
-        return len(steps)
+        return steps
+
+    def note_since(self, since: int) -> None:
+        """Note a step of the run that it has before the first of its numbered rows, also of those that are sent."""
+        self._journal.header["since"] = min(since, int(self._journal.header["since"]))
 
     def for_guests(self) -> dict[str, Any]:
         """Return the values with which a rank that logs into this run keeps a journal beside this one."""
-        return {"place": self.place, "directory": str(self.directory)}
+        return {"place": self.place, "directory": str(self.directory), "column": self.column}
 
     def put(self, row: bytes, step: int | None, commit: bool | None) -> None:
         """Keep a row, or a part of one, that wandb-core has got.
@@ -533,7 +559,7 @@ class NoOutbox(Outbox):
 
     def for_guests(self) -> dict[str, Any]:
         """Have them keep nothing either."""
-        return {"place": None, "directory": None}
+        return {"place": None, "directory": None, "column": None}
 
     def clear(self) -> None:
         """Do nothing."""
@@ -542,31 +568,41 @@ class NoOutbox(Outbox):
 _none = NoOutbox()
 
 
-def open_outbox(request: RunRequest, run: Any, is_automatic: bool = False) -> None:
+def open_outbox(request: RunRequest, run: Any, is_automatic: bool = False, found: vendor.Stored | None = None) -> None:
     """Give a run that was just opened its outbox, and send what earlier attempts have left on this disk.
 
-    Not online in native shared mode: its rows have no steps, so that nobody can say which of them have arrived.
+    If other processes open the run too, its rows have no steps, but numbers: `roles.send_left` sends them.
 
     Args:
         request: The decorator's request for the run.
         run: The run.
         is_automatic: Whether the next attempt that is online sends the rows of this one, which is offline.
+        found: What W&B had of the run before it was opened.
     """
-    options, is_shared = request.config.options, request.config.run_mode == "shared"
-    keeps = run.offline or not (NodeRole.of(request).has_peers or "resume_from" in options)
+    options, has_peers = request.config.options, NodeRole.of(request).has_peers
+    is_shared = has_peers or request.config.run_mode == "shared"
+    keeps = run.offline or has_peers or "resume_from" not in options
     if OUTBOX in vars(run) or not keeps or run.disabled:  # the first: another function has it open
         return
+    has_one_writer = not (is_shared or options.get("sync_tensorboard") or options.get("tensorboard"))
+    more: dict[str, Any] = {}
+    if has_peers and (not run.offline or request.config.has_roles):
+        since = 0 if found is None else found.last_step + 1
+        # Of the nodes of a shared run, which may have one disk, each sends what it has left itself.
+        node = request.plan.label if request.config.run_mode == "shared" else None
+        more = {"column": column_of(request.plan.role), "node": node, "since": since, "ends_run": request.plan.ends_run}
     kind = OfflineOutbox if run.offline else Outbox
     made = vars(run)[OUTBOX] = kind(
         run,
         run_directory(run),
-        has_one_writer=not (is_shared or options.get("sync_tensorboard") or options.get("tensorboard")),
+        has_one_writer=has_one_writer,
         is_automatic=is_automatic,
         host=socket.gethostname(),
         step_metric=request.config.step_metric,
         restart_count=restart_count_of(request),
+        **more,
     )
-    if not run.offline:
+    if not run.offline and not has_peers:
         send_earlier(made)
 
 
@@ -595,17 +631,21 @@ def of(run: Any) -> Outbox:
 # What an attempt leaves to the next one on this disk: W&B's client does not read its files
 
 
-def save_state(run: Any, text: str) -> None:
+def save_state(run: Any, role: str | None, text: str) -> None:
     """Keep a string in the run's directory."""
     with contextlib.suppress(OSError):
-        replace_whole(run_directory(run) / _STATE, text)
+        replace_whole(run_directory(run) / _state_file(role), text)
 
 
-def saved_states(run: Any) -> list[str]:
-    """Return the strings that earlier attempts on this disk have kept."""
+def _state_file(role: str | None) -> str:
+    return _STATE if role is None else f"{_STATE}-{role}"
+
+
+def saved_states(run: Any, role: str | None) -> list[str]:
+    """Return the strings that earlier attempts of this role on this disk have kept."""
     own = run_directory(run)
     earlier = [path for path in directories_of(own.parent, run.id) if path != own]
-    return [text for path in earlier if (text := own_text(path / _STATE, _LONGEST_STATE)) is not None]
+    return [text for path in earlier if (text := own_text(path / _state_file(role), _LONGEST_STATE)) is not None]
 
 
 def guest_journal(of_owner: Mapping[str, Any], rank: int) -> Journal:
@@ -677,10 +717,10 @@ def await_count(directory: Path, run_id: str, counts: Callable[[], tuple[int, in
         deadline: When to return in any case, in seconds of `time.monotonic`.
     """
     found = [path / "logs" / "debug-internal.log" for path in directories_of(directory, run_id)]
-    logs = [path for path in found if _age_s(path) < _LATE_S]
+    logs = [path for path in found if age_s(path) < _LATE_S]
     lines = max((acknowledged_lines(log) for log in logs), default=0)
     while lines and not _is_right(counts(), lines):
-        if min(map(_age_s, logs)) > _LATE_S or time.monotonic() + _ASK_S > deadline:
+        if min(map(age_s, logs)) > _LATE_S or time.monotonic() + _ASK_S > deadline:
             return
         time.sleep(_ASK_S)
 
@@ -709,7 +749,8 @@ def _is_right(counts: tuple[int, int] | None, lines: int) -> bool:
     return counts is not None and counts[0] >= lines and counts[1] + 1 >= counts[0]
 
 
-def _age_s(path: Path) -> float:
+def age_s(path: Path) -> float:
+    """Return how long ago a file was written, in seconds; for one that is not there, as long as counts matter."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:

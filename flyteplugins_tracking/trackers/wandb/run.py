@@ -37,7 +37,7 @@ _CHANGES = {
 }
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
 HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
-# The key of `save_state` in the summary: W&B's pages do not show keys that begin with "_".
+# The key of `save_state` in the summary, before the role's name: W&B's pages do not show keys that begin with "_".
 _STATE = "_flyteplugins_tracking"
 # The status of a run that is ended to be rewound: until then, its last attempt has failed.
 _FAILED = 1
@@ -88,6 +88,7 @@ class WandbHandle(Handle):
         self._abandoned: list[str] = []  # the directories of wandb-cores that have died
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
         self._next_row = NextRow()
+        self._state_key = _STATE if request.plan.role is None else f"{_STATE}-{request.plan.role}"
         self._state: dict[str, str] = {}  # what the summary has of `save_state`, at the latest when the run ends
         self._rollback = Rollback(self, request)
         if self._is_ours:
@@ -118,20 +119,22 @@ class WandbHandle(Handle):
 
     def save_state(self, text: str) -> None:
         state = f"{time.time():.3f} {text}"
-        self._state = {_STATE: state}
+        self._state = {self._state_key: state}
         if self._gate.state == "open":  # or later: no run is opened again for it
             kind: Any = type(self.run.summary)
             with contextlib.suppress(Exception):  # its wandb-core has died
                 getattr(kind, "__wrapped__", kind).update(self.run.summary, self._state)
         if self.files is not None:
-            outbox.save_state(self.run, state)  # the summary of an attempt that is killed may not have arrived
+            outbox.save_state(
+                self.run, self._request.plan.role, state
+            )  # the summary of an attempt that is killed may not have arrived
 
     def saved_state(self) -> str | None:
         if self.files is None:
             return None
-        states = outbox.saved_states(self.run)
+        states = outbox.saved_states(self.run, self._request.plan.role)
         if self.run.resumed:  # its summary is from the server
-            states.append(str(self.run.summary.get(_STATE)))
+            states.append(str(self.run.summary.get(self._state_key)))
         # The last attempt may have run on another machine.
         latest = max(states, key=_time_of, default="")
         return latest.partition(" ")[2] or None
@@ -253,7 +256,7 @@ class WandbHandle(Handle):
             waiting = {**self._next_row.take(), **self._state}
             if waiting:
                 self.run.summary.update(waiting)
-            if exit_code == TERMINATED and self._request.plan.primary:
+            if exit_code == TERMINATED and self._request.plan.ends_run:
                 self.run.mark_preempting()
             self._outbox.end(exit_code)
             vendor.finish_within(limit_s, self.run, lambda: self._finish_run(exit_code))
@@ -481,6 +484,12 @@ def _guard(method: Callable[..., Any], route: str, run_of: Callable[[Any], Any] 
         return getattr(handle, route)(method, *args, **kwargs)
 
     return guarded
+
+
+def update_config(run: Any, values: Mapping[str, Any]) -> None:
+    """Change the config of a run, at any time."""
+    kind: Any = type(run.config)
+    getattr(kind, "__wrapped__", kind).update(run.config, values, allow_val_change=True)
 
 
 def _time_of(state: str) -> float:

@@ -20,10 +20,11 @@ from flyteplugins_tracking._util.files import own_text
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.journal import exit_code_in, require_all_sent
 from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
 from flyteplugins_tracking.trackers.vendor_parts import numbers
-from flyteplugins_tracking.trackers.wandb import datastore, outbox, vendor
+from flyteplugins_tracking.trackers.wandb import datastore, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.outbox import Attempt, Left, Outbox, Place, attempt_at
 
@@ -33,6 +34,8 @@ _CONFIRMED_S, _POLL_S = 30.0, 0.5
 _ASKS_SINCE = "0.28.1"
 # The most bytes of what `wandb sync` keeps beside a file.
 _LONGEST_STATE = 4096
+# The command `wandb`. Unlike `python -m wandb`, it does not look for its module in the working directory.
+_WANDB = "import runpy, sys; del sys.path[0]; runpy.run_module('wandb', run_name='__main__', alter_sys=True)"
 _STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
 
 
@@ -44,9 +47,14 @@ def is_run_directory(directory: Path) -> bool:
 def in_order(directories: Iterable[Path]) -> list[Path]:
     """Return directories in the order of their start, in which they are sent.
 
-    A run that was online goes on offline behind that.
+    A run that was online goes on offline behind that. Roles follow their run's owner, which makes the run.
     """
-    return sorted(directories, key=lambda one: one.name.removeprefix("offline-"))
+    return sorted(directories, key=lambda one: (_is_of_role(one), one.name.removeprefix("offline-")))
+
+
+def _is_of_role(directory: Path) -> bool:
+    column = roles.column_in(attempt_at(directory))
+    return column is not None and roles.role_of(column) != OWNER
 
 
 def send(directory: Path, servers: Sequence[str]) -> str:
@@ -80,7 +88,8 @@ def send(directory: Path, servers: Sequence[str]) -> str:
     left = Left(_place(attempt, described, is_set_up_here=False), directory.parent, is_sent)
     if not is_offline:
         require_server(directory, place.server, [vendor.session().settings.base_url, *servers])
-        text = _send_rows(place, left, directory, described)
+    if not is_offline or _has_other_writers(attempt, place):
+        text = _send_rest(place, left, attempt, described)
         require_all_sent(directory)
         return text
     was_sent = outbox.is_synced(directory)
@@ -88,12 +97,26 @@ def send(directory: Path, servers: Sequence[str]) -> str:
     rows = 0 if described is None or attempt.times() & left.times() else _sync(directory, place)
     missing = sum(1 for _ in (attempt.missing() if outbox.is_synced(directory) else attempt.rows()))
     if missing:
-        _send_rows(place, left, directory, described)
+        _send_rest(place, left, attempt, described)
     attempt.remove_journals()
     require_all_sent(directory)
     if was_sent and not missing:
         return f"{directory} has nothing that is not sent yet"
     return f"sent {directory}: W&B has the {rows + missing} rows"
+
+
+def _has_other_writers(attempt: Attempt, place: Place) -> bool:
+    """Whether a run was logged offline to which others write: `wandb sync` would overwrite rows of theirs."""
+    column = roles.column_in(attempt)
+    return column is not None and (roles.role_of(column) != OWNER or _stored(place) is not None)
+
+
+def _send_rest(place: Place, left: Left, attempt: Attempt, described: Any) -> str:
+    """Send the rows that W&B lacks."""
+    column = roles.column_in(attempt)
+    if column is None:
+        return _send_rows(place, left, attempt.directory, described)
+    return _send_numbered(place, attempt.directory, column, described)
 
 
 def _sync(directory: Path, place: Place) -> int:
@@ -111,7 +134,7 @@ def _sync(directory: Path, place: Place) -> int:
         outbox.mark_synced(directory)
     wanted = len(steps) if outbox.is_synced(directory) or before is None else before.rows + len(steps)
     asks = numbers(installed_version("wandb") or "") >= numbers(_ASKS_SINCE)
-    command = [sys.executable, "-m", "wandb", "sync", *(["--yes"] if asks else []), str(directory)]
+    command = [sys.executable, "-c", _WANDB, "sync", *(["--yes"] if asks else []), str(directory)]
     if subprocess.run(command, check=False).returncode:  # noqa: S603 our own
         raise TrackerUnavailableError(f"{directory} was not sent: wandb sync has failed, as it has printed")
     until = time.monotonic() + _CONFIRMED_S
@@ -173,13 +196,58 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any) -> str
     return text
 
 
+def _send_numbered(place: Place, directory: Path, column: str, described: Any) -> str:
+    """Log the rows of a directory that W&B lacks of a run with several writers, which may write to it meanwhile.
+
+    Raises:
+        TrackerUnavailableError: Their owner has not made the run yet, or W&B has not confirmed the rows.
+    """
+    role, found = roles.role_of(column), _stored(place)
+    left = Left(place, directory.parent, lambda other: other.directory == directory)
+    rows = roles.NumberedRows(left, column)
+    if found is None and role != OWNER:
+        raise TrackerUnavailableError(
+            f"{directory} was not sent: W&B has no run {place.run_id}, which role {role!r} has joined. Send the "
+            "directory of the job with roles=[...] first"
+        )
+    rows.await_late()
+
+    def lacking() -> Iterator[Row]:
+        return rows.lacking(() if found is None else roles.numbers_at(place, column, rows.since))
+
+    headers = [journal.header for attempt in rows.attempts for journal in attempt.journals]
+    ends_run = role == OWNER and all(header.get("ends_run", True) for header in headers)
+    exit_code, count = left.exit_code if ends_run else None, 0
+    if found is None or any(True for _ in lacking()) or (exit_code is not None and found.state == "running"):
+        shared = roles.shared_settings(role, ends_run=exit_code is not None)
+        arguments = datastore.arguments_of(described) if found is None and described is not None else {}
+        with _opened(place, arguments, exit_code or 0, shared, directory) as run:
+            count = len(outbox.log_again(run, type(run), lacking(), None, left.media))
+        found, until = _stored(place), time.monotonic() + _CONFIRMED_S
+        while any(True for _ in lacking()):
+            if time.monotonic() > until:
+                text = f"W&B has not confirmed all rows of {directory}. Send it again later"
+                raise TrackerUnavailableError(f"{text}: {how_to_send(str(directory))}")
+            time.sleep(_POLL_S)
+    left.clear()
+    if role != OWNER:
+        roles.end_again(place, role)
+    return f"sent {count} rows of run {place.run_id}" if count else f"W&B has all of {directory}: run {place.run_id}"
+
+
 @contextmanager
-def _opened(place: Place, described: Mapping[str, Any], exit_code: int) -> Iterator[Any]:
-    """Open the run for the body, and end it with this status."""
+def _opened(
+    place: Place,
+    described: Mapping[str, Any],
+    exit_code: int,
+    shared: Mapping[str, Any] | None = None,
+    parent: Path | None = None,
+) -> Iterator[Any]:
+    """Open the run for the body, and end it with this status. The client's files are below `parent` meanwhile."""
     import wandb
 
-    with tempfile.TemporaryDirectory() as folder:
-        run = vendor.open_to_send(place, described, folder)
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        run = vendor.open_to_send(place, described, folder, shared)
         try:
             yield run
             run.finish(exit_code=exit_code)

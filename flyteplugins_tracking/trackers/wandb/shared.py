@@ -53,12 +53,13 @@ from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
+from flyteplugins_tracking.trackers.client import prefix_of
 from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodeRole, NodeServer, NodeServerExistsError
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import RowBuffer
-from flyteplugins_tracking.trackers.wandb import outbox, vendor
+from flyteplugins_tracking.trackers.wandb import outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.open import is_disabled, open_degraded, open_own, reopen
-from flyteplugins_tracking.trackers.wandb.run import Reopen, WandbHandle
+from flyteplugins_tracking.trackers.wandb.run import Reopen, WandbHandle, update_config
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +81,12 @@ class SharedHandle(WandbHandle):
     is_shared = True
 
     def __init__(self, run: Any, before: Any, request: RunRequest, reopen: Reopen | None = None) -> None:
-        config, info = request.config, request.info
-        prefix = f"rank_{info.rank if info else 0}/" if config.rank_prefix else ""
-        self._rows = RowBuffer(config.step_metric, prefix, self._define_step)
+        role = request.plan.role
+        step_metric = request.config.step_metric if role is None else f"{role}/step"
+        next_step = None if role is None else vars(run).get(roles.NEXT_STEP, 0)
+        self._rows = RowBuffer(step_metric, prefix_of(request), self._define_step, next_step)
+        self._column = outbox.of(run).column
+        self._numbers = roles.row_numbers()
         self._run_log = type(run).log
         super().__init__(run, before, request, reopen)
 
@@ -91,6 +95,11 @@ class SharedHandle(WandbHandle):
             self._rows.log(self._log_row, *args, **kwargs)
         else:
             super().log(method, *args, **kwargs)
+
+    def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
+        super().record_event(name, {} if self._request.plan.role else values, text)
+        if self._request.plan.role:  # a row is kept, even if W&B keeps one writer's summary only
+            self._next_row.add(values)
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if accessor.__name__ != "step":
@@ -112,18 +121,24 @@ class SharedHandle(WandbHandle):
         self._rows.commit(self._log_row)
 
     def _log_row(self, row: dict[str, Any]) -> Any:
-        super().log(self._log_now, row)
+        super().log(self._log_now, row if self._column is None else {**row, self._column: next(self._numbers)})
 
     def _log_now(self, run: Any, row: Any, *_: Any) -> None:
         self._run_log(run, row)
 
     def _define_step(self) -> None:
-        self.run.define_metric("*", step_metric=self._request.config.step_metric)
+        if self._request.plan.role is None:  # that of roles is defined
+            self.run.define_metric("*", step_metric=self._request.config.step_metric)
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Let only the primary change the config. wandb's own keys begin with _."""
         request, (change, *value) = self._request, [*args, *kwargs.values()]
         changes = change if isinstance(change, Mapping) else {change: next(iter(value), None)}
+        is_wandbs = all(str(key).startswith("_") for key in changes)
+        if request.plan.role is not None and not is_wandbs:
+            section = dict(self.run.config).get(request.plan.role, {})
+            section = {**changes, **section} if method.__name__ == "setdefaults" else {**section, **changes}
+            return self.change(update_config, {request.plan.role: section})
         if request.plan.primary or all(str(key).startswith("_") for key in changes):
             return super().change_config(method, *args, **kwargs)
         if request.info is not None:
@@ -160,11 +175,20 @@ class LeaderHandle(SharedHandle):
             barrier: Where the writers of other nodes are waited for; None if the run has one writer.
         """
         self._server, self._barrier = server, barrier
+        self._writer: roles.Writer | None = None  # if the run has roles, on the rank that speaks for its job
         super().__init__(run, before, request, reopen)
         self._take_callers_config()
+        if request.config.has_roles and request.plan.primary and self.files is not None:
+            self._writer = roles.Writer(self.run, request, self._log_own)
         if server is not None:
             server.on_request = self._answer_request
             self._publish()
+
+    def _log_own(self, row: Mapping[str, Any]) -> None:
+        """Log a row of this library's, also while the run ends."""
+        waiting = self._next_row.take() if self._request.plan.role else {}
+        numbered = {**waiting, **row, str(self._column): next(self._numbers)}
+        outbox.log_kept(self._run_log, self.run, numbered, None, True)
 
     def _take_callers_config(self) -> None:
         if self._request.info is None and not self._request.plan.primary:
@@ -187,7 +211,7 @@ class LeaderHandle(SharedHandle):
                     self._barrier.stay(self._request.config.finish_timeout_s, self._request.watch)
             if self._server is not None:
                 self._server.close()
-            has_peers = NodeRole.of(self._request).has_peers
+            has_peers = NodeRole.of(self._request).has_peers and not self._request.config.has_roles
             if self._offline and has_peers and self._request.plan.primary and self._request.info:
                 _log_merge_command(self.run)
 
@@ -213,7 +237,11 @@ class LeaderHandle(SharedHandle):
     def _end(self, exit_code: int) -> None:
         if self._server is not None:
             self._server.suspend()
+        if self._writer is not None:
+            self._writer.end(exit_code)
         super()._end(exit_code)
+        if self._writer is not None and not self._timed_out:
+            self._writer.after_end()
 
     def _adopt(self, reopened: Any) -> None:
         super()._adopt(reopened)
@@ -264,6 +292,7 @@ class FollowerHandle(SharedHandle):
         self._patience_s = _ROW_WAIT_S
         self._journal = outbox.guest_journal(client.value, client.rank)
         super().__init__(run, before, request)
+        self._column = client.value["column"]
         self._keep_rows()
         client.subscribe(self._on_publish, self._on_suspend, self._on_disconnect)
 
@@ -545,9 +574,9 @@ def _node_name(request: RunRequest) -> str:
 
 def _writer_barrier(request: RunRequest) -> WriterBarrier | None:
     """Enter the barrier of the leaders, or of the ranks whose node is unknown. None if the run has one writer."""
-    if not NodeRole.of(request).has_peers:
-        return None
     info = request.info
+    if not NodeRole.of(request).has_peers or (info is not None and request.config.run_mode != "shared"):
+        return None
     kind, count = ("rank", 0) if info is None else ("rank", info.world_size)
     if info is not None and info.worker_index is not None:
         kind, count = "worker", info.num_workers or 1

@@ -38,6 +38,8 @@ _ONE_WRITER = "runs that several nodes write to"
 PARTS = VendorParts("W&B", "wandb==0.31.0", later={_ONE_WRITER: "0.22", _NO_STOP_BUTTON: "0.26"})
 _optional, _required = PARTS.optional, PARTS.required
 KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
+# How many rows are asked for where the last one is wanted.
+_SAMPLES = 500
 # The methods that end the run. Version 0.19 has `join`.
 ENDINGS = ("finish", "join", "__exit__")
 # The functions of the module `wandb` that are methods of `wandb.run`.
@@ -425,36 +427,57 @@ class Stored(NamedTuple):
     state: str
     rows: int
     last_step: int
+    config: Mapping[str, Any] = {}
+    summary: Mapping[str, Any] = {}
+    run: Any = None
+
+    def values(self, column: str) -> list[Any]:
+        """Return values of a column in the order of their steps: at most 500, with the last one."""
+        rows = self.run.history(keys=[column], samples=_SAMPLES, pandas=False)
+        return [row[column] for row in sorted(rows, key=lambda row: int(row["_step"]))]
+
+    def all_values(self, column: str, since: int) -> Iterator[Any]:
+        """Yield all values of a column, from a step on."""
+        return (row[column] for row in self.run.scan_history(keys=[column], min_step=since))
 
 
 def stored_run(path: str, server: str, timeout_s: float = 10.0) -> Stored | None:
     """Return what the service has of the run `entity/project/id`; None if it does not have the run, or does not say."""
     wandb: Any = importlib.import_module("wandb")
+
+    def ask() -> Stored:
+        run = wandb.Api({"base_url": _as_set_up(server)}, timeout=timeout_s, api_key=keys.get(server)).run(path)
+        counts = int(run.historyLineCount or 0), int(run.lastHistoryStep)
+        return Stored(run.state, *counts, dict(run.config), run.summary, run)
+
     try:
-        run = wandb.Api({"base_url": _as_set_up(server)}, timeout=timeout_s).run(path)
-        return Stored(run.state, int(run.historyLineCount or 0), int(run.lastHistoryStep))
-    except (wandb.errors.CommError, ValueError, OSError, *CHANGED):
+        return threads.call_within(timeout_s, ask)  # the client has no limit for its repetitions
+    except (wandb.errors.Error, ValueError, OSError, *CHANGED):
         return None
 
 
-def open_to_send(place: Any, described: Mapping[str, Any], directory: str) -> Any:
+def open_to_send(
+    place: Any, described: Mapping[str, Any], directory: str, shared: Mapping[str, Any] | None = None
+) -> Any:
     """Open a run to send what another process has left of it. Does not change what the service knows of it.
 
     Args:
         place: The run's server, entity, project and id.
         described: Arguments of `wandb.init`, for a service that does not have the run.
         directory: Where wandb keeps its files meanwhile.
+        shared: The settings of W&B's shared mode, if the run has several writers.
     """
     wandb: Any = importlib.import_module("wandb")
     names = ("x_disable_meta", "x_disable_stats", "x_disable_machine_info", "disable_git", "disable_code", "silent")
-    settings = new_settings(base_url=_as_set_up(place.server), console="off", **dict.fromkeys(names, True))
+    server, quiet = _as_set_up(place.server), dict.fromkeys(names, True)
+    settings = new_settings(base_url=server, console="off", api_key=keys.get(place.server), **quiet, **(shared or {}))
     with without_error_reports():
         return wandb.init(
             id=place.run_id,
             project=place.project or None,
             entity=place.entity or None,
             resume="allow",
-            mode="online",
+            mode="online" if shared is None else "shared",
             dir=directory,
             settings=settings,
             **described,
@@ -564,6 +587,9 @@ def on_stop_request(settings: Any, function: Callable[[], object], *, has_others
 
 
 # Credentials
+
+# The keys that users have passed to this process, by the server.
+keys: dict[str, str] = {}
 
 
 def has_credentials(host: str) -> bool:

@@ -1,0 +1,278 @@
+"""Jobs that write to one run: its owner, and its roles."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from support import jobs
+from support.backends import BACKENDS, Backend, WandbBackend
+from support.roles import Roles
+from support.wandb_server import WandbServer
+
+ROLES = ["rollout-0", "rollout-1"]
+
+
+@pytest.fixture(params=["wandb", "mlflow", "trackio", "pluto"])
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    with BACKENDS[request.param](tmp_path_factory.mktemp(request.param)) as running:
+        yield running
+
+
+@pytest.fixture
+def job(backend, tmp_path):
+    return Roles(backend, tmp_path)
+
+
+def test_a_job_of_jobs_has_one_run(job):
+    """One role starts first, one is killed and started again, and an evaluation comes after the owner's end."""
+    early = job.start("rollout-1", rows=100, arguments={"config": {"temperature": 1}})
+    owner = job.start(roles=ROLES, ranks=2, rows=100, step=True, ends="stop", arguments={"config": {"lr": 3}})
+    killed = job.start("rollout-0", rows=150, pause_s=0.002, ends="never", arguments={"config": {"temperature": 2}})
+    job.wait("logs-no-more-rollout-0", killed)
+    job.kill("rollout-0", killed)
+    outputs = [job.run("rollout-0", rows=50, first=150, arguments={"config": {"temperature": 2}}), job.finish(early)]
+    job.go("stop")
+    outputs.append(job.finish(owner))
+    assert [done.returncode for done in outputs] == [0, 0, 0], [done.output for done in outputs]
+    assert job.stored.status == "finished"
+    late = job.run("eval", rows=20, how="exit 3")
+    assert late.returncode == 3, late.output
+    for name, count in {"owner": 100, "rollout-0": 200, "rollout-1": 100, "eval": 20}.items():
+        assert len(job.logged(name)) == count
+        assert job.arrived(name) == job.logged(name), name
+    run = job.stored
+    assert run.status == "finished"  # as the owner has ended
+    assert section(run.config, "rollout-0", "temperature") == "2"
+    assert section(run.config, "rollout-1", "temperature") == "1"
+    assert str(run.config["lr"]) == "3"
+    assert "eval" in late.output  # it is not in the owner's list
+
+
+def section(config, role, key):
+    """A value of a role's config. MLflow has params of one level."""
+    return str(config.get(f"{role}/{key}") or config[role][key])
+
+
+@pytest.fixture
+def of_wandb(tmp_path):
+    with BACKENDS["wandb"](tmp_path / "server") as running:
+        yield Roles(running, tmp_path / "jobs", WANDB__FILE_STREAM_TRANSMIT_INTERVAL="1")
+
+
+def test_a_role_is_one_writer_with_its_own_steps_config_and_reports(of_wandb):
+    job = of_wandb
+    owner = job.start(roles=ROLES, rows=20, step=True, ends="stop", arguments={"config": {"lr": 3}, "name": "mine"})
+    job.wait("open-owner", owner)
+    role = job.run("rollout-0", rows=20, how="raise", arguments={"config": {"t": 2}, "name": "other", "tags": ["x"]})
+    assert role.returncode == 1, role.output
+    (run,) = job.server.runs
+    assert run.state == "running"
+    job.go("stop")
+    assert job.finish(owner).returncode == 0
+    (run,) = job.server.runs
+    assert (run.state, run.exit_codes, run.name, run.tags) == ("finished", [0], "mine", [])
+    assert (run.rows_after_completion, run.mixed_writers) == (0, False)
+    assert run.config == {"lr": 3, "rollout-0": {"t": 2}, "tracking_roles": ROLES}
+    of_role = [row for row in run.rows if "rollout-0/rank0" in row]
+    assert [row["rollout-0/step"] for row in of_role] == list(range(20))
+    of_owner = [row for row in run.rows if "rank0" in row]
+    assert [row["global_step"] for row in of_owner] == list(range(20))
+    states = [row for row in run.rows if "roles/rollout-0/state" in row]
+    assert [row["roles/rollout-0/state"] for row in states] == ["running", "failed"]
+    assert states[0]["roles/rollout-0/config"] == '{"t": 2}'
+    assert (states[1]["roles/rollout-0/exit_code"], states[1]["roles/rollout-0/failure/type"]) == (1, "RuntimeError")
+    assert not any(key.startswith("failure/") for key in run.summary)
+    assert {event.rsplit("/l:", 1)[-1] for row in run.events for event in row if "/l:" in event} <= {
+        "rollout-0",
+        "owner",
+    }
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["merged", "replaced"])
+def test_axes_and_configs_of_all_roles_hold_whoever_writes_last(tmp_path, replaces):
+    """The recording server keeps the definitions of the last writer only."""
+    with WandbServer(replaces=replaces) as server:
+        require_axes_and_configs(Roles(WandbBackend(server), tmp_path))
+
+
+def require_axes_and_configs(job):
+    owner = job.start(roles=ROLES, rows=1, arguments={"config": {"lr": 3}})
+    assert job.finish(owner).returncode == 0
+    other = job.start("other", rows=1, ends="stop", arguments={"config": {"of": "other"}})
+    job.wait("open-other", other)
+    for role in (*ROLES, "eval"):
+        assert job.run(role, rows=1, arguments={"config": {"of": role}}).returncode == 0
+    job.go("stop")
+    assert job.finish(other).returncode == 0
+    (run,) = job.server.runs
+    roles = (*ROLES, "eval", "other")
+    assert run.config == {"lr": 3, "tracking_roles": ROLES, **{role: {"of": role} for role in roles}}
+    defined = run.raw_config["_wandb"]["value"]["m"]
+    assert {f"{role}/*" for role in (*ROLES, "other")} <= {one.get("2") for one in defined}
+    assert (run.state, run.exit_codes[-1]) == ("finished", 0)
+
+
+def test_offline_roles_are_sent_into_a_live_run(of_wandb):
+    job = of_wandb
+    owner = job.start(roles=ROLES, rows=200, pause_s=0.01, ends="stop")
+    job.wait("open-owner", owner)
+    offline = job.run("rollout-0", rows=50, env={"WANDB_MODE": "offline"}, arguments={"config": {"t": 1}})
+    assert offline.returncode == 0, offline.output
+    (directory,) = (job.directory / "wandb").glob("offline-run-*")
+    for _ in range(2):  # the second time there is nothing to send
+        sent = job.send(directory)
+        assert sent.returncode == 0, sent.output
+    job.go("stop")
+    assert job.finish(owner).returncode == 0
+    for name in ("owner", "rollout-0"):
+        assert job.arrived(name) == job.logged(name)
+    assert job.stored.status == "finished"
+    assert job.server.runs[0].mixed_writers is False
+
+
+def test_offline_jobs_are_sent_together(of_wandb):
+    job = of_wandb
+    for role, more in ((None, {"roles": ROLES, "how": "exit 3"}), ("rollout-0", {}), ("rollout-1", {})):
+        job.run(role, rows=30, env={"WANDB_MODE": "offline"}, **more)
+    directories = sorted((job.directory / "wandb").glob("offline-run-*"), key=lambda path: "rollout" not in path.name)
+    assert len(directories) == 3
+    alone = job.send(directories[0])
+    assert alone.returncode == 1
+    assert "Send the directory of the job with roles=[...] first" in alone.output
+    sent = job.send(*directories)
+    assert sent.returncode == 0, sent.output
+    for name in ("owner", *ROLES[:2]):
+        assert job.arrived(name) == job.logged(name)
+    assert job.stored.status == "failed"
+
+
+def test_a_job_that_must_not_write_to_a_run_changes_nothing(job):
+    """A role without its run, a role and an owner in a run with one writer, and a plain job in a run with roles."""
+    missing = job.run("rollout-0", arguments={"init_timeout_s": 2})
+    assert missing.returncode == 1
+    for text in ("TrackerUnavailableError", "rollout-0", "grpo-42", "project rl"):
+        assert text in missing.output
+    assert job.backend.runs("rl") == []
+    assert job.run(rows=3).returncode == 0
+    before = job.stored
+    for role, more in (("rollout-0", {}), (None, {"roles": ROLES})):
+        refused = job.run(role, **more)
+        assert refused.returncode == 1
+        assert "ConfigError" in refused.output
+        assert "one writer" in refused.output
+    assert as_left(job) == as_left(job, before)
+
+
+def test_a_plain_job_is_refused_by_a_run_with_roles(job):
+    assert job.run(roles=ROLES, rows=3).returncode == 0
+    before = job.stored
+    refused = job.run()
+    assert refused.returncode == 1
+    assert "has roles (rollout-0, rollout-1)" in refused.output
+    assert as_left(job) == as_left(job, before)
+
+
+def as_left(job, run=None):
+    """A run as a job must leave that does not write to it. Pluto's service makes a run active that is looked for."""
+    run = run or job.stored
+    return replace(run, status="finished") if job.backend.name == "pluto" else run
+
+
+def test_many_roles_join_together(tmp_path):
+    """50 threads of one process, which wait for the owner's run."""
+    with BACKENDS["trackio"](tmp_path / "server") as running:
+        job = Roles(running, tmp_path / "jobs")
+        many = jobs.start([sys.executable, jobs.PROGRAMS / "many_roles.py", "50"], job.directory, job.env)
+        owner = job.start(roles=["rollout-0"], rows=5, ends="joined")
+        done = jobs.finish(many, job.directory)
+        assert done.returncode == 0, done.output
+        assert job.finish(owner).returncode == 0
+        for number in range(50):
+            assert job.arrived(f"rollout-{number}") == Counter(range(10))
+            assert job.stored.config[f"rollout-{number}"] == {"number": number}
+        assert job.arrived("owner") == Counter(range(5))
+
+
+@pytest.mark.full
+def test_several_roles_that_wait_for_their_run_all_join(of_wandb):
+    job, names = of_wandb, [f"rollout-{number}" for number in range(8)]
+    early = [job.start(name, rows=30, arguments={"config": {"of": name}, "init_timeout_s": 120}) for name in names]
+    owner = job.start(roles=names, rows=30, ends="stop")
+    assert [job.finish(one).returncode for one in early] == [0] * 8
+    job.go("stop")
+    assert job.finish(owner).returncode == 0
+    for name in ("owner", *names):
+        assert job.arrived(name) == job.logged(name)
+    assert {name: job.stored.config[name] for name in names} == {name: {"of": name} for name in names}
+
+
+@pytest.mark.parametrize("backend", ["mlflow", "trackio", "pluto"], indirect=True)
+def test_a_role_that_was_logged_to_files_is_sent_into_the_run(job, tmp_path):
+    away = job.backend.missing(tmp_path)
+    more = {"if_unavailable": "degrade", "init_timeout_s": 3, "config": {"t": 1}}
+    role = job.run("rollout-0", rows=30, env=away, arguments=more)
+    assert role.returncode == 0, role.output
+    (directory,) = (job.directory / "tracking-offline").iterdir()
+    early = job.send(directory)
+    assert early.returncode == 1
+    assert "has not found run grpo-42" in early.output
+    assert job.run(roles=ROLES, rows=3, how="exit 3").returncode == 3
+    sent = job.send(directory)
+    assert sent.returncode == 0, sent.output
+    assert job.arrived("rollout-0") == job.logged("rollout-0")
+    assert section(job.stored.config, "rollout-0", "t") == "1"
+    assert job.stored.status == "failed"
+
+
+def test_sigterm_ends_a_role_and_not_the_run(of_wandb):
+    job = of_wandb
+    owner = job.start(roles=ROLES, rows=5, ends="stop")
+    role = job.start("rollout-0", rows=50, ends="never")
+    job.wait("logs-no-more-rollout-0", role)
+    os.kill(int((job.directory / "pid-rollout-0").read_text()), signal.SIGTERM)
+    done = job.finish(role)
+    assert done.returncode != 0, done.output
+    (run,) = job.server.runs
+    assert (run.state, run.exit_codes) == ("running", [])
+    job.go("stop")
+    assert job.finish(owner).returncode == 0
+    (run,) = job.server.runs
+    states = [row for row in run.rows if "roles/rollout-0/exit_code" in row]
+    assert [(one["roles/rollout-0/state"], one["roles/rollout-0/exit_code"]) for one in states] == [("killed", 143)]
+    assert (run.state, run.exit_codes) == ("finished", [0])
+    assert job.arrived("rollout-0") == job.logged("rollout-0")
+
+
+@pytest.mark.full
+def test_an_owner_whose_ranks_all_log_and_a_role_of_several_ranks(of_wandb):
+    job = of_wandb
+    owner = job.start(roles=ROLES, ranks=2, rows=50, ends="stop", arguments={"run_mode": "shared"})
+    role = job.run("rollout-0", ranks=2, rows=50)
+    assert role.returncode == 0, role.output
+    job.go("stop")
+    assert job.finish(owner).returncode == 0
+    (run,) = job.server.runs
+    assert sum("rank0" in row for row in run.rows) == 100
+    assert job.arrived("rollout-0") == job.logged("rollout-0")
+    assert (run.state, run.mixed_writers, len(run.clients)) == ("finished", False, 2)
+    numbers = [row["roles/owner/row"] for row in run.rows if "roles/owner/row" in row]
+    assert len(numbers) == len(set(numbers))
+
+
+@pytest.mark.full
+def test_a_slurm_array_has_a_role_for_each_task(of_wandb):
+    job = of_wandb
+    owner = job.start(roles=["rollout-0", "rollout-1"], rows=5, ends="stop")
+    for task in (0, 1):
+        array = {"SLURM_JOB_ID": str(70 + task), "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": str(task)}
+        assert job.run(f"rollout-{task}", rows=20, env=array).returncode == 0
+    job.go("stop")
+    assert job.finish(owner).returncode == 0
+    for name in ("owner", "rollout-0", "rollout-1"):
+        assert job.arrived(name) == job.logged(name)

@@ -1,0 +1,124 @@
+"""The arguments of jobs that share a run, their plans and ids, and the numbers of their rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+from support import jobs
+
+from flyteplugins_tracking import ConfigError, IdentityError, get_run, tracking_init
+from flyteplugins_tracking._rank.info import iter_ranks
+from flyteplugins_tracking._rank.plan import RunPlan, plan
+from flyteplugins_tracking.testing import simulate
+from flyteplugins_tracking.testing.simulation import recording
+from flyteplugins_tracking.trackers import Handle, Tracker
+from flyteplugins_tracking.trackers.rows import RowBuffer
+
+
+class OneWriter(Tracker):
+    """A third party's tracker that knows nothing of roles."""
+
+    name = title = "one-writer"
+
+    def open(self, request):
+        return Handle()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"role": "a", "roles": ["b"]}, "pass one of the two"),
+        ({"role": "rollout 0"}, "got 'rollout 0'"),
+        ({"role": "0"}, "beginning with a letter"),
+        ({"role": "owner"}, "not 'owner'"),
+        ({"roles": ["a/b"]}, "got 'a/b'"),
+        ({"roles": ["a", "a"]}, "'a' twice"),
+        ({"roles": "rollout-0"}, "a sequence of strings"),
+        ({"role": ""}, "non-empty"),
+        ({"role": "a", "run_mode": "shared"}, "run_mode='shared'"),
+        ({"role": "a", "rank_scope": "worker"}, "rank_scope='worker'"),
+        ({"roles": ["a"], "run_mode": "new"}, "one run for the job"),
+        ({"roles": ["a"], "rank_scope": "worker"}, "one run for the job"),
+        ({"roles": ["eval"], "config": {"eval": {"every": 10}}}, "the key 'eval'"),
+        ({"role": "a", "tracker": OneWriter()}, "one-writer does not support role='a'"),
+        ({"roles": ["a"], "tracker": OneWriter()}, "one-writer does not support roles=['a']"),
+        ({"role": "a", "config": "config.yaml"}, "a file"),
+        ({"roles": ["a"], "resume": "must"}, "resume="),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_at_decoration(arguments, text):
+    with pytest.raises(ConfigError) as error:
+        tracking_init(project="rl", **arguments)
+    assert text in str(error.value)
+
+
+def test_a_role_speaks_for_its_job_and_does_not_end_the_run():
+    assert plan(None, "auto", "global", "b", role="eval") == RunPlan(
+        True, "b", None, True, "eval", 1, True, role="eval"
+    )
+    plans = [plan(info, "auto", "global", "b", role="eval") for info in iter_ranks([2, 2])]
+    assert [(one.opens, one.primary, one.ends_run) for one in plans] == [(True, True, False)] + [(False,) * 3] * 3
+    assert (plans[0].run_id, plans[0].label) == ("b", "eval")
+
+
+def test_a_role_joins_the_run_of_the_calling_task():
+    joined = plan(None, "auto", "global", None, parent_id="parents", role="eval")
+    assert (joined.run_id, joined.primary, joined.ends_run) == ("parents", True, False)
+
+
+def test_a_role_without_an_id_is_refused_at_the_call(monkeypatch):
+    for name in jobs.variables_of_launchers() | {"WANDB_RUN_ID"}:
+        monkeypatch.delenv(name, raising=False)
+    work = tracking_init(project="rl", role="eval")(lambda: None)
+    with pytest.raises(IdentityError, match=r"role='eval' joins the run of another job.*WANDB_RUN_ID"):
+        work()
+
+
+def test_a_simulation_shows_a_role_beside_its_owner():
+    @tracking_init(project="rl", id="r", roles=["eval"], config={"lr": 1})
+    def train():
+        if (run := get_run()) is not None:
+            run.log({"loss": 1})
+
+    @tracking_init(project="rl", id="r", role="eval", config={"split": "test"})
+    def evaluate():
+        run = get_run()
+        run.config["more"] = 2
+        run.log({"accuracy": 0.5}, step=3)
+        raise SystemExit(3)
+
+    with recording() as runs:
+        train()
+        with pytest.raises(SystemExit):
+            evaluate()
+        (run,) = runs
+    assert [row.values for row in run.rows] == [{"loss": 1}, {"eval/accuracy": 0.5}]
+    assert run.config == {"lr": 1, "tracking_roles": ["eval"], "eval": {"split": "test", "more": 2}}
+    assert (run.exit_codes, run.status) == ((0,), "finished")
+    assert (run.summary["roles/eval/state"], run.summary["roles/eval/exit_code"]) == ("failed", 3)
+    assert run.summary["roles/eval/failure/type"] == "SystemExit"
+    simulated = simulate(train, 1, 2)
+    assert len(simulated.runs) == 1
+
+
+def test_rows_without_a_step_are_counted_from_the_given_ones():
+    rows = []
+    buffer = RowBuffer("eval/step", "eval/", lambda: None, next_step=7)
+    buffer.log(rows.append, {"x": 0})
+    buffer.log(rows.append, {"x": 1}, step=20)
+    buffer.log(rows.append, {"y": 2}, commit=False)
+    buffer.log(rows.append, {"x": 2})
+    buffer.log(rows.append, {"x": 3})
+    assert [row["eval/step"] for row in rows] == [7, 20, 21, 22]
+    assert rows[2] == {"eval/x": 2, "eval/y": 2, "eval/step": 21}
+
+
+def test_numbers_of_rows_differ_between_processes_and_are_exact_in_json():
+    pytest.importorskip("wandb")
+    from flyteplugins_tracking.trackers.wandb.roles import row_numbers
+
+    taken = Counter(number for _ in range(20) for number in itertools.islice(row_numbers(), 3))
+    assert max(taken.values()) == 1
+    assert all(int(float(number)) == number and number < 2**53 for number in taken)
