@@ -30,7 +30,7 @@ from flyteplugins_tracking._runs.goodput import Attempts
 from flyteplugins_tracking._runs.request import plan_of, request_of
 from flyteplugins_tracking._runs.sigterm import ForkMask, LoopWatcher, MainThreadWatcher
 from flyteplugins_tracking._util import threads
-from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.record import replace
@@ -45,14 +45,8 @@ logger = logging.getLogger(__name__)
 _warn_once = WarnOnce(logger)
 
 
-class _Opening(PerProcess):
-    """Vendors' clients are not set up safely by several threads: one could see wandb's settings half read."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-
-
-_opening = register(_Opening())
+# Vendors' clients are not set up safely by several threads: one could see wandb's settings half read.
+_opening = register(OwnLock())
 
 
 def open_run(call: Call) -> Run:

@@ -21,6 +21,7 @@ from flyteplugins_tracking._runs.context import Task
 from flyteplugins_tracking._runs.request import may_prompt
 from flyteplugins_tracking._runs.run import require
 from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_text, check_texts
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import set_variables
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.threads import run_with_timeout
@@ -320,8 +321,8 @@ def log_in(host: str | None, may_ask: bool) -> None:
 
     drop_unusable_service()
     settings = _client_settings()
-    with _lock:
-        _saved[1].update({**_changed_settings(), **_saved[1]})
+    with _blocks.lock:
+        _blocks.saved[1].update({**_changed_settings(), **_blocks.saved[1]})
     server = None if host is None else api_of(host)
     if server is not None:
         settings.base_url = os.environ["WANDB_BASE_URL"] = server
@@ -337,27 +338,35 @@ def log_in(host: str | None, may_ask: bool) -> None:
     wandb.login()
 
 
-# The number of blocks that are open in any thread; the variables and settings before the first of them.
-_open_blocks = 0
-_saved: tuple[dict[str, str | None], dict[str, Any]] = ({}, {})
-_lock = threading.Lock()
+class _Blocks(PerProcess):
+    """The blocks of `restored_session` that are open in any thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.count = 0
+        self.saved: tuple[dict[str, str | None], dict[str, Any]] = ({}, {})  # variables and settings before the first
+
+    def after_fork_in_child(self) -> None:
+        self.lock = threading.Lock()  # the child is in the same blocks
+
+
+_blocks = register(_Blocks())
 
 
 @contextmanager
 def restored_session() -> Iterator[None]:
     """Restore the variables and settings that W&B's sweeps change, when the last open block ends."""
-    global _saved, _open_blocks
-    with _lock:
-        if not _open_blocks:
-            _saved = ({name: os.environ.get(name) for name in _CHANGED}, _changed_settings())
-        _open_blocks += 1
+    with _blocks.lock:
+        if not _blocks.count:
+            _blocks.saved = ({name: os.environ.get(name) for name in _CHANGED}, _changed_settings())
+        _blocks.count += 1
     try:
         yield
     finally:
-        with _lock:
-            _open_blocks -= 1
-            if not _open_blocks:
-                variables, settings = _saved
+        with _blocks.lock:
+            _blocks.count -= 1
+            if not _blocks.count:
+                variables, settings = _blocks.saved
                 set_variables(variables)
                 from_variables = {name: os.environ.get(f"WANDB_{name.upper()}") for name in ("project", "entity")}
                 for name, value in (settings or from_variables).items():

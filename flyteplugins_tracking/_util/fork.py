@@ -19,6 +19,7 @@ import functools
 import itertools
 import logging
 import os
+import threading
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
@@ -39,6 +40,13 @@ class PerProcess:
     def after_fork_in_child(self) -> None:
         """Start again with nothing of the parent's."""
         self.__init__()  # type: ignore[misc]
+
+
+class OwnLock(PerProcess):
+    """A reentrant lock of a module, which a forked child finds free."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
 
 
 _numbers = itertools.count()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
+import pkgutil
 import threading
 from collections.abc import Callable
 
 import pytest
 
+import flyteplugins_tracking
 from flyteplugins_tracking._util import fork
 from flyteplugins_tracking._util.fork import PerProcess, register
 
@@ -81,3 +84,17 @@ def test_an_object_that_fails_keeps_no_other_from_its_new_start(caplog):
     with caplog.at_level(logging.CRITICAL):
         assert in_child(lambda: state.open == [])
     assert broken is not None
+
+
+def test_a_lock_of_a_module_is_in_an_object_that_a_child_renews():
+    """Another thread may hold it when the process forks: then the child would wait for it forever."""
+    locks = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event)
+    found = []
+    for each in pkgutil.walk_packages(flyteplugins_tracking.__path__, "flyteplugins_tracking."):
+        if each.name.endswith("__main__"):
+            continue
+        for name, value in vars(importlib.import_module(each.name)).items():
+            is_own = type(value).__module__.startswith("flyteplugins_tracking") and not isinstance(value, PerProcess)
+            if any(isinstance(part, locks) for part in [value, *(vars(value).values() if is_own else ())]):
+                found.append(f"{each.name}.{name}")
+    assert found == []

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.files import read_own
+from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line, without_credentials
@@ -37,7 +38,7 @@ from flyteplugins_tracking.trackers.wandb.run import WandbHandle, directory
 logger = logging.getLogger(__name__)
 _OFFLINE = "log offline with WANDB_MODE=offline or if_unavailable='degrade'"
 # Runs are opened again at any time, by any thread. Reentrant: a signal's handler opens runs too.
-_opening = threading.RLock()
+_opening = register(OwnLock())
 _NOT_ONLINE = ("offline", "disabled", "dryrun")
 # wandb's own values lose rows. Times are in seconds. What the user or a variable sets takes precedence.
 _SAFER_SETTINGS = {
@@ -183,7 +184,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
     if request.plan.role is not None and found is not None:
         arguments["config"] = {**found.config, **arguments["config"]}
     left_s = request.deadline - time.monotonic() - _INIT_GRACE_S
-    with _opening, nullcontext() if left_s > 2 * _VIEWER_S else vendor.without_viewer():
+    with _opening.lock, nullcontext() if left_s > 2 * _VIEWER_S else vendor.without_viewer():
         settings = arguments["settings"]
         left_s -= _VIEWER_S if left_s > 2 * _VIEWER_S else 0
         # If the user's settings have a longer timeout than our argument, the difference is added.
@@ -244,7 +245,7 @@ def reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | Non
     rewinds = rewind_to is not None
     request = _resuming(request, run, request.config.init_timeout_s if rewinds else _REOPENING_S, rewinds)
     vendor.drop_unusable_service()
-    with _opening, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
+    with _opening.lock, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
         if not is_offline:
             try:
                 opened = _init(request, rewind_to=rewind_to)
