@@ -47,10 +47,11 @@ class Roles:
     def go(self, name: str) -> None:
         (self.directory / name).touch()
 
-    def kill(self, name: str, process: Any) -> None:
-        """Kill the process of a role, or the owner's."""
+    def kill(self, name: str, process: Any, *, waits: bool = True) -> None:
+        """Kill the process of a role, or the owner's, and wait for its end."""
         os.kill(int((self.directory / f"pid-{name}").read_text()), signal.SIGKILL)
-        process.wait()
+        if waits:
+            process.wait()
 
     @property
     def server(self) -> Any:

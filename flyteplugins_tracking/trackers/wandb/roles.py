@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from flyteplugins_tracking._util import threads
+from flyteplugins_tracking._util.lock import locked
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, status_of
@@ -263,16 +264,20 @@ def _send_left(made: Outbox, column: str, node: str | None, deadline: float) -> 
             return False
         return not outbox.is_offline(attempt.directory) or outbox.was_automatic(attempt)
 
+    def left_s() -> float:
+        return max(_POLL_S, deadline - time.monotonic())
+
     parent, last_step = made.directory.parent, -1
     try:
-        found = NumberedRows(Left(made.place, parent, is_sent), column)
-        if not found.attempts:
-            return -1
-        made.note_since(found.since)
-        found.await_late(deadline)
-        left_s = max(_POLL_S, deadline - time.monotonic())
-        arrived = threads.call_within(left_s, numbers_at, made.place, column, found.since)
-        count = len(made.send_rows(found.left, found.lacking(arrived)))
+        # Two processes may have one role, by mistake: only one of them sends what the role has left.
+        with locked(parent / f"{made.place.run_id}.{node or role_of(column)}.lock", left_s()):
+            found = NumberedRows(Left(made.place, parent, is_sent), column)
+            if not found.attempts:
+                return -1
+            made.note_since(found.since)
+            found.await_late(deadline)
+            arrived = threads.call_within(left_s(), numbers_at, made.place, column, found.since)
+            count = len(made.send_rows(found.left, found.lacking(arrived)))
         last_step = found.last_step
     except Exception:  # tracker errors must not change the training's outcome
         text = "W&B: run %s: the rows that an earlier attempt has left in %s could not be sent"
