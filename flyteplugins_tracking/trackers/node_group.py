@@ -73,8 +73,8 @@ class NodeServerExistsError(NodeError):
 
 
 @dataclass(frozen=True)
-class NodeRole:
-    """A rank's role among the ranks that share its run.
+class NodePart:
+    """A rank's part among the ranks that share its run.
 
     Attributes:
         name: "leader": opens the run for itself and the other ranks of its node. It is the primary on the primary's
@@ -87,8 +87,8 @@ class NodeRole:
     has_peers: bool = False
 
     @classmethod
-    def of(cls, request: RunRequest) -> NodeRole:
-        """The role of the rank that opens this run."""
+    def of(cls, request: RunRequest) -> NodePart:
+        """The part of the rank that opens this run."""
         config, info = request.config, request.info
         if info is None:
             return cls(has_peers=request.has_other_writers)

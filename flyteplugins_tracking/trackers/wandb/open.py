@@ -21,7 +21,7 @@ from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import run_config
-from flyteplugins_tracking.trackers.node_group import NodeRole
+from flyteplugins_tracking.trackers.node_group import NodePart
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import (
     HOST,
@@ -97,7 +97,7 @@ def open_run(request: RunRequest) -> Handle:
     drop_empty_variables()
     check_characters("run id", request.plan.run_id, "an id")
     vendor.drop_unusable_service()
-    if request.config.run_mode != "shared" and not NodeRole.of(request).has_peers:
+    if request.config.run_mode != "shared" and not NodePart.of(request).has_peers:
         before = vendor.global_run()
         return WandbHandle(open_own(request), before, request, reopen)
     # Imported here: most decorated functions have a run of their own.
@@ -128,7 +128,7 @@ def open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) -> 
     """Open the run offline because of this error, or raise it."""
     if request.config.if_unavailable == "raise":
         raise unavailable
-    has_one_writer = request.config.run_mode != "shared" and not NodeRole.of(request).has_peers
+    has_one_writer = request.config.run_mode != "shared" and not NodePart.of(request).has_peers
     run = _init_offline(request, has_one_writer or request.config.has_roles)
     logger.warning(
         "%s This run is logged offline. To send it when W&B is available, run: %s",
@@ -179,7 +179,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
     if arguments.get("dir") is not None:
         effective.root_dir = arguments["dir"]
     directory, place = Path(effective.wandb_dir), _place(arguments, effective)
-    has_peers = NodeRole.of(request).has_peers
+    has_peers = NodePart.of(request).has_peers
     found = roles.look_up(request, place, has_peers=has_peers)
     if request.plan.role is not None and found is not None:
         arguments["config"] = {**found.config, **arguments["config"]}
@@ -314,7 +314,7 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
         **_id_arguments(request),
         "group": config.group or (None if os.environ.get("WANDB_RUN_GROUP") else plan.group),
     }
-    _adapt_to_role(arguments, request)
+    _adapt_to_part(arguments, request)
     if arguments.get("dir") is not None:
         arguments["dir"] = os.fspath(arguments["dir"])  # this downloads a FlyteDirectory
     if vendor.global_run() is not None or vendor.open_runs():
@@ -323,17 +323,17 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _adapt_to_role(arguments: dict[str, Any], request: RunRequest) -> None:
+def _adapt_to_part(arguments: dict[str, Any], request: RunRequest) -> None:
     """Change the arguments of a client that is one of several of its run."""
-    role, plan, settings = NodeRole.of(request), request.plan, arguments["settings"]
-    if role.name == "follower" and request.info is not None:  # it could not attach to its leader
+    part, plan, settings = NodePart.of(request), request.plan, arguments["settings"]
+    if part.name == "follower" and request.info is not None:  # it could not attach to its leader
         vendor.set_required(settings, x_sync_dir_suffix=f"rank-{request.info.rank}")
-    elif role.has_peers and not plan.ends_run:
+    elif part.has_peers and not plan.ends_run:
         # Nodes and jobs may share a file system, and start in the same second.
         vendor.set_required(settings, x_sync_dir_suffix=plan.label or "")
-    if not plan.ends_run and role.has_peers:
+    if not plan.ends_run and part.has_peers:
         _drop_run_description(arguments)
-    if role.has_peers and _is_online(arguments):
+    if part.has_peers and _is_online(arguments):
         _use_wandbs_shared_mode(arguments, request)
 
 

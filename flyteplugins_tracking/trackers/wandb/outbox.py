@@ -48,7 +48,7 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.journal import Journal, StoredJournal, encode, stored
-from flyteplugins_tracking.trackers.node_group import NodeRole
+from flyteplugins_tracking.trackers.node_group import NodePart
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 
@@ -579,7 +579,7 @@ def open_outbox(request: RunRequest, run: Any, is_automatic: bool = False, found
         is_automatic: Whether the next attempt that is online sends the rows of this one, which is offline.
         found: What W&B had of the run before it was opened.
     """
-    options, has_peers = request.config.options, NodeRole.of(request).has_peers
+    options, has_peers = request.config.options, NodePart.of(request).has_peers
     is_shared = has_peers or request.config.run_mode == "shared"
     keeps = run.offline or has_peers or "resume_from" not in options
     if OUTBOX in vars(run) or not keeps or run.disabled:  # the first: another function has it open

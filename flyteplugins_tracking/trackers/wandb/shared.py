@@ -54,7 +54,7 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, T
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import prefix_of
-from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodeRole, NodeServer, NodeServerExistsError
+from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodePart, NodeServer, NodeServerExistsError
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox, roles, vendor
@@ -139,7 +139,7 @@ class SharedHandle(WandbHandle):
             section = dict(self.run.config).get(request.plan.role, {})
             section = {**changes, **section} if method.__name__ == "setdefaults" else {**section, **changes}
             return self.change(update_config, {request.plan.role: section})
-        if request.plan.primary or all(str(key).startswith("_") for key in changes):
+        if request.plan.primary or is_wandbs:
             return super().change_config(method, *args, **kwargs)
         if request.info is not None:
             raise ConfigError(
@@ -211,7 +211,7 @@ class LeaderHandle(SharedHandle):
                     self._barrier.stay(self._request.config.finish_timeout_s, self._request.watch)
             if self._server is not None:
                 self._server.close()
-            has_peers = NodeRole.of(self._request).has_peers and not self._request.config.has_roles
+            has_peers = NodePart.of(self._request).has_peers and not self._request.config.has_roles
             if self._offline and has_peers and self._request.plan.primary and self._request.info:
                 _log_merge_command(self.run)
 
@@ -476,10 +476,10 @@ def open_shared(request: RunRequest) -> Handle:
     Raises:
         TrackerUnavailableError: The run cannot be opened, or not be attached to.
     """
-    role = NodeRole.of(request)
-    if role.name == "leader":
+    part = NodePart.of(request)
+    if part.name == "leader":
         return _open_as_leader(request)
-    if role.name == "single":
+    if part.name == "single":
         return _open(request)
     if is_disabled(request):
         with suppress(TrackerUnavailableError):
@@ -575,7 +575,7 @@ def _node_name(request: RunRequest) -> str:
 def _writer_barrier(request: RunRequest) -> WriterBarrier | None:
     """Enter the barrier of the leaders, or of the ranks whose node is unknown. None if the run has one writer."""
     info = request.info
-    if not NodeRole.of(request).has_peers or (info is not None and request.config.run_mode != "shared"):
+    if not NodePart.of(request).has_peers or (info is not None and request.config.run_mode != "shared"):
         return None
     kind, count = ("rank", 0) if info is None else ("rank", info.world_size)
     if info is not None and info.worker_index is not None:
