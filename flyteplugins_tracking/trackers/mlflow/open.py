@@ -11,7 +11,7 @@ from typing import Any
 
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, run_config, status_of
+from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, prefix_of, run_config, status_of
 from flyteplugins_tracking.trackers.config import MARK
 from flyteplugins_tracking.trackers.mlflow import GROUP_TAG, ID_TAG, vendor
 from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service
@@ -65,7 +65,10 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
     if not request.plan.ends_run:
         run = run or _awaited(request, service, experiment_id, ID_TAG, run_id)
         check_roles(request, "MLflow", _roles_of(run))
-        return Opened(run, ATTEMPTS_TAG in run.data.tags, parent_id)
+        has_attempts = ATTEMPTS_TAG in run.data.tags
+        if request.plan.role is not None:  # of its own
+            has_attempts = vendor.last_step(run, prefix_of(request)) >= 0
+        return Opened(run, has_attempts, parent_id)
     tags, name = _tags(request, run_id, parent_id), request.config.name or request.plan.run_id
     if run is None:
         run, is_new = _find_or_create(service, experiment_id, (ID_TAG, run_id), name, tags)
@@ -213,7 +216,7 @@ def _awaited(request: RunRequest, service: Service, experiment_id: str, tag: str
 
 def _roles_of(run: Any) -> Any:
     text = run.data.tags.get(MARK)
-    return None if text is None else text.split(",")
+    return None if text is None else list(filter(None, text.split(",")))
 
 
 def _find_or_create(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import threading
@@ -35,7 +36,7 @@ class TrackioHandle(OutboxHandle):
         self._store = store
         values = MetricSanitizer(tracker.title, prefix_of(request))
         steps = Steps(values)
-        self._rows = TrackioSink(store, run, steps, request.plan.primary and not store.shows_config)
+        self._rows = TrackioSink(store, run, steps, request.plan.ends_run and not store.shows_config)
         super().__init__(request, tracker, self._rows, values, steps)
         is_retry = request.plan.primary or self._barrier is None or self._barrier.is_retry
         last_step = stored.last_step if stored is not None and is_retry else None  # not this attempt's, of another rank
@@ -94,8 +95,12 @@ class TrackioHandle(OutboxHandle):
 
     def _put_status(self, status: str, exit_code: int | None, timeout_s: float) -> None:
         plan, config, store = self.request.plan, self.run.config, self._store
-        if plan.role is not None and isinstance(store, Database):
-            store.put_config(self.id, self.run.name, {plan.role: config[plan.role]}, timeout_s, merges=True)
+        if plan.role is not None and exit_code is None:
+            section = config[plan.role]
+            if isinstance(store, Database):
+                store.put_config(self.id, self.run.name, {plan.role: section}, timeout_s, merges=True)
+            else:  # elsewhere, a config replaces that of other writers
+                self.tell_role({f"roles/{plan.role}/config": json.dumps(section)})
         if not plan.ends_run:
             return
         has_roles, code = self.request.config.roles is not None, {EXIT_CODE: exit_code}
@@ -105,8 +110,6 @@ class TrackioHandle(OutboxHandle):
             values = {**config, **code} if has_roles else config
             store.put_config(self.id, self.run.name, values, timeout_s, merges=has_roles)
             return
-        if has_roles and (known := store.find(self.id)) is not None:  # the config of roles
-            config.update({key: value for key, value in known.config.items() if key not in config})
         if exit_code is not None:  # when the run opens, its config goes with the first row
             self._rows.send_config()
 
