@@ -50,8 +50,8 @@ NEXT_STEP = "_flyteplugins_tracking_next_step"
 _COUNT_BITS, _RANDOM_BITS = 32, 21
 # How long a question to W&B may take, and how often a role asks for its run, in seconds.
 _ASK_S, _POLL_S = 5.0, 0.5
-# The same at the end of a run, and how long the client may take that ends a run again: less than what is left then.
-_ASK_AT_END_S, _END_AGAIN_S = 2.0, 5
+# The same at the end of a run, and for a run with one writer; and how long the client may take that ends a run again.
+_SHORT_ASK_S, _END_AGAIN_S = 2.0, 5
 # How long rows may take to be found after their process was killed, in seconds: W&B counts 2 to 4 s late.
 _LATE_S = 6.0
 
@@ -87,7 +87,8 @@ def look_up(request: RunRequest, place: Place, *, has_peers: bool) -> Stored | N
         return None  # with such a fault, a process with one writer does without `wandb.Api`
     while True:
         left_s = request.deadline - time.monotonic()
-        found = vendor.stored_run(place.path, place.server, max(1.0, min(_ASK_S, left_s)))
+        limit_s = max(_POLL_S, min(_ASK_S if has_peers else _SHORT_ASK_S, left_s))
+        found = vendor.stored_run(place.path, place.server, limit_s)
         if found is not None:
             check_roles(request, "W&B", found.config.get(MARK))
         if found is not None or role is None:
@@ -139,7 +140,7 @@ class Writer:
 
     def _ask(self) -> Stored | None:
         place = Place.of(self._run)
-        return vendor.stored_run(place.path, place.server, _ASK_AT_END_S)
+        return vendor.stored_run(place.path, place.server, _SHORT_ASK_S)
 
     def after_end(self) -> None:
         """End the run again, if the owner had ended it before this role's last rows."""
@@ -159,8 +160,8 @@ def _define(run: Any, roles: Sequence[str]) -> None:
 def end_again(place: Place, role: str) -> None:
     """End a run as its owner has ended it, if it is shown as running only because a role has written to it since."""
     try:
-        found = vendor.stored_run(place.path, place.server, _ASK_AT_END_S)
-        exit_code = None if found is None else threads.call_within(_ASK_AT_END_S, _exit_code_of_owner, found)
+        found = vendor.stored_run(place.path, place.server, _SHORT_ASK_S)
+        exit_code = None if found is None else threads.call_within(_SHORT_ASK_S, _exit_code_of_owner, found)
         if found is None or exit_code is None:
             return
         with tempfile.TemporaryDirectory() as folder:
