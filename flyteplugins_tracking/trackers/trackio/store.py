@@ -73,8 +73,11 @@ class Database(Store):
             row = connection.execute("SELECT run_name, config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
             if row is None:
                 return None
-            own = "SELECT MAX(step) FROM metrics WHERE run_id = ? AND instr(CAST(metrics AS TEXT), ?)"
-            (last_step,) = connection.execute(own, (run_id, f'"{self._prefix}')).fetchone()
+            query, values = "SELECT MAX(step) FROM metrics WHERE run_id = ?", [run_id]
+            if self._prefix:  # this reads all rows of the run
+                query += " AND instr(CAST(metrics AS TEXT), ?)"
+                values.append(f'"{self._prefix}')
+            (last_step,) = connection.execute(query, values).fetchone()
             return Stored(row[0], json.loads(row[1]), last_step)
 
     def log(self, entries: Sequence[Mapping[str, Any]]) -> None:

@@ -124,10 +124,8 @@ class WandbHandle(Handle):
             kind: Any = type(self.run.summary)
             with contextlib.suppress(Exception):  # its wandb-core has died
                 getattr(kind, "__wrapped__", kind).update(self.run.summary, self._state)
-        if self.files is not None:
-            outbox.save_state(
-                self.run, self._request.plan.role, state
-            )  # the summary of an attempt that is killed may not have arrived
+        if self.files is not None:  # the summary of an attempt that is killed may not have arrived
+            outbox.save_state(self.run, self._request.plan.role, state)
 
     def saved_state(self) -> str | None:
         if self.files is None:
