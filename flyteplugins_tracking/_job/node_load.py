@@ -125,8 +125,7 @@ class LoadMeter:
         """Return how full the machine is, or the fullest cgroup with a limit around this process."""
         sizes = _numbers(proc.read(f"{self._root}/proc/meminfo"))
         shares = [1 - sizes["MemAvailable:"] / sizes["MemTotal:"]] if sizes else []
-        for line in proc.read(f"{self._root}/proc/self/cgroup").splitlines():
-            controllers, path = line.split(":", 2)[1:]
+        for controllers, path in proc.cgroups(self._root).items():
             if controllers not in _CGROUP_FILES:
                 continue
             limit_file, used_file, reclaimable = _CGROUP_FILES[controllers]
