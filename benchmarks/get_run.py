@@ -95,7 +95,8 @@ def main() -> None:
     quantities = [Quantity(place, f"{where}, ns a call", "{:.0f}") for place, where in PLACES.items()]
     quantities.append(Quantity("grown", f"bytes that {TRACED_CALLS:,} calls leave allocated", "{:.0f}"))
     slowest = {place: max(median(found, kind, place) for kind in KINDS) for place in PLACES}
-    most_grown = max(one["grown"] for kind in KINDS for one in found[kind])
+    # The run's threads allocate too, in some of the processes. What a call keeps is there in each of them.
+    most_grown = max(min(one["grown"] for one in found[kind]) for kind in KINDS)
     goals = [
         Goal(f"`get_run()` {where}", f"{LIMIT_NS} ns", f"{slowest[place]:.0f} ns", slowest[place] <= LIMIT_NS)
         for place, where in PLACES.items()

@@ -53,13 +53,14 @@ def row(nodes: int) -> dict[str, float]:
 def main() -> None:
     import paired
 
+    from flyteplugins_tracking._job.board import to_text
     from flyteplugins_tracking._job.pulse import Pulse
 
     samples = [{"us": sample_us()} for _ in range(ROUNDS)]
     sample_ms = statistics.median(one["us"] for one in samples) / 1e3
     rows = {nodes: row(nodes) for nodes in NODES}
     plain, loaded = (
-        len(Pulse(0.2, 0.5, 4 << 30, 70 << 30, **more).to_json()) for more in ({}, {"node": 1, "load": load()})
+        len(to_text(Pulse(0.2, 0.5, 4 << 30, 70 << 30, **more))) for more in ({}, {"node": 1, "load": load()})
     )
     lines = [
         f"| a node with {GPUS} GPUs | |",

@@ -171,8 +171,10 @@ def _found(begin: str) -> str:
 
 def table() -> str:
     """The lines of the page."""
-    about = _benchmark("log")["about"]
-    lines = [about.replace(" on ", ", on "), "", "| What it costs | Measured | Goal | |", "|---|---|---|---|"]
+    first, *_, last = sorted(_benchmark(path.stem)["about"] for path in FOLDER.glob("*.json"))
+    (_, since, rest), until = first.split(" ", 2), last.split(" ")[1]
+    dates = since if since == until else f"{since} to {until}"
+    lines = [f"Measured {dates}, {rest}", "", "| What it costs | Measured | Goal | |", "|---|---|---|---|"]
     for row in ROWS:
         goal = _goal(row.goal)
         lines.append(

@@ -37,7 +37,7 @@ def train_with_a_run_per_rank(epochs: int) -> float:
 
 @workflow
 def digits(epochs: int) -> tuple[float, float]:
-    """Both trainings; their accuracies."""
+    """Both training runs; their accuracies."""
     return train(epochs=epochs), train_with_a_run_per_rank(epochs=epochs)
 
 
@@ -100,7 +100,7 @@ def main(directory: Path, epochs: int) -> None:
     log_offline_without_a_key(directory)
     began = time.time()
     print(
-        f"A Flyte workflow on this machine: 2 trainings, each on {WORKERS.nproc_per_node} ranks that now start.",
+        f"A Flyte workflow on this machine: 2 training runs, each on {WORKERS.nproc_per_node} ranks that now start.",
         flush=True,
     )
     accuracies = digits(epochs=epochs)

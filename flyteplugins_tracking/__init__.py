@@ -4,13 +4,13 @@ Importing the package loads only the modules that a rank without a run needs. Th
 use.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RankScope, RunMode, RunPlan, plan
 from flyteplugins_tracking._rank.topology import get_distributed_info, override_distributed_info
 from flyteplugins_tracking._runs.call import get_run
+from flyteplugins_tracking._util.modules import loaded_on_use
 from flyteplugins_tracking.decorator import tracking_init
 from flyteplugins_tracking.errors import (
     ConfigError,
@@ -58,8 +58,13 @@ if TYPE_CHECKING:
     from flyteplugins_tracking._job.process_group import process_group
     from flyteplugins_tracking._job.progress import heartbeat
     from flyteplugins_tracking._runs.stopping import request_stop, should_stop
-    from flyteplugins_tracking._sweeps.agent import get_sweep_parameters, sweep_agent
-    from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
+    from flyteplugins_tracking._sweeps.sweep import (
+        get_sweep_id,
+        get_sweep_parameters,
+        sweep_agent,
+        tracking_sweep,
+        tracking_sweep_config,
+    )
 else:  # without the `else`, a type checker would accept every misspelt name
     _MODULES = {
         "_flyte.tracking_config": ("tracking_config",),
@@ -67,18 +72,12 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "_job.process_group": ("process_group",),
         "_job.progress": ("heartbeat",),
         "_runs.stopping": ("request_stop", "should_stop"),
-        "_sweeps.agent": ("get_sweep_parameters", "sweep_agent"),
-        "_sweeps.sweep": ("get_sweep_id", "tracking_sweep", "tracking_sweep_config"),
+        "_sweeps.sweep": (
+            "get_sweep_id",
+            "get_sweep_parameters",
+            "sweep_agent",
+            "tracking_sweep",
+            "tracking_sweep_config",
+        ),
     }
-
-    def __getattr__(name: str) -> object:
-        """Load a public name on first use (PEP 562)."""
-        for module, names in _MODULES.items():
-            if name in names:
-                globals()[name] = value = getattr(import_module(f"{__name__}.{module}"), name)
-                return value
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = loaded_on_use(globals(), _MODULES)

@@ -142,13 +142,22 @@ def decorator_of(
     return decorate
 
 
-def tracked_function(config: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
-    """Return a real function, so that it pickles, binds and is inspected like the one that it wraps."""
+def tracked_function(
+    config: TrackingConfig,
+    function: Callable[..., Any],
+    task: Task | None,
+    config_of: Callable[[tuple[Any, ...], dict[str, Any]], TrackingConfig] | None = None,
+) -> Callable[..., Any]:
+    """Return a real function, so that it pickles, binds and is inspected like the one that it wraps.
+
+    `config_of` returns the config of one call from its arguments; None if all calls have the same `config`.
+    """
+    config_of = config_of or (lambda *_: config)
     if flyte_context.is_async(function):
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
-            with _call_of(config, task) as call:
+            with _call_of(config_of(args, kwargs), task) as call:
                 result = await function(*args, **kwargs)
                 call.context.on_return(call)
             published = call.publish_files(is_async=True)
@@ -160,7 +169,7 @@ def tracked_function(config: TrackingConfig, function: Callable[..., Any], task:
 
     @functools.wraps(function)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        with _call_of(config, task) as call:
+        with _call_of(config_of(args, kwargs), task) as call:
             result = function(*args, **kwargs)
             _refuse_body_to_come(function, result)
             call.context.on_return(call)

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,18 +31,16 @@ from flyteplugins_tracking._rank.topology import Detection, RecordingEnv, examin
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
-from flyteplugins_tracking._util.text import first_line, parse_json
+from flyteplugins_tracking._util.text import first_line, in_words, parse_json
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import LEVELS, Diagnosis, Diagnostic, Level, check_directory
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
-from flyteplugins_tracking.trackers.vendor_parts import known_faults, numbers
+from flyteplugins_tracking.trackers.vendor_parts import known_faults
 
 _OWN = "flyteplugins-tracking"
-# No job has more ranks: a larger number is a mistake.
-_MOST_RANKS = 100_000
 _START = "torchrun --nproc-per-node=2 train.py, or: srun --ntasks=2 python train.py"
 _DEFAULT = "wandb"
 # How long a server may take to answer.
@@ -51,13 +48,10 @@ _ANSWER_S = 5.0
 _OTHER_DECORATORS = ("flyteplugins-wandb", "flytekitplugins-wandb", "flyteplugins-mlflow", "flyteplugins-trackio")
 _FRAMEWORKS = ("accelerate", "flyte", "flytekit", "flytekitplugins-kfpytorch", "flyteplugins-pytorch", "lightning")
 _SHOWN = sorted((*_FRAMEWORKS, "torch", "transformers", *_OTHER_DECORATORS))
-# A requirement of an extra: distribution, versions and extra. Those for development depend on the other extras.
-_REQUIREMENT = re.compile(r"^([\w.-]+)\s*([^;\s]*)\s*;\s*extra == ['\"](?!dev|examples)(\w+)['\"]$", re.MULTILINE)
-# How long rank 0 waits for the others' diagnostics; and how long they wait until it has printed. They must not end
-# before: torchrun ends all ranks when one ends with an error.
+# How long rank 0 waits for the others' diagnostics.
 _OTHERS_S = 30.0
-_RANK_0_S = 60.0
-# How long rank 0 may take to ask servers and to print, if the ranks share no store.
+# How long rank 0 may take to ask servers and to print, if the ranks share no store. A rank with an error must not end
+# before: launchers end all ranks then.
 _PRINTING_S = 6.0
 
 
@@ -95,11 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "plans": [] if document["detected"]["error"] else list(runs),
     }
     _print(document, as_json=options.json)
-    status = int(not document["ok"])
-    if info is not None and board is not None:
-        with suppress(RuntimeError):
-            _statuses(board, info).append(str(status))
-    return status
+    return int(not document["ok"])
 
 
 def _board_of(info: DistributedInfo, found: list[Diagnostic]) -> Board | None:
@@ -122,20 +112,15 @@ def _board_of(info: DistributedInfo, found: list[Diagnostic]) -> Board | None:
     return None
 
 
-def _statuses(board: Board, info: DistributedInfo) -> Board:
-    return board.of_topic(f"doctor/{info.restart_count}/status")
-
-
 def _leave_to_rank_0(document: Mapping[str, Any], info: DistributedInfo, board: Board | None) -> int:
-    """Have rank 0 print this rank's diagnostics, and return its exit status.
+    """Have rank 0 print this rank's diagnostics, and count them in its exit status: this rank's is 0 then.
 
-    Without a board, or if rank 0 has not printed within 60 s, print this rank's errors on stderr.
+    Without a board, print this rank's errors on stderr, and return 1 if there are any.
     """
     if board is not None:
         with suppress(RuntimeError):
             board.append(json.dumps(document))
-            for status in _statuses(board, info).wait_for_texts(1, _RANK_0_S):
-                return int(status)
+            return 0
     errors = [each._asdict() for each in document["diagnostics"] if each.level == "error"]
     for line in itertools.chain(*(_lines(_masked({**error, "ranks": None, "workers": []})) for error in errors)):
         sys.stderr.write(f"rank {info.rank}: {line}\n")
@@ -257,7 +242,7 @@ def _check_job(info: DistributedInfo | None, error: str | None, variables: Mappi
     if error is not None:
         yield Diagnostic("error", error, f"unset {' '.join(variables)}, or start with: {_START}")
     elif info is not None:
-        yield from _check_rank(info, os.environ)
+        yield from _check_rank(info)
     else:
         yield Diagnostic("note", "no launcher was detected: this process counts as the only one, and has a run", _START)
         if os.environ.get("SLURM_JOB_ID"):
@@ -265,28 +250,15 @@ def _check_job(info: DistributedInfo | None, error: str | None, variables: Mappi
             yield Diagnostic("warning", text, "srun python train.py, in the sbatch script")
 
 
-def _check_rank(info: DistributedInfo, env: Mapping[str, str]) -> Iterator[Diagnostic]:
-    for size, counted in ((info.local_world_size, "ranks on this worker"), (info.num_workers, "workers")):
-        if size is not None and size > info.world_size:
-            text = f"{info.launcher} tells of {size} {counted}, but only {info.world_size} ranks in all"
-            yield Diagnostic("warning", text, f"start with: {_START}")
-    if info.world_size > _MOST_RANKS:
-        yield Diagnostic("warning", f"{info.launcher} tells of {info.world_size} ranks", f"start with: {_START}")
-    if info.launcher == "kubeflow" and "PET_NPROC_PER_NODE" not in env and "LOCAL_RANK" not in env:
+def _check_rank(info: DistributedInfo) -> Iterator[Diagnostic]:
+    if info.launcher == "kubeflow" and "PET_NPROC_PER_NODE" not in os.environ and "LOCAL_RANK" not in os.environ:
         text = f"LOCAL_RANK is not set: rank {info.rank} of {info.world_size} counts as the only process of its node"
         yield Diagnostic("warning", text, "torchrun train.py in each pod; or set LOCAL_RANK in each process")
-    if info.world_size == 1:
-        return
-    try:
-        primary_rank_of(info, "auto", "worker", 0)
-    except TopologyError as error:
-        yield Diagnostic("warning", str(error))
-    slurms = "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
-    values = {"MASTER_ADDR": slurms if info.launcher == "slurm" else "the host of rank 0", "MASTER_PORT": "29500"}
-    missing = [name for name in values if not env.get(name)]
-    if missing and find_spec("torch") is not None:
-        text = f"{' and '.join(missing)} not set: torch.distributed's env:// cannot start a process group"
-        yield Diagnostic("warning", text, "export " + " ".join(f'{name}="{values[name]}"' for name in missing))
+    if info.world_size > 1:
+        try:
+            primary_rank_of(info, "auto", "worker", 0)
+        except TopologyError as error:
+            yield Diagnostic("warning", str(error))
 
 
 def _check_directories() -> Iterator[Diagnostic]:
@@ -404,15 +376,6 @@ def _version_of(tracker: Tracker) -> str | None:
 
 def _check_versions(installed: Mapping[str, str]) -> Iterator[Diagnostic]:
     """Yield the installed packages that do not work together."""
-    requirements = metadata.requires(_OWN) or () if installed_version(_OWN) else ()
-    # The last extra counts: those that consist of others come before, in the order of the alphabet, from "demo" on.
-    extras = {found[0]: found for found in _REQUIREMENT.findall("\n".join(requirements))}
-    for distribution, required, extra in extras.values():
-        version = installed_version(distribution) or ""
-        bounds = re.findall(r"(<|>=)([\d.]+)", required)  # the extras have no other operators
-        if version and any((numbers(version) < numbers(bound)) is (operator == ">=") for operator, bound in bounds):
-            text = f"{distribution} {version} is installed, but this library needs {required}"
-            yield Diagnostic("warning", text, f'pip install --upgrade "{_OWN}[{extra}]"')
     for name in _OTHER_DECORATORS:
         if name in installed:
             text = f"{name} is installed: do not stack its decorators with these. They do not know of each other"
@@ -444,9 +407,8 @@ def _as_text(document: Mapping[str, Any]) -> str:
     sections = {"Job": list(_job(detected))}
     # If the variables contradict each other, no process knows its rank, and all print: only the error matters.
     if detected["error"] is None:
-        sections[f"Runs ({{base}} is {base_id['source']})"] = _table(
-            "run_mode rank_scope runs ids groups writers", document["plans"]
-        )
+        runs = _table("run_mode rank_scope runs ids groups writers", document["plans"])
+        sections[f"Runs ({{base}} is {base_id['source']})"] = [*runs, *_roles(document["plans"], base_id["base_id"])]
         sections["Trackers"] = _table("name version place credentials reachable", document["trackers"])
         sections["Versions"] = [", ".join(f"{name} {version}" for name, version in document["versions"].items())]
     sections["Diagnostics"] = [line for entry in document["diagnostics"] for line in _lines(entry)]
@@ -472,6 +434,13 @@ def _job(detected: Mapping[str, Any]) -> Iterator[str]:
         yield "read from  " + " ".join(f"{name}={value}" for name, value in detected["variables"].items())
 
 
+def _roles(plans: Sequence[Mapping[str, Any]], base_id: str | None) -> Iterator[str]:
+    """Yield what a job needs here that shares a run with other jobs."""
+    if plans and plans[0]["writers"]:
+        which = "all of them pass the same id=" if base_id is None else f"all of them have the id {base_id}"
+        yield f"roles=[...]: other jobs join its run; role=...: {plans[0]['writers']} joins one; {which}"
+
+
 def _table(columns: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     keys, words = columns.split(), {"": "-", "None": "-", "True": "yes", "False": "no"}
     cells = [keys, *([words.get(str(row[key]), str(row[key])) for key in keys] for row in rows)]
@@ -480,14 +449,8 @@ def _table(columns: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _lines(entry: Mapping[str, Any]) -> Iterator[str]:
-    workers = f" ({_named('worker', entry['workers'])})" if entry["workers"] else ""
-    who = f"{_named('rank', entry['ranks'])}{workers}: " if entry["ranks"] else ""
+    workers = f" ({in_words('worker', entry['workers'])})" if entry["workers"] else ""
+    who = f"{in_words('rank', entry['ranks'])}{workers}: " if entry["ranks"] else ""
     yield f"{entry['level']}: {who}{entry['text'].rstrip('.')}"
     if entry["fix"]:
         yield f"  -> {entry['fix']}"
-
-
-def _named(kind: str, numbers: Sequence[int]) -> str:
-    """Return numbers as text, at most four of them: `ranks 0, 8, 16, ..., 24`."""
-    shown = numbers if len(numbers) <= 4 else [*numbers[:3], "...", numbers[-1]]
-    return f"{kind}{'s' if len(numbers) > 1 else ''} {', '.join(map(str, shown))}"

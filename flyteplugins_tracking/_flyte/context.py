@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
@@ -95,7 +94,7 @@ def current_context() -> ExecutionContext:
     """
     contexts = (sdk.current_context() for sdk in loaded_sdks())
     context: ExecutionContext | None = next(filter(None, contexts), None)
-    return context or ProcessContext.current()
+    return context or ProcessContext(propagated=propagation.read(propagation.CONFIG, None))
 
 
 def propagated(key: str) -> dict[str, Any]:
@@ -126,21 +125,6 @@ def _refuse_other_targets(target: Any, name: str) -> None:
             f"{getattr(target, '__qualname__', target)} is a generator function: its body would run after the call, "
             "outside of the run. Decorate the function that consumes the generator."
         )
-    if _makes_context_manager(target):
-        raise ConfigError(
-            f"{getattr(target, '__qualname__', target)} makes a context manager: the body of its `with` would run "
-            f"after the call, outside of the run. Put @{name} on the function that has the `with`."
-        )
-
-
-def _makes_context_manager(target: Any) -> bool:
-    """Whether `target` is what `contextlib.contextmanager` or `asynccontextmanager` returns."""
-    origin = getattr(getattr(target, "__code__", None), "co_filename", None)
-    if origin != contextlib.contextmanager.__code__.co_filename:
-        return False
-    import inspect
-
-    return _is_generator_function(inspect.unwrap(target))
 
 
 def _is_generator_function(target: Any) -> bool:

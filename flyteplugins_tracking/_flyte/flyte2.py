@@ -315,8 +315,9 @@ def _run_metadata(task: Any, action: Any) -> dict[str, Any]:
 
 
 def _attempt_of(task: Any) -> int:
-    """The number of earlier attempts: 0 with the first versions of Flyte 2, which do not say it."""
-    return getattr(task, "attempt_number", 0)
+    """The number of earlier attempts. Flyte 2.0 does not say it, but a pod has the variable of later versions."""
+    number: int | None = getattr(task, "attempt_number", None)
+    return int(os.environ.get("FLYTE_ATTEMPT_NUMBER", "0")) if number is None else number
 
 
 def _url(action: Any) -> str | None:

@@ -6,14 +6,13 @@ The primary of the job's first run shows it. The other ranks send their runs to 
 from __future__ import annotations
 
 import html
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._job.board import from_text, job_board
+from flyteplugins_tracking._job.board import from_text, job_board, to_text
 from flyteplugins_tracking._rank.info import DistributedInfo
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def show_run(show: Callable[[str, str], None], run: Run, exit_code: int, summary
                 sent = board.wait_for_texts(other_runs, _WAIT_S)
                 outcomes += filter(None, (from_text(Outcome, text) for text in sent))
             elif board is not None:
-                board.append(json.dumps(asdict(outcomes[0])))
+                board.append(to_text(outcomes[0]))
     if run.plan.first:
         attempt = run.opener.context.run_metadata.get("attempt_number", 0)
         show(TITLE, page(name, info, attempt, outcomes, other_runs + 1 - len(outcomes)))

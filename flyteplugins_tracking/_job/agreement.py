@@ -19,18 +19,18 @@ is void.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from flyteplugins_tracking._job.board import Board, from_text
+from flyteplugins_tracking._job.board import Board, from_text, to_text
 from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
+from flyteplugins_tracking._util.text import in_words
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ class Agreement(Duty):
         if not self._missing:
             timeout_s = min(ROUND_S, *(one.rest_s(now) for one in self._requests))
             opened = _Round(request.reason, self._info.rank, members, timeout_s)
-            self.board.put_first(f"round/{self._number}", json.dumps(asdict(opened)))
+            self.board.put_first(f"round/{self._number}", to_text(opened))
         elif now > request.made_at + ROUND_S and not self._has_warned:
             self._has_warned = True
             logger.warning("%s; waiting", _not_agreed(request.reason, _missing_text(self._missing)))
@@ -279,7 +279,7 @@ class Agreement(Duty):
     def _decide(self, decision: _Decision) -> None:
         """Decide the open round, unless somebody was faster."""
         if self._round is not None:
-            text = self.board.put_first(f"decision/{self._number}", json.dumps(asdict(decision)))
+            text = self.board.put_first(f"decision/{self._number}", to_text(decision))
             self._apply(self._round, text)
 
     def _apply(self, decided: _Round, text: str) -> None:
@@ -349,7 +349,4 @@ def _not_agreed(reason: str, why: str) -> str:
 
 
 def _missing_text(missing: Sequence[int]) -> str:
-    ranks = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return (
-        f"rank {ranks} does not call should_stop()" if len(missing) == 1 else f"ranks {ranks} do not call should_stop()"
-    )
+    return f"{in_words('rank', missing)} {'does' if len(missing) == 1 else 'do'} not call should_stop()"

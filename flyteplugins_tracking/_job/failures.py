@@ -19,13 +19,12 @@ import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._job.board import board_directory, from_text, nearest_board
-from flyteplugins_tracking._job.store import is_torch_loaded
+from flyteplugins_tracking._job.board import board_directory, from_text, is_torch_loaded, nearest_board, to_text
 from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
@@ -88,7 +87,6 @@ class Failure:
         traceback: The last 50 lines of the traceback, without keys; empty if the process ended without a word.
         is_secondary: Whether the rank has only lost another one: a collective was cut off.
         host: The host's name.
-        pid: The process.
         failed_at: When, in seconds since the epoch, by the clock of the host.
     """
 
@@ -99,7 +97,6 @@ class Failure:
     traceback: str = ""
     is_secondary: bool = False
     host: str = field(default_factory=socket.gethostname)
-    pid: int = field(default_factory=os.getpid)
     failed_at: float = field(default_factory=time.time)
 
     @classmethod
@@ -116,10 +113,6 @@ class Failure:
             traceback=_clean_traceback(stack),
             is_secondary=is_secondary(error),
         )
-
-    def to_json(self) -> str:
-        """Return the failure as a string for the job's board."""
-        return json.dumps(asdict(self))
 
     def __str__(self) -> str:
         what = [self.type, self.message] if self.traceback else [self.message]
@@ -214,7 +207,7 @@ def _append_notice(failure: Failure, info: DistributedInfo) -> None:
     with suppress(RuntimeError, OSError):  # the store has gone: with rank 0, or its node
         board = nearest_board(info, os.environ, _topic(failure.is_secondary))
         before = board.count(_ACKNOWLEDGED)
-        board.append(failure.to_json())
+        board.append(to_text(failure))
         if not _has_other_nodes(info) or not failure.exit_code or failure.is_secondary:
             return
         deadline = time.monotonic() + _ACKNOWLEDGED_S

@@ -11,7 +11,6 @@ thread has not put its deadline off; and the primary of the same machine reads t
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import re
 import socket
@@ -22,16 +21,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from flyteplugins_tracking._job import progress
-from flyteplugins_tracking._job.board import Board, from_text
+from flyteplugins_tracking._job.board import Board, from_text, to_text
 from flyteplugins_tracking._job.watch import Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import is_own
-from flyteplugins_tracking._util.text import printable
+from flyteplugins_tracking._util.text import in_words, printable
 
 # How often the thread looks, within `hang_timeout_s`.
 _LOOKS = 5
@@ -85,7 +84,7 @@ class RollCallDuty(Duty):
         self._put_off()
         # Not by the attempt: torchelastic's agents count restarts each for itself. The numbers of episodes continue.
         place = _Place(socket.gethostname(), os.getpid(), self._thread_id, self._file.fileno())
-        self.board.put(f"place/{self._info.rank}", json.dumps(asdict(place)))
+        self.board.put(f"place/{self._info.rank}", to_text(place))
         self._answered = self.board.count("episodes")
 
     def look(self) -> None:
@@ -136,7 +135,7 @@ class RollCallDuty(Duty):
         dump = self._file.read().decode(errors="replace")
         self._empty_file()
         where = place_of(frames_of(dump, self._thread_id))
-        self.board.put(f"stacks/{episode}/{self._info.rank}", json.dumps(asdict(_Answer(f"at {where}", dump))))
+        self.board.put(f"stacks/{episode}/{self._info.rank}", to_text(_Answer(f"at {where}", dump)))
         if self._show is not None:
             self._answers = {}
             self._answers_until = time.monotonic() + min(self._timeout_s, _LONGEST_ANSWER_S)
@@ -260,16 +259,4 @@ def verdict_of(places: Mapping[int, str]) -> str:
     for rank, words in sorted(places.items()):
         ranks_by_place.setdefault(words, []).append(rank)
     by_size = sorted(ranks_by_place.items(), key=lambda item: -len(item[1]))
-    return "; ".join(f"{_in_words(ranks)} {words}" for words, ranks in by_size)
-
-
-def _in_words(ranks: Sequence[int]) -> str:
-    """Return the ranks in words, runs of them as a range: "ranks 0-2, 5"."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][-1] + 1:
-            ranges[-1].append(rank)
-        else:
-            ranges.append([rank])
-    texts = [f"{group[0]}-{group[-1]}" if len(group) > 2 else ", ".join(map(str, group)) for group in ranges]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
+    return "; ".join(f"{in_words('rank', ranks)} {words}" for words, ranks in by_size)

@@ -18,12 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from flyteplugins_tracking._job.store import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
-from flyteplugins_tracking._rank import jax
+from flyteplugins_tracking._job.board import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
+from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.children import has_inherited_group, marked_base_id
+from flyteplugins_tracking._rank.engines import Trial
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
-from flyteplugins_tracking._rank.ray import Trial
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import initialised_distributed, loaded
 from flyteplugins_tracking._util.proc import Env
@@ -243,7 +243,7 @@ def _from_rank_0(info: DistributedInfo, token: str | None, *, waits: bool = True
 
 def _through_jax(info: DistributedInfo) -> str | None:
     """Return the first rank's token, through the store of JAX's processes; None if they are not the ranks."""
-    store = jax.job_store(info)
+    store = engines.jax_store(info)
     try:
         return None if store is None else _agree(store, _random_token())
     except RuntimeError as error:

@@ -36,14 +36,6 @@ _stores: dict[tuple[str, str, int, int], tuple[Any, Iterator[int]]] = {}
 # hung in about 1 of 3 short gloo jobs of 4 ranks. Here the group ends with the next one or with the process.
 # https://github.com/pytorch/pytorch/issues/56297
 _left: list[Any] = []
-# How to set MASTER_ADDR and MASTER_PORT under launchers that do not set them.
-_SET_MASTER = {
-    "slurm": 'before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
-    "MASTER_PORT=29500",
-    "openmpi": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500, where HOST runs rank 0",
-    "mpich": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500, where HOST runs rank 0",
-}
-_SET_MASTER_ELSEWHERE = "in each process: export MASTER_ADDR=HOST MASTER_PORT=29500, where HOST runs rank 0"
 
 
 @contextmanager
@@ -68,7 +60,7 @@ def process_group(
         CPU.
 
     Raises:
-        ConfigError: An argument is invalid, for instance NCCL without CUDA, or does not match the existing group.
+        ConfigError: An argument is invalid, or does not match the existing group.
         TopologyError: The processes cannot meet, or do not have a GPU each. It is raised before anything waits for
             another rank.
 
@@ -177,10 +169,7 @@ def _create(
     on_gpu = "nccl" in _backend_names(backend)
     if device is not None and not on_gpu:
         raise ConfigError(f"device={device} needs NCCL, but backend={backend!r}: leave one of them out")
-    if on_gpu:
-        _check_cuda(device)
     rank_device = torch.device("cuda", _gpu(device, info)) if on_gpu else torch.device("cpu")
-    _check_backend(dist, backend)
     if on_gpu:
         torch.cuda.set_device(rank_device)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -227,29 +216,6 @@ def _backend_names(backend: str) -> Sequence[str]:
     return [part.rpartition(":")[2].strip().lower() for part in backend.split(",")]
 
 
-def _check_cuda(device: int | None) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        return
-    argument = "backend='nccl'" if device is None else f"device={device}"
-    reason = "sees no GPU" if torch.version.cuda or torch.version.hip else "is built without CUDA"
-    raise ConfigError(
-        f"{argument} needs CUDA, and torch {torch.__version__} {reason} here ({_visible_devices()}): run where "
-        "nvidia-smi lists a GPU, or pass backend='gloo'"
-    )
-
-
-def _check_backend(dist: Any, backend: str) -> None:
-    for name in _backend_names(backend):
-        if name == "undefined" or not dist.is_backend_available(name):
-            known = [other for other in dist.Backend.backend_list if other not in ("undefined", "fake")]
-            raise ConfigError(
-                f"backend={backend!r}: this torch has no {name!r}. It has: "
-                f"{', '.join(other for other in known if dist.is_backend_available(other))}"
-            )
-
-
 def _gpu(device: int | None, info: DistributedInfo | None) -> int:
     """Return the index of this process's GPU. With one GPU for several ranks, NCCL hangs or fails unclearly."""
     import torch
@@ -262,7 +228,7 @@ def _gpu(device: int | None, info: DistributedInfo | None) -> int:
         if ranks > count:
             raise TopologyError(
                 f"{ranks} processes on this node, but torch sees {count} GPUs ({_visible_devices()}): NCCL needs one "
-                f"for each. Start {count} processes (torchrun --nproc-per-node={count}), let torch see more GPUs, or "
+                "for each. Start one process for each GPU (torchrun --nproc-per-node), let torch see more GPUs, or "
                 "pass backend='gloo'. If each process sees only its own GPU, pass device=0."
             )
         device = info.local_rank
@@ -282,10 +248,10 @@ def _check_master(info: DistributedInfo) -> None:
     """Refuse an address at which rank 0 cannot listen: torch would wait for it until the timeout."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
-        command = _SET_MASTER.get(info.launcher, _SET_MASTER_ELSEWHERE)
         raise TopologyError(
             f"{' and '.join(missing)} must be set to where rank 0 listens, which {info.launcher} does not do. Start "
-            f"the {info.world_size} processes with torchrun, or set both, {command}"
+            f"the {info.world_size} processes with torchrun; or set both in each process, to the host of rank 0: "
+            "export MASTER_ADDR=HOST MASTER_PORT=29500"
         )
     port = os.environ["MASTER_PORT"]
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):

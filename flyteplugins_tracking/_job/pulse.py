@@ -8,7 +8,6 @@ hooks, and works for any framework.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import re
@@ -16,13 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from types import FrameType
 from typing import Any, Literal
 
 from flyteplugins_tracking._job import node_load, progress
-from flyteplugins_tracking._job.board import Board, from_text
+from flyteplugins_tracking._job.board import Board, from_text, to_text
 from flyteplugins_tracking._job.failures import COLLECTIVES
 from flyteplugins_tracking._job.watch import Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -34,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 # A rank is silent if it has put nothing on the board for this many pulses.
 _SILENT_PULSES = 2
-# A load that the primary has first seen this many pulses ago is not older than two: it was new then.
-_FRESH_PULSES = 1.5
 # The most characters of a pulse: that of a node with 16 GPUs has half of them.
 _LONGEST = 4096
 # The most seconds between two looks at the function's stack, and the number of looks within a short pulse.
@@ -72,15 +69,6 @@ class Pulse:
     load: dict[str, float] = field(default_factory=dict)
     put_at: float = field(default_factory=time.time)
 
-    def to_json(self) -> str:
-        """Return the pulse as a string for the job's board."""
-        return json.dumps(asdict(self), separators=(",", ":"))
-
-
-def put(board: Board, rank: int, pulse: Pulse) -> None:
-    """Put the pulse of a rank on the board, in the place of its last one."""
-    board.put(str(rank), pulse.to_json())
-
 
 def read(board: Board, world_size: int, since: float = 0.0) -> dict[int, Pulse]:
     """Return the last pulse of each rank that has one.
@@ -111,10 +99,6 @@ class SilenceWatch:
         ended = {rank for rank, pulse in pulses.items() if pulse.state != "running"}
         longest_s = _SILENT_PULSES * self._pulse_s
         return [rank for rank, (_, at) in enumerate(self._seen) if rank not in ended and now - at > longest_s]
-
-    def is_fresh(self, rank: int, now: float) -> bool:
-        """Whether the last pulse of a rank is not older than two pulses; as of the last call of `silent`."""
-        return now - self._seen[rank][1] < _FRESH_PULSES * self._pulse_s
 
 
 def metrics(pulses: Mapping[int, Pulse]) -> dict[str, float]:
@@ -224,7 +208,7 @@ class PulseDuty(Duty):
             node=self._node,
             load={} if self._load is None or state != "running" else self._load.measure(),
         )
-        put(self.board, self._info.rank, pulse)
+        self.board.put(str(self._info.rank), to_text(pulse))
 
     def _read(self, log: Callable[[Mapping[str, float]], None]) -> None:
         now = time.monotonic()
@@ -234,7 +218,7 @@ class PulseDuty(Duty):
         num_nodes = self._info.num_workers or self._info.world_size
         loads = {}
         for rank, pulse in alive.items():
-            if pulse.node is not None and self._silence.is_fresh(rank, now):
+            if pulse.node is not None:
                 if pulse.node in range(num_nodes) and node_load.is_sound(pulse.load):
                     loads[pulse.node] = pulse.load
                 else:

@@ -112,7 +112,6 @@ class Ended:
             message=f"{word} ({how})",
             exit_code=self.exit_code,
             is_secondary=self.signal == signal.SIGABRT,  # NCCL's watchdog aborts the ranks that have lost another one
-            pid=self.pid,
             failed_at=time.time() - (time.monotonic() - self.at),
         )
 

@@ -17,8 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from flyteplugins_tracking._job import progress
-from flyteplugins_tracking._job.board import Board, OwnStore, nearest_board
-from flyteplugins_tracking._job.store import STORE_TIMEOUT, connected_store
+from flyteplugins_tracking._job.board import STORE_TIMEOUT, Board, OwnStore, connected_store, nearest_board
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import PerProcess, register

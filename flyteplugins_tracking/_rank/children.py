@@ -140,13 +140,9 @@ def has(environment: Mapping[str, str], variables: Mapping[str, str]) -> bool:
     return all(environment.get(name) == value for name, value in variables.items())
 
 
+@functools.cache  # a forked process shows what its parent was started with
 def _initial_variables() -> Mapping[str, str]:
-    return _variables_at_start(os.getpid()) or _at_import
-
-
-@functools.lru_cache(maxsize=1)
-def _variables_at_start(pid: int) -> Mapping[str, str]:
-    return proc.variables_at_start(pid)
+    return proc.variables_at_start(os.getpid()) or _at_import
 
 
 def _multiprocessing_parent() -> int | None:

@@ -115,9 +115,9 @@ class Launcher(Record):
 def _ray_train(_: Launcher, __: Env) -> DistributedInfo | None:
     if "ray" not in sys.modules:
         return None
-    from flyteplugins_tracking._rank import ray
+    from flyteplugins_tracking._rank import engines
 
-    return ray.train_world()
+    return engines.ray_world()
 
 
 def _torchelastic(launcher: Launcher, env: Env) -> DistributedInfo:
@@ -127,20 +127,12 @@ def _torchelastic(launcher: Launcher, env: Env) -> DistributedInfo:
 def _true_local_rank(env: Env) -> int | None:
     """Return the local rank under `--virtual-local-rank`, which sets LOCAL_RANK=0 in every process; else None.
 
-    The path of the agent's error file contains the true one. Without that file: workers of equal size have consecutive
-    ranks.
+    The path of the agent's error file contains the true one.
     """
-    rank, local_world_size = _integer(env, "RANK"), _integer(env, "LOCAL_WORLD_SIZE")
-    if env.get("LOCAL_RANK") != "0" or not rank or not local_world_size:
+    if env.get("LOCAL_RANK") != "0" or not _integer(env, "RANK"):
         return None
     match = re.search(r"/attempt_\d+/(\d+)/error\.json$", env.get("TORCHELASTIC_ERROR_FILE", ""))
-    if match:
-        return int(match[1])
-    group_rank, groups = _integer(env, "GROUP_RANK"), _integer(env, "GROUP_WORLD_SIZE")
-    if group_rank is None or groups is None or groups * local_world_size != _integer(env, "WORLD_SIZE"):
-        return None
-    local_rank = rank - group_rank * local_world_size
-    return local_rank if 0 <= local_rank < local_world_size else None
+    return int(match[1]) if match else None
 
 
 def _rank_variables(launcher: Launcher, env: Env) -> DistributedInfo:
@@ -207,9 +199,9 @@ def detect_process_group(*_: object) -> DistributedInfo | None:
 def _jax(_: Launcher, __: Env) -> DistributedInfo | None:
     if "jax" not in sys.modules:
         return None
-    from flyteplugins_tracking._rank import jax
+    from flyteplugins_tracking._rank import engines
 
-    return jax.world()
+    return engines.jax_world()
 
 
 def _kubeflow(launcher: Launcher, env: Env) -> DistributedInfo | None:
@@ -229,12 +221,7 @@ def _kubeflow(launcher: Launcher, env: Env) -> DistributedInfo | None:
     if processes == "NPROC_PER_NODE" and _integer(env, world_size) == 1:
         return None
     if env.get(processes, "1") != "1":
-        raise _is_a_node(env, rank, processes, _torchrun_in_pod(env, processes))
-    if world_size == "PET_NNODES" and ":" in env[world_size]:
-        raise TopologyError(
-            f"PET_NNODES={env[world_size]} does not say how many nodes there are now, and nothing else does. "
-            "Call the decorated function in the workers: torchrun train.py"
-        )
+        raise _is_a_node(env, rank, processes)
     nodes = env.get("PET_NNODES")
     if nodes is not None and ":" not in nodes and _integer(env, "PET_NNODES") != _integer(env, world_size):
         raise TopologyError(
@@ -248,18 +235,11 @@ def _kubeflow(launcher: Launcher, env: Env) -> DistributedInfo | None:
 _POD_VARIABLES = ("PET_NNODES", "PET_NODE_RANK", "AIHC_JOB_NAME", "DLC_JOB_ID", "KUBERNETES_SERVICE_HOST")
 
 
-def _torchrun_in_pod(env: Env, processes: str) -> str:
-    """Return the command that starts the processes of a pod. torchrun reads the variables that begin with PET_."""
-    address = ' --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"'
-    if processes == "NPROC_PER_NODE":
-        return f'torchrun --nnodes="$WORLD_SIZE" --node-rank="$RANK" --nproc-per-node="${processes}"{address} train.py'
-    return f"torchrun{address if 'RANK' in env else ''} train.py"
-
-
-def _is_a_node(env: Env, rank: str, processes: str, command: str) -> TopologyError:
+def _is_a_node(env: Env, rank: str, processes: str) -> TopologyError:
     return TopologyError(
         f"{rank}={env.get(rank)} is a node, not a process: {processes}={env[processes]} and no LOCAL_RANK. "
-        f"Call the decorated function in the workers: {command}"
+        "Call the decorated function in the workers: "
+        "torchrun --nnodes=... --node-rank=... --nproc-per-node=... --master-addr=... train.py"
     )
 
 
@@ -288,17 +268,15 @@ def _was_set_late(env: Env, name: str) -> bool:
     return bool(at_start) and at_start.get(name) != env[name]
 
 
-def _one_process_per_node(
-    gpus_per_node: str, command: str = "torchrun train.py"
-) -> Callable[[Launcher, Env], DistributedInfo | None]:
-    """Return the function of a launcher that starts one process on each node. `command` starts one for each GPU."""
+def _one_process_per_node(gpus_per_node: str) -> Callable[[Launcher, Env], DistributedInfo | None]:
+    """Return the function of a launcher that starts one process on each node."""
 
     def detect(launcher: Launcher, env: Env) -> DistributedInfo | None:
         node, nodes = (_first(env, names) for names in (launcher.worker_index, launcher.world_size))
         if _integer(env, nodes) in (None, 1):
             return None
         if (_integer(env, gpus_per_node) or 0) > 1:
-            raise _is_a_node(env, node, gpus_per_node, command)
+            raise _is_a_node(env, node, gpus_per_node)
         names = {"rank": node, "num_workers": nodes}
         return launcher.read(env, names=names, local_rank=0, local_world_size=1)
 
@@ -418,13 +396,7 @@ _TABLE = (
         worker_index="LEPTON_JOB_WORKER_INDEX",
         restart_count=("RESTART_ATTEMPT",),
         job_id="LEPTON_JOB_NAME",
-        function=_one_process_per_node(
-            "LEPTON_RESOURCE_ACCELERATOR_NUM",
-            'torchrun --nnodes="$LEPTON_JOB_TOTAL_WORKERS" --node-rank="$LEPTON_JOB_WORKER_INDEX" '
-            '--nproc-per-node="$LEPTON_RESOURCE_ACCELERATOR_NUM" '
-            '--master-addr="${LEPTON_JOB_SERVICE_PREFIX:-$LEPTON_JOB_NAME}-0.'
-            '${LEPTON_SUBDOMAIN:-$LEPTON_JOB_NAME-job-svc}" train.py',
-        ),
+        function=_one_process_per_node("LEPTON_RESOURCE_ACCELERATOR_NUM"),
         is_of_node=True,
     ),
     # A pod of PyTorchJob, Kubeflow's Trainer v2, PAI-DLC or AIHC.

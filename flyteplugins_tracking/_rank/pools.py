@@ -25,7 +25,7 @@ from flyteplugins_tracking._util.record import Record
 if TYPE_CHECKING:
     from types import FrameType
 
-    from flyteplugins_tracking._rank.ray import Trial
+    from flyteplugins_tracking._rank.engines import Trial
 
 
 class Pool(Record):
@@ -74,11 +74,11 @@ def _ray() -> Pool | None:
     """
     if "ray" not in sys.modules:
         return None
-    from flyteplugins_tracking._rank import ray
+    from flyteplugins_tracking._rank import engines
 
-    if not ray.is_worker():
+    if not engines.is_ray_worker():
         return None
-    return Pool("ray", "this process is a worker of Ray", os.getppid(), trial=ray.trial())
+    return Pool("ray", "this process is a worker of Ray", os.getppid(), trial=engines.ray_trial())
 
 
 def _dask() -> Pool | None:

@@ -22,9 +22,9 @@ from flyteplugins_tracking._rank.plan import opens_run
 from flyteplugins_tracking._rank.pools import counts_of_world
 from flyteplugins_tracking._rank.topology import Detection, examine
 from flyteplugins_tracking._runs.context import ExecutionContext, Task
-from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.signals import critical_section
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
 from flyteplugins_tracking.trackers.config import TrackingConfig
@@ -325,11 +325,7 @@ class Call(PerProcess):
         Returns:
             An awaitable if `is_async` and there are files; else None.
         """
-        if self.run is None or self.run.opener is not self or not self.config.download_logs or self.is_parents:
-            return None
-        from flyteplugins_tracking._runs import ended
-
-        return ended.publish_files(self.run, is_async)
+        return None if self.run is None or self.is_parents else self.run.publish_files(self, is_async)
 
 
 # The failures that this process has announced as the end of its rank.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._util.record import Record
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ class Task(NamedTuple):
     timeout_s: float | None = None
 
 
-class ExecutionContext(Record, ABC):
+class ExecutionContext(Record):
     """The platform's side of one call. Each platform has a subclass; what it does not override, it does not offer.
 
     Attributes:
@@ -73,13 +71,13 @@ class ExecutionContext(Record, ABC):
     success_exceptions: tuple[type[BaseException], ...] = ()
     is_simulated: bool = False
 
-    @abstractmethod
-    def read_secret(self, secret: Any) -> str | None:
+    def read_secret(self, secret: Any) -> str | None:  # noqa: ARG002
         """Return the value of one of the platform's secret objects; None to use the tracker's own credentials.
 
         Raises:
             TrackerUnavailableError: The secret is missing on a cluster.
         """
+        return None
 
     def render_report(self, run: Run, exit_code: int, summary: Mapping[str, Any]) -> None:
         """Show a run that has ended in the task's report or deck.
@@ -115,15 +113,3 @@ class ExecutionContext(Record, ABC):
 
 class ProcessContext(ExecutionContext):
     """A plain process: a script, a notebook, or a rank of a launcher."""
-
-    @classmethod
-    def current(cls) -> ProcessContext:
-        """Return the context of this process.
-
-        Raises:
-            ConfigError: The propagated arguments are malformed.
-        """
-        return cls(propagated=propagation.read(propagation.CONFIG, None))
-
-    def read_secret(self, secret: Any) -> str | None:  # noqa: ARG002
-        return None

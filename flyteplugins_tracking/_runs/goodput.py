@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.signals import critical_section
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
 if TYPE_CHECKING:

@@ -16,15 +16,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._job import progress
 from flyteplugins_tracking._job.failures import Failure, FailureReader
-from flyteplugins_tracking._rank import jax
+from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._rank.plan import RunPlan
-from flyteplugins_tracking._runs import ended, goodput
+from flyteplugins_tracking._runs import goodput
 from flyteplugins_tracking._runs.call import Call, state
 from flyteplugins_tracking._runs.goodput import Attempts
 from flyteplugins_tracking._runs.request import plan_of, request_of
@@ -34,15 +33,19 @@ from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.record import replace
+from flyteplugins_tracking._util.text import printable
+from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackingError
 from flyteplugins_tracking.trackers.base import Uncounted
+from flyteplugins_tracking.trackers.config import roles_error
 
 if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 
 logger = logging.getLogger(__name__)
 _warn_once = WarnOnce(logger)
+_UNPUBLISHED = "download_logs=True: the files did not become an output of the task"
 
 
 # Vendors' clients are not set up safely by several threads: one could see wandb's settings half read.
@@ -71,12 +74,11 @@ def open_run(call: Call) -> Run:
                 return joined
             _warn_of_unused_arguments(call, planned)
             deadline = time.monotonic() + config.init_timeout_s
-            run_plan, lock = _lock_run(call, planned)
-            undo.callback(lock.release)
+            run_plan = _lock_run(call, planned, undo)
             # Only one rank keeps the attempts of a run, and only if another attempt can find it.
             can_continue = run_plan.run_id is not None and run_plan.primary and not call.is_simulated
             attempts = Attempts(config.step_metric) if can_continue else None
-            watch = call.watcher or WATCHER
+            watch = call.watcher or MAIN_WATCHER
             request = request_of(call, planned, run_plan, watch, attempts or Uncounted(), deadline)
             require(tracker)
             handle = _opened(tracker, request)
@@ -116,10 +118,8 @@ def _warn_of_unused_arguments(call: Call, planned: RunPlan) -> None:
         logger.warning(warning, "rank_prefix=True", reason)
     if config.rollback == "rewind":
         more = "Rows that are logged again after a restart are kept"
-        if config.run_mode == "shared":
-            logger.warning(warning, "rollback='rewind'", f"several ranks write to the run. {more}")
-        elif config.has_roles:
-            logger.warning(warning, "rollback='rewind'", f"several jobs write to the run. {more}")
+        if config.run_mode == "shared" or config.has_roles:
+            logger.warning(warning, "rollback='rewind'", f"the run has several writers. {more}")
         elif not getattr(call.tracker, "rewinds", False):
             logger.warning(warning, "rollback='rewind'", f"the service cannot do that. {more}")
     if config.download_logs and call.info is not None:
@@ -129,28 +129,38 @@ def _warn_of_unused_arguments(call: Call, planned: RunPlan) -> None:
         logger.warning(warning, "download_logs=True", "the function does not run as a Flyte task")
 
 
-def _lock_run(call: Call, planned: RunPlan) -> tuple[RunPlan, RunLock]:
+def _lock_run(call: Call, planned: RunPlan, held: ExitStack) -> RunPlan:
     """Lock the run against other processes and threads of this machine: two writers would lose each other's rows.
 
     A child process has the variables of its rank, and the user's id may be in use. If the lock is taken, the run gets
-    another id. An earlier attempt that is still ending is waited for.
+    another id. An earlier attempt that is still ending is waited for. The owner of a run with roles has a second lock,
+    so that a job which asks for its id is told what the tracker would say once the run is stored.
+
+    Raises:
+        ConfigError: The run has roles, and this job is none.
     """
     if planned.run_id is None or not planned.ends_run or call.is_simulated:
-        return planned, RunLock()
+        return planned
     config, name = call.config, call.tracker.name
-    lock = RunLock.acquire(f"{name}/{config.project}/{planned.run_id}", timeout_s=config.init_timeout_s / 2)
+    of_run = f"{name}/{config.project}/{planned.run_id}"
+    if config.roles is None and config.id is not None and RunLock.is_held(f"{of_run}/roles"):
+        raise roles_error(f"{name}: run {planned.run_id}", "its owner runs now")
+    lock = RunLock.acquire(of_run, timeout_s=config.init_timeout_s / 2)
     if lock is not None:
-        return planned, lock
+        held.callback(lock.release)
+        if config.roles is not None and (of_roles := RunLock.acquire(f"{of_run}/roles")) is not None:
+            held.callback(of_roles.release)
+        return planned
     new_id = f"{planned.run_id}-{os.urandom(3).hex()}"
     logger.warning("%s: run %s is open in another process or thread: this one is %s", name, planned.run_id, new_id)
-    return replace(planned, run_id=new_id), RunLock()
+    return replace(planned, run_id=new_id)
 
 
 def require(tracker: Tracker) -> None:
     """Check that the vendor's package is installed, without importing it.
 
     Raises:
-        TrackerNotInstalledError: The package is missing, or an import of it has ended early in this process.
+        TrackerNotInstalledError: The package is missing.
     """
     from importlib.util import find_spec
 
@@ -163,14 +173,6 @@ def require(tracker: Tracker) -> None:
         return
     if find_spec(package) is None:
         raise TrackerNotInstalledError(f"pip install {tracker.distribution or package}")
-    if any(name.startswith(f"{package}.") for name in sys.modules):  # an import of it has ended early, as by Ctrl-C
-        try:
-            import_module(package)
-        except Exception as error:
-            raise TrackerNotInstalledError(
-                f"{package} cannot be imported, since an earlier import of it in this process was interrupted or has "
-                f"failed: start the process again ({error})"
-            ) from error
 
 
 def _opened(tracker: Tracker, request: RunRequest) -> Handle:
@@ -186,7 +188,8 @@ def _opened(tracker: Tracker, request: RunRequest) -> Handle:
             raise
         text = f"{tracker.package} cannot be imported: {type(error).__name__}: {error}"
         raise TrackerNotInstalledError(
-            f"{text}. See which packages are missing or do not fit together: pip check"
+            f"{text}. See which packages are missing or do not fit together: pip check; if an earlier import was "
+            "interrupted, start the process again"
         ) from error
 
 
@@ -260,11 +263,11 @@ class Run:
                     self.handle.await_writers(exit_code)
                 exit_code = self._verdict(_or_terminated(exit_code), failure)
                 self._record_goodput(exit_code)
-                summary = ended.summary_of(self, exit_code)
+                summary = _summary_of(self, exit_code)
                 with self.warned(f"the run could not be finished with status {exit_code}"):
                     self.handle.finish(exit_code)
-                    ended.print_how_to_view(self)
-            ended.keep_and_show(self, exit_code, summary)
+                    _print_how_to_view(self)
+            _keep_and_show(self, exit_code, summary)
         finally:
             with state.lock:
                 state.runs[:] = [other for other in state.runs if other is not self]
@@ -275,9 +278,23 @@ class Run:
         with self.warned(f"the run could not be finished with status {exit_code}"):
             status = self._verdict(exit_code, failure)
             self._record_goodput(status)
-            self.handle.finish_on_signal(status)
+            self.handle.end_early(status)
         if exit_code == TERMINATED:  # the function may never return: it sits in a collective
-            ended.persist(self)
+            _persist(self)
+
+    def publish_files(self, call: Call, is_async: bool) -> Any:
+        """Make the files of the run an output of its task: see `Call.publish_files`."""
+        is_wanted = call is self.opener and call.config.download_logs and call.info is None
+        if not is_wanted or not call.context.can_publish_files or self.handle.files is None:
+            return None
+        published = None
+        with self.warned(_UNPUBLISHED):
+            published = call.context.publish_files(self.handle.files, self.handle.id, is_async)
+        return self._awaited(published) if is_async and published is not None else None
+
+    async def _awaited(self, published: Any) -> None:
+        with self.warned(_UNPUBLISHED):
+            await published
 
     def close_with_process(self) -> None:
         """Close the run of a function that has not returned: with status 1, or 143 after a SIGTERM."""
@@ -295,18 +312,20 @@ class Run:
 
     def record(self, name: str, values: Mapping[str, Any], text: str) -> None:
         """Keep an event with the run: see `Handle.record_event`. Raises nothing."""
-        role = self.plan.role
         with self.warned(f"the run does not show this: {text}"):
-            self.handle.record_event(f"{role}.{name}" if role else name, self._of_role(values), text)
+            self.handle.record_event(self._prefix + name, self._prefixed(values), text)
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         """Log values with the run's next row: see `Handle.add_to_next_row`."""
-        self.handle.add_to_next_row(self._of_role(values))
+        self.handle.add_to_next_row(self._prefixed(values))
 
-    def _of_role(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Put what a role's job reports below the role's name: the owner's job reports the same."""
-        role = self.plan.role
-        return values if role is None else {f"roles/{role}/{key}": value for key, value in values.items()}
+    @property
+    def _prefix(self) -> str:
+        """What stands before the names of a role's values: the owner's job has values of the same names."""
+        return "" if self.plan.role is None else f"roles/{self.plan.role}/"
+
+    def _prefixed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {self._prefix + key: value for key, value in values.items()}
 
     def record_hang(self, verdict: str, text: str) -> None:
         """Keep with the run where each rank is, since the job makes no progress."""
@@ -355,7 +374,7 @@ class Run:
 def _warn_of_late_group(run: Run) -> None:
     """Warn that this process was one of several, which its function alone has found out: each has had a run."""
     is_alone = run.opener.info is None and not run.opener.is_simulated
-    group = (detect_process_group() or jax.world()) if is_alone else None
+    group = (detect_process_group() or engines.jax_world()) if is_alone else None
     if group is not None and group.world_size > 1:
         logger.warning(
             "%s: the function has connected %d ranks, of which this is rank %d. No launcher had told so at the call, "
@@ -379,6 +398,58 @@ def _close_with_process() -> None:
             run.close_with_process()
 
 
+# What is left to do for a run that has ended: its last line, its unsent files and its task's report
+
+
+def _summary_of(run: Run, exit_code: int) -> Mapping[str, Any] | None:
+    """Return the run's last values if its task shows them. A task that is terminated has no time for that."""
+    if not run.opener.has_report or exit_code == TERMINATED or not run.plan.primary:
+        return None
+    with run.warned("the task's report shows no values of the run"):
+        return run.handle.summary()
+    return {}
+
+
+def _print_how_to_view(run: Run) -> None:
+    """Print how to look at the run: one line a job, or one a worker where each worker has its run."""
+    if not run.plan.primary or run.is_one_of_many or run.opener.is_simulated:
+        return
+    command = run.handle.how_to_view()
+    if command:
+        print(f"{run.tracker.name}: to look at run {run.handle.id}: {printable(command)}", file=sys.stderr)  # noqa: T201
+
+
+def _keep_and_show(run: Run, exit_code: int, summary: Mapping[str, Any] | None) -> None:
+    """Keep what the service has not received, and show the run in its task's report. Each takes a limited time.
+
+    Args:
+        run: The run.
+        exit_code: The status that it has ended with.
+        summary: Its last values; None if the task does not show them.
+    """
+    timeout_s = run.opener.config.finish_timeout_s
+    if run.opener.context.can_persist:
+        run_with_timeout(timeout_s, _persist, run)
+    if summary is not None:
+        run_with_timeout(timeout_s, run.opener.context.render_report, run, exit_code, summary)
+
+
+def _persist(run: Run) -> None:
+    """Copy the rows that the service has not received to storage: this machine's files are lost with it."""
+    if not run.opener.context.can_persist:
+        return
+    for directory in run.handle.unsent():
+        with run.warned(f"{directory} could not be copied to storage, and is lost with this machine"):
+            address, name = run.opener.context.persist(directory), os.path.basename(directory)
+            logger.warning(
+                "%s: rows that the service has not received are stored at %s. Download them to %s, and send them: %s",
+                run.tracker.name,
+                address,
+                name,
+                run.handle.how_to_send(name),
+            )
+
+
 # SIGTERM
 
 
@@ -397,7 +468,7 @@ def end_open_runs(exit_code: int, timeout_s: float) -> None:
         threads.join(thread, max(0.0, deadline - time.monotonic()))
 
 
-WATCHER = register(MainThreadWatcher(end_open_runs, progress.count_row))
+MAIN_WATCHER = register(MainThreadWatcher(end_open_runs, progress.count_row))
 _LOOP_WATCHER = register(LoopWatcher(end_open_runs, progress.count_row))
 _FORK_MASK = register(ForkMask())
 
@@ -410,13 +481,13 @@ def start_watching(call: Call, timeout_s: float) -> None:
         timeout_s: Seconds that finishing its run may take.
     """
     if not call.is_simulated:
-        watchers = (WATCHER, _LOOP_WATCHER)
+        watchers = (MAIN_WATCHER, _LOOP_WATCHER)
         call.watcher = next((one for one in watchers if one.start(call.tracker.package, timeout_s)), None)
 
 
 def terminated_at() -> float | None:
     """Return when SIGTERM came to this process, in seconds of `time.monotonic`; None if it has not."""
-    return WATCHER.terminated_at or _LOOP_WATCHER.terminated_at
+    return MAIN_WATCHER.terminated_at or _LOOP_WATCHER.terminated_at
 
 
 def _or_terminated(exit_code: int) -> int:

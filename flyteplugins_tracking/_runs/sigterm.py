@@ -2,28 +2,28 @@
 
 torchrun, Kubernetes and Slurm send SIGTERM, and SIGKILL `kill_after_s` later: 30 s. The service must know the run's
 end before that, wherever the main thread is: a Python signal handler does not run while it is in a C call such as a
-collective. So a thread (`_watch`) reads the wakeup fd, to which the interpreter writes each signal immediately. At the
-first SIGTERM it starts "our thread" (`_serve`), which starts one more for each open run. `finish_timeout_s`
-below is `kill_after_s` less 5 s. To end the runs is `end_open_runs(143)`.
+collective. So a thread, the reader (`_watch`), reads the wakeup fd, to which the interpreter writes each signal
+immediately. At the first SIGTERM it starts another thread, the ender (`_serve`), which starts one more for each open
+run. `finish_timeout_s` below is `kill_after_s` less 5 s. To end the runs is `end_open_runs(143)`.
 
 Nobody has a handler for SIGTERM (or only torchelastic's agent, which its workers inherit), and the main thread is in
 the decorated function:
 
     main thread   user's code | SystemExit(143): `finally` blocks, with the run open | the call closes it: 143 | exit
     SIGTERM ------> handler --+
-                    in a critical section (`_util.critical`) or the vendor's code: sent again each 5 ms until that ends
-    our thread      what follows
+                    in a critical section (`_util.signals`) or the vendor's code: sent again each 5 ms until that ends
+    the ender       what follows
 
 If the handler runs within 1 s, the main thread runs Python:
 
-    1. Our thread waits for the function's end: 6 s, or longer while the run is closed, at most finish_timeout_s + 1 s.
+    1. The ender waits for the function's end: 6 s, or longer while the run is closed, at most finish_timeout_s + 1 s.
     2. If the end does not come: it ends the runs, until finish_timeout_s + 3 s after the signal at most.
     3. The process is ended with 143, if it still runs 10 s after the function's end; or finish_timeout_s after the
        handler, if the function has not ended. A run that is open again then has 2 s more.
 
 If it does not, the main thread is in a C call:
 
-    1. Our thread waits for the handler: 1 s.
+    1. The ender waits for the handler: 1 s.
     2. It ends the runs: at most finish_timeout_s + 1 s.
     3. It waits for the handler once more: 1 s.
     4. If that has not run: the process is ended with 143, at most finish_timeout_s + 3 s after the signal.
@@ -32,15 +32,15 @@ Somebody has a handler, which may do anything:
 
     main thread   user's code continues              | user's handler | user's code: logging opens the run again
     SIGTERM ------> our handler waits ---------------+
-    our thread      ends the runs, and SIGTERM again .................| ends the runs again
+    the ender       ends the runs, and SIGTERM again .................| ends the runs again
 
-    1. Our thread ends the runs: at most 5 s, or finish_timeout_s if that is less.
+    1. The ender ends the runs: at most 5 s, or finish_timeout_s if that is less.
     2. SIGTERM again, each 5 ms until the user's handler has run or the function has ended.
     3. Then, if the function has not ended finish_timeout_s after the first signal: it ends the runs again.
 
 The decorated functions are in other threads, and the main thread runs an asyncio loop: Flyte 2 runs a plain task in its
 pod this way. Only the main thread can install a handler, so its loop installs it. It has no decorated function to
-unwind: our thread always ends the runs first, and then signals the main thread again, once.
+unwind: the ender always ends the runs first, and then signals the main thread again, once.
 
 May enter: the handling of signals. Must not: a vendor, a rank, another module's name. A watcher ends runs
 through a function that it is given; a tracker sees its `request.watch` and nothing else of this module.
@@ -59,10 +59,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any, Protocol
 
-from flyteplugins_tracking._util import critical, threads
+from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import PerProcess
 from flyteplugins_tracking._util.proc import TERMINATED
-from flyteplugins_tracking._util.wakeup import WakeupFd
+from flyteplugins_tracking._util.signals import WakeupFd, patience_s
 
 SIGNAL = signal.SIGTERM
 
@@ -113,7 +113,7 @@ class Postponement(Protocol):
 
 
 class Runs(enum.IntEnum):
-    """What our thread has done with the open runs. Only that thread changes it."""
+    """What the ender has done with the open runs. Only that thread changes it."""
 
     OPEN = 0  # nothing: there was no signal, the function may end by itself, or the main thread unwinds and closes them
     ENDING = 1
@@ -132,7 +132,7 @@ class Effect(enum.IntEnum):
 class ForkMask(PerProcess, threading.local):
     """Blocks SIGTERM in a thread that forks, and in the child.
 
-    Until the child has put back the old handler and wakeup fd, a signal to it would reach our thread in the parent.
+    Until the child has put back the old handler and wakeup fd, a signal to it would reach the reader in the parent.
     Registered after the watchers, so that it unblocks the signal when they have done that.
     """
 
@@ -274,7 +274,7 @@ class SigtermWatcher(PerProcess):
     # Called by trackers
 
     def before_row(self) -> None:
-        """Install our handler again if the function has replaced it. Fast: a tracker calls this before each row."""
+        """Count a row, and install our handler again if the function has replaced it. Fast: called before each row."""
         self._on_row()
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:
@@ -319,7 +319,7 @@ class SigtermWatcher(PerProcess):
             return
         if self._signalled_at is None:
             self._signalled_at = self._due_at = time.monotonic()
-            self._wake_thread()
+            self._start_ender()
         self._answered_at = time.monotonic()
         if self._postponement is not None:
             self._postponement.on_sigterm()
@@ -332,8 +332,8 @@ class SigtermWatcher(PerProcess):
         else:
             self._act_if_ready(handler, frame)
 
-    def _wake_thread(self) -> None:
-        """Have our thread call `_serve`, once."""
+    def _start_ender(self) -> None:
+        """Have the ender started, once."""
         raise NotImplementedError
 
     def _act_if_ready(self, handler: _Handler, frame: FrameType | None) -> None:
@@ -356,7 +356,7 @@ class SigtermWatcher(PerProcess):
         """Do what the signal does by default."""
         raise NotImplementedError
 
-    # In our thread, when the signal has come
+    # In the ender, when the signal has come
 
     def _serve(self) -> None:
         """End the runs, let the signal take effect, and end what is opened again after that."""
@@ -379,7 +379,7 @@ class SigtermWatcher(PerProcess):
         finally:
             self._runs = Runs.REOPENING
         # A row that is logged from here on opens a run again: end it too, before the launcher kills.
-        self._wait(self._timeout_s - (time.monotonic() - signalled_at))
+        self._signal_until(self._timeout_s - (time.monotonic() - signalled_at))
         if not left.is_set():
             self._end_runs(TERMINATED, self._timeout_s)
 
@@ -405,7 +405,7 @@ class SigtermWatcher(PerProcess):
         """Have the main thread let the signal take effect, now that the runs have ended."""
         raise NotImplementedError
 
-    def _wait(self, timeout_s: float, is_done: Callable[[], bool] = lambda: False) -> bool:
+    def _signal_until(self, timeout_s: float, is_done: Callable[[], bool] = lambda: False) -> bool:
         """Wait for `is_done` or the end of the last function. Returns False after the timeout."""
         left, deadline = self._left, time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -422,9 +422,9 @@ class MainThreadWatcher(SigtermWatcher):
     """For functions in the main thread. It installs the handler itself, and a function can be unwound.
 
     - Nobody else has a handler: if the main thread runs Python, it unwinds by SystemExit(143). Its `finally` blocks run
-      with the run still open, and the call closes the run. If the main thread is in a C call, our thread ends the runs
+      with the run still open, and the call closes the run. If the main thread is in a C call, the ender ends the runs
       and the process.
-    - Somebody has a handler, which may do anything: our thread ends the runs first, and then has the handler called.
+    - Somebody has a handler, which may do anything: the ender ends the runs first, and then has the handler called.
       Logging opens the run again afterwards.
     """
 
@@ -540,7 +540,7 @@ class MainThreadWatcher(SigtermWatcher):
             signal.signal(SIGNAL, _Handler(self, previous))
 
     def _uninstall(self, wakeup: WakeupFd) -> _Handler | None:
-        with self._lock:  # our thread signals the main thread no more when our handler is gone
+        with self._lock:  # the ender signals the main thread no more when our handler is gone
             self._left.set()
             handler = self._restore()
         wakeup.add(_STOP)
@@ -563,7 +563,7 @@ class MainThreadWatcher(SigtermWatcher):
         """Whether our handler has run since the signal has been due, and has not let it take effect."""
         return self._is_due and self._answered_at >= self._due_at
 
-    def _wake_thread(self) -> None:
+    def _start_ender(self) -> None:
         if self._wakeup is not None:
             with suppress(BlockingIOError):
                 self._wakeup.add(SIGNAL)  # the function may have set another wakeup fd
@@ -577,7 +577,7 @@ class MainThreadWatcher(SigtermWatcher):
         """Let the signal have its effect, unless the function ends by itself. A user's handler waits for the runs."""
         waited_s = time.monotonic() - self._due_at
         if waited_s < self._closing_s or waited_s < self._patience_s(frame):
-            return  # our thread sends the signal again
+            return  # the ender sends the signal again
         if self._postponement is not None and self._postponement.lasts():
             return
         if handler.ends_process or self._runs >= Runs.ENDED:
@@ -592,7 +592,7 @@ class MainThreadWatcher(SigtermWatcher):
         while frame is not None:
             module = f"{frame.f_globals.get('__name__')}."
             is_vendors = any(module.startswith(f"{package}.") for package in self._packages)
-            longest_s = max(longest_s, critical.patience_s(frame.f_code), _VENDOR_S if is_vendors else 0.0)
+            longest_s = max(longest_s, patience_s(frame.f_code), _VENDOR_S if is_vendors else 0.0)
             frame = frame.f_back
         return longest_s
 
@@ -613,7 +613,7 @@ class MainThreadWatcher(SigtermWatcher):
         self._end_runs(TERMINATED, _OVERTIME_S)  # a `finally` block may have opened a run
         os._exit(TERMINATED)
 
-    # In our threads
+    # In the reader and the ender
 
     def _watch(self, wakeup: WakeupFd) -> None:
         while True:
@@ -638,20 +638,20 @@ class MainThreadWatcher(SigtermWatcher):
             self._signal_if_answered()
 
     def _wait_for_unwinding(self, ends_process: bool) -> bool:
-        if ends_process and self._wait(_ANSWER_S, self._has_answered):
+        if ends_process and self._signal_until(_ANSWER_S, self._has_answered):
             since_s = time.monotonic() - (self._signalled_at or 0.0)
             unwinding_s = min(_UNWINDING_S, max(_ANSWER_S, _LATEST_UNWINDING_S - since_s))
-            self._wait(max(unwinding_s, self._closing_s))
+            self._signal_until(max(unwinding_s, self._closing_s))
         return self._left.is_set()
 
     def _await_effect(self, handler: _Handler | None, ends_process: bool) -> None:
         if ends_process:
-            if not self._wait(_ANSWER_S, self._has_answered):
+            if not self._signal_until(_ANSWER_S, self._has_answered):
                 os._exit(TERMINATED)
         elif handler is not None:
             self._signal_if_answered()
             since_s = time.monotonic() - (self._signalled_at or 0.0)
-            self._wait(self._timeout_s - since_s, lambda: self._effect is not Effect.NONE)
+            self._signal_until(self._timeout_s - since_s, lambda: self._effect is not Effect.NONE)
 
     def _has_answered(self) -> bool:
         return self._effect is not Effect.NONE or self._was_put_off
@@ -771,7 +771,7 @@ class LoopWatcher(SigtermWatcher):
 
     # In the main thread, when the signal has come
 
-    def _wake_thread(self) -> None:
+    def _start_ender(self) -> None:
         threading.Thread(target=self._serve, name="flyteplugins_tracking.sigterm", daemon=True).start()
 
     def _end_process(self, is_first: bool) -> None:  # noqa: ARG002
@@ -779,19 +779,21 @@ class LoopWatcher(SigtermWatcher):
         os.kill(os.getpid(), SIGNAL)
         os._exit(TERMINATED)  # process 1 of a container survives the default action
 
-    # In our thread
+    # In the ender
 
     def _end_open_runs(self, timeout_s: float) -> None:
         """End the runs that are open, and wait for those that threads open or close."""
-        self._wait(_OPENING_S, lambda: not self._opening)
+        self._signal_until(_OPENING_S, lambda: not self._opening)
         deadline = time.monotonic() + timeout_s
         super()._end_open_runs(timeout_s)
-        self._wait(deadline - time.monotonic(), lambda: not self._closing)
+        self._signal_until(deadline - time.monotonic(), lambda: not self._closing)
 
     def _await_effect(self, handler: _Handler | None, ends_process: bool) -> None:  # noqa: ARG002
         """Signal the main thread again: the user's handler runs, raises and is interrupted there as without us."""
         signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
-        has_returned = self._wait(_ANSWER_S if ends_process else _HANDLER_S, lambda: self._effect is Effect.DONE)
+        has_returned = self._signal_until(
+            _ANSWER_S if ends_process else _HANDLER_S, lambda: self._effect is Effect.DONE
+        )
         if ends_process:
             os._exit(TERMINATED)
         if has_returned:

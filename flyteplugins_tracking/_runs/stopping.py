@@ -23,8 +23,8 @@ from flyteplugins_tracking._job.watch import ALONE, WATCH, Duty
 from flyteplugins_tracking._runs import run as runs
 from flyteplugins_tracking._runs.call import Call, find_simulated, here
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.signals import critical_section
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class Stopping:
         if self._ranks.committed is not None and self._ranks.stopped_at is not None:
             self._record_stop(self._ranks.committed, self._ranks.stopped_at)
             self._expect_another_attempt()
-        if self._call.watcher is not None and self._call.watcher is not runs.WATCHER:
+        if self._call.watcher is not None and self._call.watcher is not runs.MAIN_WATCHER:
             self._call.watcher.postpone(None)  # the function's thread waits for the signal's effect
 
     def after_close(self) -> None:
@@ -172,8 +172,8 @@ class Stopping:
 
     def _watch_signals(self) -> None:
         call = self._call
-        if call.watcher is None and call.run is None and runs.WATCHER.start(None, call.config.finish_timeout_s):
-            call.watcher = runs.WATCHER  # which `_close` stops
+        if call.watcher is None and call.run is None and runs.MAIN_WATCHER.start(None, call.config.finish_timeout_s):
+            call.watcher = runs.MAIN_WATCHER  # which `_close` stops
         if call.watcher is not None:
             call.watcher.postpone(self)
         is_main = threading.current_thread() is threading.main_thread()

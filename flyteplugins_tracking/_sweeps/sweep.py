@@ -1,14 +1,20 @@
-"""`tracking_sweep`, which creates a W&B sweep (a search over parameters) when a function is called."""
+"""Sweeps of W&B, which are searches over parameters.
+
+`tracking_sweep` creates one when a function is called, and `sweep_agent` runs its trials on every rank of a job.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
 import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar, overload
 
@@ -17,31 +23,41 @@ from flyteplugins_tracking._flyte import flyte2
 from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig
 from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._runs import propagation
+from flyteplugins_tracking._runs.call import detached, exit_code_of
 from flyteplugins_tracking._runs.context import Task
 from flyteplugins_tracking._runs.request import may_prompt
 from flyteplugins_tracking._runs.run import require
-from flyteplugins_tracking._util.checks import check_arguments, check_choice, check_text, check_texts
+from flyteplugins_tracking._util.checks import check_arguments, check_text, check_texts
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.proc import set_variables
+from flyteplugins_tracking._util.modules import initialised_distributed
+from flyteplugins_tracking._util.proc import TERMINATED, set_variables
 from flyteplugins_tracking._util.text import first_line
-from flyteplugins_tracking._util.threads import run_with_timeout
+from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import TrackingConfig, merged, plain_config
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker
 
+logger = logging.getLogger(__name__)
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-METHODS = ("bayes", "custom", "grid", "random")
 _LOCATION = ("project", "entity", "host")
 # https://docs.wandb.ai/models/sweeps/sweep-config-keys, and the keys that the client itself reads.
-_TEXTS = ("name", "description", "program", "job", "image_uri")
-_MAPPINGS = ("metric", "parameters", "early_terminate", "controller", "scheduler")
-_KEYS = frozenset({*_TEXTS, *_MAPPINGS, "command", "method", "run_cap"})
+_KEYS = frozenset(
+    {
+        *("method", "metric", "parameters", "name", "description", "program", "command", "run_cap"),
+        *("early_terminate", "controller", "scheduler", "job", "image_uri"),
+    }
+)
 _ARGUMENTS = _KEYS | {*_LOCATION, "prior_runs"}
 # `compat.wandb` propagates `download_logs` too.
 _PROPAGATED = _ARGUMENTS | {"download_logs"}
 # The variables that `wandb.sweep` and `wandb.agent` leave changed, and the settings that W&B reads from them.
 _CHANGED = {"WANDB_PROJECT": "project", "WANDB_ENTITY": "entity", "WANDB_BASE_URL": "base_url", "WANDB_DIR": None}
+# The variables of a trial that the other ranks need for their runs: the base of the ids, the project and the entity.
+_TRIAL_VARIABLES = ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_ENTITY")
+# The parameters that rank 0 sent for the current trial; None on rank 0 and outside a trial.
+_received_parameters: dict[str, Any] | None = None
 
 
 def tracking_sweep_config(
@@ -170,7 +186,7 @@ class SweepLink:
 
 
 def _checked(owner: str, options: Mapping[str, Any], allowed: Collection[str] = _ARGUMENTS) -> dict[str, Any]:
-    """Return the `options` that are not None, as plain values.
+    """Return the `options` that are not None, as plain values. W&B checks the search itself, when the sweep is created.
 
     Raises:
         ConfigError: One of them is invalid.
@@ -178,35 +194,10 @@ def _checked(owner: str, options: Mapping[str, Any], allowed: Collection[str] = 
     arguments = {name: value for name, value in options.items() if value is not None}
     check_arguments(owner, arguments, allowed)
     check_config(TrackingConfig.from_arguments(_location(arguments)))
-    for name in ("entity", *_TEXTS):
-        check_text(name, arguments.get(name))
-    for name in _MAPPINGS:
-        value = arguments.get(name, {})
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{name} must be a mapping{_EXAMPLES.get(name, '')}, got {type(value).__name__}")
-    if "method" in arguments:
-        check_choice("method", arguments["method"], METHODS)
+    check_text("entity", arguments.get("entity"))
     if "prior_runs" in arguments:
         arguments["prior_runs"] = check_texts("prior_runs", arguments["prior_runs"])
-    _check_search(arguments.get("metric", {}), arguments.get("parameters", {}))
     return plain_config(arguments, owner)
-
-
-_EXAMPLES = {
-    "metric": " such as {'name': 'loss', 'goal': 'minimize'}",
-    "parameters": " such as {'lr': {'values': [0.1, 0.01]}}",
-}
-
-
-def _check_search(metric: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
-    if "goal" in metric:
-        check_choice("the goal of metric", metric["goal"], ("maximize", "minimize"))
-    if metric and "name" not in metric:
-        raise ConfigError(f"metric must be a mapping with a name{_EXAMPLES['metric']}, got {metric!r}")
-    for name, value in parameters.items():
-        if not isinstance(value, Mapping):
-            hint = "'values': [...]" if isinstance(value, (list, tuple)) else f"'value': {value!r}"
-            raise ConfigError(f"the parameter {name!r} must be a mapping, got {value!r}: write {{{hint}}}")
 
 
 def _location(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,23 +252,17 @@ def _new_sweep(arguments: Mapping[str, Any]) -> dict[str, Any]:
     host = configuration.get("host")
     log_in(None if host is None or os.environ.get("WANDB_BASE_URL") else host, may_prompt(info, context))
     timeout_s = TrackingConfig.from_arguments({}).with_defaults(context.propagated).init_timeout_s
-    sweep: dict[str, Any] = {}
-    error: Exception = TimeoutError(f"no answer in {timeout_s:g} s")
-
-    def create() -> None:
-        nonlocal error
-        try:
-            sweep.update(_create(configuration))
-        except Exception as refusal:
-            error = refusal
-
-    run_with_timeout(timeout_s, create)  # W&B's client itself retries for minutes if a server does not answer
-    if not sweep:
-        raise TrackerUnavailableError(
-            f"W&B did not create the sweep: {first_line(error)}. Check the sweep's configuration, WANDB_BASE_URL, the "
-            "API key and the network."
-        ) from error
-    return sweep
+    try:
+        # W&B's client itself retries for minutes if a server does not answer.
+        return call_within(timeout_s, _create, configuration)
+    except TimeoutError:
+        error: Exception = TimeoutError(f"no answer in {timeout_s:g} s")
+    except Exception as refusal:
+        error = refusal
+    raise TrackerUnavailableError(
+        f"W&B did not create the sweep: {first_line(error)}. Check the sweep's configuration, WANDB_BASE_URL, the "
+        "API key and the network."
+    ) from error
 
 
 def _configuration(arguments: Mapping[str, Any], tracking_arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,3 +371,166 @@ def _client_settings() -> Any:
     from flyteplugins_tracking.trackers.wandb import vendor
 
     return vendor.session().settings
+
+
+# The trials
+
+
+def sweep_agent(objective: Callable[[], Any], *, count: int | None = None, sweep_id: str | None = None) -> None:
+    """Run trials of a sweep on every rank. Like `wandb.agent`, even in a distributed job.
+
+    Only rank 0 has the agent, which calls the objective in a thread. The other ranks call it for the same trials, in
+    step, and return when the agent has ended. A trial fails if the objective raises on any rank. If a rank raises while
+    others wait for it in a collective, those wait until the process group's timeout: pass a short one to
+    `init_process_group`.
+
+    Args:
+        objective: Called without arguments. In it `get_sweep_parameters()` returns the trial's parameters on each rank.
+            If it is decorated with `tracking_init`, it has the trial's run.
+        count: How many trials to run; None for all trials of the sweep.
+        sweep_id: The sweep's id or `entity/project/id`; None for the sweep of the enclosing `tracking_sweep`. Only the
+            argument of rank 0 is used.
+
+    Raises:
+        ConfigError: There is no sweep, several ranks have no process group, or the objective is async.
+        TrackerUnavailableError: The service has no API key.
+        TrackerNotInstalledError: wandb is missing.
+    """
+    if flyte_context.is_async(objective):
+        raise ConfigError("the objective of sweep_agent must be a plain function: write `def`, not `async def`")
+    info = get_distributed_info()
+    if info is None or info.world_size == 1:
+        _run_agent(objective, count, sweep_id)
+        return
+    with _group_of_ranks() as group:
+        if initialised_distributed().get_rank() == 0:
+            _lead(group, objective, count, sweep_id)
+        else:
+            _follow(group, objective)
+
+
+def get_sweep_parameters() -> dict[str, Any]:
+    """Return the parameters of the trial that runs in this process, on every rank of `sweep_agent`.
+
+    The dict is empty outside a trial.
+    """
+    if _received_parameters is not None:
+        return dict(_received_parameters)
+    path = os.environ.get("WANDB_SWEEP_PARAM_PATH")
+    if not path:
+        return {}
+    yaml: Any = importlib.import_module("yaml")  # which W&B's client needs
+    with open(path) as file:
+        parameters = yaml.safe_load(file) or {}
+    return {name: value["value"] for name, value in parameters.items() if name != "wandb_version"}
+
+
+def _run_agent(function: Callable[[], Any], count: int | None, sweep_id: str | None) -> None:
+    sweep = flyte_context.propagated(propagation.SWEEP_ID)
+    if sweep_id is not None and sweep_id != sweep.get("id"):
+        sweep = {"id": sweep_id}
+    if not sweep.get("id"):
+        raise ConfigError("sweep_agent has no sweep: pass sweep_id=..., or call it in a tracking_sweep function")
+    with restored_session():
+        log_in(None, may_prompt(get_distributed_info(), flyte_context.current_context()))
+        import wandb
+
+        wandb.agent(
+            sweep["id"], function=function, entity=sweep.get("entity"), project=sweep.get("project"), count=count
+        )
+
+
+def _lead(group: Any, objective: Callable[[], Any], count: int | None, sweep_id: str | None) -> None:
+    cuda = sys.modules["torch"].cuda
+    device = cuda.current_device() if cuda.is_initialized() else None
+
+    def trial() -> None:
+        if device is not None:  # the agent's thread starts with device 0
+            cuda.set_device(device)
+        variables = {name: os.environ[name] for name in _TRIAL_VARIABLES if name in os.environ}
+        _broadcast(group, (variables, get_sweep_parameters()))
+        try:
+            objective()
+        except BaseException as error:
+            _gather_errors(group, error)
+            raise
+        failures = [f"rank {rank}: {failure}" for rank, failure in enumerate(_gather_errors(group, None)) if failure]
+        if failures:
+            _fail_run()
+            raise RuntimeError("the objective failed on " + "; ".join(failures))
+
+    try:
+        _run_agent(trial, count, sweep_id)
+    finally:
+        _broadcast(group, None)
+
+
+def _follow(group: Any, objective: Callable[[], Any]) -> None:
+    """Call the objective with the parameters and variables of each trial of rank 0, until its agent has ended."""
+    global _received_parameters
+    while True:
+        trial = _broadcast(group)
+        if trial is None:
+            return
+        variables, _received_parameters = trial
+        put_back, error = set_variables(variables), None
+        try:
+            with detached():
+                objective()
+        except (Exception, SystemExit) as raised:
+            if isinstance(raised, SystemExit) and exit_code_of(raised) == TERMINATED:
+                raise
+            error = raised
+            logger.error("the objective failed in trial %s", variables["WANDB_RUN_ID"], exc_info=True)
+        finally:
+            _received_parameters = None
+            put_back()
+        _gather_errors(group, error)
+
+
+def _fail_run() -> None:
+    """Finish the trial's run as failed. The objective may have finished it with rank 0's status."""
+    import wandb
+
+    from flyteplugins_tracking.trackers.wandb.vendor import is_finished
+
+    run = wandb.run
+    if run is not None and run.id == os.environ["WANDB_RUN_ID"] and not is_finished(run):
+        return  # the agent finishes it
+    wandb.init(resume="allow", reinit="create_new").finish(exit_code=1)
+
+
+@contextmanager
+def _group_of_ranks() -> Iterator[Any]:
+    """Make a separate process group of all ranks, so that its collectives do not mix with the objective's.
+
+    Raises:
+        ConfigError: torch's default process group is not initialised.
+    """
+    dist = initialised_distributed()
+    if dist is None:
+        raise ConfigError(
+            "sweep_agent with several ranks needs a process group: call torch.distributed.init_process_group first"
+        )
+    # gloo even beside NCCL: the agent's thread must not use a CUDA device. A sweep may have no trial for hours.
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    try:
+        yield group
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def _broadcast(group: Any, message: Any = None) -> Any:
+    """Return rank 0's message, on each rank."""
+    messages = [message]
+    sys.modules["torch.distributed"].broadcast_object_list(messages, src=0, group=group)
+    return messages[0]
+
+
+def _gather_errors(group: Any, error: BaseException | None) -> list[str | None]:
+    """Return the trial's error on each rank, or None for success, when the trial has ended on all ranks."""
+    dist = sys.modules["torch.distributed"]
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    return errors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable
 
@@ -123,21 +122,8 @@ def check_texts(name: str, values: object) -> tuple[str, ...] | None:
     return texts
 
 
-# The words of other tools, and this library's for the same thing.
-_SYNONYMS = {
-    "node": "worker",
-    "host": "worker",
-    "machine": "worker",
-    "local": "worker",
-    "job": "global",
-    "world": "global",
-    "all": "shared",
-    "per_rank": "new",
-    "weights_and_biases": "wandb",
-}
-
-
 def _nearest(value: object, allowed: Collection[str]) -> str:
-    synonym = _SYNONYMS.get(str(value).lower().replace("-", "_"))
-    close = [synonym] if synonym in allowed else difflib.get_close_matches(str(value), allowed, n=1)
+    import difflib  # only if there is a mistake
+
+    close = difflib.get_close_matches(str(value), allowed, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

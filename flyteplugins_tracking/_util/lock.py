@@ -78,6 +78,14 @@ class RunLock:
             return cls()
         return cls(path)
 
+    @classmethod
+    def is_held(cls, name: str) -> bool:
+        """Whether a process or thread holds the lock of `name`."""
+        lock = cls.acquire(name)
+        if lock is not None:
+            lock.release()
+        return lock is None
+
     def release(self) -> None:
         """Release the lock. It does nothing in a forked child: the parent keeps the lock."""
         if self._path is not None:

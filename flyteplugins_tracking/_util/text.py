@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 # All but tabs and line ends: a terminal obeys some of them. And what UTF-8 cannot encode, which no service takes.
@@ -47,6 +48,20 @@ def _number(digits: str) -> float:
     if not abs(number := float(digits)) < _LARGEST:
         raise ValueError(f"{digits[:20]} is too large, or no number")
     return number
+
+
+def in_words(kind: str, numbers: Sequence[int]) -> str:
+    """Return numbers in words, runs of them as a range, and at most eight of these: "ranks 0-2, 5"."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    texts = [f"{group[0]}-{group[-1]}" if len(group) > 2 else ", ".join(map(str, group)) for group in ranges]
+    if len(texts) > 8:
+        texts[8:] = ["..."]
+    return f"{kind}{'' if len(numbers) == 1 else 's'} {', '.join(texts)}"
 
 
 def first_line(error: BaseException | str) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from flyteplugins_tracking._util import proc
 
@@ -67,24 +66,21 @@ def call_within(timeout_s: float, function: Callable[..., T], *args: Any) -> T:
     Raises:
         TimeoutError: It has not ended in time. It continues in its thread.
     """
-    outcome: list[Callable[[], T]] = []
+    results: list[T] = []
+    errors: list[Exception] = []
 
     def call() -> None:
         try:
-            result = function(*args)
+            results.append(function(*args))
         except Exception as error:
-            outcome.append(functools.partial(_raise, error))
-        else:
-            outcome.append(lambda: result)
+            errors.append(error)
 
     run_with_timeout(timeout_s, call)
-    if not outcome:
+    if errors:
+        raise errors[0]
+    if not results:
         raise TimeoutError(f"not within {timeout_s:g} s")
-    return outcome[0]()
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
+    return results[0]
 
 
 def wait_until_asleep(name: str, timeout_s: float) -> bool:

@@ -8,32 +8,37 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, overload
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from flyteplugins_tracking._flyte import context as flyte_context
+from flyteplugins_tracking._flyte import flyte2
+from flyteplugins_tracking._flyte.flyte2 import TrackingLink
 from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig, tracking_config
 from flyteplugins_tracking._rank import topology
 from flyteplugins_tracking._rank.plan import RankScope, RunMode
 from flyteplugins_tracking._runs import propagation
+from flyteplugins_tracking._runs.call import get_run
 from flyteplugins_tracking._runs.context import Task
-from flyteplugins_tracking._sweeps.sweep import get_sweep_id, tracking_sweep, tracking_sweep_config
-from flyteplugins_tracking._util.checks import check_flag
+from flyteplugins_tracking._sweeps.sweep import SweepLink, get_sweep_id, tracking_sweep, tracking_sweep_config
+from flyteplugins_tracking._util.checks import check_flag, check_run_id
+from flyteplugins_tracking._util.files import private_directory, replace_whole
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.threads import run_with_timeout
-from flyteplugins_tracking.compat._context import get_wandb_context, get_wandb_run, get_wandb_sweep_context
-from flyteplugins_tracking.compat._downloads import (
-    download_wandb_run_dir,
-    download_wandb_run_logs,
-    download_wandb_sweep_dirs,
-    download_wandb_sweep_logs,
-)
-from flyteplugins_tracking.compat._links import Wandb, WandbSweep
 from flyteplugins_tracking.decorator import decorator_of, tracked_function
-from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.config import TrackingConfig, merged
+from flyteplugins_tracking.trackers.registry import check_config
+from flyteplugins_tracking.trackers.wandb import vendor
+
+if TYPE_CHECKING:
+    from flyte.io import Dir
 
 __all__ = [
     "RankScope",
@@ -59,6 +64,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
+_APP = "https://wandb.ai"
 _API = "https://api.wandb.ai"
 _INFO = ("rank", "local_rank", "world_size", "local_world_size", "worker_index", "num_workers")
 
@@ -292,25 +298,408 @@ def _with_server(settings: Any, address: str) -> Any:
 
 def _wrap(config: TrackingConfig, function: Callable[..., Any], task: Task | None) -> Callable[..., Any]:
     """Return the tracked function. If `dir` is the name of a parameter, each call has its own directory."""
-    if config.options["dir"] not in inspect.signature(function).parameters:
+    name, signature = config.options["dir"], inspect.signature(function)
+    if name not in signature.parameters:
         return tracked_function(config, function, task)
 
-    def tracked_for_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        bound = inspect.signature(function).bind(*args, **kwargs)
+    def config_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrackingConfig:
+        bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        options = {**config.options, "dir": bound.arguments[config.options["dir"]]}
-        return tracked_function(replace(config, options=options), function, task)
+        return replace(config, options={**config.options, "dir": bound.arguments[name]})
 
-    if inspect.iscoroutinefunction(function):
+    return tracked_function(config, function, task, config_of)
 
-        @functools.wraps(function)
-        async def tracked_async(*args: Any, **kwargs: Any) -> Any:
-            return await tracked_for_call(args, kwargs)(*args, **kwargs)
 
-        return tracked_async
+# The contexts of a task's run and sweep, with the attributes that they have in the other plugins
+
+
+@dataclass(frozen=True)
+class WandbContext:
+    """The propagated arguments of `wandb_config`. `kwargs` holds the arguments that have no attribute."""
+
+    project: str | None = None
+    entity: str | None = None
+    host: str | None = None
+    id: str | None = None
+    name: str | None = None
+    tags: list[str] | None = None
+    config: dict[str, Any] | None = None
+    mode: str | None = None
+    group: str | None = None
+    run_mode: RunMode = "auto"
+    rank_scope: RankScope = "global"
+    download_logs: bool = False
+    kwargs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class WandbSweepContext:
+    """The propagated arguments of `wandb_sweep_config`. `kwargs` holds the keys that have no attribute."""
+
+    name: str | None = None
+    method: str | None = None
+    metric: dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = None
+    project: str | None = None
+    entity: str | None = None
+    prior_runs: list[str] | None = None
+    download_logs: bool = False
+    kwargs: dict[str, Any] | None = None
+
+    def to_sweep_config(self) -> dict[str, Any]:
+        """Return the sweep configuration for `wandb.sweep`."""
+        values = asdict(self)
+        other_keys = values.pop("kwargs") or {}
+        for name in ("project", "entity", "prior_runs", "download_logs"):
+            del values[name]
+        return {name: value for name, value in {**values, **other_keys}.items() if value is not None}
+
+
+def get_wandb_context() -> WandbContext | None:
+    """Return what `wandb_config` propagates to this task, function or process; None if it propagates nothing."""
+    arguments = _propagated_arguments(propagation.CONFIG, WandbContext)
+    return WandbContext(**arguments) if arguments else None
+
+
+def get_wandb_sweep_context() -> WandbSweepContext | None:
+    """Return what `wandb_sweep_config` propagates to this task, function or process; None if it propagates nothing."""
+    arguments = _propagated_arguments(propagation.SWEEP, WandbSweepContext)
+    return WandbSweepContext(**arguments) if arguments else None
+
+
+def get_wandb_run() -> Any:
+    """Return the W&B run of the decorated function, or one opened without the decorator; None without a run."""
+    run = get_run("wandb")
+    return vendor.global_run() if run is None else run
+
+
+def _propagated_arguments(key: str, kind: type) -> dict[str, Any]:
+    """Return what is propagated under `key`, as the arguments of `kind`; empty if nothing is."""
+    propagated = flyte_context.propagated(key)
+    names = set(kind.__dataclass_fields__) - {"kwargs"}  # type: ignore[attr-defined]
+    others = {name: value for name, value in propagated.items() if name not in names}
+    known = {name: value for name, value in propagated.items() if name in names}
+    return {**known, "kwargs": others or None} if propagated else {}
+
+
+# Links of Flyte 2 that a user puts on a task: `@env.task(links=[Wandb(...)])`
+
+
+@dataclass
+class Wandb:
+    """A link to the run of a task, as `@wandb_init` adds it by itself.
+
+    Attributes:
+        host: The address of W&B. If it is not the default, it takes precedence over the propagated one.
+        project: The run's project; None for the propagated one.
+        entity: Its entity; None for the propagated one.
+        run_mode: With "auto" and "shared" the link leads to the run of the calling task, if it has one.
+        rank_scope: Has no effect: the link leads to one run.
+        id: The run's id; None for `{run}-{action}`.
+        name: The link's name in the console.
+        icon_uri: The address of an icon.
+    """
+
+    host: str = _APP
+    project: str | None = None
+    entity: str | None = None
+    run_mode: RunMode = "auto"
+    rank_scope: RankScope = "global"
+    id: str | None = None
+    name: str = "Weights & Biases"
+    icon_uri: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid arguments now rather than when the task is submitted.
+
+        Raises:
+            ConfigError: An argument is invalid.
+        """
+        self._config()
+
+    def get_link(self, **of_task: Any) -> str:
+        """Return the run's page, or the project's or W&B's if the run or the project is not known."""
+        return TrackingLink(self.name, self._config()).get_link(**of_task)
+
+    def _config(self) -> TrackingConfig:
+        run_arguments = {"run_mode": self.run_mode, "rank_scope": self.rank_scope, "id": self.id}
+        return _checked({**run_arguments, **_location_of(self)})
+
+
+@dataclass
+class WandbSweep:
+    """A link to the sweep of a task.
+
+    Attributes:
+        host: The address of W&B. If it is not the default, it takes precedence over the propagated one.
+        project: The sweep's project; None for the propagated one.
+        entity: Its entity; None for the propagated one.
+        id: The sweep's id; None for the sweep of the task or of the task that calls it.
+        name: The link's name in the console.
+        icon_uri: The address of an icon.
+    """
+
+    host: str = _APP
+    project: str | None = None
+    entity: str | None = None
+    id: str | None = None
+    name: str = "Weights & Biases Sweep"
+    icon_uri: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid arguments now rather than when the task is submitted.
+
+        Raises:
+            ConfigError: An argument is invalid.
+        """
+        _checked(_location_of(self))
+
+    def get_link(self, **of_task: Any) -> str:
+        """Return the sweep's page, or the page of all sweeps or W&B's if the sweep or the project is not known."""
+        location = {**_location_of(self), **({"id": self.id} if self.id else {})}
+        return SweepLink(location, self.name).get_link(**of_task)
+
+
+def _location_of(link: Wandb | WandbSweep) -> dict[str, Any]:
+    """Return the project, entity and host that are set on the link."""
+    host = None if link.host == _APP else link.host
+    location = {"project": link.project, "entity": link.entity, "host": host}
+    return {name: value for name, value in location.items() if value is not None}
+
+
+def _checked(arguments: Mapping[str, Any]) -> TrackingConfig:
+    config = TrackingConfig.from_arguments({name: value for name, value in arguments.items() if value is not None})
+    check_config(config)
+    return config
+
+
+# Downloads of a run or a sweep from W&B, as local files and as Flyte directories
+
+
+@dataclass(frozen=True)
+class _Address:
+    """The address of a run or a sweep. None stands for W&B's default."""
+
+    id: str
+    project: str | None = None
+    entity: str | None = None
+    server: str | None = None
+
+    @property
+    def path(self) -> str:
+        parts = [self.entity if self.project else None, self.project, self.id]
+        return "/".join(part for part in parts if part)
+
+
+def download_wandb_run_dir(run_id: str | None = None, path: str | None = None, include_history: bool = True) -> str:
+    """Download a run's files, its summary and its rows.
+
+    The last rows of a run that is still open may be missing. `get_wandb_run_dir` has the local files of an open run.
+
+    Args:
+        run_id: The run; None for the run that is open here or in the calling task.
+        path: The directory to download to; None for `wandb_runs/{run_id}` in this user's private directory below the
+            system's temporary directory.
+        include_history: Whether all rows are written to `metrics_history.json`.
+
+    Returns:
+        The directory, with the run's files and `summary.json`.
+
+    Raises:
+        RuntimeError: There is no run, or W&B does not return it. W&B's own error is the cause.
+    """
+    run = _run_address(run_id)
+    path = path or _directory_in(_default_base(), run.id)
+    return _download(_open_api(run, "run"), run, path, include_history)
+
+
+def download_wandb_sweep_dirs(
+    sweep_id: str | None = None, base_path: str | None = None, include_history: bool = True
+) -> list[str]:
+    """Download all runs of a sweep, each to a directory of its id.
+
+    Args:
+        sweep_id: The sweep; None for that of the `wandb_sweep` task that runs here or calls this task.
+        base_path: The parent of the directories; None for `wandb_runs` as in `download_wandb_run_dir`.
+        include_history: As for `download_wandb_run_dir`.
+
+    Returns:
+        The directories. Runs that cannot be downloaded are left out, with a warning.
+
+    Raises:
+        RuntimeError: There is no sweep, or W&B does not return it or any of its runs. W&B's own error is the cause.
+    """
+    sweep = _sweep_address(sweep_id)
+    api = _open_api(sweep, "sweep")
+    with _runtime_error(f"W&B did not return the sweep {sweep.path!r}"):
+        run_ids = [run.id for run in api.sweep(sweep.path).runs]
+    directories, failures = [], {}
+    for run_id in run_ids:
+        run = _Address(run_id, sweep.project, sweep.entity)
+        try:
+            path = _directory_in(base_path or _default_base(), run_id)
+            directories.append(_download(api, run, path, include_history))
+        except RuntimeError as error:
+            failures[run_id] = error
+    if failures:
+        summary = f"{len(failures)} of the {len(run_ids)} runs of sweep {sweep.id!r} could not be downloaded: " + (
+            "; ".join(str(error) for error in failures.values())
+        )
+        if not directories:
+            raise RuntimeError(summary) from next(iter(failures.values()))
+        logger.warning("%s", summary)
+    return directories
+
+
+Downloading = Callable[[str], Coroutine[Any, Any, "Dir"]]
+
+
+def _traced(function: Downloading) -> Downloading:
+    """Apply `flyte.trace` at the call, since flyte may not be installed."""
 
     @functools.wraps(function)
-    def tracked(*args: Any, **kwargs: Any) -> Any:
-        return tracked_for_call(args, kwargs)(*args, **kwargs)
+    async def call(id: str) -> Dir:
+        import flyte
+        from flyte.io import Dir
 
-    return tracked
+        function.__annotations__["return"] = Dir  # flyte stores the result by its annotation
+        result: Dir = await flyte.trace(function)(id)
+        return result
+
+    return call
+
+
+@_traced
+async def download_wandb_run_logs(run_id: str) -> Dir:
+    """Download a run as an output of a trace of the Flyte 2 task that runs here.
+
+    Args:
+        run_id: The run.
+
+    Returns:
+        The directory that `download_wandb_run_dir` fills.
+
+    Raises:
+        RuntimeError: As `download_wandb_run_dir`.
+    """
+    return await _as_dir(download_wandb_run_dir, run_id)
+
+
+@_traced
+async def download_wandb_sweep_logs(sweep_id: str) -> Dir:
+    """Download a sweep as an output of a trace of the Flyte 2 task that runs here.
+
+    Args:
+        sweep_id: The sweep.
+
+    Returns:
+        A directory with those that `download_wandb_sweep_dirs` fills.
+
+    Raises:
+        RuntimeError: As `download_wandb_sweep_dirs`.
+    """
+    return await _as_dir(download_wandb_sweep_dirs, sweep_id)
+
+
+async def _as_dir(download: Callable[[str, str], object], id: str) -> Dir:
+    """Download to an empty directory: the default one may hold files of another download."""
+    import asyncio
+
+    from flyte.io import Dir
+
+    path = _directory_in(tempfile.mkdtemp(prefix="wandb_runs_"), id)
+    os.mkdir(path)
+    await asyncio.to_thread(download, id, path)
+    return await Dir.from_local(path)
+
+
+def _directory_in(base: str, run_id: str) -> str:
+    """Return the directory of a run or a sweep in that of all."""
+    with _runtime_error(f"{run_id!r} cannot be the name of a directory"):
+        check_run_id("the id", run_id, longest=200)
+    return os.path.join(base, run_id)
+
+
+def _default_base() -> str:
+    return str(private_directory("wandb_runs", on_disk=True))
+
+
+def _run_address(run_id: str | None) -> _Address:
+    """Return the address of `run_id`: that of an open run with this id, or else the propagated one."""
+    parent_runs = propagation.parse((flyte2.custom_context() or {}).get(propagation.RUNS), propagation.RUNS)
+    for open_run in (_open_run(), parent_runs.get("wandb") or {}):
+        if open_run.get("id") and run_id in (None, open_run["id"]):
+            return _Address(**merged(_propagated_location(), open_run))
+    if run_id is None:
+        raise RuntimeError("no W&B run is open: pass run_id=..., or call this in a task with @wandb_init")
+    return _Address(run_id, **_propagated_location())
+
+
+def _open_run() -> dict[str, Any]:
+    run = get_wandb_run()
+    if run is None:
+        return {}
+    server = getattr(getattr(run, "settings", None), "base_url", None)
+    return {"id": run.id, "project": run.project or None, "entity": run.entity or None, "server": server}
+
+
+def _sweep_address(sweep_id: str | None) -> _Address:
+    current_sweep = flyte_context.propagated(propagation.SWEEP_ID)
+    context = get_wandb_sweep_context()
+    location = {} if context is None else {"project": context.project, "entity": context.entity}
+    if current_sweep.get("id") and sweep_id in (None, current_sweep["id"]):
+        location = {**location, **{name: current_sweep.get(name) for name in ("project", "entity")}}
+        sweep_id = current_sweep["id"]
+    if sweep_id is None:
+        raise RuntimeError("no W&B sweep is open: pass sweep_id=..., or call this in a task with @wandb_sweep")
+    return _Address(sweep_id, **merged(_propagated_location(), location))
+
+
+def _propagated_location() -> dict[str, str | None]:
+    context = get_wandb_context()
+    if context is None:
+        return {}
+    # As for runs: the variable takes precedence over host=, and https://wandb.ai is a page and not a server.
+    is_default = context.host is None or context.host.rstrip("/") == _APP or os.environ.get("WANDB_BASE_URL")
+    return {"project": context.project, "entity": context.entity, "server": None if is_default else context.host}
+
+
+def _open_api(address: _Address, kind: str) -> Any:
+    import wandb
+
+    with _runtime_error(f"W&B did not return the {kind} {address.path!r}"):
+        return wandb.Api(overrides=None if address.server is None else {"base_url": address.server})
+
+
+def _download(api: Any, run: _Address, path: str, include_history: bool) -> str:
+    with _runtime_error(f"W&B did not return the run {run.path!r}"):
+        api_run = api.run(run.path)
+    with _runtime_error(f"the run {run.path!r} could not be downloaded to {path}"):
+        os.makedirs(path, exist_ok=True)
+        inside = Path(path).resolve()
+        for file in api_run.files():
+            if not (inside / file.name).resolve().is_relative_to(inside):
+                raise PermissionError(f"{file.name!r} is outside of {path}")
+            file.download(root=path, replace=True)
+        _write(path, "summary.json", api_run.summary_metrics)
+        if include_history:
+            # Not `history`, which samples 500 rows. Not the cache, which may be outdated.
+            _write(path, "metrics_history.json", list(api_run.scan_history(use_cache=False)))
+    return path
+
+
+def _write(path: str, name: str, value: Any) -> None:
+    # Not through a link, if others can write to a directory that the user has named.
+    replace_whole(Path(path, name), json.dumps(value, indent=2, default=str), 0o666)
+
+
+@contextmanager
+def _runtime_error(failure: str) -> Iterator[None]:
+    """Raise errors of the block as a RuntimeError whose message starts with `failure`."""
+    from wandb.errors import AuthenticationError
+
+    try:
+        yield
+    except Exception as error:
+        hint = "; check WANDB_API_KEY" if isinstance(error, AuthenticationError) else ""
+        raise RuntimeError(f"{failure}: {error}{hint}") from error

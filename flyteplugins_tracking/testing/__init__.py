@@ -9,8 +9,10 @@ It may import every other room. No other room may import this one.
 
 from typing import TYPE_CHECKING
 
+from flyteplugins_tracking._util.modules import loaded_on_use
+
 __all__ = [
-    "Call",
+    "MethodCall",
     "RankResult",
     "RecordedRun",
     "RecordedRuns",
@@ -22,19 +24,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking.testing.recorder import Call, RecordedRun, RecordedRuns, RecordingTracker, Row
+    from flyteplugins_tracking.testing.recorder import MethodCall, RecordedRun, RecordedRuns, RecordingTracker, Row
     from flyteplugins_tracking.testing.simulation import RankResult, Simulation, recording, simulate
 else:  # without the `else`, a type checker would accept every misspelt name
-
-    def __getattr__(name: str) -> object:
-        """Load a public name on first use (PEP 562)."""
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from flyteplugins_tracking.testing import recorder, simulation
-
-        globals()[name] = value = getattr(simulation if hasattr(simulation, name) else recorder, name)
-        return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    _MODULES = {
+        "testing.recorder": ("MethodCall", "RecordedRun", "RecordedRuns", "RecordingTracker", "Row"),
+        "testing.simulation": ("RankResult", "Simulation", "recording", "simulate"),
+    }
+    __getattr__, __dir__ = loaded_on_use(globals(), _MODULES)

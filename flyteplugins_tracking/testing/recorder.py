@@ -15,7 +15,7 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import new_id, prefix_of, refuse_to_pickle, run_config, status_of
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.gate import Gate
-from flyteplugins_tracking.trackers.rows import NextRow, RowBuffer
+from flyteplugins_tracking.trackers.rows import NextRow, OwnersKeys, RowBuffer
 
 Status = Literal["running", "finished", "failed", "killed"]
 
@@ -38,7 +38,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Call:
+class MethodCall:
     """A call of a method of the run that the recording does not interpret, such as `log_artifact`.
 
     Attributes:
@@ -91,7 +91,7 @@ class RecordedRun:
     notes: str | None = None
     attempts: int = 1
     exit_codes: tuple[int, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[MethodCall, ...] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -286,7 +286,7 @@ class _State:
     opened: Counter[int] = field(default_factory=Counter)
     primary: Run | None = None
     rows: list[Row] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[MethodCall] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     exit_codes: list[int] = field(default_factory=list)
@@ -373,13 +373,13 @@ class Run:
 class _Unknown:
     """An attribute of a run, or of a call's result, whose calls are only recorded."""
 
-    def __init__(self, calls: list[Call], name: str, rank: int) -> None:
+    def __init__(self, calls: list[MethodCall], name: str, rank: int) -> None:
         self._calls = calls
         self._name = name
         self._rank = rank
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Unknown:
-        self._calls.append(Call(self._name, args, kwargs, self._rank))
+        self._calls.append(MethodCall(self._name, args, kwargs, self._rank))
         return _Unknown(self._calls, f"{self._name}()", self._rank)
 
     def __getattr__(self, name: str) -> _Unknown:
@@ -413,6 +413,7 @@ class _Handle(Handle):
         # In W&B's shared runs `step=` becomes a column.
         self._step_metric = request.config.step_metric if is_shared else None
         self._rows = RowBuffer(request.config.step_metric, prefix_of(request), lambda: None)
+        self._owners_keys = OwnersKeys(tracker.title, request.config.roles or ())
         config = copy.deepcopy(run_config(request))  # a copy, since each rank's process would have its own
         if self._role is not None:  # its section: the others' values are not changed
             self.run.config = Values(state.config.setdefault(self._role, {}))
@@ -443,6 +444,7 @@ class _Handle(Handle):
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
             raise TypeError(f"log() needs a mapping of strings to values, got {data!r:.100}")
         self._steps.row_logged(data, step)
+        self._owners_keys.check(data)
         data = _snapshot(data)
         if self._gate.refuses():
             return
@@ -481,7 +483,7 @@ class _Handle(Handle):
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         self._next_row.add(values)
 
-    def finish_on_signal(self, exit_code: int) -> None:
+    def end_early(self, exit_code: int) -> None:
         """Do nothing: functions that joined the run may still use it, and `finish` follows."""
 
 

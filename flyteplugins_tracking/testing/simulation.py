@@ -24,10 +24,9 @@ from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
 from flyteplugins_tracking._rank.launchers import LAUNCHERS
 from flyteplugins_tracking._rank.plan import NodeRequest
 from flyteplugins_tracking._rank.topology import override_distributed_info
-from flyteplugins_tracking._runs.call import Call as TrackedCall
-from flyteplugins_tracking._runs.call import Doubles, exit_code_of, override, override_here
+from flyteplugins_tracking._runs.call import Call, Doubles, exit_code_of, override, override_here
 from flyteplugins_tracking._runs.context import ExecutionContext
-from flyteplugins_tracking._util.checks import check_flag, check_seconds
+from flyteplugins_tracking._util.checks import check_flag
 from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError
@@ -157,8 +156,10 @@ def simulate(
     _check_integer("max_restarts", max_restarts, minimum=0)
     if max_restarts and not distributed:
         raise ConfigError(f"max_restarts={max_restarts} needs a distributed job: leave it out, or distributed=False")
-    _check_call(args, kwargs, threads, timeout_s)
-    failures = _checked_failures(failing, sum(sizes))
+    failures = dict(failing or {})
+    for rank in failures:
+        if rank not in range(sum(sizes)):
+            raise ConfigError(f"failing has the rank {rank!r}, but the ranks are 0 to {sum(sizes) - 1}")
     in_threads = sum(sizes) <= _MAX_THREADS if threads is None else threads
     job = _Job(functools.partial(function, *args, **(kwargs or {})), sizes, distributed, max_restarts)
     call_all = functools.partial(_in_threads, timeout_s=timeout_s) if in_threads else _one_by_one
@@ -208,10 +209,7 @@ class _SimulatedContext(ExecutionContext):
     is_simulated: bool = True
     rank: _Rank | None = None
 
-    def read_secret(self, secret: Any) -> str | None:  # noqa: ARG002
-        return None
-
-    def on_return(self, call: TrackedCall) -> None:
+    def on_return(self, call: Call) -> None:
         """Raise the error of a rank that shall fail."""
         if self.rank is not None:
             self.rank.fail(call)
@@ -285,7 +283,7 @@ class _Rank:
                 return result(error=error)
         return result(value)
 
-    def fail(self, call: TrackedCall | None = None) -> None:
+    def fail(self, call: Call | None = None) -> None:
         """Raise this rank's error, if it has one and `call` is the outermost call of its tracker."""
         if self.failure is not None and not _is_inner(call):
             failure, self.failure = self.failure, None
@@ -315,7 +313,7 @@ async def _awaited(outcome: Any) -> Any:
     return await outcome
 
 
-def _is_inner(call: TrackedCall | None) -> bool:
+def _is_inner(call: Call | None) -> bool:
     """Return whether the call is inside another call with the same tracker."""
     parent = None if call is None else call.parent
     while parent is not None and call is not None and parent.tracker.name != call.tracker.name:
@@ -427,31 +425,3 @@ def _check_integer(name: str, value: Any, minimum: int = 1) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{name} must be an integer of at least {minimum}, got {value!r}")
-
-
-def _check_call(args: Any, kwargs: Any, threads: Any, timeout_s: Any) -> None:
-    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-        raise ConfigError(f"args must be a sequence of arguments such as ({args!r},), got {args!r}")
-    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
-        raise ConfigError(f"kwargs must be a mapping of names to arguments, got {kwargs!r}")
-    if threads is not None:
-        check_flag("threads", threads)
-    check_seconds("timeout_s", timeout_s)
-
-
-def _checked_failures(failing: Any, world_size: int) -> Mapping[int, BaseException]:
-    """Return `failing`, or an empty mapping for None.
-
-    Raises:
-        ConfigError: It is not a mapping of ranks of this job to exceptions.
-    """
-    if failing is None:
-        return {}
-    if not isinstance(failing, Mapping):
-        raise ConfigError(f"failing must be a mapping such as {{3: RuntimeError()}}, got {failing!r}")
-    for rank, error in failing.items():
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
-            raise ConfigError(f"failing has the rank {rank!r}, but the ranks are 0 to {world_size - 1}")
-        if not isinstance(error, BaseException):
-            raise ConfigError(f"failing[{rank}] must be an exception such as RuntimeError(), got {error!r}")
-    return failing

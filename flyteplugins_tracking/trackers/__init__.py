@@ -11,8 +11,9 @@ functions only.
 It may import `errors`, `_util`, `_rank` and `_job`.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from flyteplugins_tracking._util.modules import loaded_on_use
 
 __all__ = [
     "ClientHandle",
@@ -45,15 +46,4 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "trackers.diagnostics": ("Diagnosis", "Diagnostic"),
         "trackers.kept": ("open_or_keep",),
     }
-
-    def __getattr__(name: str) -> object:
-        """Load a public name on first use: https://peps.python.org/pep-0562."""
-        for module, names in _MODULES.items():
-            if name in names:
-                globals()[name] = value = getattr(import_module(f"flyteplugins_tracking.{module}"), name)
-                return value
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = loaded_on_use(globals(), _MODULES)

@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from flyteplugins_tracking._job.board import Board, job_board
-from flyteplugins_tracking._job.store import hosts_job_store
+from flyteplugins_tracking._job.board import Board, hosts_job_store, job_board
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch
 
@@ -100,6 +99,12 @@ class WriterBarrier:
                 entries = self._board.count(f"entries/{self._label}", 1)
                 self.is_retry = entries > 1 or self._board.count("entries") > 1
                 self._ends = self._board.count("ends")
+
+    def depart(self, request: RunRequest, exit_code: int) -> None:
+        """Leave when this rank's part of the run has ended; after a success, stay as long as the others need it."""
+        self.leave()
+        if exit_code == 0:
+            self.stay(request.config.finish_timeout_s, request.watch)
 
     def leave(self) -> None:
         """Tell the others that this writer has written all its rows, or, on the primary, that the run has ended."""

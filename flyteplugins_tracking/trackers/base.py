@@ -21,14 +21,14 @@ Feature = Literal["shared", "resume", "offline", "media", "system metrics", "swe
 
 
 class SigtermWatch(Protocol):
-    """Watches for SIGTERM, at which the library calls `Handle.finish_on_signal`. A tracker may use these members."""
+    """Watches for SIGTERM, at which the library calls `Handle.end_early`. A tracker may use these members."""
 
     @property
     def terminated(self) -> bool:
         """Whether the job is being terminated."""
 
     def before_row(self) -> None:
-        """Install the library's handler again if the function has replaced it. Fast: called before each row."""
+        """Count a row, and install the library's handler again if the function has replaced it. Fast."""
 
     def wait_for_user_handler(self, any_thread: bool = False) -> None:
         """Wait until the user's handler has run, which may end the process.
@@ -86,12 +86,12 @@ class RunRequest(Record):
         run_metadata: The values to add to the run's config: the job's shape, its restarts, the Flyte execution.
         read_secret: Returns the API key; None if the user has not passed a secret. A tracker calls it at most once.
         may_prompt: Whether this process may ask the user for a key in its terminal.
-        watch: Watches for SIGTERM. `ClientHandle` calls its methods.
+        watch: Watches for SIGTERM. The handle calls its methods: `ClientHandle` does.
         deadline: When the run must be open, in seconds of `time.monotonic`.
         ask_to_stop: Asks the function to leave its loop, on all ranks. To be called, from any thread, when a user stops
             the run at the service. Its argument is what the tracker does otherwise: it is called if the function does
             not use `should_stop()`, or if the ranks do not agree.
-        steps: Takes the steps of the rows. `ClientHandle` calls its methods.
+        steps: Takes the steps of the rows. The handle calls its methods: `ClientHandle` does.
         earlier: The journals that `send` sends with this run. Empty in a job: there the handle looks on this disk.
     """
 
@@ -194,7 +194,7 @@ class Handle(Protocol):
 
         Args:
             name: "failure": why the job has failed, before the run is ended. "hang": where its ranks are. "stop": who
-                has asked for its stop. "goodput": what its restarts have cost.
+                has asked for its stop. "goodput": what its restarts have cost. Of a role, `roles/{role}/failure`, ...
             values: What the summary gains: `failure/rank`, `failure/host`, `failure/type`, `failure/message`; or
                 `hang/verdict`; `stop/reason`, `stop/step`; `goodput/*`.
             text: The traceback, the stacks of all ranks, or a sentence.
@@ -228,7 +228,7 @@ class Handle(Protocol):
     def finish(self, exit_code: int) -> None:
         """End the run with the function's status: 0 is success, anything else is failure. Called once, and last."""
 
-    def finish_on_signal(self, exit_code: int) -> None:
+    def end_early(self, exit_code: int) -> None:
         """End the run early: after a SIGTERM, or if its opening call has ended before calls that use it too.
 
         The function may continue meanwhile. Called from any thread.

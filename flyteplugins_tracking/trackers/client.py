@@ -17,9 +17,9 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.config import MARK
+from flyteplugins_tracking.trackers.config import MARK, roles_error
 from flyteplugins_tracking.trackers.gate import Gate
-from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow
+from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow, OwnersKeys
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,7 @@ class ClientHandle(Handle):
         self._values = values or MetricSanitizer(title, prefix)
         self._barrier = WriterBarrier.of_ranks(request, title)
         self._gate = Gate(title, self.id, request.watch, self.resume, one_at_a_time=True)
+        self._owners_keys = OwnersKeys(title, () if prefix else request.config.roles or ())
         self._next_row = NextRow()
         self._last_step: Any = None  # the last `step=` of a row
         self._warn_once = WarnOnce(logger)
@@ -104,6 +105,7 @@ class ClientHandle(Handle):
         if self._gate.refuses():
             return
         self.request.watch.before_row()
+        self._owners_keys.check(data)
         row = self._values.clean(data)
         if self._next_row.waiting:
             row = {**self._next_row.take(), **row}
@@ -127,12 +129,10 @@ class ClientHandle(Handle):
             self._gate.finish(lambda: self._end(exit_code))
         finally:
             if self._barrier is not None:
-                self._barrier.leave()
-                if exit_code == 0:
-                    self._barrier.stay(self.request.config.finish_timeout_s, self.request.watch)
+                self._barrier.depart(self.request, exit_code)
 
-    def finish_on_signal(self, exit_code: int) -> None:
-        self._gate.end(lambda: self._end(exit_code))
+    def end_early(self, exit_code: int) -> None:
+        self._gate.end_early(lambda: self._end(exit_code))
 
     def _end(self, exit_code: int) -> None:
         if self._next_row.waiting:  # for a next row that does not come
@@ -182,16 +182,18 @@ def prefix_of(request: RunRequest) -> str:
     return f"rank_{request.info.rank if request.info else 0}/" if is_shared else ""
 
 
-def check_roles(request: RunRequest, title: str, known: Any) -> None:
+def check_roles(request: RunRequest, title: str, known: Any, found: Mapping[str, Any]) -> None:
     """Refuse to open a run that exists, if this job must not write to it.
 
     Args:
         request: The decorator's request for the run.
         title: The service's name.
         known: The roles that the run's owner has named; None for a run without roles.
+        found: The run's config, in which a role has its section.
 
     Raises:
-        ConfigError: The run has one writer, and this job is to share it; or it has roles, and this job is none.
+        ConfigError: The run has one writer, and this job is to share it; or it has roles, and this job is none, or one
+            with the name of a key of the owner's config.
     """
     config, role, run = request.config, request.plan.role, f"{title}: run {request.plan.run_id}"
     if known is None and role is not None:
@@ -201,9 +203,11 @@ def check_roles(request: RunRequest, title: str, known: Any) -> None:
         text = "it exists, and has one writer: pass another id, or leave out roles="
         raise ConfigError(f"{run} cannot have roles={list(config.roles)}: {text}")
     names = [str(name) for name in known] if isinstance(known, (list, tuple)) else []
-    if known is not None and not config.has_roles and request.plan.primary:
-        text = "a job without a role would mix its rows with theirs: pass role='...' to join it, or another id"
-        raise ConfigError(f"{run} has roles ({', '.join(names) or 'none named'}), and {text}")
+    is_joined = request.info is None and not request.plan.primary  # by a task that a task with roles has called
+    if known is not None and not config.has_roles and not is_joined:
+        raise roles_error(run, ", ".join(names) or "none named")
+    if role is not None and not isinstance(found.get(role, {}), Mapping):
+        raise ConfigError(f"{run} cannot be joined by role={role!r}: its config has this key. Use another name")
     if role is not None and role not in names:
         text = "%s: role %r is not one of its owner's roles=%s. It joins all the same"
         logger.warning(text, run, role, names)
@@ -215,8 +219,8 @@ def missing_run_error(request: RunRequest, title: str, place: str) -> TrackerUna
     return TrackerUnavailableError(
         f"{title}: role {config.role!r} has not found run {request.plan.run_id} of project "
         f"{config.project or '(the default)'} at {place} within init_timeout_s={config.init_timeout_s:g}: the job with "
-        "roles=[...] and the same id has not opened it, or the server does not answer. Start that job, or pass a "
-        "longer init_timeout_s.",
+        "roles=[...] and the same id has not opened it, or the server does not answer or does not let this job's key "
+        "read it. Start that job, or pass a longer init_timeout_s.",
         LOCAL_FILES,
     )
 
@@ -249,15 +253,16 @@ def status_of(exit_code: int) -> Status:
 LOCAL_FILES = "log to local files with if_unavailable='degrade'"
 
 
-def missing_key_error(title: str, fixes: str) -> TrackerUnavailableError:
+def missing_key_error(title: str, fixes: str, alternative: str = LOCAL_FILES) -> TrackerUnavailableError:
     """Return the error for a process without an API key.
 
     Args:
         title: The service's name.
         fixes: The service's own ways to give a key, as a part of a sentence: "Run `x login`, set X_API_KEY".
+        alternative: How to do without the service, as another part of a sentence.
     """
     return TrackerUnavailableError(
         f"{title}: there is no API key for this process. {fixes}, or pass secret= to tracking_init (under flytekit, "
         "secret_requests= to the task too).",
-        LOCAL_FILES,
+        alternative,
     )

@@ -30,6 +30,11 @@ Rollback = Literal["keep", "rewind"]
 
 # The key of the owner's roles in a run's config; and the owner's name beside those of roles.
 MARK, OWNER = "tracking_roles", "owner"
+# What this library's keys begin with, in rows and in the config.
+_NOT_ROLES = {
+    *(MARK, OWNER, "roles", "ranks", "nodes", "failure", "goodput", "hang", "stop", "system"),
+    *("distributed", "restart_count", "attempt_number", "flyte"),
+}
 
 # The last seconds before the launcher's SIGKILL, in which a process whose run has ended comes to its own end.
 _END_S = 5.0
@@ -193,9 +198,7 @@ class TrackingConfig(Record):
 
     def _check_roles(self) -> None:
         for name in (*(self.roles or ()), *filter(None, [self.role])):
-            if name == OWNER or not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
-                text = "must be letters, digits, '-' and '_', beginning with a letter, and not 'owner'"
-                raise ConfigError(f"the name of a role {text}; got {name!r}")
+            _check_role(name)
         if self.role is not None and self.roles is not None:
             raise ConfigError(
                 f"role={self.role!r} joins the run of another job, and roles= owns a run: pass one of the two"
@@ -315,45 +318,30 @@ def plain_config(config: object, name: str = "config") -> dict[str, Any]:
         config = vars(config)  # argparse.Namespace, types.SimpleNamespace
     if not isinstance(config, Mapping):
         raise ConfigError(f"{name} must be a mapping, a dataclass or a namespace, got {type(config).__name__}")
-    plain: dict[str, Any] = _plain(config, name, ())
+    plain: dict[str, Any] = {}
+    for key, value in config.items():
+        try:
+            plain |= json.loads(json.dumps({key: value}, default=_plain))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{name}[{key!r}]: JSON cannot hold it: {error}. Pass text, numbers, lists or mappings."
+            ) from error
     return plain
 
 
-def _plain(value: Any, path: str, parents: tuple[int, ...]) -> Any:
-    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
-        return value
-    if id(value) in parents:
-        raise ConfigError(f"{path} contains itself: JSON cannot hold it")
-    parents = (*parents, id(value))
-    if isinstance(value, Mapping):
-        return {_plain_key(key, path): _plain(v, f"{path}[{key!r}]", parents) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v, f"{path}[{i}]", parents) for i, v in enumerate(value)]
-    return _plain_object(value, path, parents)
-
-
-def _plain_key(key: Any, path: str) -> str:
-    if isinstance(key, str):
-        return key
-    if isinstance(key, (int, float, bool)):
-        return json.dumps(key)
-    raise ConfigError(f"{path} has the key {key!r} of type {type(key).__name__}: JSON keys must be strings")
-
-
-def _plain_object(value: Any, path: str, parents: tuple[int, ...]) -> Any:
+def _plain(value: Any) -> Any:
+    """Return a value that JSON does not know as values that it knows, or that come here again."""
     if isinstance(value, enum.Enum):
-        return _plain(value.value, path, parents)
+        return value.value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    if isinstance(value, Mapping):
+        return dict(value)
     if _is_dataclass(value):
-        return _plain(_as_dict(value), path, parents)
+        return {field: getattr(value, field) for field in value.__dataclass_fields__}
     if callable(getattr(value, "tolist", None)):  # NumPy and torch, scalars and arrays
-        return _plain(value.tolist(), path, parents)
-    if isinstance(value, (int, float)):  # a subclass
-        return float(value) if isinstance(value, float) else int(value)
-    raise ConfigError(
-        f"{path} is a {type(value).__name__}: JSON cannot hold it. Pass text, numbers, lists or mappings."
-    )
+        return value.tolist()
+    raise TypeError(f"it has a {type(value).__name__}")
 
 
 def _is_dataclass(value: object) -> bool:
@@ -376,6 +364,14 @@ def _check_primary_rank(value: object) -> None:
     )
 
 
+def _check_role(name: str) -> None:
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]{0,63}", name):
+        text = "must be at most 64 letters, digits, '-' and '_', beginning with a letter"
+        raise ConfigError(f"the name of a role {text}; got {name!r}")
+    if name in _NOT_ROLES:
+        raise ConfigError(f"the name {name!r} of a role is taken: the run has keys of that name. Use another one")
+
+
 def _check_secret(secret: object) -> None:
     """Refuse what is not a source of a key, without showing the value: it may be the key."""
     if secret is None or callable(secret) or (hasattr(secret, "group") and hasattr(secret, "key")):
@@ -384,3 +380,9 @@ def _check_secret(secret: object) -> None:
         f"secret must be a flytekit Secret or a callable that returns the key, got a {type(secret).__name__}: "
         "a key in the source would be pickled and registered with the task"
     )
+
+
+def roles_error(run: str, roles: str) -> ConfigError:
+    """Return what to raise in a job without a role that would write to a run with roles."""
+    text = "a job without a role would mix its rows with theirs: pass role='...' to join it, or another id"
+    return ConfigError(f"{run} has roles ({roles}), and {text}")

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
-from flyteplugins_tracking._util.critical import critical_section
 from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.signals import critical_section
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import SigtermWatch
 
@@ -72,8 +72,8 @@ class Gate(PerProcess):
             title: The service's name in messages.
             run_id: The run's id in messages.
             watch: The run's watch for SIGTERM.
-            reopen: Opens the run again. If it raises, the run is lost. If it returns False, `opened` is called when the
-                run is open.
+            reopen: Opens the run again. If it raises, the run is lost. If it returns False, the run is not open yet,
+                and `open_again` asks for it once more.
             one_at_a_time: Whether only one thread is let through at a time.
             deaths: Returns the errors by which a call tells that the service's process has died. The run is opened
                 again then, and the call is repeated.
@@ -141,7 +141,7 @@ class Gate(PerProcess):
         """Count this thread as one that ends the run: the ending thread has started it for that."""
         self._enders.add(threading.get_ident())
 
-    def end(self, finish: Callable[[], object], timeout_s: float = 0.0) -> None:
+    def end_early(self, finish: Callable[[], object], timeout_s: float = 0.0) -> None:
         """End the run by `finish`, while its function may go on. Does nothing if it has ended already.
 
         Args:
@@ -157,15 +157,15 @@ class Gate(PerProcess):
     def restart(self, finish: Callable[[], object]) -> None:
         """End the run by `finish`, and open it again. A signal that comes meanwhile ends the run after that."""
         with self._changing:
-            self.end(finish)
+            self.end_early(finish)
             self._is_cut = True  # even if a signal's exception comes before it is open
             self._reopen()
 
     def finish(self, finish: Callable[[], object], timeout_s: float = 0.0) -> None:
-        """As `end`, after the function's end: nothing passes from then on."""
+        """As `end_early`, after the function's end: nothing passes from then on."""
         with self._changing:
             try:
-                self.end(finish, timeout_s)
+                self.end_early(finish, timeout_s)
             finally:
                 with self._lock:
                     is_left, self.state = bool(self._held), "lost" if self.state == "lost" else "finished"
@@ -173,20 +173,13 @@ class Gate(PerProcess):
                 if is_left:
                     self._warn(NOT_OPEN)
 
-    def opened(self) -> None:
-        """Let everything pass: the run is open again, after `reopen` has returned False."""
-        with self._changing:
-            if self.state == "ended":
-                self.openings += 1
-                self._pass_rest()
-
     def open_again(self) -> bool:
         """Open the run if it has ended. Returns whether it is open."""
         with self._changing:
             self._reopen()
             return self.state == "open"
 
-    def note_death(self, error: BaseException, opening: int | None = None) -> None:
+    def mark_dead(self, error: BaseException, opening: int | None = None) -> None:
         """Take the run for ended, since the service's process has died.
 
         Args:
@@ -227,7 +220,7 @@ class Gate(PerProcess):
                 finally:
                     self._inside.discard(me)
         except self._deaths() as error:
-            self.note_death(error, opening)
+            self.mark_dead(error, opening)
             return _NOT_PASSED
 
     def _pass_late(self, action: Callable[[], Any], is_row: bool) -> Any:
@@ -268,7 +261,7 @@ class Gate(PerProcess):
                     finish()
                 return
             except self._deaths() as error:
-                self.note_death(error)
+                self.mark_dead(error)
             finally:
                 self._enders.clear()
                 with self._lock:

@@ -4,7 +4,8 @@ A record is in the operating system's hands when `add` returns: SIGKILL loses no
 segments, `NAME.journal.0` and so on. Each is a sequence of frames: a head with a checksum of its own, which says the
 record's number, length and checksum, and the record. So a reader finds the frames behind a damaged one.
 
-The record of a tracker is a line: JSON that no service's format is in. A line is one of
+A record of W&B's is in `wandb.outbox.record_of`. One of the other trackers is a line: JSON that no service's format is
+in. A line is one of
 
     {"row": {...}, "step": 3, "time": 1700000000.0}         a row; the step is null if the service counts
     {"call": "log_params", "args": [...], "kwargs": {...}}  a call of a method of the run object
@@ -137,8 +138,8 @@ class Journal(PerProcess):
                 frames = [frame for frame in _frames(self._content(path)) if frame is not None]
                 yield from (entry for entry in _entries(frames) if entry.number >= first)
 
-    def acknowledged(self, count: int) -> None:
-        """Note that the service has the first `count` records. Removes the segments that are not needed anymore."""
+    def remove_acknowledged(self, count: int) -> None:
+        """Remove the segments of the first `count` records, which the service has, and keep the count."""
         with self._lock:
             is_new = count != self._acknowledged
             self._acknowledged = count

@@ -168,7 +168,7 @@ class OutboxHandle(ClientHandle):
         else:
             self._outbox.keep()
         if self._outbox.rows or not is_complete:
-            self._report_left()
+            self._warn_of_left()
 
     def _send_end(self, exit_code: int, timeout_s: float) -> bool:
         """Send the run's status. Returns False if the service may still take it."""
@@ -239,7 +239,7 @@ class OutboxHandle(ClientHandle):
         of_run = (self._tracker.name, self.id, self.request.config.project)
         return (header.get("tracker"), header.get("id"), project) == of_run
 
-    def _report_left(self) -> None:
+    def _warn_of_left(self) -> None:
         rows, lost = self._outbox.rows, self._outbox.lost_rows
         kept = f"{rows - lost} of them are kept in files, and {lost} are lost: the files could not be written."
         values = {
@@ -319,7 +319,7 @@ class KeptHandle(OutboxHandle):
         """The step of the last row that was logged with one: only the service knows the others."""
         return self._last_step
 
-    def _report_left(self) -> None:
+    def _warn_of_left(self) -> None:
         if self._outbox.lost_rows:
             text = "%s: run %s: %d of %d rows and calls are lost: the files in %s could not be written"
             counts = self._outbox.lost_rows, self._outbox.rows

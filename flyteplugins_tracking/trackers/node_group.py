@@ -51,7 +51,7 @@ _LONGEST_QUESTION, _LONGEST_VALUE = 1 << 20, 1 << 28
 # What a message raises that says something else than expected, and what a connection or a new thread may raise.
 _MALFORMED = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
 # A node has a few hundred followers at most.
-_MOST_PEERS = _MOST_REQUESTS = 500
+_MOST_CONNECTIONS = _MOST_REQUESTS = 500
 
 
 class _SeenServers(PerProcess):
@@ -80,27 +80,28 @@ class NodePart:
         name: "leader": opens the run for itself and the other ranks of its node. It is the primary on the primary's
             node, and local rank 0 on the others. "follower": attaches to the leader's.
             "single": is the only rank of its node, or the ranks of its node are unknown.
-        has_peers: Whether other nodes, ranks whose node is unknown, or tasks open the run too, now or later.
+        has_writers_elsewhere: Whether other nodes, ranks whose node is unknown, or tasks open the run too, now or
+            later.
     """
 
     name: Literal["single", "leader", "follower"] = "single"
-    has_peers: bool = False
+    has_writers_elsewhere: bool = False
 
     @classmethod
     def of(cls, request: RunRequest) -> NodePart:
         """The part of the rank that opens this run."""
         config, info = request.config, request.info
         if info is None:
-            return cls(has_peers=request.has_other_writers)
+            return cls(has_writers_elsewhere=request.has_other_writers)
         if config.run_mode != "shared":
-            return cls(has_peers=config.has_roles)
+            return cls(has_writers_elsewhere=config.has_roles)
         if info.worker_index is None or info.local_rank is None:
-            return cls(has_peers=True)
+            return cls(has_writers_elsewhere=True)
         # An elastic job with one node today may have had several: all writers of a run must be of one kind.
-        has_peers = config.rank_scope == "global" and (info.num_workers != 1 or request.has_other_writers)
+        has_writers_elsewhere = config.rank_scope == "global" and (info.num_workers != 1 or request.has_other_writers)
         if not request.leads_node:
-            return cls("follower", has_peers)
-        return cls("single" if info.local_world_size == 1 else "leader", has_peers)
+            return cls("follower", has_writers_elsewhere)
+        return cls("single" if info.local_world_size == 1 else "leader", has_writers_elsewhere)
 
 
 class NodeServer:
@@ -126,13 +127,13 @@ class NodeServer:
         self.on_request = on_request
         self._message: Json | None = None  # what followers get when they connect
         self._expected = expected
-        self._peers: set[_Peer] = set()
+        self._connections: set[_Connection] = set()
         self._seen_ranks: set[int] = set()
         self._answering = 0  # threads
         self._changed = threading.Condition(threading.RLock())
         self._token = uuid.uuid4().hex
         self._path = _socket_path(name)
-        self._listener = _Peer(_listen(self._path))
+        self._listener = _Connection(_listen(self._path))
         self._is_closing = False
         self._thread = _started(self._accept)
 
@@ -140,24 +141,26 @@ class NodeServer:
         """Send `value` to the followers that are connected, and to those that connect later."""
         with self._changed:
             self._message = {"publish": value, "server": self._token}
-            for peer in self._followers:
-                peer.is_suspended = False
-                peer.send(self._message)
+            for connection in self._followers:
+                connection.is_suspended = False
+                connection.send(self._message)
 
     def reject(self, reason: str) -> None:
         """Tell the followers, now and later, that there will be no value."""
         with self._changed:
             self._message = {"reject": reason}
-            for peer in self._followers:
-                peer.send(self._message)
+            for connection in self._followers:
+                connection.send(self._message)
 
     def suspend(self) -> None:
         """Return when the followers have stopped using the value, or after a second. `publish` lets them continue."""
         with self._changed:
             self._message = None
-            for peer in self._followers:
-                peer.send({"suspend": True})
-            self._changed.wait_for(lambda: all(peer.is_suspended for peer in self._followers), SEND_TIMEOUT_S)
+            for connection in self._followers:
+                connection.send({"suspend": True})
+            self._changed.wait_for(
+                lambda: all(connection.is_suspended for connection in self._followers), SEND_TIMEOUT_S
+            )
 
     def wait(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> list[int]:
         """Wait until the expected followers have connected and left, `timeout_s` has passed, or `until` returns True.
@@ -169,7 +172,7 @@ class NodeServer:
         with self._changed:
             while (self._followers or self.missing) and time.monotonic() < deadline and not until():
                 self._changed.wait(_RETRY_S)
-            return sorted(peer.rank for peer in self._followers if peer.rank is not None)
+            return sorted(connection.rank for connection in self._followers if connection.rank is not None)
 
     @property
     def missing(self) -> int:
@@ -185,50 +188,50 @@ class NodeServer:
         if threading.current_thread() is not self._thread:
             threads.join(self._thread, SEND_TIMEOUT_S)
         with self._changed:
-            for peer in self._peers:
-                peer.hang_up()
+            for connection in self._connections:
+                connection.hang_up()
 
     @property
-    def _followers(self) -> list[_Peer]:
+    def _followers(self) -> list[_Connection]:
         """Those that have said who they are."""
-        return [peer for peer in self._peers if peer.rank is not None]
+        return [connection for connection in self._connections if connection.rank is not None]
 
     def _accept(self) -> None:
         while not self._is_closing:
             try:
-                peer = self._listener.accept()
+                connection = self._listener.accept()
             except OSError:  # there may be too many open files
                 time.sleep(_RETRY_S)
                 continue
             try:
-                _started(self._serve, peer)
+                _started(self._serve, connection)
             except RuntimeError:  # there may be too many threads
-                peer.hang_up()
+                connection.hang_up()
 
-    def _serve(self, peer: _Peer) -> None:
+    def _serve(self, connection: _Connection) -> None:
         """Handle what one follower sends, until it hangs up or sends no valid message."""
         with contextlib.suppress(Exception):  # it says no number, for one
             with self._changed:
-                if self._is_closing or len(self._peers) >= _MOST_PEERS or not peer.is_of_this_user():
+                if self._is_closing or len(self._connections) >= _MOST_CONNECTIONS or not connection.is_of_this_user():
                     raise ConnectionRefusedError
-                self._peers.add(peer)
-            for message in peer.messages(_LONGEST_QUESTION):
+                self._connections.add(connection)
+            for message in connection.messages(_LONGEST_QUESTION):
                 with self._changed:
-                    self._handle(peer, message)
+                    self._handle(connection, message)
         with self._changed:
-            self._peers.discard(peer)
+            self._connections.discard(connection)
             self._changed.notify_all()
-        peer.hang_up()
+        connection.hang_up()
 
-    def _handle(self, peer: _Peer, message: Json) -> None:
+    def _handle(self, connection: _Connection, message: Json) -> None:
         if "rank" in message:
-            peer.rank = int(message["rank"])
-            if len(self._seen_ranks) < _MOST_PEERS:
-                self._seen_ranks.add(peer.rank)
+            connection.rank = int(message["rank"])
+            if len(self._seen_ranks) < _MOST_CONNECTIONS:
+                self._seen_ranks.add(connection.rank)
             if self._message is not None:
-                peer.send(self._message)
+                connection.send(self._message)
         if "suspended" in message:
-            peer.is_suspended = True
+            connection.is_suspended = True
             self._changed.notify_all()
         if "request" in message:
             if self._answering >= _MOST_REQUESTS:
@@ -251,18 +254,18 @@ class NodeClient:
     The leader waits at its end for the connections that are open.
     """
 
-    def __init__(self, rank: int, peer: _Peer, messages: Iterator[Json], published: Json) -> None:
+    def __init__(self, rank: int, connection: _Connection, messages: Iterator[Json], published: Json) -> None:
         """Called by `connect`.
 
         Args:
             rank: This process's rank.
-            peer: The connection to the server.
+            connection: The connection to the server.
             messages: The messages that follow.
             published: The first message with a value.
         """
         self.rank = rank
         self.value: Json = published["publish"]
-        self._peer, self._messages = peer, messages
+        self._connection, self._messages = connection, messages
 
     @classmethod
     def connect(cls, name: str, rank: int, deadline: float, publish_timeout_s: float) -> NodeClient:
@@ -281,21 +284,21 @@ class NodeClient:
         while True:
             # It may not listen yet, or a process that has died may have left its socket.
             with contextlib.suppress(*_MALFORMED):
-                peer = _Peer(socket.socket(socket.AF_UNIX))
+                connection = _Connection(socket.socket(socket.AF_UNIX))
                 try:
-                    return cls._receive_first(rank, peer, path, deadline + publish_timeout_s)
+                    return cls._receive_first(rank, connection, path, deadline + publish_timeout_s)
                 except BaseException:
-                    peer.hang_up()
+                    connection.hang_up()
                     raise
             if time.monotonic() > deadline:
                 raise NodeError("that rank has not opened it, or has ended already")
             time.sleep(_RETRY_S)
 
     @classmethod
-    def _receive_first(cls, rank: int, peer: _Peer, path: str, deadline: float) -> NodeClient:
-        peer.connect(path)
-        peer.send({"rank": rank})
-        messages = peer.messages(_LONGEST_VALUE, deadline)
+    def _receive_first(cls, rank: int, connection: _Connection, path: str, deadline: float) -> NodeClient:
+        connection.connect(path)
+        connection.send({"rank": rank})
+        messages = connection.messages(_LONGEST_VALUE, deadline)
         for message in messages:
             if "reject" in message:
                 raise NodeError(str(message["reject"]))
@@ -303,7 +306,7 @@ class NodeClient:
                 if message["server"] in _seen_servers.tokens:
                     break
                 _seen_servers.tokens.add(message["server"])
-                return cls(rank, peer, messages, message)
+                return cls(rank, connection, messages, message)
         raise ConnectionRefusedError
 
     def subscribe(
@@ -323,11 +326,11 @@ class NodeClient:
 
     def request(self, text: str = "") -> None:
         """Request that the leader publishes a value again."""
-        self._peer.send({"request": text})
+        self._connection.send({"request": text})
 
     def leave(self) -> None:
         """Hang up: this process is done."""
-        self._peer.hang_up()
+        self._connection.hang_up()
 
     def _receive(
         self, on_publish: Callable[[Json], None], on_suspend: Callable[[], None], on_disconnect: Callable[[], None]
@@ -338,14 +341,14 @@ class NodeClient:
                     on_publish(message["publish"])
                 if "suspend" in message:
                     on_suspend()
-                    self._peer.send({"suspended": True})
+                    self._connection.send({"suspended": True})
         except _MALFORMED:
             logger.debug("a message of the leader cannot be used", exc_info=True)
         finally:
             on_disconnect()
 
 
-class _Peer(PerProcess):
+class _Connection(PerProcess):
     """A Unix-domain socket to a process of this user. A message is a line of JSON, an object.
 
     Attributes:
@@ -356,9 +359,9 @@ class _Peer(PerProcess):
     rank: int | None = None
     is_suspended = False
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(SEND_TIMEOUT_S), 0))
+    def __init__(self, unix_socket: socket.socket) -> None:
+        self._socket = unix_socket
+        unix_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(SEND_TIMEOUT_S), 0))
         self._sending = threading.Lock()
         register(self)
 
@@ -367,13 +370,13 @@ class _Peer(PerProcess):
         with contextlib.suppress(OSError):  # it is closed
             os.close(self._socket.detach())
 
-    def accept(self) -> _Peer:
+    def accept(self) -> _Connection:
         """Return the next connection to this socket, which listens.
 
         Raises:
             OSError: There is none.
         """
-        return _Peer(self._socket.accept()[0])
+        return _Connection(self._socket.accept()[0])
 
     def connect(self, path: str) -> None:
         """Connect to the server at a path.

@@ -86,16 +86,16 @@ class RejectedError(Exception):
     fix = ""
 
 
-def until(deadline: float, attempt: Callable[[], T]) -> T:
-    """Call `attempt` until it returns a true value, at most until a time of `time.monotonic`. Returns its last value.
+def until(deadline: float, action: Callable[[], T]) -> T:
+    """Call `action` until it returns a true value, at most until a time of `time.monotonic`. Returns its last value.
 
     Raises:
-        AwayError: The last attempt's, at the deadline or after its part of the time.
+        AwayError: The last call's, at the deadline or after its part of the time.
     """
     began = time.monotonic()
     while True:
         try:
-            result = attempt()
+            result = action()
             if result or time.monotonic() + _POLL_S > deadline:
                 return result
         except AwayError as error:
@@ -263,7 +263,7 @@ class Outbox(PerProcess):
                 self.rows -= _rows(lines)
                 # A run's end stays in the journal until the run has it: whoever sends that after a kill needs it.
                 is_end = bool(lines) and "exit_code" in lines[-1]
-                self._journal.acknowledged(self._sent - is_end)
+                self._journal.remove_acknowledged(self._sent - is_end)
                 self._changed.notify_all()
 
     def _send_earlier(self, journal: StoredJournal) -> bool:

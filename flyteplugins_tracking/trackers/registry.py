@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -57,10 +57,9 @@ def check_config(config: TrackingConfig) -> None:
     """
     tracker = find_tracker(config.tracker)
     check_arguments(f"tracking_init(tracker={tracker.name!r})", config.options, {*tracker.arguments, *OWN_ARGUMENTS})
-    for feature in _requested_features(config):
-        if feature in tracker.unsupported:
-            reason = tracker.unsupported[feature]
-            raise ConfigError(f"{tracker.title} does not support {_FEATURE_ARGUMENTS[feature]}: {reason}")
+    for feature, (argument, is_requested) in _FEATURE_ARGUMENTS.items():
+        if feature in tracker.unsupported and is_requested(config):
+            raise ConfigError(f"{tracker.title} does not support {argument}: {tracker.unsupported[feature]}")
     if config.has_roles and not getattr(tracker, "takes_roles", False):
         argument = f"roles={list(config.roles)}" if config.roles is not None else f"role={config.role!r}"
         raise ConfigError(f"{tracker.title} does not support {argument}: only one job can write to a run of it")
@@ -109,23 +108,13 @@ def check_propagated(config: TrackingConfig) -> None:
     check_config(replace(config, options=known))
 
 
-# The arguments that request each feature.
-_FEATURE_ARGUMENTS: dict[Feature, str] = {
-    "shared": "run_mode='shared'",
-    "offline": "if_unavailable='degrade'",
-    "config file": "config= with the path of a file",
-    "download_logs": "download_logs=True",
+# The argument that requests each feature, and whether a config has it.
+_FEATURE_ARGUMENTS: dict[Feature, tuple[str, Callable[[TrackingConfig], bool]]] = {
+    "shared": ("run_mode='shared'", lambda config: config.run_mode == "shared"),
+    "offline": ("if_unavailable='degrade'", lambda config: config.if_unavailable == "degrade"),
+    "config file": ("config= with the path of a file", lambda config: isinstance(config.config, str)),
+    "download_logs": ("download_logs=True", lambda config: config.download_logs),
 }
-
-
-def _requested_features(config: TrackingConfig) -> Iterator[Feature]:
-    requested: dict[Feature, bool] = {
-        "shared": config.run_mode == "shared",
-        "offline": config.if_unavailable == "degrade",
-        "config file": isinstance(config.config, str),
-        "download_logs": config.download_logs,
-    }
-    return (feature for feature, is_requested in requested.items() if is_requested)
 
 
 def _known_to_any(names: Collection[str]) -> set[str]:

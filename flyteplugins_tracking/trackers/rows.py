@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -57,7 +58,7 @@ class RowBuffer:
             return log(data)  # it raises, and says why
         row = {self._key(key): value for key, value in data.items()}
         if self._next_step is not None:
-            step = self._counted(step)
+            step = self._counted(row.get(self._step_metric) if step is None else step)
         if step is not None:
             row[self._step_metric] = self._last_step = step
             self._define()
@@ -98,10 +99,11 @@ class RowBuffer:
         return key if is_own else self._prefix + key
 
     def _counted(self, step: Any) -> Any:
-        """Return the step of a row: the given one, that of the values which wait for it, or the next one."""
+        """Return the step of a row: its own one, that of the values which wait for it, or the next one."""
         with self._lock:
             step = self._waiting.waiting.get(self._step_metric, self._next_step) if step is None else step
-            self._next_step = int(step) + 1 if isinstance(step, (int, float)) else self._next_step
+            with suppress(TypeError, ValueError, OverflowError):
+                self._next_step = int(step) + 1
         return step
 
     def _define(self) -> None:
@@ -109,6 +111,26 @@ class RowBuffer:
             define, self._define_step = self._define_step, None
         if define is not None:
             define()
+
+
+class OwnersKeys:
+    """Warns if the owner of a run logs below the name of a role."""
+
+    def __init__(self, title: str, roles: Sequence[str]) -> None:
+        self._title, self._roles = title, frozenset(roles)
+        self._known: set[str] = set()
+        self._warn_once = WarnOnce(logger)
+
+    def check(self, data: Any) -> None:
+        """Warn about keys of a row that were not logged before."""
+        if not self._roles or not isinstance(data, Mapping) or data.keys() <= self._known:
+            return
+        self._known.update(data)
+        for key in data:
+            role = str(key).partition("/")[0]
+            if role in self._roles and role != key:
+                text = "%s: the owner of the run logs %r, and its role %r has keys below that name: rename one of them"
+                self._warn_once(role, text, self._title, key, role)
 
 
 class NextRow:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import os
 import random
 import re
 import shlex
@@ -88,6 +89,7 @@ def test_a_job_that_goes_back_has_its_run_rewound(tmp_path, first_step):
     assert not journals_left(tmp_path)
 
 
+@pytest.mark.full
 def test_a_server_that_cannot_rewind_keeps_all_rows_with_one_warning(tmp_path):
     with WandbServer() as server:
         found, killed = roll_back(tmp_path, server, 30)
@@ -247,6 +249,32 @@ def assert_each_once(found: Outcome, end: tuple[int, str], directory: Path) -> N
     assert (found.exit_codes[-1], found.state) == end
     assert set(found.exit_codes) == {end[0]}
     assert not journals_left(directory)
+
+
+def slow_down(pids: list[int]) -> None:
+    """Stop processes for most of the time, for a second, as on a machine that is busy."""
+    for _ in range(40):
+        for number, sleep_s in ((signal.SIGSTOP, 0.023), (signal.SIGCONT, 0.002)):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            time.sleep(sleep_s)
+
+
+@pytest.mark.full
+def test_what_the_ranks_of_a_node_have_left_is_sent_before_their_new_rows(tmp_path):
+    """wandb-core reads each rank's rows from a connection of its own, and drops a row whose step it has passed."""
+    settings = {"tracking": {"id": jobs.RUN_ID, "run_mode": "shared"}, "rows": TAIL, "step_s": 0.001}
+    with job(tmp_path) as started:
+        process = started.start(torchrun(), **ends("loop", attempts=99, **settings))
+        started.wait_for("ready 1 0")
+        kill_with_children(process.pid)
+        process.communicate()
+        job_again = started.start(torchrun(), **ends("return", **settings))
+        while job_again.poll() is None:
+            slow_down(started.pids("wandb-core"))
+        found = started.outcome()
+    assert_each_once(found, (0, "finished"), tmp_path)
 
 
 @pytest.mark.full

@@ -39,6 +39,7 @@ def assert_each_once(found: Outcome) -> None:
     assert list(found.steps) == list(range(len(found.steps)))
 
 
+@pytest.mark.full
 def test_an_offline_run_that_ends_leaves_no_journal(tmp_path):
     with job(tmp_path) as started:
         process = started.start(python(), OFFLINE, **ends("loop", **SETTINGS))
@@ -56,7 +57,7 @@ def test_an_offline_run_that_ends_leaves_no_journal(tmp_path):
     [kill_with_children, pytest.param(kill_process, marks=pytest.mark.full)],
     ids=["all processes", "the process"],
 )
-@pytest.mark.parametrize("by", ["send", "wandb sync after another attempt"])
+@pytest.mark.parametrize("by", ["send", pytest.param("wandb sync after another attempt", marks=pytest.mark.full)])
 def test_rows_of_offline_attempts_that_were_killed_arrive_once(tmp_path, kill, by):
     """With another attempt, `wandb sync` sends all rows too: that attempt has completed the files."""
     with job(tmp_path) as started:
@@ -77,6 +78,7 @@ def test_rows_of_offline_attempts_that_were_killed_arrive_once(tmp_path, kill, b
     assert not journals_left(tmp_path)
 
 
+@pytest.mark.full
 def test_rows_of_a_torn_file_that_wandb_sync_has_sent_already_arrive_once(tmp_path):
     """`wandb sync` does not mark a file whose last record was cut by a kill: it would send the file again."""
     with job(tmp_path) as started:
@@ -114,6 +116,7 @@ def test_rows_of_a_killed_wandb_core_arrive_once(tmp_path):
         assert_each_once(started.outcome())
 
 
+@pytest.mark.full
 def test_rows_that_wandb_sync_could_not_know_are_sent_behind_the_others(tmp_path):
     with job(tmp_path) as started:
         process = started.start(python(), OFFLINE, **ends("loop", attempts=99, **SETTINGS))
@@ -135,7 +138,7 @@ def test_rows_that_wandb_sync_could_not_know_are_sent_behind_the_others(tmp_path
     assert not journals_left(tmp_path)
 
 
-@pytest.mark.parametrize("restarts", [1, 0])
+@pytest.mark.parametrize("restarts", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_rows_of_a_shared_run_whose_writer_is_killed_arrive_once(tmp_path, restarts):
     """What the other rank has logged after that is in its journal only."""
     settings = {"tracking": {"run_mode": "shared", "id": jobs.RUN_ID}, "rows": 20}
@@ -151,6 +154,7 @@ def test_rows_of_a_shared_run_whose_writer_is_killed_arrive_once(tmp_path, resta
     assert not journals_left(tmp_path)
 
 
+@pytest.mark.full
 def test_a_full_disk_costs_rows_that_are_told_and_no_others(tmp_path):
     limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *python()]
     with job(tmp_path) as started:

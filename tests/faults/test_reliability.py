@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+import shlex
+import sys
 
-from faults.matrix import CASES
+import pytest
+from support import jobs
+from support.harness import job
+from support.loopback import Fault
+
+from faults.matrix import CASES, down_to_the_end
 
 # If a signal comes as torch's agent enters the wrapper that measures its calls, before the wrapper notes the time, the
 # agent itself fails and sends SIGTERM instead of the signal: another fault than the one that is tested.
@@ -18,3 +25,19 @@ def test_the_run_tells_the_truth_and_loses_nothing(case, tmp_path):
     if AGENT_FAILED in found.output:
         found = case.run(tmp_path / "again")
     assert case.wrong(found) == [], found.output
+
+
+@pytest.mark.full
+def test_rows_for_which_a_server_answers_503_to_the_end_are_sent_by_the_command_that_is_printed(tmp_path):
+    """With older versions of wandb, which keep them in memory, too."""
+    with job(tmp_path) as started:
+        found = down_to_the_end(Fault.status(503))(started)
+        assert (found.exit_codes, found.state, found.leaked) == ((), "running", ()), found.output
+        assert found.seconds < 5 * jobs.TIME_SCALE  # kill_after_s=4
+        (command,) = re.findall(r"To send the rest, run: (.+)", found.output)
+        send = [sys.executable, "-m", "flyteplugins_tracking", *shlex.split(command)[1:]]
+        sent = jobs.run(send, tmp_path, started.server.environment)
+        assert sent.returncode == 0, sent.output
+        (run,) = started.server.runs
+        assert sorted((row["pid"], row["n"]) for row in run.rows) == sorted(found.logged)
+        assert run.exit_codes == [0]

@@ -28,7 +28,7 @@ def require_each_row_once(job, *names):
     assert job.server.runs[0].mixed_writers is False
 
 
-@pytest.mark.parametrize("victim", ["rollout-0", "owner"])
+@pytest.mark.parametrize("victim", ["rollout-0", pytest.param("owner", marks=pytest.mark.full)])
 def test_a_job_that_is_killed_again_and_again_loses_no_row(job, victim):
     """The other job logs meanwhile, and is not disturbed."""
     other = "owner" if victim == "rollout-0" else "rollout-0"
@@ -54,6 +54,7 @@ def test_a_job_that_is_killed_again_and_again_loses_no_row(job, victim):
     assert run.state == "finished"
 
 
+@pytest.mark.full
 def test_a_role_logs_through_an_outage(job):
     owner = job.start(roles=ROLES, rows=100, pause_s=0.01, ends="stop")
     role = job.start("rollout-0", rows=100, pause_s=0.05, ends="stop")
@@ -65,6 +66,7 @@ def test_a_role_logs_through_an_outage(job):
     require_each_row_once(job, "owner", "rollout-0")
 
 
+@pytest.mark.full
 def test_two_processes_with_one_role_lose_no_row(job):
     """By mistake. One is killed, and two are started then: one of them sends its rows."""
     owner = job.start(roles=ROLES, rows=10, ends="stop")
@@ -81,6 +83,7 @@ def test_two_processes_with_one_role_lose_no_row(job):
     require_each_row_once(job, "owner", "rollout-0")
 
 
+@pytest.mark.full
 def test_nodes_that_share_a_run_lose_no_row(job):
     """Both are killed again and again."""
 

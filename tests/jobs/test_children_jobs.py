@@ -26,7 +26,7 @@ def assert_a_run_for_each_trial(done: jobs.Done, ranks: int = 1, others: int = 0
 @pytest.mark.parametrize(
     ("how", "parent"),
     [
-        ("fork", "plain"),
+        pytest.param("fork", "plain", marks=pytest.mark.full),
         pytest.param("fork", "tracked", marks=pytest.mark.full),
         ("spawn", "plain"),
         pytest.param("forkserver", "plain", marks=pytest.mark.full),

@@ -24,14 +24,18 @@ RANKS = 4
 CONFORM = jobs.PROGRAMS / "conformance_job.py"
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+# Those with other jobs in the default tier: `test_mlflow_jobs.py` and `test_pluto_jobs.py`.
+OF_ALL = [pytest.param(name, marks=pytest.mark.full if name in ("mlflow", "pluto") else ()) for name in BACKENDS]
+
+
+@pytest.fixture(scope="module", params=OF_ALL)
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
     with BACKENDS[request.param](tmp_path_factory.mktemp(request.param)) as running:
         yield running
 
 
 def default_for(*names: str) -> pytest.MarkDecorator:
-    """A test of all trackers, which the default tier runs with these: with each, `modes` runs there already."""
+    """A test of all trackers, which the default tier runs with these."""
     params = [pytest.param(name, marks=() if name in names else pytest.mark.full) for name in BACKENDS]
     return pytest.mark.parametrize("backend", params, indirect=True, scope="module")
 

@@ -73,7 +73,8 @@ def test_of_two_nodes_the_exit_of_a_rank_beside_the_primary_is_seen(tmp_path):
     assert failure(run) == (137, 1, "SIGKILL"), done.output
 
 
-@pytest.mark.parametrize("run_mode", ["auto", pytest.param("new", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("run_mode", ["auto", "new"])
 def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
     settings = {"tracking": {"run_mode": run_mode, "id": jobs.RUN_ID}}
     torchrun = jobs.torchrun("--standalone", "--nproc-per-node=3", "--max-restarts=1", "--monitor-interval=0.1")
@@ -83,14 +84,10 @@ def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
     assert [failure(run) for run in attempts] == [(1, 1, "ValueError"), (0, None, None)]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed: apt-get install openmpi-bin")
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [("raise", (1, 1, "ValueError")), pytest.param("kill", (137, 1, "SIGKILL"), marks=pytest.mark.full)],
-)
-@pytest.mark.parametrize(
-    "shell", [pytest.param(True, marks=pytest.mark.full, id="in a shell"), pytest.param(False, id="alone")]
-)
+@pytest.mark.parametrize(("how", "expected"), [("raise", (1, 1, "ValueError")), ("kill", (137, 1, "SIGKILL"))])
+@pytest.mark.parametrize("shell", [True, False], ids=["in a shell", "alone"])
 def test_mpirun_without_any_store(tmp_path, how, expected, shell):
     wrapped = ["bash", "-c", '"$0" "$@"; exit $?'] if shell else []
     # Its SIGKILL follows its SIGTERM after 1 s, if this is left out.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import jobs
+from support.vendors import skip_where_lost
 from support.wandb_server import WandbServer
 
 pytest.importorskip("flyte", reason="flyte is not installed")
@@ -74,7 +76,9 @@ def seen(directory: Path, tag: str) -> list[dict[str, Any]]:
 # One process
 
 
-@pytest.mark.parametrize("task", ["plain", "coroutine", pytest.param("below", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "task", ["plain", *(pytest.param(name, marks=pytest.mark.full) for name in ("coroutine", "below"))]
+)
 def test_a_task_has_its_run_which_knows_the_action(pod, server, task):
     done = pod(task)
     assert done.outputs == [f"r1-{task}"], done.output
@@ -93,11 +97,15 @@ def test_a_task_is_asked_to_stop_before_its_timeout(pod, server):
     assert (run.exit_codes, run.summary["stop/reason"]) == ([0], "time limit")
 
 
-def test_a_task_that_raises_or_exits_has_a_failed_run(pod, server):
+def test_a_task_that_raises_has_a_failed_run(pod, server):
     done = pod("fails")
     assert (done.error.code, done.error.message) == ("ValueError", "made to fail")
     assert server.run("r1-fails").exit_codes == [1]
     assert values(server.run("r1-fails").rows, "fails") == [0, 1, 2]
+
+
+def test_a_task_that_exits_has_a_failed_run(pod, server):
+    skip_where_lost("flyte", "sys.exit")
     assert pod("exits").returncode == 3
     assert server.run("r1-exits").exit_codes == [3]
 
@@ -110,7 +118,9 @@ def test_a_retry_continues_the_run(pod, server):
     assert (run.rows_overwritten, run.config["attempt_number"]) == (0, 1)
 
 
+@pytest.mark.full
 def test_a_retry_in_local_mode_continues_the_run(tmp_path):
+    skip_where_lost("flyte", "retries")
     done = flyte2_pods.local("second_attempt", tmp_path, module=MODULE)
     assert done.returncode == 0, done.output
     assert len({run.id for run in done.runs}) == 1
@@ -124,7 +134,8 @@ def test_functions_in_a_task_are_trainings_of_its_action(pod, server):
     assert values(server.run("r1-calls_a_function").rows, "inner") == [0, 1, 2]
 
 
-@pytest.mark.parametrize("mode", ["offline", pytest.param("disabled", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
 def test_the_mode_of_the_variable_holds_in_a_pod(server, tmp_path, mode):
     before = len(server.runs)
     done = flyte2_pods.run("plain", tmp_path, module=MODULE, **{**server.environment, "WANDB_MODE": mode})
@@ -133,6 +144,7 @@ def test_the_mode_of_the_variable_holds_in_a_pod(server, tmp_path, mode):
     assert [len(run.rows) for run in done.runs] == ([3] if mode == "offline" else [])
 
 
+@pytest.mark.full
 def test_a_task_degrades_to_files_if_the_server_is_unreachable(tmp_path):
     nobody = {"WANDB_BASE_URL": f"http://127.0.0.1:{jobs.free_port()}", "WANDB_API_KEY": "fa4e" * 10}
     context = tracking_config(if_unavailable="degrade", init_timeout_s=4.0)
@@ -160,6 +172,7 @@ def test_children_continue_the_parents_run_or_have_their_own(pod, server):
         assert (server.run(ids[kind]).exit_codes, values(server.run(ids[kind]).rows, kind)) == ([0], [0, 1, 2])
 
 
+@pytest.mark.full
 def test_a_blocks_arguments_reach_the_children_that_are_called_in_it(pod, server):
     done = pod("async_parent", children=True)
     assert done.outputs is not None, done.output
@@ -170,7 +183,9 @@ def test_a_blocks_arguments_reach_the_children_that_are_called_in_it(pod, server
     assert (run.tags, sorted(values(run.rows, "coroutine"))) == ([], [0, 0, 1, 1, 2, 2])
 
 
-@pytest.mark.parametrize(("module", "task"), [(WORKERS, "parent"), (MODULE, "async_parent")])
+@pytest.mark.parametrize(
+    ("module", "task"), [pytest.param(WORKERS, "parent", marks=pytest.mark.full), (MODULE, "async_parent")]
+)
 def test_children_in_local_mode_are_as_on_a_cluster(tmp_path, module, task):
     done = flyte2_pods.local(task, tmp_path, module=module)
     assert done.returncode == 0, done.output
@@ -188,6 +203,7 @@ def test_shared_without_a_parent_is_refused(pod, server):
     assert not [run for run in server.runs if run.id == "r1-shared"]
 
 
+@pytest.mark.full
 def test_a_child_with_a_role_joins_the_parents_run_without_an_id(pod, server):
     done = pod("owner", children=True)
     assert done.outputs == ["r1-owner"], done.output
@@ -288,6 +304,7 @@ def test_the_report_shows_the_runs_with_their_states_and_last_values(pod, server
 
 @pytest.mark.parametrize("task", ["downloaded", pytest.param("async_downloaded", marks=pytest.mark.full)])
 def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
+    skip_where_lost("flyte", "download_logs")
     assert pod(task, children=True).outputs == [f"r1-{task}"]
     (trace,) = [path for path in flyte2_pods.base(directory / task, "r1").iterdir() if path.name != task]
     (files,) = flyte2_pods.outputs_at(trace)
@@ -384,6 +401,8 @@ def test_workers_of_an_elastic_range_have_a_link_to_their_group(server, director
     [("dns:///acme.example.com", ""), ("https://acme.example.com:443/", "false"), ("dns:///localhost:8090", "true")],
 )
 def test_the_execution_that_a_run_names_is_the_consoles(monkeypatch, endpoint, insecure):
+    if version("flyte").startswith("2.0."):
+        pytest.skip("its console has no address of an action")
     from flyte.models import ActionID
     from flyte.remote._client.controlplane import Console
 

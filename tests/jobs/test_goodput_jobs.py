@@ -52,7 +52,8 @@ def test_a_job_that_is_restarted_need_not_do_anything(tmp_path, column):
     assert_tells(run.summary, attempts=3)
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("raise", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["SIGTERM", "raise"])
 def test_an_attempt_on_another_machine_knows_those_before(tmp_path, how):
     ends = [(55, how), (83, how), (100, "return")]
     with WandbServer() as server:

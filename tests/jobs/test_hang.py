@@ -45,6 +45,7 @@ def test_the_run_and_the_log_say_once_where_the_ranks_are(tmp_path, how, rank_1)
     assert [row["step"] for row in run.rows] == [0, 1, 2, 3]
 
 
+@pytest.mark.full
 def test_nothing_is_reported_while_an_evaluation_calls_heartbeat(tmp_path):
     done = hang(tmp_path, "evaluates")
     assert done.returncode == 0, done.output

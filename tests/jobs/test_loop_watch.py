@@ -287,6 +287,7 @@ def test_other_signals_reach_the_loop_meanwhile():
     asyncio.run(main())
 
 
+@pytest.mark.full
 def test_a_forked_child_has_the_default_sigterm_handler(tmp_path):
     done = jobs.python(tmp_path, PROGRAM, "forks")
     assert done.returncode == 0, done.output

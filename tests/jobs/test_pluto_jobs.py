@@ -304,6 +304,7 @@ def test_rows_of_a_killed_rank_and_uploader_arrive_once(tmp_path, how):
     assert not (tmp_path / ".pluto").exists()
 
 
+@pytest.mark.full
 def test_a_proxy_that_only_the_data_names_gets_no_key(tmp_path):
     with PlutoServer() as server, PlutoServer() as proxy:
         header = {"tracker": "pluto", "id": "kept", "group": None, "primary": True, "attempt": 0, "run_metadata": {}}
@@ -351,6 +352,7 @@ print(json.dumps(calls))
         assert ours == parameters or ours[-1] == "record", name
 
 
+@pytest.mark.full
 def test_a_rank_that_logs_after_the_runs_end_by_a_signal_leaves_it_ended(tmp_path):
     with PlutoServer() as server:
         done = jobs.python(tmp_path, SCRIPT, "late", env=pluto_environment(server))

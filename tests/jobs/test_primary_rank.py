@@ -13,7 +13,7 @@ from support.wandb_server import WandbServer
 
 RANKS = 4
 SHARED = {"run_mode": "shared", "id": "chosen", "primary_rank": -1}
-NODES = [pytest.param([4], id="one node"), pytest.param([2, 2], id="two nodes")]
+NODES = [pytest.param([4], id="one node"), pytest.param([2, 2], id="two nodes", marks=pytest.mark.full)]
 
 
 def start(started: Job, nodes: list[int], how: dict[str, str]) -> None:
@@ -38,6 +38,7 @@ def test_only_the_last_rank_has_the_run_and_its_exit_code_counts(tmp_path):
         assert not report["torch_loaded"]
 
 
+@pytest.mark.full
 def test_the_last_local_rank_of_each_worker_has_its_run(tmp_path):
     tracking = {"primary_rank": -1, "rank_scope": "worker"}
     done = jobs.nodes(tmp_path, [3, 1], ["--rdzv-id=job"], tracking=tracking)
@@ -56,6 +57,7 @@ def test_a_rank_that_the_job_does_not_have_is_refused_on_every_rank(tmp_path):
     assert done.runs == []
 
 
+@pytest.mark.full
 def test_a_restart_goes_on_with_the_run_of_the_last_rank(tmp_path):
     done = jobs.one_node(tmp_path, 2, ["--max-restarts=1"], end={"1": "raise"}, tracking={"primary_rank": -1})
     assert done.returncode == 0, done.output
@@ -91,7 +93,7 @@ def test_a_shared_run_ends_with_the_last_rank_and_has_its_config(tmp_path, nodes
         assert (found.returncode, found.lost, found.duplicates, found.leaked) == (0, 0, 0, ()), found.output
         assert len({pid for pid, _ in found.arrived}) == RANKS
         assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
-        assert (run.config["rank"], run.mixed_writers, run.connections) == (3, False, len(nodes))
+        assert (run.config["rank"], run.mixed_writers, len(run.senders)) == (3, False, len(nodes))
 
 
 def ends_once_all_have_returned(started: Job) -> None:
@@ -104,7 +106,8 @@ def ends_once_all_have_returned(started: Job) -> None:
     assert (run.exit_codes, run.state, run.rows_after_completion) == ([0], "finished", 0)
 
 
-@pytest.mark.parametrize("nodes", [NODES[0], pytest.param([2, 2], id="two nodes", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("nodes", NODES)
 def test_the_last_rank_waits_for_the_others(tmp_path, nodes):
     with job(tmp_path) as started:
         start(started, nodes, {"3": "return", "*": "until go"})
@@ -115,6 +118,7 @@ def test_the_last_rank_waits_for_the_others(tmp_path, nodes):
         ends_once_all_have_returned(started)
 
 
+@pytest.mark.full
 def test_rank_0_keeps_the_store_that_it_hosts_until_the_primary_has_ended_the_run(tmp_path):
     """Three nodes without an agent, whose only store is the process group's."""
     with job(tmp_path) as started:
@@ -156,6 +160,7 @@ def test_in_an_elastic_job_the_run_goes_on_where_the_last_rank_is(tmp_path, run_
         assert found.logged - found.arrived <= {row for row in found.fresh if row[0] == last}
 
 
+@pytest.mark.full
 def test_sigterm_ends_the_shared_run_with_the_rows_of_all_ranks(tmp_path):
     with job(tmp_path) as started:
         agent = started.start(torchrun(ranks=RANKS), **ends("finally", with_step=True, tracking=SHARED))

@@ -62,6 +62,7 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.full
 def test_the_run_counts_a_rank_that_is_silent_until_it_goes_on(tmp_path):
     job = jobs.start([*TORCHRUN, *pulsing("until told", 100_000)], tmp_path, own_directory(tmp_path))
 

@@ -38,8 +38,8 @@ def command_lines() -> str:
         ("refused key", "variable"),
         pytest.param("refused key", "callable", marks=pytest.mark.full),
         pytest.param("mute server", "variable", marks=pytest.mark.full),
-        ("mute server", "callable"),
-        ("server gone at the end", "variable"),
+        pytest.param("mute server", "callable", marks=pytest.mark.full),
+        pytest.param("server gone at the end", "variable", marks=pytest.mark.full),
         pytest.param("server gone at the end", "callable", marks=pytest.mark.full),
     ],
 )

@@ -44,6 +44,7 @@ def stub(directory: Path, size: int) -> Path:
     return copy
 
 
+@pytest.mark.full
 def test_processes_that_were_killed_while_they_opened_their_runs_do_not_keep_others_from_being_sent(tmp_path):
     directories = offline_runs(tmp_path, 5, 7)
     stubs = [stub(directories[0], size) for size in (0, 7)]
@@ -96,6 +97,7 @@ def test_rows_that_only_a_journal_has_are_sent_to_another_server_too(tmp_path):
     assert f"sent {directory}: W&B has the 7 rows" in done.output
 
 
+@pytest.mark.full
 def test_a_directory_with_a_file_that_cannot_be_read_is_not_called_sent(tmp_path):
     """All else of it is sent, and what other directories have."""
     first, second = (kept_run(tmp_path / name, "trackio", id=name) for name in ("first", "second"))
@@ -117,6 +119,7 @@ def test_rows_that_the_service_rejects_are_not_called_sent(tmp_path):
     assert [path.suffix for path in directory.glob("*.journal.*")] == [".bad"]
 
 
+@pytest.mark.full
 def test_a_run_whose_rows_do_not_arrive_is_not_called_sent(tmp_path, bare_environment, monkeypatch, capsys):
     directories = offline_runs(tmp_path, 5, 7)
     monkeypatch.chdir(tmp_path)  # wandb sync writes its log there
@@ -143,7 +146,7 @@ def test_a_key_goes_to_no_server_that_only_the_data_names(tmp_path):
         # As after a kill: without the end.
         journal = Journal(directory, "owner-x", {"place": [named.url, "", "p", "named"], "step": 0, "is_shared": False})
         journal.add(b"")
-        journal.acknowledged(1)
+        journal.remove_acknowledged(1)
         journal.close()
         with named.failing(Fault.status(500)) as fault:
             done = send(tmp_path, own.environment, directory)

@@ -87,11 +87,12 @@ def test_every_row_of_every_rank_arrives_through_one_writer_a_node(tmp_path, nod
         for run in kept:
             writers = len(nodes) if run.id == "all" else 1
             assert len(run.clients) == (writers if writers > 1 else 0)
-            assert (run.connections, run.mixed_writers, run.rows_overwritten) == (writers, False, 0)
+            assert (len(run.senders), run.mixed_writers, run.rows_overwritten) == (writers, False, 0)
             assert (run.exit_codes, run.config["distributed"]["world_size"]) == ([0], 4)
 
 
-@pytest.mark.parametrize("task", ["spawn", pytest.param("fork", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["spawn", "fork"])
 def test_the_ranks_of_flytes_elastic_workers_share_one_client(tmp_path, task):
     with job(tmp_path) as started:
         settings = ends("until go", rows=500, step_s=0.5, with_step=True, tracking=SHARED, task=task)
@@ -102,10 +103,11 @@ def test_the_ranks_of_flytes_elastic_workers_share_one_client(tmp_path, task):
         started.go()
         found = started.outcome()
         assert (found.returncode, found.lost, found.exit_codes, found.leaked) == (0, 0, (0,), ()), found.output
-        assert (len(cores), started.server.runs[0].connections) == (1, 1)
+        assert (len(cores), len(started.server.runs[0].senders)) == (1, 1)
         assert len(sequences(started.server.runs[0].rows)) == 2
 
 
+@pytest.mark.full
 def test_the_printed_command_merges_the_offline_rows_of_the_nodes(tmp_path):
     with job(tmp_path) as started:
         settings = ends("return", rows=100, with_step=True, tracking={**GIVEN, "config": {"lr": 0.1}})
@@ -262,6 +264,7 @@ def test_a_follower_without_a_leader_raises(tmp_path):
         assert started.server.runs == []
 
 
+@pytest.mark.full
 def test_the_neighbours_of_a_rank_that_cannot_open_the_run_do_not_wait(tmp_path):
     with job(tmp_path) as started, started.server.failing(Fault.refuse()):
         for rank in (1, 0):
@@ -301,6 +304,7 @@ def test_each_training_of_a_process_is_a_run_of_its_own(tmp_path):
         assert len(server.runs) == 3
 
 
+@pytest.mark.full
 def test_the_leader_waits_for_its_followers_and_warns_about_late_ones(tmp_path):
     with job(tmp_path) as started:
         tracking = {**GIVEN, "kill_after_s": 4}
@@ -331,6 +335,7 @@ def test_a_neighbour_can_log_after_the_writers_function_has_returned(tmp_path):
         assert sorted(row["number"] for row in run.rows) == [0, 1, 2]
 
 
+@pytest.mark.full
 def test_no_row_is_lost_when_a_neighbour_is_killed_or_exits_at_once(tmp_path):
     """One is killed, one leaves by `os._exit`, and one logs on."""
     with job(tmp_path) as started:
@@ -347,6 +352,7 @@ def test_no_row_is_lost_when_a_neighbour_is_killed_or_exits_at_once(tmp_path):
         assert (found.lost, found.exit_codes, found.state) == (0, (0,), "finished"), found.output
 
 
+@pytest.mark.full
 def test_when_the_writer_is_killed_its_neighbours_go_on(tmp_path):
     """The others go on, and say it once."""
     with job(tmp_path) as started:
@@ -387,6 +393,7 @@ def test_a_run_of_several_nodes_ends_with_the_last_one(tmp_path):
         assert (found.lost, run.exit_codes, run.rows_after_completion) == (0, [0], 0), found.output
 
 
+@pytest.mark.full
 def test_a_restart_resumes_the_run_on_every_rank(tmp_path):
     with WandbServer() as server:
         options = ["--standalone", "--nproc-per-node=3", "--max-restarts=2", "--monitor-interval=0.1"]

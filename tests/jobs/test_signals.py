@@ -92,6 +92,7 @@ def test_repeated_signals_interrupt_no_finally(tmp_path):
         assert "finally" in lines_of(started)
 
 
+@pytest.mark.full
 def test_a_process_in_a_collective_ends_soon_after_its_run(tmp_path):
     """Nothing else would end it: neither its peer nor its agent has been told to."""
     with job(tmp_path) as started:
@@ -200,6 +201,7 @@ def test_a_second_signal_does_not_cut_the_runs_end_short(tmp_path, second):
         assert (found.exit_codes, found.lost) == ((143,), 0), found.output
 
 
+@pytest.mark.full
 def test_a_process_that_the_signal_would_have_ended_does_not_wait_for_its_threads(tmp_path):
     done = trained(tmp_path, "with_a_thread")
     assert (done.returncode, [run.exit_code for run in done.runs]) == (143, [143])
@@ -255,6 +257,7 @@ def test_a_loop_that_is_closed_inside_leaves_nothing_of_it_behind(tmp_path):
     assert {path.read_bytes() for path in tmp_path.glob("file-*")} == {b""}
 
 
+@pytest.mark.full
 def test_a_process_with_thousands_of_open_files_is_watched(tmp_path):
     """Its main thread is in a C call, so that only the thread can end the run."""
     done = trained(tmp_path, "many_files")

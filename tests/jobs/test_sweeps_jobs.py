@@ -76,6 +76,7 @@ def test_a_teardown_is_noticed_by_a_thread_that_has_the_id_of_the_clients_own(tm
     assert sorted(row["x"] for run in done.runs for row in run.rows) == [0, 1]
 
 
+@pytest.mark.full
 def test_a_thread_that_logs_during_a_teardown_opens_the_run_again_after_it_and_a_note_does_not(tmp_path):
     with WandbServer() as server:
         server.fault = Fault.slow(0.5)  # the teardown takes seconds
@@ -143,7 +144,7 @@ def test_all_ranks_run_the_trials_in_step(tmp_path, run_mode):
         ("sweep_above", "local"),
         pytest.param("sweep_above", "pod", marks=pytest.mark.full),
         pytest.param("sweep_below", "local", marks=pytest.mark.full),
-        ("sweep_below", "pod"),
+        pytest.param("sweep_below", "pod", marks=pytest.mark.full),
     ],
 )
 def test_a_flyte_2_task_and_its_children_have_one_sweep(tmp_path, where, task):
@@ -164,6 +165,7 @@ def test_a_flyte_2_task_and_its_children_have_one_sweep(tmp_path, where, task):
     assert (values(outer, task), outer.state, outer.sweep) == (["before", "after"], "finished", None)
 
 
+@pytest.mark.full
 def test_flytekit_tasks_have_their_sweep_and_their_run_in_either_order(tmp_path):
     pytest.importorskip("flytekit")
     with WandbServer() as server:

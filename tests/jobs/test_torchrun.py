@@ -150,7 +150,8 @@ def test_a_constant_rendezvous_id_makes_a_new_run_for_each_invocation(two_nodes,
     assert all(base.startswith("job-") for bases in twice for base in bases)
 
 
-@pytest.mark.parametrize("shared_store", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("shared_store", [True, False])
 def test_a_restarted_worker_group_goes_on_with_the_same_run(tmp_path, shared_store):
     env = {} if shared_store else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [*jobs.torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1")]
@@ -175,6 +176,7 @@ def test_a_restarted_single_process_goes_on_with_the_same_run(tmp_path):
     assert len({run.id for run in done.runs}) == 1
 
 
+@pytest.mark.full
 def test_nodes_that_share_no_store_at_all_agree_through_their_process_group(tmp_path):
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     in_a_file = ["--rdzv-id=job", "--rdzv-conf=store_type=file", f"--rdzv-endpoint={tmp_path / 'store'}"]
@@ -199,9 +201,8 @@ def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp
     assert [run.exit_code for run in done.runs if run.config.get("restart_count") == 1][:1] == [0]
 
 
-@pytest.mark.parametrize(
-    ("start", "parent"), [("fork", "tracked"), pytest.param("spawn", "plain", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("start", "parent"), [("fork", "tracked"), ("spawn", "plain")])
 def test_processes_that_a_rank_starts_do_not_write_to_its_run(tmp_path, start, parent):
     command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), str(jobs.PROGRAMS / "pool.py"), start, parent]
     done = jobs.run(command, tmp_path)
@@ -212,7 +213,7 @@ def test_processes_that_a_rank_starts_do_not_write_to_its_run(tmp_path, start, p
     assert {run.exit_code for run in done.runs} == {0}
 
 
-@pytest.mark.parametrize("run_mode", ["auto", "new"])
+@pytest.mark.parametrize("run_mode", [pytest.param("auto", marks=pytest.mark.full), "new"])
 def test_ranks_that_a_shell_starts_by_hand_are_another_run_each_time(tmp_path, run_mode):
     """The shell is no name for a job: it starts the next one too."""
     script = (
@@ -304,11 +305,12 @@ def test_mpirun_on_one_node_has_the_runs_of_the_mode_and_other_ones_each_time(tm
     assert {run.id for run in done[0].runs}.isdisjoint(run.id for run in done[1].runs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("run_mode", "process_group", "runs"),
     [
-        pytest.param("new", "group", 8, marks=pytest.mark.full),
-        pytest.param("new", "tcp", 8, marks=pytest.mark.full),
+        ("new", "group", 8),
+        ("new", "tcp", 8),
         ("auto", "none", 4),
     ],
 )

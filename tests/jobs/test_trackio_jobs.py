@@ -271,6 +271,7 @@ def failed_while_the_files_were_locked(directory: Path, *arguments: str) -> jobs
     return done
 
 
+@pytest.mark.full
 def test_what_is_called_kept_is_sent_and_what_a_full_disk_has_lost_is_counted(tmp_path):
     done = failed_while_the_files_were_locked(tmp_path, "3000")
     said = re.search(
@@ -288,6 +289,7 @@ def test_what_is_called_kept_is_sent_and_what_a_full_disk_has_lost_is_counted(tm
     assert sorted(row["a"] for _, row in rows(tmp_path)) == list(range(1 + kept))
 
 
+@pytest.mark.full
 def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):
     done = failed_while_the_files_were_locked(tmp_path)
     assert "49 rows of run i" in done.output
@@ -314,6 +316,7 @@ def test_files_that_would_end_with_a_pod_are_named(tmp_path, directory):
     assert f"UNSENT {own if directory == 'default' else []}" in done.output
 
 
+@pytest.mark.full
 def test_a_hub_that_does_not_answer_holds_nothing_up(tmp_path):
     """Trackio asks the hub whose token it is, and waits for the answer without a limit: the job would not end."""
     done = python(tmp_path, "meets_a_mute_hub")

@@ -239,6 +239,7 @@ def assert_only_offline(directory: Path, runs: int) -> None:
         assert (directory / log).resolve(strict=True) == latest / "logs" / log
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_offline_beside_another_run_leaves_no_empty_directory(tmp_path):
     """wandb-core keeps the other run, and so it cannot be started anew."""
     env = {**ONLINE, "WANDB_BASE_URL": f"http://127.0.0.1:{jobs.free_port()}", "WANDB_API_KEY": KEY}
@@ -248,6 +249,7 @@ def test_a_run_that_goes_on_offline_beside_another_run_leaves_no_empty_directory
     assert_only_offline(tmp_path / "wandb", runs=2)
 
 
+@pytest.mark.full
 def test_a_run_that_is_reopened_offline_keeps_its_rows_and_leaves_no_empty_directory(tmp_path):
     with WandbServer() as server:
         process = jobs.start([sys.executable, RUNS, "reopens_offline"], tmp_path, server.environment)
@@ -341,6 +343,14 @@ def test_a_run_that_the_user_has_open_beside_wandbs_global_one_is_left_alone(tmp
 def test_the_run_is_wandbs_own_object_and_can_be_pickled(tmp_path):
     done = runs(tmp_path, "vendors_object")
     assert done.returncode == 0, done.output
+
+
+def test_the_client_reports_no_errors_of_its_own(tmp_path):
+    """A process whose server does not answer, or is not to be reached from its network, would end 20 s later."""
+    done = runs(tmp_path, "arguments_of_wandb_core")
+    assert done.returncode == 0, done.output
+    (of_core,) = (line for line in done.output.splitlines() if "--port-filename" in line)
+    assert "--no-observability" in of_core
 
 
 def test_a_wandb_core_that_dies_does_not_end_the_training(tmp_path):

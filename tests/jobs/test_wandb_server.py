@@ -76,7 +76,7 @@ def test_a_run_is_recorded_with_all_that_belongs_to_it(server, tmp_path):
     assert any("on the console" in line for line in run.log)
     assert "model-of-i" in run.artifacts
     assert any(name.endswith(".table.json") for name in run.files)
-    assert (run.connections, run.open_connections, run.clients, run.mixed_writers) == (1, 0, frozenset(), False)
+    assert (len(run.senders), run.open_connections, run.clients, run.mixed_writers) == (1, 0, frozenset(), False)
     assert server.unknown_operations == []
 
 
@@ -117,7 +117,7 @@ def test_shared_writers_keep_their_rows_apart_and_one_that_is_not_shared_is_noti
         assert jobs.finish(writer, tmp_path).returncode == 0
     run = server.run("r")
     assert sorted(values(run)) == [*range(100, 150), *range(200, 250)]
-    assert (len(run.clients), run.connections, run.exit_codes, run.mixed_writers) == (2, 2, [0], False)
+    assert (len(run.clients), len(run.senders), run.exit_codes, run.mixed_writers) == (2, 2, [0], False)
     train(server, tmp_path, "shared_writer", "0")
     assert run.mixed_writers
 
@@ -170,6 +170,7 @@ def test_no_row_is_lost_in_a_fault_that_passes(server, tmp_path, fault):
     assert run.connections == (2 if fault.kind == "refuse" else 1)
 
 
+@pytest.mark.full
 def test_the_client_gives_up_at_a_400_and_the_run_stays_open(server, tmp_path):
     process = start(server, tmp_path, "until_stopped")
     server.wait_for(lambda: server.run("r").rows)
@@ -215,6 +216,7 @@ def test_many_rows_arrive_in_order_also_compressed(server, tmp_path, monkeypatch
     assert compressed
 
 
+@pytest.mark.full
 def test_an_agent_runs_the_trials_of_a_sweep_until_the_grid_is_done(server, tmp_path):
     done = train(server, tmp_path, "agents")
     assert done.returncode == 0, done.output

@@ -17,8 +17,9 @@ from flyte._context import ctx
 from flyte._internal.controllers import _ControllerState
 from flyte._internal.controllers.remote import RemoteController
 from flyte._internal.controllers.remote._action import Action
+from flyte2_pod import errors_pb2
 from flyteidl2.common import phase_pb2
-from flyteidl2.core.execution_pb2 import ErrorDocument, ExecutionError
+from flyteidl2.core.execution_pb2 import ExecutionError
 
 
 class ProcessController(RemoteController):
@@ -34,6 +35,8 @@ class ProcessController(RemoteController):
             return action  # a trace has written its outputs already
         output = await asyncio.to_thread(self._run_child, action)
         return _ended(action, output, str(output))
+
+    submit_action = submit_and_wait_for_action  # its name in Flyte 2.0
 
     async def get_action(self, action_id: Any, parent_action_name: str) -> Action | None:
         """A trace that an earlier attempt has recorded."""
@@ -69,5 +72,5 @@ def _error(path: Path) -> ExecutionError:
     if not path.exists():
         message = "the pod ended without outputs and without an error"
         return ExecutionError(code="Unknown", message=message, kind=ExecutionError.SYSTEM)
-    found = ErrorDocument.FromString(path.read_bytes()).error
+    found = errors_pb2().ErrorDocument.FromString(path.read_bytes()).error
     return ExecutionError(code=found.code, message=found.message, kind=found.origin, recoverability=found.kind)

@@ -7,6 +7,7 @@ process; otherwise the task has no controller at all.
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,20 @@ def _free_port() -> int:
         return port
 
 
+def errors_pb2() -> Any:
+    """The module of a task's error, which Flyte 2.0 has by itself."""
+    from importlib import import_module
+
+    try:
+        return import_module("flyteidl2.core.errors_pb2")
+    except ModuleNotFoundError:
+        return import_module("flyteidl2.core.execution_pb2")
+
+
 def create_controller(**_: Any) -> Any:
     """Replaces the SDK's function, whose controller needs a backend's services."""
-    if os.environ.get("POD_CHILDREN") != "processes":
+    is_first = version("flyte").startswith("2.0.")  # a task of these versions has a controller in any case
+    if os.environ.get("POD_CHILDREN") != "processes" and not is_first:
         return None
     from flyte2_controller import ProcessController
 

@@ -24,7 +24,7 @@ def seen(tag: str, **more: Any) -> dict[str, Any]:
         "hostname": os.environ.get("HOSTNAME"),
         "action": context.action.name,
         "run": context.action.run_name,
-        "attempt": context.attempt_number,
+        "attempt": int(os.environ.get("FLYTE_ATTEMPT_NUMBER", "0")),  # Flyte 2.0 does not say it itself
         "mode": context.mode,
         "context": dict(context.custom_context),
         **more,

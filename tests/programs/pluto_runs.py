@@ -212,7 +212,7 @@ def late() -> None:
     second = replace(first, plan=replace(first.plan, primary=False), info=info)
     handles = [TRACKER.open(first), TRACKER.open(second)]
     for handle in handles:
-        handle.finish_on_signal(143)
+        handle.end_early(143)
     handles[1].log({"late": 1})
     for handle in handles:
         handle.finish(143)

@@ -9,11 +9,12 @@
     first               the first number
     step                whether rows are logged with `step=`, the number
     pause_s             after each row
+    calls               expressions that are evaluated before the first row
     begins, ends        files that it waits for: before its function is called, and before that returns
     how                 how its function ends: "return", "raise", "exit 3"
 
-`logged-NAME` has the numbers of the rows whose `log` has returned, and `open-NAME`, `ended-NAME` and `pid-NAME` tell
-how far it is. NAME is the role, or "owner".
+`logged-NAME` has the numbers of the rows whose `log` begins, and has returned; `open-NAME`, `ended-NAME` and `pid-NAME`
+tell how far it is. NAME is the role, or "owner".
 """
 
 from __future__ import annotations
@@ -49,12 +50,15 @@ def work() -> None:
     if run is None:  # a rank without a run
         wait_for(f"logs-no-more-{NAME}")
         return
+    for call in SETTINGS.get("calls", ()):
+        eval(call, {"run": run, "os": os, "tracking_init": tracking_init})
     Path(f"open-{NAME}").touch()
     last = SETTINGS["first"] + SETTINGS["rows"]
     with Path(f"logged-{NAME}").open("a", buffering=1) as logged:
         for number in range(SETTINGS["first"], last):
+            logged.write(f"begins {number}\n")
             run.log({SETTINGS.get("key", "rank0"): number}, **({"step": number} if SETTINGS["step"] else {}))
-            logged.write(f"{number}\n")
+            logged.write(f"logged {number}\n")
             time.sleep(SETTINGS["pause_s"])
     Path(f"logs-no-more-{NAME}").touch()
     wait_for(SETTINGS.get("ends"))

@@ -136,9 +136,11 @@ def together() -> None:
     import torch
     import torch.distributed as dist
 
-    while not Path(DIRECTORY, "go").exists():
+    has_come = torch.zeros(1)
+    while not has_come:  # the same on all ranks: one alone that saw the file would leave the others in a collective
         log()
-        dist.all_reduce(torch.ones(1))
+        has_come.fill_(Path(DIRECTORY, "go").exists())
+        dist.all_reduce(has_come)
         time.sleep(SETTINGS.get("step_s", 0.05))
     dist.barrier()
 

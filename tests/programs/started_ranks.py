@@ -43,6 +43,7 @@ def accelerate() -> None:
     from accelerate import PartialState
 
     state = PartialState(cpu=True)
+    state.wait_for_everyone()  # a rank that ends while the other one still connects makes that one fail
     train(state.process_index, state.num_processes)
     dist.destroy_process_group()
 
@@ -186,6 +187,7 @@ def _group_inside(index: int, port: str) -> None:
     @tracking_init(project="ranks")
     def connected() -> None:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=index, world_size=RANKS)
+        dist.barrier()  # a rank that ends while the other one still connects makes that one fail
         get_run().log({"rank": index})
 
     connected()

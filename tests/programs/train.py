@@ -80,6 +80,7 @@ def join_process_group() -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
+    dist.barrier()  # a rank that ends while another one still connects makes that one fail
 
 
 if __name__ == "__main__":

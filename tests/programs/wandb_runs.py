@@ -153,6 +153,20 @@ def child_outlives_service() -> None:
     assert child.wait(240) == 0
 
 
+def arguments_of_wandb_core() -> None:
+    """Prints how wandb-core was started."""
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        import psutil
+
+        (core,) = (child for child in psutil.Process().children() if "wandb-core" in child.name())
+        print(*core.cmdline(), flush=True)
+
+    train()
+    assert "WANDB_ERROR_REPORTING" not in os.environ
+
+
 def opened_again() -> None:
     """The run cannot be opened, which the file `refused` says; it is opened again when the file `back` is there."""
 

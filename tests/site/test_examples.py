@@ -158,7 +158,7 @@ def test_checkpoints_go_on_with_run_and_training_when_a_rank_is_killed(tmp_path,
     ("argument", "mode"),
     [
         ("", "offline"),
-        ("", "disabled"),
+        pytest.param("", "disabled", marks=pytest.mark.full),
         pytest.param('run_mode="shared"', "offline", marks=pytest.mark.full),
         pytest.param('run_mode="new"', "offline", marks=pytest.mark.full),
         pytest.param("primary_rank=-1", "offline", marks=pytest.mark.full),
@@ -271,6 +271,7 @@ def assert_one_run(done: jobs.Done, launcher: str) -> None:
     assert run.config["distributed"] == shape
 
 
+@pytest.mark.full
 def test_the_pods_of_the_pytorchjob_have_one_run(tmp_path):
     """The pods get what the Training Operator sets: the node's number as RANK, the number of pods as WORLD_SIZE."""
     manifest = yaml.safe_load((EXAMPLES / "kubernetes" / "pytorchjob.yaml").read_text())
@@ -327,6 +328,7 @@ def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
     assert done.runs[0].id == "slurm-here-7-0"
 
 
+@pytest.mark.full
 def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_variable(tmp_path):
     """`srun` is replaced by two agents. `tests/slurm` requeues the script on a real Slurm."""
     for name, code in {

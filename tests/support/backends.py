@@ -11,16 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, Protocol
-
-from packaging.version import Version
 
 from support import jobs, pluto_server
 from support.mlflow_server import GROUP_TAG, MlflowServer, StoredRun
 from support.pluto_server import PlutoServer
-from support.wandb_server import WandbServer
+from support.wandb_server import CLIENT_NEEDS_COUNTS, WandbServer
 
 Status = Literal["running", "finished", "failed", "killed"]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -217,9 +214,7 @@ def pluto_environment(server: PlutoServer) -> dict[str, str]:
 
 @contextmanager
 def wandb(directory: Path) -> Iterator[Backend]:
-    # Before 0.20, a resumed run takes its count of rows from there alone, and W&B's service tells it.
-    is_old = Version(version("wandb")) < Version("0.20")
-    with WandbServer(counts_on_upsert=is_old) as server:
+    with WandbServer(counts_on_upsert=CLIENT_NEEDS_COUNTS) as server:
         yield WandbBackend(server)
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,12 @@ def command(task: str, directory: Path, attempt: int, run: str, action: str, mod
         "--name",
         "{{.actionName}}",
     ]
-    args += [
-        "--run-start-time",
-        "{{.runStartTime}}",
-        "--resolver",
-        "flyte._internal.resolvers.default.DefaultTaskResolver",
-    ]
+    program = find_spec("flyte._bin.runtime")
+    assert program is not None
+    assert program.origin is not None
+    if "--run-start-time" in Path(program.origin).read_text():  # the first versions do not know it
+        args += ["--run-start-time", "{{.runStartTime}}"]
+    args += ["--resolver", "flyte._internal.resolvers.default.DefaultTaskResolver"]
     args += ["mod", module, "instance", task]
     return flyte2_pod.command(args, base(directory, run), run, action, attempt)
 
@@ -152,16 +153,17 @@ def local(
 
 def ended(done: jobs.Done, attempt: int = 0, run: str = "r1", action: str = "a0") -> Ended:
     """`done` with what an action's attempt left behind: of a child too, whose action is a directory of the run."""
-    from flyteidl2.core.execution_pb2 import ContainerError, ErrorDocument, ExecutionError
+    from flyteidl2.core.execution_pb2 import ExecutionError
 
+    errors_pb2 = flyte2_pod.errors_pb2()
     where = base(done.directory, run) / action / str(attempt + 1)
     outputs, error, report = where / "outputs.pb", where / "error.pb", where / "report.html"
     failure = None
     values = outputs_at(where) if outputs.exists() else None
     if error.exists():
-        found = ErrorDocument.FromString(error.read_bytes()).error
+        found = errors_pb2.ErrorDocument.FromString(error.read_bytes()).error
         kind = ExecutionError.ErrorKind.Name(found.origin)
-        failure = Error(found.code, kind, found.kind == ContainerError.RECOVERABLE, found.message)
+        failure = Error(found.code, kind, found.kind == errors_pb2.ContainerError.RECOVERABLE, found.message)
     html = report.read_text() if report.exists() else None
     return Ended(done.returncode, done.output, done.directory, outputs=values, error=failure, report=html)
 

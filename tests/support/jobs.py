@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -230,7 +231,9 @@ def search_path(directory: Path) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """A port on which nothing listens. It is below those that the kernel gives to other tests' sockets meanwhile."""
+    while True:
+        port = 10_000 + secrets.randbelow(22_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port

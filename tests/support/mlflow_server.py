@@ -63,6 +63,10 @@ class MlflowServer:
         self._database = directory / "mlflow.db"
 
     def __enter__(self) -> MlflowServer:
+        self._start()
+        return self
+
+    def _start(self) -> None:
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
         stores = [f"--backend-store-uri=sqlite:///{self._database}", "--artifacts-destination", "artifacts"]
         env = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
@@ -80,7 +84,6 @@ class MlflowServer:
         except BaseException:
             self.__exit__()
             raise
-        return self
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -97,13 +100,20 @@ class MlflowServer:
             time.sleep(0.2)
 
     @contextlib.contextmanager
-    def mute(self) -> Iterator[None]:
-        """Have the server take connections and answer nothing, in the block."""
+    def mute(self, *, forgets: bool = False) -> Iterator[None]:
+        """Have the server take connections and answer nothing, in the block.
+
+        After it, it answers what it was asked meanwhile, also for clients that have ended; or `forgets` it.
+        """
         os.killpg(self._process.pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            os.killpg(self._process.pid, signal.SIGCONT)
+            if forgets:
+                self.__exit__()
+                self._start()
+            else:
+                os.killpg(self._process.pid, signal.SIGCONT)
 
     def runs(self, project: str) -> list[StoredRun]:
         """The runs of an experiment, by its name."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from support import jobs
 from support.backends import Backend, Kept
+from support.vendors import skip_where_lost
 from support.waiting import wait_for_file
 
 PROJECT, RUN_ID = "rl", "grpo-42"
@@ -22,6 +23,8 @@ class Roles:
     """The jobs of one run, each of `roles.py`, in one directory."""
 
     def __init__(self, backend: Backend, directory: Path, **env: str) -> None:
+        if backend.name == "wandb":
+            skip_where_lost("wandb", "several nodes or jobs")
         self.backend, self.directory, self.env = backend, directory, {**backend.environment(), **env}
         directory.mkdir(exist_ok=True)
 
@@ -69,8 +72,12 @@ class Roles:
         return run
 
     def logged(self, name: str) -> Counter[int]:
-        """The rows that a role, or the owner, has logged."""
-        return Counter(map(int, (self.directory / f"logged-{name}").read_text().split()))
+        """The rows that a role, or the owner, has logged: also one that it was logging when killed, if that arrived."""
+        numbers: dict[str, set[int]] = {"begins": set(), "logged": set()}
+        for line in (self.directory / f"logged-{name}").read_text().splitlines():
+            what, number = line.split()
+            numbers[what].add(int(number))
+        return Counter(numbers["logged"] | numbers["begins"] & set(self.arrived(name)))
 
     def arrived(self, name: str) -> Counter[int]:
         """Those that the service has."""

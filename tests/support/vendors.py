@@ -1,6 +1,6 @@
-"""Run the contract and the conformance tests of each tracker with many versions of its client.
+"""Run the tests that show what each client is needed for, with many versions of it: those of trackers, and of Flyte.
 
-`python -m support.vendors [TRACKER [VERSION...]]`. Each version has a virtual environment of its own in `.vendors`. It
+`python -m support.vendors [EXTRA [VERSION...]]`. Each version has a virtual environment of its own in `.vendors`. It
 has only what differs from the environment that runs this, whose packages it finds after its own. The outcomes are
 written to docs/versions.csv.
 """
@@ -26,16 +26,55 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "docs" / "versions.csv"
-# The distribution whose versions are tested, by tracker.
-CLIENTS = {"wandb": "wandb", "pluto": "pluto-ml", "mlflow": "mlflow", "trackio": "trackio"}
+_ROLES = "tests/jobs/test_roles_jobs.py"
+# The distribution whose versions are tested, by extra.
+TRACKERS = {"wandb": "wandb", "pluto": "pluto-ml", "mlflow": "mlflow", "trackio": "trackio"}
+CLIENTS = {**TRACKERS, "flytekit": "flytekit", "flyte": "flyte"}
+# The tests of a client.
+_OF_TRACKERS = (
+    "tests/jobs/test_vendors.py",
+    "tests/jobs/test_conformance.py",
+    f"{_ROLES}::test_a_job_of_jobs_has_one_run",
+)
+_OF_WANDB = (
+    f"{_ROLES}::test_axes_and_configs_of_all_roles_hold_whoever_writes_last[merged]",
+    f"{_ROLES}::test_offline_jobs_are_sent_together",
+    "tests/faults/test_role_kills.py::test_a_job_that_is_killed_again_and_again_loses_no_row[rollout-0]",
+    "tests/faults/test_offline_kills.py::test_rows_of_offline_attempts_that_were_killed_arrive_once[send-the process]",
+    "tests/faults/test_reliability.py::test_rows_for_which_a_server_answers_503_to_the_end_are_sent_by_the_command_that_is_printed",
+    *(
+        f"tests/faults/test_reliability.py::test_the_run_tells_the_truth_and_loses_nothing[{fault}]"
+        for fault in (
+            "SIGKILL of the writer, a new job",
+            "SIGKILL of the writer and wandb-core, a new job",
+            "shared: SIGKILL of the writer, restart",
+            "server down for 20 s",
+        )
+    ),
+)
+_TESTS = {
+    **dict.fromkeys(TRACKERS, _OF_TRACKERS),
+    "wandb": (*_OF_TRACKERS, *_OF_WANDB),
+    "flytekit": ("tests/jobs/test_flytekit.py",),
+    "flyte": ("tests/jobs/test_flyte2_support.py", "tests/jobs/test_flyte2.py"),
+}
+# What the oldest versions of Flyte cannot do, without this library too, and the first version that can.
+_LATER = {
+    "flyte": {
+        "sys.exit in a task: the pod does not end": "2.7",
+        "download_logs: the files are no output of the task": "2.1",
+        "retries in local mode": "2.0.7",
+    }
+}
 # How many of the newest minor versions are tested.
 MINORS = 4
+# Versions that are tested too, since frameworks ask for them, or since it is the first one with an ability.
+_ASKED = {"wandb": ("0.21.4", "0.22.1", "0.22.3", "0.23.1", "0.26.1", "0.27.2")}
 # A distribution that must be there in the same version: the index may get it later.
-_WITH = {"mlflow": "mlflow-skinny"}
+_WITH = {"mlflow": "mlflow-skinny", "flytekit": "flytekitplugins-kfpytorch", "flyte": "flyteplugins-pytorch"}
 # What clients need in an older version than they say, since they import names that are gone: MLflow before 3.10 those
 # of SQLAlchemy, before 2.15 pkg_resources of setuptools, and Trackio 0.30 those of the Hugging Face Hub's client.
 _OLDER = {"mlflow": ("sqlalchemy<2.1", "setuptools<81"), "trackio": ("huggingface-hub<1.16",)}
-_TESTS = ("tests/jobs/test_vendors.py", "tests/jobs/test_conformance.py")
 
 
 class Outcome(NamedTuple):
@@ -57,6 +96,8 @@ def requirement_of(tracker: str) -> str:
 
 def later_abilities(tracker: str) -> dict[str, str]:
     """Return what the oldest allowed versions cannot do, and the first version that can."""
+    if tracker not in TRACKERS:
+        return _LATER.get(tracker, {})
     later: dict[str, str] = import_module(f"flyteplugins_tracking.trackers.{tracker}.vendor").PARTS.later
     return later
 
@@ -72,7 +113,7 @@ def versions_of(tracker: str) -> list[str]:
     """Return the versions to test, the oldest first.
 
     They are the oldest that the extra allows, the last one before each that brought a feature, the last ones of the
-    newest minors, and a newer pre-release.
+    newest minors, those that frameworks ask for, and a newer pre-release.
     """
     allowed = sorted(Requirement(requirement_of(tracker)).specifier.filter(_published(tracker)), key=Version)
     last = [list(patches)[-1] for _, patches in groupby(allowed, _minor)]
@@ -80,7 +121,14 @@ def versions_of(tracker: str) -> list[str]:
         [name for name in allowed if Version(name) < Version(first)] for first in later_abilities(tracker).values()
     ]
     newer = [name for name in _published(tracker, "--pre") if Version(name) > Version(last[-1])]
-    chosen = {allowed[0], *last[-MINORS:], *(names[-1] for names in before if names), *sorted(newer, key=Version)[-1:]}
+    asked = set(_ASKED.get(tracker, ())) & set(allowed)
+    chosen = {
+        allowed[0],
+        *asked,
+        *last[-MINORS:],
+        *(names[-1] for names in before if names),
+        *sorted(newer, key=Version)[-1:],
+    }
     return sorted(chosen, key=Version)
 
 
@@ -123,12 +171,13 @@ def environment_of(tracker: str, version: str) -> Path:
 
 def _install(tracker: str, version: str, directory: Path) -> None:
     name = f"{CLIENTS[tracker]}=={version}"
+    names = [name, f"{_WITH[tracker]}=={version}"] if tracker not in TRACKERS else [name]
     pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     if tracker == "pluto":  # beside the others, as in the Makefile
         subprocess.run([*pip, "--no-deps", "--target", str(directory / "pluto"), name], check=True)
     else:
-        subprocess.run([*pip, "--ignore-installed", "--no-deps", name], check=True)
-        subprocess.run([*pip, name, *_OLDER.get(tracker, ())], check=True)  # what it needs in other versions
+        subprocess.run([*pip, "--ignore-installed", "--no-deps", *names], check=True)
+        subprocess.run([*pip, *names, *_OLDER.get(tracker, ())], check=True)  # what it needs in other versions
 
 
 def run_tests(tracker: str, version: str) -> Outcome:
@@ -137,7 +186,8 @@ def run_tests(tracker: str, version: str) -> Outcome:
     report = directory / "report.xml"
     report.unlink(missing_ok=True)
     pytest = [str(directory / "bin" / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    subprocess.run([*pytest, f"--junitxml={report}", *_TESTS, "-k", tracker], cwd=ROOT)
+    others = " or ".join(name for name in (*TRACKERS, "jsonl") if name != tracker)
+    subprocess.run([*pytest, f"--junitxml={report}", *_TESTS[tracker], "-k", f"not ({others})"], cwd=ROOT)
     failed = sorted(_failures(report))
     lost = [ability for ability, first in later_abilities(tracker).items() if Version(version) < Version(first)]
     works = f"not: {', '.join(failed)}" if failed else "everything else" if lost else "everything"

@@ -18,15 +18,21 @@ import gzip
 import json
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
+from importlib.metadata import version
 from typing import Literal, TypeVar
 from urllib.parse import unquote
+
+import psutil
+from packaging.version import Version
 
 from support.loopback import Listener, LoopbackServer, body_of, survives
 from support.wandb_store import Json, Operations, RecordedRun, RecordedSweep, RefusedError, RunKey, Store
 
 KEY = "fa4e" * 10
+# Before 0.20, a resumed run takes its count of rows from the answer to UpsertBucket alone, and W&B's service tells it.
+CLIENT_NEEDS_COUNTS = Version(version("wandb")) < Version("0.20")
 _FILESTREAM = re.compile(r"/files/([^/]+)/([^/]+)/([^/]+)/file_stream$")
 _UPLOAD = re.compile(r"/upload/([^/]+)/([^/]+)/([^/]+)/(.+)$")
 _DOWNLOAD = re.compile(r"/files/([^/]+)/([^/]+)/([^/]+)/(.+)$")
@@ -100,8 +106,8 @@ class WandbServer(LoopbackServer):
                 return 200, {"data": None, "errors": [{"message": f"unknown operation {name}"}]}
             return 200, {"data": answer}
 
-    def filestream(self, key: RunKey, posted: Json, client: str, connection: set[RunKey]) -> Json | None:
-        """Take one filestream request, and return the answer; None if its run is not known."""
+    def filestream(self, key: RunKey, posted: Json, client: str, connection: set[RunKey], port: int) -> Json | None:
+        """Take one filestream request from a port, and return the answer; None if its run is not known."""
         with self._changing():
             run = self._store.get(key)
             if run is None:
@@ -110,6 +116,7 @@ class WandbServer(LoopbackServer):
                 connection.add(key)
                 run.connections += 1
                 run.open_connections += 1
+                run.senders |= _wandb_cores_at(port)
             run.stream(posted, client)
             return {"exitcode": None, "limits": {}, **({"stopped": True} if run.stop_requested else {})}
 
@@ -218,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, path: re.Match[str], posted: Json) -> tuple[int, Json]:
         shared = self.headers.get("X-WANDB-USE-ASYNC-FILESTREAM") == "true"
         client = self.headers.get("X-WANDB-ASYNC-CLIENT-ID", "") if shared else ""
-        answer = self.server.recorder.filestream(_run_key(path), posted, client, self._streamed)
+        answer = self.server.recorder.filestream(_run_key(path), posted, client, self._streamed, self.client_address[1])
         return (404, {"error": "run not found"}) if answer is None else (200, answer)
 
     def answer(self, code: int, answer: Json, headers: Mapping[str, str] | None = None) -> None:
@@ -233,5 +240,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+def _wandb_cores_at(port: int) -> frozenset[int]:
+    """The process that has a connection from this port of the machine; none if it has just been killed."""
+    cores = [one for one in psutil.process_iter(["name"]) if str(one.info["name"]).startswith("wandb-core")]
+    found = set()
+    for core in cores:
+        with suppress(psutil.Error):
+            found |= {core.pid for one in core.net_connections("tcp") if one.laddr.port == port}
+    return frozenset(found)
+
+
 def _run_key(path: re.Match[str]) -> RunKey:
-    return path[1], path[2], path[3]
+    return unquote(path[1]), unquote(path[2]), unquote(path[3])

@@ -63,8 +63,10 @@ class RecordedRun:
         rows_after_completion: How many rows came when the run was over and no `wandb.init` had opened it again.
         rows_rewound: How many rows a RewindRun has dropped.
         rows_overwritten: How many rows took the place of a different one, which is lost.
-        connections: How many TCP connections have carried filestream requests.
+        connections: How many TCP connections have carried filestream requests. One process may have several: it opens
+            another while it asks something else over the first.
         open_connections: How many of them are open.
+        senders: The ids of the processes at their other ends.
         late: How many seconds late the count of rows is, and the last row.
         replaces: Whether of several writers the last one's config and summary are kept alone.
         stop_requested: Whether somebody has pressed the run's Stop button: a test sets it. The answer to a filestream
@@ -94,6 +96,7 @@ class RecordedRun:
     rows_overwritten: int = 0
     connections: int = 0
     open_connections: int = 0
+    senders: frozenset[int] = frozenset()
     stop_requested: bool = False
     _has_default_writer: bool = field(default=False, repr=False)
     late: tuple[float, float] = (0.0, 0.0)
@@ -620,9 +623,10 @@ class Operations:
         return self._of_project(given, run=run and {"sampledHistory": page})
 
     def RunParquetHistory(self, given: Json) -> Json:
-        """Answer that all rows can be read from HistoryPage."""
+        """Answer that no row was exported, and with the steps of those that can be read page by page."""
         run = self._store.get((given["entity"], given["project"], given["runName"]))
-        return self._of_project(given, run=run and {"parquetHistory": {"parquetUrls": [], "liveData": []}})
+        rows = run.history(len(run.rows), given.get("liveKeys", ())) if run else []
+        return self._of_project(given, run=run and {"parquetHistory": {"parquetUrls": [], "liveData": rows}})
 
     def HistoryPage(self, given: Json) -> Json:
         run = self._store.get((given["entity"], given["project"], given["run"]))

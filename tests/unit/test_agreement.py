@@ -68,9 +68,10 @@ class InTurn:
         return is_ahead or (rank.committed is None and rank.counter.count + 1 >= rank.counter.limit)
 
 
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 100), marks=pytest.mark.full)], ids=str)
 @pytest.mark.parametrize("requests", [1, 2])
-def test_ranks_stop_at_the_same_step_whenever_they_are_asked(store, requests):
-    for seed in range(100):
+def test_ranks_stop_at_the_same_step_whenever_they_are_asked(store, requests, seeds):
+    for seed in seeds:
         job = InTurn(store, seed)
         moments = [job.random.randrange(200) for _ in range(requests)]
         for turn in range(20_000):
@@ -378,17 +379,18 @@ def test_a_decision_that_was_made_while_a_rank_moved_holds(store, fast):
     assert ranks[0].counter.next()
 
 
-def test_1024_ranks_agree_in_one_round():
+@pytest.mark.parametrize("number", [128, pytest.param(1024, marks=pytest.mark.full)])
+def test_many_ranks_agree_in_one_round(number):
     torch = pytest.importorskip("torch.distributed")
     board = Board(torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), "monitor")
-    ranks, rng = [Agreement(info(rank, 1024), "stop/1") for rank in range(1024)], random.Random(7)
+    ranks, rng = [Agreement(info(rank, number), "stop/1") for rank in range(number)], random.Random(7)
     for rank in ranks:
         rank.begin(board)
         rank.counter.count = rng.randrange(1000)  # they do not meet
-    ranks[777].request(StopRequest("a reason"))
+    ranks[77].request(StopRequest("a reason"))
     stopped: dict[Agreement, int] = {}
-    while len(stopped) < 1024:
-        for rank in rng.sample(ranks, 1024):
+    while len(stopped) < number:
+        for rank in rng.sample(ranks, number):
             rank.look()
             while rank not in stopped and (rank.committed or rank.counter.limit == math.inf):  # it need not wait
                 if rank.counter.next():

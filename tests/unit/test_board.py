@@ -6,11 +6,11 @@ import math
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 from datetime import timedelta
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,11 +18,9 @@ from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._flyte.report import Outcome
 from flyteplugins_tracking._job import board as board_module
 from flyteplugins_tracking._job import failures as failures_module
-from flyteplugins_tracking._job import hang
 from flyteplugins_tracking._job import pulse as pulse_module
-from flyteplugins_tracking._job import store as stores
-from flyteplugins_tracking._job.board import Board, DirectoryStore, from_text, job_board, nearest_board
-from flyteplugins_tracking._job.failures import Failure
+from flyteplugins_tracking._job.board import Board, DirectoryStore, from_text, job_board, nearest_board, to_text
+from flyteplugins_tracking._job.failures import Failure, FailureReader
 from flyteplugins_tracking._job.pulse import Pulse
 
 MPI = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="mpich")
@@ -140,14 +138,15 @@ def test_ranks_whose_store_does_not_answer_do_not_meet_elsewhere(tmp_path, monke
 
 
 @pytest.fixture
-def agents(monkeypatch):
-    """Makes the store of torchelastic's agents, and the variables of its ranks. This process has no connection yet."""
+def agents():
+    """Makes the store of torchelastic's agents, and the variables of its ranks."""
     torch = pytest.importorskip("torch.distributed")
-    monkeypatch.setattr(stores, "_connections", stores._Connections())
     running: list[object] = []
 
-    def start() -> dict[str, str]:
-        running[:] = [server := torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    def start(port: int = 0) -> dict[str, str]:
+        if port:  # those that are there end
+            running.clear()
+        running.append(server := torch.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
         return {**os.environ, **address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
@@ -167,27 +166,28 @@ def test_a_process_has_one_connection_to_its_jobs_store(agents):
 
 def test_a_connection_to_a_store_that_has_gone_or_of_another_job_is_not_used_again(agents):
     first = job_board(ELASTIC, agents(), "topic")
-    env = agents()  # the first one ends
+    env = agents()
     second = job_board(ELASTIC, env, "topic")
     assert second.store is not first.store
     second.put("key", "text")
-    stores._connections.elastic = first.store
-    assert job_board(ELASTIC, env, "topic").get("key") == "text"
+    assert job_board(ELASTIC, agents(int(env["MASTER_PORT"])), "topic").get("key") is None
 
 
 def test_a_forked_child_has_a_connection_of_its_own(agents):
-    stores.register(stores._connections)
-    job_board(ELASTIC, agents(), "topic")
+    env = agents()
+    board = job_board(ELASTIC, env, "topic")
     pid = os.fork()
     if pid == 0:
-        os._exit(0 if stores._connections.elastic is None else 1)
+        os._exit(1 if job_board(ELASTIC, env, "topic").store is board.store else 0)
     assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_the_store_of_a_process_group_ends_with_the_group(agents, monkeypatch):
     torch = sys.modules["torch.distributed"]
     group = [torch.PrefixStore("group", torch.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))]
-    monkeypatch.setattr(stores, "_group_store", lambda _: group[0])
+    c10d = SimpleNamespace(_get_default_store=lambda: group[0])
+    dist = SimpleNamespace(get_world_size=lambda: 2, distributed_c10d=c10d)
+    monkeypatch.setattr(board_module, "initialised_distributed", lambda: dist)
     board = job_board(MPI, os.environ, "topic")
     board.put("key", "text")
     assert job_board(MPI, os.environ, "topic").store is board.store
@@ -229,7 +229,7 @@ def test_a_text_that_is_damaged_or_another_programs_is_left_out(text, caplog):
 def test_a_bad_text_is_left_out_with_one_warning_and_the_others_are_read(store, caplog, monkeypatch):
     monkeypatch.setattr(board_module, "_warn_once", board_module.WarnOnce(board_module.logger))
     board = Board(store, "pulse")
-    for rank, text in enumerate(["{", Pulse(step_s=3.0).to_json(), NESTED]):
+    for rank, text in enumerate(["{", to_text(Pulse(step_s=3.0)), NESTED]):
         board.put(str(rank), text)
     assert [(rank, pulse.step_s) for rank, pulse in pulse_module.read(board, 4).items()] == [(1, 3)]
     assert len(caplog.records) == 1
@@ -237,14 +237,14 @@ def test_a_bad_text_is_left_out_with_one_warning_and_the_others_are_read(store, 
 
 def test_what_a_terminal_obeys_is_taken_out():
     sign = "\N{REPLACEMENT CHARACTER}"
-    failure = from_text(Failure, Failure(1, "E", "\x1b]0;title\x07 red\x9b31m\nline\ttab", 1).to_json())
+    failure = from_text(Failure, to_text(Failure(1, "E", "\x1b]0;title\x07 red\x9b31m\nline\ttab", 1)))
     assert failure is not None
     assert failure.message == f"{sign}]0;title{sign} red{sign}31m\nline\ttab"
 
 
 @pytest.mark.parametrize("whole", [Failure(1, "E", "text", 1), Pulse(step_s=0.5, own_share=1.0, memory=7)])
 def test_random_changes_of_a_text_raise_nothing(whole):
-    text, random = whole.to_json(), Random(1)
+    text, random = to_text(whole), Random(1)
     for _ in range(200):
         changed = bytearray(text.encode())
         for _ in range(random.randint(1, 5)):
@@ -254,17 +254,20 @@ def test_random_changes_of_a_text_raise_nothing(whole):
             assert all(math.isfinite(value) for value in pulse_module.metrics({0: found}).values())
 
 
+@pytest.mark.parametrize("store", ["HashStore", pytest.param("directory", marks=pytest.mark.full)], indirect=True)
 def test_notices_that_a_peer_has_made_up_cost_no_more_than_a_thousand_do(store, monkeypatch):
     monkeypatch.setattr(failures_module, "nearest_board", lambda *_: Board(store, "failures"))
-    notices = failures_module._Notices(DistributedInfo(0, 2, 0, 2, 0, 1, launcher="mpich"))
-    board = Board(store, "failures/causes")
-    assert notices.read() == []
-    for _ in range(1100):
-        board.append(Failure(1, "E", "", 1).to_json())
-    count = len(notices.read())
-    for _ in range(100):
-        board.append(Failure(1, "E", "", 1).to_json())
-    assert len(notices.read()) == count
+    monkeypatch.setattr("flyteplugins_tracking._job.siblings.can_watch", lambda _: False)
+    reader, board = FailureReader(MPI, is_alone=False, is_own_run=False), Board(store, "failures/causes")
+    assert reader.verdict(None, None) == (None, False)
+    for rank in range(1100):
+        board.append(to_text(Failure(rank, "E", "", 1)))
+    assert reader.verdict(None, time.monotonic() - 60) == (None, False)  # it reads them: they are later than SIGTERM
+    for rank in range(1100, 1200):
+        board.append(to_text(Failure(rank, "E", "", 1)))
+    verdict, _ = reader.verdict(None, None)
+    assert verdict is not None
+    assert verdict.others == 1099
 
 
 def test_a_counter_that_somebody_has_raised_costs_a_hundred_requests(store):
@@ -297,20 +300,6 @@ def test_what_is_longer_than_a_string_of_ours_is_as_if_there_was_none(tmp_path):
 
 
 def test_what_utf_8_cannot_encode_is_taken_out():
-    answer = from_text(hang._Answer, '{"place": "at \\ud800", "dump": "\\udfff"}')
-    assert answer is not None
-    assert (answer.place + answer.dump).encode()
-
-
-def test_the_dump_of_a_rank_is_read_from_a_file_without_a_name_only(tmp_path):
-    (tmp_path / "key").write_text("private")
-    with open(tmp_path / "key") as named, pytest.raises(PermissionError):
-        hang._dump_of(hang._Place("", os.getpid(), 0, named.fileno()))
-    with tempfile.TemporaryFile() as unnamed:
-        unnamed.write(b"stack \x1b")
-        unnamed.flush()
-        assert hang._dump_of(hang._Place("", os.getpid(), 0, unnamed.fileno())) == "stack \N{REPLACEMENT CHARACTER}"
-    read, write = os.pipe()
-    with pytest.raises(PermissionError):
-        hang._dump_of(hang._Place("", os.getpid(), 0, read))
-    os.close(read), os.close(write)
+    failure = from_text(Failure, '{"rank": 1, "type": "at \\ud800", "message": "\\udfff", "exit_code": 1}')
+    assert failure is not None
+    assert (failure.type + failure.message).encode()

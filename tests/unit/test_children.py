@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import jobs
@@ -37,20 +38,20 @@ def last_of(steps: str, directory: Path, **variables: str) -> dict[str, int | No
         ("", {RANK: 1}),
         ("call", {RANK: 1}),
         ("fork", {CHILD: 1}),
-        ("os.fork", {CHILD: 1}),
+        pytest.param("os.fork", {CHILD: 1}, marks=pytest.mark.full),
         ("spawn", {CHILD: 1}),
-        ("forkserver", {CHILD: 1}),
-        ("fork fork", {CHILD: 1}),
+        pytest.param("forkserver", {CHILD: 1}, marks=pytest.mark.full),
+        pytest.param("fork fork", {CHILD: 1}, marks=pytest.mark.full),
         ("spawn fork", {CHILD: 1}),
-        ("call exec", {CHILD: 1}),
+        pytest.param("call exec", {CHILD: 1}, marks=pytest.mark.full),
         ("call fork exec", {CHILD: 1}),
         # A wrapper: it has called nothing.
         ("exec", {RANK: 1}),
-        ("exec exec", {RANK: 1}),
-        ("exec fork", {CHILD: 1}),
+        pytest.param("exec exec", {RANK: 1}, marks=pytest.mark.full),
+        pytest.param("exec fork", {CHILD: 1}, marks=pytest.mark.full),
         # They set their own variables inside, as Elastic's workers do.
         (f"fork {SET_RANK_2}", {RANK: 2}),
-        (f"spawn {SET_RANK_2}", {RANK: 2}),
+        pytest.param(f"spawn {SET_RANK_2}", {RANK: 2}, marks=pytest.mark.full),
         (f"call exec {SET_RANK_2}", {RANK: 2}),
         # A launcher in a rank.
         (f"call {SET_RANK_2} exec", {RANK: 2}),
@@ -66,14 +67,14 @@ def test_with_the_variables_of_a_launcher(tmp_path: Path, steps: str, expected: 
     [
         # A script that starts ranks by hand, and sets the variables of each before.
         (f"{SET_RANK_1} fork", {RANK: 1}),
-        (f"{SET_RANK_1} spawn", {RANK: 1}),
+        pytest.param(f"{SET_RANK_1} spawn", {RANK: 1}, marks=pytest.mark.full),
         (f"{SET_RANK_1} exec", {RANK: 1}),
         # A worker of Elastic or of `mp.spawn`, and what it starts.
         (f"fork {SET_RANK_1}", {RANK: 1}),
-        (f"spawn {SET_RANK_1}", {RANK: 1}),
+        pytest.param(f"spawn {SET_RANK_1}", {RANK: 1}, marks=pytest.mark.full),
         (f"fork {SET_RANK_1} fork", {CHILD: 1}),
-        (f"fork {SET_RANK_1} spawn", {CHILD: 1}),
-        (f"spawn {SET_RANK_1} fork", {CHILD: 1}),
+        pytest.param(f"fork {SET_RANK_1} spawn", {CHILD: 1}, marks=pytest.mark.full),
+        pytest.param(f"spawn {SET_RANK_1} fork", {CHILD: 1}, marks=pytest.mark.full),
         (f"spawn {SET_RANK_1} spawn", {CHILD: 1}),
         (f"spawn {SET_RANK_1} call exec", {CHILD: 1}),
     ],
@@ -98,6 +99,9 @@ def test_with_variables_that_a_process_sets(tmp_path: Path, steps: str, expected
     ],
 )
 def test_a_process_that_python_has_started_is_known_by_its_command_line(monkeypatch, command, expected):
+    variables = children.variables_at_birth()
+    monkeypatch.setattr("multiprocessing.process.parent_process", lambda: SimpleNamespace(pid=7))
+    monkeypatch.setattr(children.proc, "variables_at_start", lambda _: {})
     monkeypatch.setattr(children.proc, "command_line", lambda pid: command if pid == 7 else ["launcher"])
     monkeypatch.setattr(children.proc, "parent", lambda _: 3)
-    assert children._is_started_by_python(7) is expected
+    assert children.is_child_of_rank(variables) is expected

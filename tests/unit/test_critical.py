@@ -40,7 +40,7 @@ class EndedRun(Handle):
         self.finished += 1
         self.exit_codes.append(exit_code)
 
-    def finish_on_signal(self, exit_code: int) -> None:
+    def end_early(self, exit_code: int) -> None:
         self.exit_codes.append(exit_code)
 
 
@@ -109,11 +109,11 @@ def give_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("handler", "status", "is_moved", "stride"),
     [
-        (signal.SIG_DFL, 143, False, 5),
+        (signal.SIG_DFL, 143, False, 10),
         pytest.param(signal.SIG_DFL, 143, False, 1, marks=pytest.mark.full),
         pytest.param(exit_with_5, 5, True, 1, marks=pytest.mark.full),
     ],
-    ids=["no handler, every fifth point", "no handler", "a handler that raises, modules moved"],
+    ids=["no handler, every tenth point", "no handler", "a handler that raises, modules moved"],
 )
 def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before(
     monkeypatch, handler, status, is_moved, stride

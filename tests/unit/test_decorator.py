@@ -96,11 +96,6 @@ async def rows() -> AsyncIterator[int]:
         (classmethod(len), "put @tracking_init below @classmethod"),
         (property(len), "put @tracking_init below @property"),
         (functools.partial(batches), "is a generator function: its body would run after the call"),
-        (
-            contextlib.contextmanager(batches),
-            "makes a context manager: the body of its `with` would run after the call",
-        ),
-        (contextlib.asynccontextmanager(rows), "Put @tracking_init on the function that has the `with`"),
         ("project", "write @tracking_init(project='project')"),
     ],
 )

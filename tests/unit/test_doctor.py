@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,9 +65,16 @@ def pluto(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path / "packages")
 
 
+@functools.cache
+def version_on(distribution: str, *_path: str) -> str:
+    return version(distribution)
+
+
 @pytest.fixture
-def ask(env, capsys):
+def ask(env, capsys, monkeypatch):
     """Call the doctor with variables. Returns status, stdout and stderr."""
+    # The doctor reads 40 packages' versions: here once for each search path.
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version_on(name, *sys.path))
 
     def call(*arguments: str, **variables: str) -> tuple[int, str, str]:
         env(**variables)
@@ -118,22 +127,6 @@ def test_variables_that_contradict_each_other_are_an_error(ask):
     assert "run_mode" not in out
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"LOCAL_WORLD_SIZE": "5"}, "env tells of 5 ranks on this worker, but only 4 ranks in all"),
-        ({"GROUP_WORLD_SIZE": "9"}, "env tells of 9 workers, but only 4 ranks in all"),
-        ({"WORLD_SIZE": "99999999999"}, "env tells of 99999999999 ranks"),
-    ],
-)
-def test_impossible_sizes_are_told_immediately(ask, wrong, message):
-    begin = time.process_time()
-    _, out, err = ask("--offline", WANDB_API_KEY=KEY, **{**LAUNCHERS["env"], **wrong})
-    assert f"warning: {message}\n" in out
-    assert err == ""
-    assert time.process_time() - begin < TIME_SCALE  # of CPU; a step for each rank would take hours
-
-
 def test_without_a_launcher_the_doctor_shows_how_to_start_a_job(ask):
     status, out, err = ask("--offline", WANDB_API_KEY=KEY)
     assert (status, err) == (0, "")
@@ -151,6 +144,13 @@ def world(ranks: int, ranks_of_worker: int, workers: int) -> dict[str, str]:
     """The variables of rank 0 of a job."""
     sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks_of_worker, "GROUP_WORLD_SIZE": workers}
     return {**LAUNCHERS["env"], **{name: str(size) for name, size in sizes.items()}}
+
+
+def test_the_runs_say_who_writes_in_a_run_with_other_jobs(ask):
+    _, out, _ = ask("--offline", **world(4, 2, 2))
+    assert "roles=[...]: other jobs join its run; role=...: rank 0 joins one; all of them pass the same id=" in out
+    _, out, _ = ask("--offline", WANDB_RUN_ID="grpo-42", WANDB_MODE="offline")
+    assert "role=...: rank 0 joins one; all of them have the id grpo-42" in out
 
 
 def test_the_plan_of_each_mode_and_scope_is_for_this_world(ask):
@@ -193,7 +193,6 @@ def test_the_scope_worker_is_refused_if_the_workers_are_unknown(ask):
     assert (
         "warning: rank_scope='worker', but openmpi does not set the worker (node) and the local rank of rank 0" in out
     )
-    assert "MASTER_ADDR and MASTER_PORT not set" in out
 
 
 def test_a_base_id_is_shown_if_it_is_known(ask):
@@ -227,7 +226,6 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
         "counts as the only process of its node -> torchrun train.py",
     ),
     "no agreement": (LAUNCHERS["env"], "warning", "no run id that all nodes agree on: env offers none"),
-    "srun": (LAUNCHERS["slurm"], "warning", 'export MASTER_ADDR="$(scontrol show hostnames'),
     "Pluto's servers": (
         {"PLUTO_URL_API": "http://x"},
         "error",
@@ -294,7 +292,7 @@ def test_a_server_of_another_kind_is_not_accepted(ask, monkeypatch):
         assert "it answers HTTP 404, and not as a W&B server does" in ask("--tracker", "wandb")[1].replace(
             "\n     ", ""
         )
-        monkeypatch.setattr(doctor, "_ANSWER_S", 0.5)
+        monkeypatch.setattr(doctor, "_ANSWER_S", 0.2)
         server.fault = Fault.mute()
         _, out, _ = ask("--json")
         assert diagnostics(out, "error").count("it does not answer") == 2
@@ -338,7 +336,7 @@ def test_an_mlflow_server_is_recognized_by_its_version(ask, monkeypatch):
         return diagnostics(ask("--json", "--tracker", "mlflow", MLFLOW_TRACKING_URI=address)[1], "error")
 
     with HTTPServer(("127.0.0.1", 0), Answers) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         assert errors(200, "3.17.0") == ""
         assert "not as an MLflow server does" in errors(200, "<html>log in</html>")
@@ -542,39 +540,12 @@ def test_a_registered_tracker_is_diagnosed_and_a_broken_one_stops_nothing(ask, m
 
 
 @pytest.mark.parametrize(
-    ("distribution", "installed", "required"),
-    [
-        ("wandb", "0.19.11", ""),
-        ("wandb", "0.19.10", ">=0.19.11"),
-        ("wandb", "99.0", ""),
-        ("torch", "2.2.0+cpu", ""),
-        ("torch", "2.1", ">=2.2"),
-    ],
-)
-def test_a_version_that_the_extras_exclude_is_a_warning(ask, monkeypatch, tmp_path, distribution, installed, required):
-    info = tmp_path / "site" / f"{distribution}-{installed}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Name: {distribution}\nVersion: {installed}\n")
-    own = info.with_name("flyteplugins_tracking-0.1.0.dist-info")  # the installed one may be older than pyproject.toml
-    own.mkdir()
-    extras = {"demo": "flyteplugins-tracking[wandb,torch]", "torch": "torch>=2.2", "wandb": "wandb>=0.19.11"}
-    needs = "".join(f"Requires-Dist: {text}; extra == '{name}'\n" for name, text in extras.items())
-    (own / "METADATA").write_text(f"Name: flyteplugins-tracking\nVersion: 0.1.0\n{needs}")
-    monkeypatch.syspath_prepend(info.parent)
-    shown = diagnostics(ask("--json", "--offline")[1], "warning")
-    assert (f"{distribution} {installed} is installed, but this library needs" in shown) is bool(required)
-    assert shown.count(f"{distribution} {installed}") == int(bool(required))  # some extras include others
-    assert (f"flyteplugins-tracking[{distribution}]" in shown) is bool(required)
-    assert required in shown
-
-
-@pytest.mark.parametrize(
     ("installed", "known"),
     [
         ("0.31.0", []),
-        ("0.27.2", []),
-        ("0.25.0", ["-> Version 0.26 and later ones can"]),
-        ("0.20.1", ["-> Version 0.22 and", "-> Version 0.26 and"]),
+        ("0.27.2", ["-> Version 0.31 and later ones can"]),
+        ("0.25.0", ["-> Version 0.26 and", "-> Version 0.31 and"]),
+        ("0.20.1", ["-> Version 0.22.1 and", "-> Version 0.26 and", "-> Version 0.31 and"]),
         ("99.0", ["wandb 99.0 is newer than wandb==0.31.0, which was tested"]),
     ],
 )
@@ -632,11 +603,10 @@ def board(monkeypatch):
     return Board(store, "doctor/0")
 
 
-def test_other_versions_and_silent_ranks_are_reported_and_all_ranks_exit_with_one_status(ask, board, monkeypatch):
+def test_other_versions_and_silent_ranks_are_reported_and_rank_0_has_the_status(ask, board, monkeypatch):
     """Rank 1's own message gets other versions, rank 3 has a later version of the doctor, and rank 2 sends nothing."""
     job = {**LAUNCHERS["torchelastic"], "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "WANDB_API_KEY": KEY}
-    board.of_topic("doctor/0/status").append("7")  # rank 0 has printed
-    assert ask("--offline", **{**job, "RANK": "1", "LOCAL_RANK": "1", "SLURM_JOB_ID": "1"}) == (7, "", "")
+    assert ask("--offline", **{**job, "RANK": "1", "LOCAL_RANK": "1", "SLURM_JOB_ID": "1"}) == (0, "", "")
     message = json.loads(board.get("text/1"))
     message["versions"] |= {"flyteplugins-tracking": "9.9", "python": "3.0", "wandb": "0.1"}
     board.put("text/1", json.dumps(message))
@@ -644,7 +614,7 @@ def test_other_versions_and_silent_ranks_are_reported_and_all_ranks_exit_with_on
     board.append(json.dumps({**later, "diagnostics": [["advice", "of another level", ""]]}))
     monkeypatch.setattr(doctor, "_OTHERS_S", 0.5)
     status, printed, err = ask("--offline", **job)
-    assert (status, err, board.of_topic("doctor/0/status").texts()) == (1, "", ["7", "1"])
+    assert (status, err) == (1, "")
     assert "error: ranks 1, 3 (worker 0): flyteplugins-tracking is 9.9 there" in printed
     assert "warning: rank 1 (worker 0): python is 3.0 there" in printed
     assert "warning: rank 1 (worker 0): wandb is 0.1 there" in printed

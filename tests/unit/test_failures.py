@@ -16,7 +16,7 @@ import pytest
 
 from flyteplugins_tracking import DistributedInfo, tracking_init
 from flyteplugins_tracking._job import failures, siblings, watch
-from flyteplugins_tracking._job.board import Board, OwnStore, from_text
+from flyteplugins_tracking._job.board import Board, OwnStore, from_text, to_text
 from flyteplugins_tracking._job.failures import (
     Failure,
     FailureReader,
@@ -26,7 +26,6 @@ from flyteplugins_tracking._job.failures import (
     withdraw_failure,
 )
 from flyteplugins_tracking._job.siblings import Ended
-from flyteplugins_tracking._runs.call import _withdraw_announced
 from flyteplugins_tracking._util import secrets
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
@@ -111,7 +110,7 @@ def test_a_notice_with_an_exit_code_that_no_process_has_does_not_count(machine):
 @pytest.mark.parametrize(
     "planted", ["fifo", "link", "[" * 100_000, "[]", '{"message": 1}', '{"message": {"message": 1}}']
 )
-def test_an_error_file_that_is_no_such_file_is_left_out_and_nobody_waits_for_it(machine, planted):
+def test_an_error_file_that_is_no_such_file_is_left_out_and_nobody_waits_for_it(machine, monkeypatch, planted):
     path = machine / "attempt_0" / "1" / "error.json"
     path.parent.mkdir(parents=True)
     if planted == "fifo":
@@ -120,16 +119,8 @@ def test_an_error_file_that_is_no_such_file_is_left_out_and_nobody_waits_for_it(
         path.symlink_to("/dev/zero")
     else:
         path.write_text(planted)
-    own = {"TORCHELASTIC_ERROR_FILE": str(machine / "attempt_0" / "0" / "error.json")}
-    assert failures._read_error_files(RANKS[0], own) == []
-
-
-def test_a_process_whose_variable_is_no_rank_is_none(monkeypatch):
-    variables = {1: {"PMI_RANK": "9" * 5000}, 2: {"PMI_RANK": "1"}}
-    monkeypatch.setattr(siblings.proc, "nearest_without", lambda _: 0)
-    monkeypatch.setattr(siblings.proc, "children", lambda _: [1, 2])
-    monkeypatch.setattr(siblings.proc, "variables_at_start", variables.get)
-    assert siblings._named(RANKS[0]) == ([1, 2], {1: 2})
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(machine / "attempt_0" / "0" / "error.json"))
+    assert read(terminated_s=None) == "none"
 
 
 def test_a_sigterm_without_a_failure_is_none(machine):
@@ -211,7 +202,7 @@ def test_a_failure_has_the_last_lines_and_no_key(monkeypatch):
     monkeypatch.setenv("SOME_SERVICE_TOKEN", "abracadabra-1")
     text = f"key {KEY}, abracadabra-1, https://user:pw@host/x, api_key='whatever12'"
     failure = Failure.of_error(raised(ValueError(text + "\n" * 200)), 1, 1)
-    whole = failure.to_json()
+    whole = to_text(failure)
     for secret in (KEY, "abracadabra-1", "user:pw", "whatever12"):
         assert secret not in whole
     assert len(failure.traceback.splitlines()) <= 50
@@ -251,7 +242,8 @@ def test_a_run_that_cannot_be_opened_is_why_its_rank_fails(machine, monkeypatch)
         train()
     assert "TrackerUnavailableError: secret= raised KeyError" in json.loads(file.read_text())["message"]["message"]
     assert read() == "3 flyteplugins_tracking.errors.TrackerUnavailableError 0"
-    _withdraw_announced()
+    tracking_init(project="tests")(lambda: None)()  # the caller has handled the exception
+    assert read() == "none"
 
 
 class MuteError(Exception):
@@ -270,14 +262,13 @@ def test_an_exception_without_a_text_is_a_failure_like_others(machine):
 def test_a_text_of_many_megabytes_or_of_bytes_that_are_no_text_stays_small_and_valid():
     failure = Failure.of_error(raised(ValueError("first " + "x" * 10_000_000)), 1, 1)
     assert failure.message.startswith("first ")
-    assert len(failure.to_json()) < 10_000
+    assert len(to_text(failure)) < 10_000
     failure = Failure.of_error(raised(ValueError("name \udcff")), 1, 1)
     assert failure.message.encode() == rb"name \udcff"
     assert rb"name \udcff" in failure.traceback.encode()
 
 
 def test_a_key_of_secret_is_masked_in_the_exception_of_the_training(monkeypatch, bare_environment):
-    monkeypatch.setattr(secrets, "_known", set())
     key = "key-that-no/pattern-knows"
 
     @tracking_init(tracker=ReadsSecret(), secret=lambda: key)
@@ -292,7 +283,6 @@ def test_a_key_of_secret_is_masked_in_the_exception_of_the_training(monkeypatch,
 
 
 def test_a_part_of_a_key_of_several_lines_is_masked(monkeypatch):
-    monkeypatch.setattr(secrets, "_known", set())
     secrets.learn("first-line-of-it\nsecond-line-of-it\nshort\n")
     assert masked("it ends: second-line-of-it\nshort") == "it ends: ***\nshort"
     assert masked("first-line-of-it\nsecond-line-of-it\nshort") == "***"
@@ -404,11 +394,14 @@ def test_an_exit_of_unknown_status_counts_if_the_job_has_ended_soon_after():
 def test_a_rank_that_a_signal_has_ended_is_named_even_if_the_watch_was_busy_until_after_sigterm(
     monkeypatch, end, named
 ):
-    """One that exits may do so because of SIGTERM."""
+    """One that exits may do so because of SIGTERM. A process whose variable is no rank is none."""
     monkeypatch.setattr(siblings.WATCH, "awake_since", time.monotonic())
     command = [sys.executable, "-c", f"import os; input(); {end}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        monkeypatch.setattr(siblings, "_siblings", lambda _: {1: process.pid})
+        rank_of = {1: "9" * 5000, os.getpid(): "0", process.pid: "1"}
+        monkeypatch.setattr(siblings.proc, "children", lambda _: [*rank_of])
+        monkeypatch.setattr(siblings.proc, "variables_at_start", lambda pid: {"PMI_RANK": rank_of.get(pid, "")})
+        monkeypatch.setattr(siblings.proc, "nearest_without", lambda _: 0)
         found = siblings.Siblings(RANKS[0])
         process.stdin.write(b"\n")
         process.stdin.flush()

@@ -67,7 +67,7 @@ class Run:
     def ending(self) -> threading.Thread:
         """A signal's thread that ends the run, and waits for `may_end`."""
         self.may_end.clear()
-        thread = in_thread(self.gate.end, self.finish)
+        thread = in_thread(self.gate.end_early, self.finish)
         assert self.ends.wait(LONGEST_S)
         return thread
 
@@ -95,11 +95,11 @@ def test_an_open_run_lets_rows_and_calls_pass():
 
 def test_a_row_opens_a_run_again_that_a_signal_has_ended_when_the_users_handler_has_run():
     run = Run()
-    run.gate.end(run.finish)
+    run.gate.end_early(run.finish)
     assert run.gate.state == "ended"
     run.log(1)
     assert run.gate.state == "open"
-    run.gate.end(run.finish)
+    run.gate.end_early(run.finish)
     assert run.gate.call(lambda: "result") == "result"
     assert run.events == ["end", "handler", "reopen", 1, "end", "handler", "reopen"]
 
@@ -107,7 +107,7 @@ def test_a_row_opens_a_run_again_that_a_signal_has_ended_when_the_users_handler_
 def test_a_run_ends_once_for_several_signals():
     run = Run()
     for _ in range(2):
-        run.gate.end(run.finish)
+        run.gate.end_early(run.finish)
     run.gate.finish(run.finish)
     assert (run.gate.state, run.events) == ("finished", ["end"])
 
@@ -135,7 +135,7 @@ def test_a_row_is_held_when_the_users_handler_has_run_which_may_end_the_process(
     assert run.events == ["handler", "end"]
 
 
-@pytest.mark.parametrize("last", ["end", "finish"])
+@pytest.mark.parametrize("last", ["end_early", "finish"])
 def test_rows_that_are_held_are_logged_before_the_next_end(last):
     run = Run()
     ending = run.ending()
@@ -176,7 +176,7 @@ def test_a_call_waits_for_the_end_and_one_that_may_pass_meanwhile_does_not():
 def test_an_error_of_the_end_leaves_the_run_ended():
     run = Run()
     with pytest.raises(ZeroDivisionError):
-        run.gate.end(lambda: 1 / 0)
+        run.gate.end_early(lambda: 1 / 0)
     assert run.gate.state == "ended"
 
 
@@ -233,7 +233,7 @@ def test_one_at_a_time_passes_if_the_gate_says_so():
 
     threads = [in_thread(run.gate.row, slow)]
     assert is_in.wait(LONGEST_S)
-    threads += [in_thread(run.log, 1), in_thread(run.gate.end, run.finish)]
+    threads += [in_thread(run.log, 1), in_thread(run.gate.end_early, run.finish)]
     for thread in threads[1:]:
         thread.join(0.05)
     assert run.events == []
@@ -254,7 +254,7 @@ def test_the_end_waits_for_a_call_of_another_thread_and_not_for_one_that_hangs(m
 
     logging = in_thread(run.gate.row, hangs)
     assert is_in.wait(LONGEST_S)
-    ending = in_thread(run.gate.end, run.finish)
+    ending = in_thread(run.gate.end_early, run.finish)
     ending.join(gates._CALLERS_S / 2)
     assert run.events == []
     joined(ending)
@@ -277,7 +277,7 @@ def test_calls_of_the_ending_thread_and_of_a_thread_that_it_starts_pass():
 
         joined(in_thread(help_it))
 
-    run.gate.end(finish)
+    run.gate.end_early(finish)
     assert run.events == ["its own", "its helper's"]
     assert not run.gate.is_ender
 
@@ -286,7 +286,7 @@ def test_a_call_of_a_call_passes_while_another_thread_ends_the_run():
     run = Run()
 
     def outer() -> None:
-        ending.append(in_thread(run.gate.end, run.finish))
+        ending.append(in_thread(run.gate.end_early, run.finish))
         while run.gate.state != "ending":
             pass
         run.gate.call(lambda: run.events.append("inner"))
@@ -306,7 +306,7 @@ def test_a_signal_handler_may_log_whatever_the_gate_is_doing():
             with held:
                 signal.raise_signal(signal.SIGUSR1)
         run.gate.row(lambda: signal.raise_signal(signal.SIGUSR1))
-        run.gate.end(lambda: signal.raise_signal(signal.SIGUSR1))
+        run.gate.end_early(lambda: signal.raise_signal(signal.SIGUSR1))
         run.reopen = lambda: signal.raise_signal(signal.SIGUSR1)
         run.log("the last")
     finally:
@@ -369,7 +369,7 @@ def test_a_death_at_the_end_is_followed_by_another_end():
             raise GoneError
         run.events.append("end")
 
-    run.gate.end(finish, LONGEST_S)
+    run.gate.end_early(finish, LONGEST_S)
     assert run.events == ["died", "reopen", "died", "reopen", "end"]
     assert run.gate.state == "ended"
 
@@ -387,7 +387,7 @@ def test_a_death_at_the_end_is_not_repaired_for_longer_than_the_end_may_take(cap
 
 def test_a_run_whose_service_has_died_is_ended_by_its_finish():
     run = Run()
-    run.gate.note_death(GoneError())
+    run.gate.mark_dead(GoneError())
     assert run.gate.state == "ended"
     run.gate.finish(run.finish)
     assert run.events == ["died", "reopen", "end"]
@@ -400,19 +400,20 @@ def test_a_service_that_dies_at_each_opening_is_given_up(caplog):
         raise GoneError
 
     run.reopen = reopen
-    run.gate.end(run.finish)
+    run.gate.end_early(run.finish)
     run.log(1)
-    assert run.events == ["end", "handler", *["reopen", "died"] * gates._TRIES]
+    assert run.events == ["end", "handler", *["reopen", "died"] * 3]
     assert run.gate.state == "lost"
     assert len(caplog.messages) == 1
 
 
 def test_a_run_that_another_process_opens_again_holds_rows_until_then():
-    run = Run(reopen=lambda: False)
-    run.gate.end(run.finish)
+    answers = [False, False, False, True]
+    run = Run(reopen=lambda: answers.pop(0))
+    run.gate.end_early(run.finish)
     for row in range(2):
         run.log(row)
     assert (run.gate.state, run.gate.open_again()) == ("ended", False)
-    run.gate.opened()
+    assert run.gate.open_again()
     run.log(2)
     assert [event for event in run.events if event not in ("handler", "reopen")] == ["end", 0, 1, 2]

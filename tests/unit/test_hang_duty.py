@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
+import json
+import os
+import socket
 import sysconfig
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._job import progress
 from flyteplugins_tracking._job.board import Board, DirectoryStore
 from flyteplugins_tracking._job.hang import Frame, RollCallDuty, frames_of, place_of, verdict_of
 
@@ -19,37 +22,37 @@ TIMEOUT_S = 1000.0
 
 
 @pytest.fixture
+def hang(monkeypatch):
+    """Lets twice the timeout pass without progress."""
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 2 * TIMEOUT_S)
+    return lambda: monkeypatch.setattr("flyteplugins_tracking._job.hang.time", later)
+
+
+@pytest.fixture
 def board(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(progress, "_last_s", -1e9)  # also before a machine has been up for as long as the timeout
     return Board(DirectoryStore(tmp_path / "board"), "ranks")
 
 
 class Rank:
-    """A rank of two with a run of its own, which has begun."""
+    """A rank of two with a run of its own, which has begun. Rank 0 is the primary."""
 
     def __init__(self, rank: int, board: Board) -> None:
         self.reports: list[str] = []
         info = DistributedInfo(rank, 2, rank, 2, 0, 1)
-        self.duty = RollCallDuty(info, TIMEOUT_S, lambda verdict, _: self.reports.append(verdict), has_run=True)
+        show = None if rank else lambda verdict, _: self.reports.append(verdict)
+        self.duty = RollCallDuty(info, TIMEOUT_S, show, has_run=True)
         self.duty.begin(board)
 
-    def hang(self) -> None:
-        self.duty._started_s = time.monotonic() - 2 * TIMEOUT_S
 
-    def look(self) -> None:
-        self.duty.look()
-
-
-def test_one_roll_is_called_for_all_ranks_that_hang(board, tmp_path):
+def test_one_roll_is_called_for_all_ranks_that_hang(board, hang):
     ranks = [Rank(rank, board) for rank in range(2)]
-    ranks[1].duty._report = None  # it is not the primary
     try:
-        for rank in ranks:
-            rank.hang()
+        hang()
         for _ in range(3):
             for rank in reversed(ranks):
-                rank.look()
+                rank.duty.look()
+            assert ranks[1].duty.next_wait_s() > 1  # only the primary waits for answers
         assert len(ranks[0].reports) == 1
         assert board.of_topic("hang").count("episodes") == 1
     finally:
@@ -57,14 +60,14 @@ def test_one_roll_is_called_for_all_ranks_that_hang(board, tmp_path):
             rank.duty.end(has_failed=False)
 
 
-def test_stacks_of_an_earlier_block_for_which_nobody_has_asked_are_not_the_answer(board):
+def test_stacks_of_an_earlier_block_for_which_nobody_has_asked_are_not_the_answer(board, hang):
     rank = Rank(1, board)
-    rank.duty._report = None
     try:
-        rank.duty._file.write(b"as faulthandler's thread, while somebody held the GIL")
-        rank.look()
-        rank.hang()
-        rank.look()
+        place = json.loads(board.of_topic("hang").get("place/1"))
+        os.write(place["descriptor"], b"as faulthandler's thread, while somebody held the GIL")
+        rank.duty.look()
+        hang()
+        rank.duty.look()
         answer = board.of_topic("hang").get("stacks/1/1")
         assert answer is not None
         assert "faulthandler's thread" not in answer
@@ -79,6 +82,31 @@ def test_a_process_that_is_ended_leaves_no_file(board, tmp_path):
         assert [path for path in Path(tmp_path).iterdir() if path.is_file()] == []
     finally:
         rank.duty.end(has_failed=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        ("file without a name", "holds the GIL at train.py:8 step \N{REPLACEMENT CHARACTER}"),
+        ("file", "does not answer"),
+        ("pipe without a name", "does not answer"),
+    ],
+)
+def test_what_the_board_names_is_read_only_if_it_is_a_file_without_a_name(board, hang, tmp_path, kind, found):
+    rank, path = Rank(0, board), tmp_path / "key"
+    if kind.startswith("pipe"):
+        os.mkfifo(path)
+    with open(os.open(path, os.O_RDWR | os.O_CREAT), "wb", buffering=0) as file:
+        if kind.endswith("without a name"):
+            path.unlink()
+        file.write(b'Thread 0x7:\n  File "train.py", line 8 in step \x1b\n')
+        place = {"host": socket.gethostname(), "pid": os.getpid(), "thread_id": 7, "descriptor": file.fileno()}
+        board.of_topic("hang").put("place/1", json.dumps(place))
+        hang()
+        for _ in range(2):
+            rank.duty.look()
+        rank.duty.end(has_failed=False)
+    assert rank.reports[0].endswith(f"; rank 1 {found}")
 
 
 # Where ranks are, from the stacks that faulthandler writes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flyteplugins_tracking import DistributedInfo, IdentityError
-from flyteplugins_tracking._job import store as stores
+from flyteplugins_tracking._job import board
 from flyteplugins_tracking._job.identity import Identity, from_launcher, from_variables, readable
 
 # Launchers that give a job no name of its own. The error for Lightning's own launcher is another.
@@ -65,7 +65,7 @@ def test_one_process_leaves_the_id_to_the_tracker():
 
 def test_a_store_that_does_not_answer_is_an_identity_error(monkeypatch):
     pytest.importorskip("torch", reason='torch is not installed: pip install "flyteplugins-tracking[torch]"')
-    monkeypatch.setattr(stores.agents_store, "__defaults__", (stores.timedelta(milliseconds=100),))
+    monkeypatch.setattr(board.agents_store, "__defaults__", (board.timedelta(milliseconds=100),))
     info = DistributedInfo(rank=0, world_size=2, num_workers=2, launcher="torchelastic", job_id="job")
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     with pytest.raises(IdentityError, match=r"MASTER_ADDR=127.0.0.1 MASTER_PORT=9 does not answer.*Pass id="):

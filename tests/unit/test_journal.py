@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import warnings
-import zlib
 from random import Random
 from types import SimpleNamespace
 
@@ -19,29 +18,22 @@ from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.wandb.run import Rollback
 
 
-@pytest.fixture
-def stored(monkeypatch):
-    """Reads journals that this process writes too."""
-
-    def read(directory):
-        monkeypatch.setattr(files, "_live", set())
-        return files.stored(directory)
-
-    return read
+def stored(directory):
+    """Read journals that this process writes too: it knows them by their paths, and these are others."""
+    return files.stored(directory / ".." / directory.name)
 
 
-@pytest.fixture
-def pending(stored):
-    return lambda directory: [[entry.data for entry in journal.entries()] for journal in stored(directory)]
+def pending(directory):
+    return [[entry.data for entry in journal.entries()] for journal in stored(directory)]
 
 
-def test_what_is_not_acknowledged_is_pending(tmp_path, pending, stored):
+def test_what_is_not_acknowledged_is_pending(tmp_path):
     journal = Journal(tmp_path / "new", "rank-0", {"id": "x"})
     assert not (tmp_path / "new").exists()
     for number in range(5):
         journal.add(b"%d" % number)
     assert pending(tmp_path / "new") == [[b"0", b"1", b"2", b"3", b"4"]]
-    journal.acknowledged(3)
+    journal.remove_acknowledged(3)
     assert pending(tmp_path / "new") == [[b"3", b"4"]]
     assert stored(tmp_path / "new")[0].header["id"] == "x"
     journal.remove()
@@ -50,19 +42,30 @@ def test_what_is_not_acknowledged_is_pending(tmp_path, pending, stored):
     assert not list((tmp_path / "new").iterdir())
 
 
-def test_acknowledged_segments_are_removed(tmp_path, monkeypatch, stored):
+def test_a_process_does_not_read_the_journals_that_it_writes(tmp_path):
+    """A second function of the process, with the same run, would send rows that the first one is about to send."""
+    writing, left = (Journal(tmp_path, name, {"id": name}) for name in ("rank-0", "rank-1"))
+    for journal in (writing, left):
+        journal.add(b"row")
+    left.close()
+    assert [journal.header["id"] for journal in files.stored(tmp_path)] == ["rank-1"]
+    writing.close()
+    assert [journal.header["id"] for journal in files.stored(tmp_path)] == ["rank-0", "rank-1"]
+
+
+def test_acknowledged_segments_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "SEGMENT_BYTES", 230)
     journal = Journal(tmp_path, "rank-0", {})
     for number in range(30):
         journal.add(b"%02d" % number)
-    journal.acknowledged(20)
+    journal.remove_acknowledged(20)
     (left,) = stored(tmp_path)
     assert len(left.paths) == 2
     assert [entry.data for entry in left.entries()] == [b"%02d" % number for number in range(20, 30)]
 
 
 @pytest.mark.parametrize("lost", [1, 5, 60])
-def test_a_torn_end_is_left_out(tmp_path, lost, pending):
+def test_a_torn_end_is_left_out(tmp_path, lost):
     journal = Journal(tmp_path, "rank-0", {})
     journal.add(b"first")
     journal.add(b"second")
@@ -71,8 +74,7 @@ def test_a_torn_end_is_left_out(tmp_path, lost, pending):
     assert pending(tmp_path) == ([[b"first"]] if lost < 60 else [[]])
 
 
-def test_a_full_disk_warns_once_and_raises_nothing(tmp_path, monkeypatch, caplog, pending):
-    monkeypatch.setattr(files._warn_once, "_logged", set())
+def test_a_full_disk_warns_once_and_raises_nothing(tmp_path, monkeypatch, caplog):
     journal = Journal(tmp_path, "rank-0", {})
     journal.add(b"kept")
     monkeypatch.setattr(files.os, "write", lambda *_: 1)
@@ -85,7 +87,7 @@ def test_a_full_disk_warns_once_and_raises_nothing(tmp_path, monkeypatch, caplog
     assert pending(tmp_path) == [[b"kept"]]
 
 
-def test_a_forked_child_leaves_the_journal_alone(tmp_path, pending):
+def test_a_forked_child_leaves_the_journal_alone(tmp_path):
     journal = Journal(tmp_path, "rank-0", {})
     journal.add(b"parent's")
     with journal._lock, warnings.catch_warnings():  # as another thread of the parent may hold it
@@ -102,11 +104,11 @@ def test_a_forked_child_leaves_the_journal_alone(tmp_path, pending):
 def test_the_same_count_again_adds_nothing_to_the_file(tmp_path):
     journal = Journal(tmp_path, "rank-0", {})
     journal.add(b"x")
-    journal.acknowledged(1)
+    journal.remove_acknowledged(1)
     (path,) = tmp_path.iterdir()
     size = path.stat().st_size
     for _ in range(1000):  # as a client does that writes every 0.2 s, also if nothing is logged
-        journal.acknowledged(1)
+        journal.remove_acknowledged(1)
     assert path.stat().st_size == size
 
 
@@ -116,13 +118,23 @@ def test_what_is_acknowledged_at_once_stays_below_two_segments(tmp_path, monkeyp
     largest = 0
     for number in range(2000):
         journal.add(b"%04d" % number)
-        journal.acknowledged(number + 1)
+        journal.remove_acknowledged(number + 1)
         largest = max(largest, sum(path.stat().st_size for path in tmp_path.iterdir()))
     assert 1000 < largest < 2200
 
 
 RECORDS = [b"%03d" % number * 10 for number in range(20)]
-RECORD_SIZE = files._HEAD_SIZE + len(RECORDS[0])
+
+
+def frame_of(record, directory):
+    """The bytes that a journal has a record in."""
+    journal = Journal(directory, "frame", {})
+    journal.add(b"")
+    (path,) = directory.iterdir()
+    start = path.stat().st_size
+    journal.add(record)
+    journal.close()
+    return path.read_bytes()[start:]
 
 
 @pytest.fixture
@@ -137,6 +149,7 @@ def written(tmp_path):
 
 
 def test_behind_any_truncation_all_whole_records_are_read(tmp_path, written):
+    record_size = len(frame_of(RECORDS[0], tmp_path / "frame"))
     (tmp_path / "cut").mkdir()
     path = tmp_path / "cut" / "rank-0.journal.0"
     path.write_bytes(written)
@@ -144,7 +157,7 @@ def test_behind_any_truncation_all_whole_records_are_read(tmp_path, written):
         os.truncate(path, length)
         kept = [entry.data for journal in files.stored(tmp_path / "cut") for entry in journal.entries()]
         assert kept == RECORDS[: len(kept)]
-        assert len(kept) >= len(RECORDS) - 1 - (len(written) - length) // RECORD_SIZE
+        assert len(kept) >= len(RECORDS) - 1 - (len(written) - length) // record_size
 
 
 @pytest.mark.parametrize("changes", [500, pytest.param(20_000, marks=pytest.mark.full)])
@@ -183,7 +196,6 @@ def test_zeros_at_the_end_are_reported_and_the_file_is_kept_when_its_rows_are_se
 
 def test_a_segment_is_never_written_into_what_is_there(tmp_path, monkeypatch, caplog):
     """Another user of the machine could have planted a link to a file of this user."""
-    monkeypatch.setattr(files._warn_once, "_logged", set())
     (tmp_path / "bashrc").write_text("mine\n")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "rank-0.journal.1").symlink_to(tmp_path / "bashrc")
@@ -197,7 +209,6 @@ def test_a_segment_is_never_written_into_what_is_there(tmp_path, monkeypatch, ca
 
 @pytest.mark.skipif(os.getuid() != 0, reason="a file of another user is made by root only")
 def test_a_journal_of_another_user_is_left_out(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(files._warn_once, "_logged", set())
     journal = Journal(tmp_path, "rank-0", {"id": "x"})
     journal.add(b"planted")
     journal.close()
@@ -225,13 +236,13 @@ for room in range(0, 600, 2):
     for number in range(20):
         journal.add(b"%03d" % number)
         if number == 0 and room % 4:
-            journal.acknowledged(1)
+            journal.remove_acknowledged(1)
     journal.add(b"end", is_last=True)
     print(journal.replaced)
 """
 
 
-def test_wherever_the_disk_is_full_the_records_before_can_be_read(tmp_path, stored):
+def test_wherever_the_disk_is_full_the_records_before_can_be_read(tmp_path):
     """The kernel writes a part of a frame, and refuses the next one. Each position in a frame is tried."""
     command = [sys.executable, "-c", PROGRAM_WITH_LITTLE_ROOM, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -248,7 +259,7 @@ def test_wherever_the_disk_is_full_the_records_before_can_be_read(tmp_path, stor
         assert room < 250 or kept
 
 
-def test_a_journal_is_open_until_its_process_ends(tmp_path, stored):
+def test_a_journal_is_open_until_its_process_ends(tmp_path):
     program = f"""
 import sys
 import warnings
@@ -299,7 +310,7 @@ written = journal.Journal(Path(sys.argv[1]), "rank-0", {"id": "x"})
 while True:
     number = written.add(b"x" * 100)
     if number % 50 == 0:
-        written.acknowledged(max(0, number - 10))
+        written.remove_acknowledged(max(0, number - 10))
 """
 
 
@@ -318,7 +329,7 @@ def test_a_writer_that_begins_a_file_is_never_taken_for_one_that_has_ended(tmp_p
         writer.wait()
 
 
-def test_a_file_has_its_name_when_it_is_locked(tmp_path, monkeypatch, pending):
+def test_a_file_has_its_name_when_it_is_locked(tmp_path, monkeypatch):
     """What another process does at any moment before that leaves it alone."""
     lock, found = files.fcntl.lockf, []
 
@@ -335,7 +346,7 @@ def test_a_file_has_its_name_when_it_is_locked(tmp_path, monkeypatch, pending):
     assert pending(tmp_path) == [[b"x"]]
 
 
-def test_a_signal_handler_adds_a_record_while_a_file_is_begun(tmp_path, monkeypatch, pending):
+def test_a_signal_handler_adds_a_record_while_a_file_is_begun(tmp_path, monkeypatch):
     journal, lock = Journal(tmp_path, "rank-0", {}), files.fcntl.lockf
 
     def interrupted(*args):
@@ -367,7 +378,6 @@ def test_a_file_that_has_lost_its_headers_is_read_with_those_of_the_others(tmp_p
 
 
 def test_a_journal_that_has_lost_its_headers_is_named(tmp_path, written, caplog, monkeypatch):
-    monkeypatch.setattr(files._warn_once, "_logged", set())
     path = tmp_path / "rank-0.journal.0"
     path.write_bytes(bytes(4096) + written[300:])
     assert files.stored(tmp_path) == []
@@ -376,7 +386,6 @@ def test_a_journal_that_has_lost_its_headers_is_named(tmp_path, written, caplog,
 
 
 def test_a_file_name_that_a_terminal_obeys_is_not_written_to_it(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(files._warn_once, "_logged", set())
     (tmp_path / "\x1b[2J.journal.0").symlink_to("/etc/passwd")
     assert files.stored(tmp_path) == []
     assert "[2J.journal.0 is left out" in caplog.text
@@ -440,10 +449,9 @@ def test_heads_that_are_right_and_records_that_are_not_cost_no_time(tmp_path):
     journal = Journal(tmp_path, "a", {})
     journal.add(b"first")
     journal.close()
-    head = files._HEAD.pack(files._MARK, files._RECORD, 1, 1_000_000, 1)
-    frame = head + files._CHECKSUM.pack(zlib.crc32(head))
+    head = frame_of(bytes(1_000_000), tmp_path / "frame")[:-1_000_000]
     path = tmp_path / "a.journal.0"
-    path.write_bytes(path.read_bytes() + frame * (2_000_000 // len(frame)))
+    path.write_bytes(path.read_bytes() + head * (2_000_000 // len(head)))
     began_s = time.process_time()
     (journal,) = files.stored(tmp_path)
     assert [entry.data for entry in journal.entries()] == [b"first"]
@@ -451,7 +459,8 @@ def test_heads_that_are_right_and_records_that_are_not_cost_no_time(tmp_path):
 
 
 def test_a_journal_whose_header_says_nothing_is_none(tmp_path):
-    path = tmp_path / "a.journal.0"
-    head = files._HEAD.pack(files._MARK, files._HEADER, 0, 2, zlib.crc32(b"[]"))
-    path.write_bytes(head + files._CHECKSUM.pack(zlib.crc32(head)) + b"[]")
+    journal = Journal(tmp_path, "a", {})
+    journal.header = []
+    journal.add(b"x")
+    journal.close()
     assert files.stored(tmp_path) == []

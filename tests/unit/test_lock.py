@@ -135,18 +135,16 @@ def test_processes_that_come_and_go_never_hold_it_together(tmp_path):
 
 
 def test_the_wait_for_a_lock_has_an_end(tmp_path):
-    def hold() -> None:
-        lock._hold(tmp_path / "lock")
-
-    held = locked(tmp_path / "lock", 0.2)
-    with process(hold) as pid, pytest.raises(TimeoutError, match=f"process {pid} has held the lock for 0.2 s"), held:
+    other, own = (locked(tmp_path / "lock", timeout_s) for timeout_s in (0, 0.2))
+    text = "process {} has held the lock for 0.2 s"
+    with process(other.__enter__) as pid, pytest.raises(TimeoutError, match=text.format(pid)), own:
         pytest.fail("two hold the lock")
 
 
 def test_a_board_whose_lock_is_held_for_good_is_an_error_and_no_hang(tmp_path, monkeypatch):
     monkeypatch.setattr("flyteplugins_tracking._job.board.SHORT_TIMEOUT", timedelta(seconds=0.2))
     board = Board(DirectoryStore(tmp_path), "topic")
-    with process(lambda: lock._hold(tmp_path / "lock")), pytest.raises(TimeoutError):
+    with process(locked(tmp_path / "lock", 0).__enter__), pytest.raises(TimeoutError):
         board.put("a", "text")
 
 

@@ -154,7 +154,7 @@ def test_a_rank_prefix_that_has_no_effect_is_reported_once(caplog, run_mode, war
     [
         ("auto", False, "the service cannot do that"),
         ("new", False, "the service cannot do that"),
-        ("shared", True, "several ranks write to the run"),
+        ("shared", True, "the run has several writers"),
         ("auto", True, None),
     ],
 )

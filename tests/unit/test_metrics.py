@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flyteplugins_tracking import (
@@ -119,12 +120,19 @@ def test_tensors_of_all_types_are_numbers():
     assert list(gathered.items()) == [*((f"loss{i}", float(i)) for i in range(20)), ("half", 0.5), ("more", 1.5)]
 
 
+@example([1.0, math.nan])
+@example([2**53 + 1, math.inf])
 @given(st.lists(NUMBERS, min_size=1, max_size=8))
 def test_statistics_are_those_of_the_standard_library_or_nan(values):
-    from flyteplugins_tracking._job.metrics import _merge
+    def gather_object(own, payloads, dst):
+        payloads[:] = [own, *({"x": value} for value in values[1:])]
 
+    world = {"get_rank": lambda: 0, "get_world_size": lambda: len(values), "group": SimpleNamespace(WORLD=None)}
     names = ("mean", "min", "max", "sum", "std")
-    merged = _merge([{"x": value} for value in values], names)
+    with pytest.MonkeyPatch.context() as patch:
+        dist = SimpleNamespace(**world, gather_object=gather_object)
+        patch.setattr("flyteplugins_tracking._job.metrics.initialised_distributed", lambda: dist)
+        merged = gather_metrics({"x": values[0]}, names)
     found = [merged[f"x/{name}"] for name in names]
     floats = [float(value) for value in values]
     if any(math.isnan(value) for value in values):

@@ -60,7 +60,7 @@ def test_only_a_rank_beside_the_one_with_the_run_waits_for_it(store, bare_enviro
     for name, value in {**ranks, "GROUP_RANK": worker, "GROUP_WORLD_SIZE": "2"}.items():
         bare_environment.setenv(name, value)
 
-    uri, timeout_s = f"sqlite:///{store}", 0.5 if waits else 60
+    uri, timeout_s = f"sqlite:///{store}", 0.2 if waits else 60
 
     @tracking_init(tracker="mlflow", tracking_uri=uri, id="x", rank_scope=scope, init_timeout_s=timeout_s)
     def train() -> object:

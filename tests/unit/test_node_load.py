@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._job import node_load, progress, pulse
-from flyteplugins_tracking._job.board import Board, OwnStore
+from flyteplugins_tracking._job import progress, pulse
+from flyteplugins_tracking._job.board import Board, OwnStore, to_text
 from flyteplugins_tracking._job.node_load import LoadMeter, is_sound, metrics
-from flyteplugins_tracking._job.pulse import Pulse, PulseDuty, SilenceWatch
+from flyteplugins_tracking._job.pulse import Pulse, PulseDuty
 
 GIB = 2**30
 NET_HEAD = (
@@ -359,7 +359,7 @@ def test_of_more_nodes_the_range_the_mean_and_the_three_farthest_from_it_are_sho
 
 def test_of_equal_nodes_the_first_ones_are_shown():
     row = metrics({node: load() for node in range(9)}, 9)
-    assert [row[f"nodes/worst/{place}/node"] for place in (1, 2, 3)] == [0, 1, 2]
+    assert [row.get(f"nodes/worst/{place}/node") for place in (1, 2, 3, 4)] == [0, 1, 2, None]
 
 
 @pytest.mark.parametrize("nodes", [9, 64, 128, 1024])
@@ -420,10 +420,10 @@ class Job:
         return {key.split("/")[1] for key in self.rows[-1] if key.startswith("nodes/")}
 
 
-def test_a_node_that_is_silent_is_shown_no_longer_than_two_pulses(monkeypatch):
+def test_a_node_that_is_silent_is_not_shown(monkeypatch):
     job = Job(2, monkeypatch)
     assert job.shown_after(10.1, 1) == {"0", "1"}
-    assert job.shown_after(10.1) == {"0", "1"}  # its pulse is 10 s old now, or nearly 20 s
+    assert job.shown_after(10.1) == {"0", "1"}
     assert job.shown_after(10.1) == {"0"}
     assert job.shown_after(10.1, 1) == {"0", "1"}
 
@@ -502,18 +502,7 @@ def test_local_rank_0_alone_measures_its_node(monkeypatch, info, node):
 
 
 def test_the_load_costs_the_board_no_request_of_its_own_and_fits_into_a_pulse():
-    text = Pulse(0.1234567890123456, 0.123456789012345, 2**40, 2**40, node=127, load=load(16)).to_json()
-    assert len(text) < pulse._LONGEST / 2
-    store = OwnStore()
-    pulse.put(Board(store, "pulse"), 3, Pulse(node=1, load=load()))
-    assert len(store) == 1
-
-
-def test_a_pulse_is_fresh_for_one_pulse_after_it_was_seen():
-    watch = SilenceWatch(1, 10.0, now=0.0)
-    watch.silent({0: Pulse(put_at=1.0)}, now=10.0)
-    assert [watch.is_fresh(0, now) for now in (10.0, 24.0, 26.0)] == [True, True, False]
-
-
-def test_the_numbers_of_the_rows_are_those_of_the_page():
-    assert (node_load._MOST_NODES, node_load._WORST, node_load._MOST_GPUS) == (8, 3, 16)
+    text = to_text(Pulse(0.1234567890123456, 0.123456789012345, 2**40, 2**40, node=127, load=load(16)))
+    board = Board(OwnStore(), "pulse")
+    board.put("0", " " * len(text) + text)
+    assert pulse.read(board, 1)[0].load == load(16)

@@ -43,12 +43,11 @@ def test_unsupported_arguments_are_refused_at_decoration_with_the_reason(argumen
     assert "secret-key" not in str(error.value)
 
 
-def test_an_id_that_the_library_has_made_gets_a_word_before_it(bare_environment):
-    from flyteplugins_tracking.trackers import pluto
-
-    made = _request("7-12345678")
-    assert pluto._with_usable_id(made).plan.run_id == "run-7-12345678"
-    assert pluto._with_usable_id(_request("job-1a2b")).plan.run_id == "job-1a2b"
+@pytest.mark.parametrize(("made", "run_id"), [("7-12345678", "run-7-12345678"), ("job-1a2b", "job-1a2b")])
+def test_an_id_that_the_library_has_made_gets_a_word_before_it(bare_environment, made, run_id):
+    bare_environment.setattr("flyteplugins_tracking.trackers.kept.open_or_keep", lambda request, *_: request)
+    opened: Any = TRACKER.open(_request(made))
+    assert opened.plan.run_id == run_id
 
 
 def test_a_journal_names_no_directory_but_one_of_a_clients_files(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import DistributedInfo, get_distributed_info
 from flyteplugins_tracking._rank import children, pools, topology
-from flyteplugins_tracking._rank.pools import POOLS, _name_in, innermost_pool
+from flyteplugins_tracking._rank.pools import POOLS, innermost_pool
 from flyteplugins_tracking._rank.topology import Detection, detect, examine
 from flyteplugins_tracking._runs.call import state
 
@@ -40,7 +39,7 @@ def in_pool(request: pytest.FixtureRequest) -> tuple[str, Callable[[Callable[[],
 @pytest.mark.parametrize("around", [SLURM, OPENMPI], ids=["slurm", "openmpi"])
 def test_what_is_around_a_pool_makes_no_rank_of_its_worker(in_pool, around, bare_environment, monkeypatch):
     name, call = in_pool
-    monkeypatch.setattr(children, "_initial_variables", lambda: around)
+    monkeypatch.setattr(children, "variables_at_birth", lambda: around)
     assert detect(around) is not None
     assert call(lambda: detect(around)) is None
     pool = call(lambda: examine(around)).pool
@@ -51,7 +50,7 @@ def test_what_is_around_a_pool_makes_no_rank_of_its_worker(in_pool, around, bare
 
 def test_variables_that_a_worker_sets_make_it_a_rank(in_pool, bare_environment, monkeypatch):
     name, call = in_pool
-    monkeypatch.setattr(children, "_initial_variables", lambda: SLURM)
+    monkeypatch.setattr(children, "variables_at_birth", lambda: SLURM)
     env = {**SLURM, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
     info = call(lambda: detect(env))
     assert (info.rank, info.world_size, info.launcher) == (1, 2, name)
@@ -69,7 +68,6 @@ def test_the_variables_of_a_group_that_has_ended_make_no_rank(bare_environment, 
     group: dict[str, Any] = {"is_available": lambda: True, "is_initialized": lambda: True}
     dist = SimpleNamespace(**group, get_rank=lambda: 1, get_world_size=lambda: 2, group=SimpleNamespace(WORLD=object()))
     call = called_by("distributed/worker.py", "apply_function")
-    monkeypatch.setattr(pools, "_last_world", {})
     monkeypatch.setitem(sys.modules, "torch.distributed", dist)
     assert call(lambda: detect(env)).rank == 1
     dist.is_initialized = lambda: False
@@ -94,8 +92,11 @@ def test_the_variables_of_a_group_that_has_ended_make_no_rank(bare_environment, 
         ("", None),
     ],
 )
-def test_a_pool_is_known_by_its_command_line(command, name):
-    assert _name_in(command.split(" ")) == name
+def test_a_pool_is_known_by_its_command_line(command, name, monkeypatch):
+    monkeypatch.setattr(pools.proc, "command_line", lambda _: command.split(" "))
+    monkeypatch.setattr(os, "getpid", lambda: hash(command))  # another process: what is found is kept for each
+    found = innermost_pool()
+    assert (found and found.name) == name
 
 
 def test_a_ray_driver_is_no_worker(bare_environment, monkeypatch):
@@ -117,7 +118,7 @@ def test_this_process_is_in_no_pool():
 def test_a_torchrun_on_a_pools_worker_is_the_launcher(in_pool, bare_environment, monkeypatch):
     """As Spark's TorchDistributor starts it: its own store names the run."""
     _, call = in_pool
-    monkeypatch.setattr(children, "_initial_variables", lambda: SLURM)
+    monkeypatch.setattr(children, "variables_at_birth", lambda: SLURM)
     assert call(lambda: detect({**SLURM, **TORCHRUN})).launcher == "torchelastic"
 
 
@@ -139,7 +140,6 @@ def test_the_only_worker_of_ray_train_keeps_the_fits_name(bare_environment, monk
 
 def test_each_world_of_a_worker_has_its_own_count(bare_environment, monkeypatch):
     worlds = [type("World", (), {})(), type("World", (), {})()]
-    monkeypatch.setattr(pools, "_counts_of_groups", weakref.WeakKeyDictionary())
     found = Detection(DistributedInfo(1, 2, launcher="dask"), pools.Pool("dask", "", os.getpid()))
 
     def count(world: Any) -> int:

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flyteplugins_tracking import ConfigError, DistributedInfo, TopologyError, process_group
-from flyteplugins_tracking._job.process_group import _group_store
+from flyteplugins_tracking import ConfigError, DistributedInfo, TopologyError, override_distributed_info, process_group
 
 
 @pytest.fixture(autouse=True)
@@ -72,26 +71,17 @@ def test_a_torch_before_2_3_which_binds_no_group_to_a_device_has_one_too(bare_en
         assert (dist.get_world_size(), device) == (1, torch.device("cpu"))
 
 
-def test_nccl_without_cuda_is_refused(place, gpus):
-    place(CUDA_VISIBLE_DEVICES="")
-    text = refusal(ConfigError, "nccl")
-    assert text.startswith(f"backend='nccl' needs CUDA, and torch {torch.__version__} ")
-    assert "CUDA_VISIBLE_DEVICES=''" in text
-    assert text.endswith("or pass backend='gloo'")
-    assert refusal(ConfigError, "cpu:gloo,cuda:nccl").startswith("backend='nccl' needs CUDA")
-    assert refusal(ConfigError, device=0).startswith("device=0 needs CUDA")
-
-
 @pytest.mark.parametrize("backend", [None, "nccl", "cpu:gloo,cuda:nccl"])
 def test_more_local_ranks_than_gpus_are_refused(place, gpus, backend):
     gpus(2)
     place(CUDA_VISIBLE_DEVICES="0,1", RANK="0", LOCAL_RANK="0")
     text = refusal(TopologyError, backend)
     assert text.startswith("4 processes on this node, but torch sees 2 GPUs (CUDA_VISIBLE_DEVICES='0,1')")
-    assert "torchrun --nproc-per-node=2" in text
 
 
 def test_a_gpu_that_does_not_exist_or_is_not_known_is_refused(place, gpus, monkeypatch):
+    assert refusal(TopologyError, "nccl").startswith("4 processes on this node, but torch sees 0 GPUs")
+    assert refusal(ConfigError, device=0).startswith("device=0, but torch sees 0 GPUs")
     gpus(2)
     assert "device=2, but torch sees 2 GPUs (CUDA_VISIBLE_DEVICES is not set)" in refusal(ConfigError, device=2)
     assert "device=1 needs NCCL, but backend='gloo'" in refusal(ConfigError, "gloo", device=1)
@@ -122,31 +112,8 @@ def test_ranks_that_cannot_meet_are_refused(place, gpus, variables, message):
 
 
 @pytest.mark.parametrize(
-    ("variables", "how"),
-    [
-        (
-            {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"},
-            'before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=',
-        ),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT="),
-        (
-            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1"},
-            "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT",
-        ),
-    ],
-)
-def test_a_launcher_that_sets_no_address_is_named_with_the_command(bare_environment, gpus, variables, how):
-    for name, value in variables.items():
-        bare_environment.setenv(name, value)
-    assert how in refusal(TopologyError)
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backend": "ncl"}, r"backend='ncl': this torch has no 'ncl'\. It has: .*gloo"),
-        ({"backend": "undefined"}, "this torch has no 'undefined'"),
-        ({"backend": ""}, "this torch has no ''"),
         ({"backend": 3}, "backend must be .*, got 3"),
         ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
         ({"timeout_s": "60"}, "timeout_s must be a positive number of seconds, got '60'"),
@@ -171,10 +138,14 @@ def test_after_a_restart_of_one_node_no_rank_finds_the_old_addresses(
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
 
+    stores = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **__: stores.append(store))
+
     def store_after(restart_count):
         monkeypatch.setattr("flyteplugins_tracking._job.process_group._stores", {})  # a process of its own
         info = DistributedInfo(rank=0, world_size=2, num_workers=num_workers, restart_count=restart_count)
-        return _group_store(dist, info, None)
+        with override_distributed_info(info), process_group("gloo"):
+            return stores[-1]
 
     store_after(0).set("address", "of a process that has ended")
     # With several nodes the keys stay the same: nodes that count different restarts must meet.

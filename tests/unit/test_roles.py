@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 from support import jobs
 
@@ -32,7 +33,10 @@ class OneWriter(Tracker):
         ({"role": "a", "roles": ["b"]}, "pass one of the two"),
         ({"role": "rollout 0"}, "got 'rollout 0'"),
         ({"role": "0"}, "beginning with a letter"),
-        ({"role": "owner"}, "not 'owner'"),
+        ({"role": "owner"}, "'owner'"),
+        ({"role": "nodes"}, "'nodes' of a role is taken"),
+        ({"roles": ["tracking_roles"]}, "'tracking_roles' of a role is taken"),
+        ({"role": "r" * 65}, "at most 64"),
         ({"roles": ["a/b"]}, "got 'a/b'"),
         ({"roles": ["a", "a"]}, "'a' twice"),
         ({"roles": "rollout-0"}, "a sequence of strings"),
@@ -99,8 +103,24 @@ def test_a_simulation_shows_a_role_beside_its_owner():
     assert (run.exit_codes, run.status) == ((0,), "finished")
     assert (run.summary["roles/eval/state"], run.summary["roles/eval/exit_code"]) == ("failed", 3)
     assert run.summary["roles/eval/failure/type"] == "SystemExit"
+    assert "SystemExit: 3" in run.texts["roles/eval/failure"]
     simulated = simulate(train, 1, 2)
     assert len(simulated.runs) == 1
+
+
+def test_an_owner_that_logs_below_the_name_of_a_role_is_warned_once(caplog):
+    @tracking_init(project="rl", id="r", roles=["eval", "rollout-1"])
+    def train():
+        for value in range(3):
+            get_run().log({"loss": value, "eval": value, "rollout-10/loss": value})
+        assert caplog.messages == []
+        for value in range(3):
+            get_run().log({"loss": value, f"eval/loss-{value}": value})
+
+    with recording():
+        train()
+    (warning,) = caplog.messages
+    assert "the owner of the run logs 'eval/loss-0', and its role 'eval' has keys below that name" in warning
 
 
 def test_rows_without_a_step_are_counted_from_the_given_ones():
@@ -113,6 +133,16 @@ def test_rows_without_a_step_are_counted_from_the_given_ones():
     buffer.log(rows.append, {"x": 3})
     assert [row["eval/step"] for row in rows] == [7, 20, 21, 22]
     assert rows[2] == {"eval/x": 2, "eval/y": 2, "eval/step": 21}
+
+
+def test_a_row_of_a_role_that_has_the_column_step_gives_its_step_with_it():
+    rows = []
+    buffer = RowBuffer("eval/step", "eval/", lambda: None, next_step=0)
+    for given in (100, np.int64(200), "at the end"):
+        buffer.log(rows.append, {"x": 0, "step": given})
+    buffer.log(rows.append, {"x": 0}, step=np.int64(300))
+    buffer.log(rows.append, {"x": 0})
+    assert [row["eval/step"] for row in rows] == [100, 200, "at the end", 300, 301]
 
 
 def test_numbers_of_rows_differ_between_processes_and_are_exact_in_json():

@@ -44,7 +44,7 @@ class Run(Handle):
     def finish(self, exit_code: int) -> None:
         self.steps.append(f"finish {exit_code}" if is_locked() else "finish without the lock")
 
-    def finish_on_signal(self, exit_code: int) -> None:
+    def end_early(self, exit_code: int) -> None:
         self.steps.append(f"end early {exit_code}")
 
     def unsent(self) -> list[str]:

@@ -481,7 +481,8 @@ def test_an_exception_of_pytest_is_not_the_error_of_a_rank(threads):
         simulate(tracking_init(lambda: pytest.fail("in the function")), threads=threads)
 
 
-def test_8192_ranks_take_seconds_and_no_thread(recwarn):
+@pytest.mark.parametrize("workers", [128, pytest.param(1024, marks=pytest.mark.full)])
+def test_thousands_of_ranks_take_seconds_and_no_thread(recwarn, workers):
     threads = set()
 
     @tracking_init(rank_scope="worker")
@@ -491,10 +492,10 @@ def test_8192_ranks_take_seconds_and_no_thread(recwarn):
             get_run().log({"x": 1})
 
     before, started = set(threading.enumerate()), time.process_time()
-    job = simulate(train, num_workers=1024, nproc_per_node=8)
+    job = simulate(train, num_workers=workers, nproc_per_node=8)
     assert time.process_time() - started < 10
     assert threads == before
-    assert (len(job.runs), job.runs[1023].ranks, job.failed) == (1024, (8184,), ())
+    assert (len(job.runs), job.runs[-1].ranks, job.failed) == (workers, (8 * workers - 8,), ())
 
 
 def plain() -> None: ...
@@ -521,13 +522,7 @@ TRACKED = tracked()
         (TRACKED, {"distributed": "no"}, "distributed must be True or False, got 'no'"),
         (TRACKED, {"max_restarts": 1, "distributed": False}, "max_restarts=1 needs a distributed job"),
         (TRACKED, {"max_restarts": -1}, "max_restarts must be an integer of at least 0, got -1"),
-        (TRACKED, {"failing": [3]}, "failing must be a mapping such as {3: RuntimeError"),
         (TRACKED, {"failing": {8: OSError()}}, "failing has the rank 8, but the ranks are 0 to 7"),
-        (TRACKED, {"failing": {0: OSError}}, r"failing\[0\] must be an exception such as RuntimeError"),
-        (TRACKED, {"args": "ab"}, "args must be a sequence of arguments .*, got 'ab'"),
-        (TRACKED, {"kwargs": ["x"]}, "kwargs must be a mapping of names to arguments"),
-        (TRACKED, {"threads": 4}, "threads must be True or False, got 4"),
-        (TRACKED, {"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
         (plain, {}, "plain called no tracked function on any rank: put @tracking_init on it"),
         (raising, {}, "raising called no tracked function on any rank: put @tracking_init on it"),
         (3, {}, r"simulate\(\) needs a function or a Flyte task, got 3"),

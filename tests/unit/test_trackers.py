@@ -108,7 +108,7 @@ def test_a_vendor_whose_import_was_interrupted_is_not_called_untested(monkeypatc
     train = tracking_init(tracker=Interrupted)(lambda: None)
     with pytest.raises(KeyboardInterrupt):
         train()
-    with pytest.raises(TrackerNotInstalledError, match="was interrupted or has failed: start the process again"):
+    with pytest.raises(TrackerNotInstalledError, match="if an earlier import was interrupted, start the process again"):
         train()
     monkeypatch.delattr(sys, "tried")
     monkeypatch.delitem(sys.modules, "interrupted.part")
@@ -285,13 +285,13 @@ def test_a_row_that_came_while_a_signal_ended_the_run_is_written_by_the_next_end
     def train():
         handle = tracker.handle
         handle.may_end.clear()
-        ending = threading.Thread(target=handle.finish_on_signal, args=(143,))
+        ending = threading.Thread(target=handle.end_early, args=(143,))
         ending.start()
         assert handle.ends.wait(60)
         get_run().log({"late": 1})
         handle.may_end.set()
         ending.join(60)
-        handle.finish_on_signal(143)  # before the launcher kills, where the function does not return
+        handle.end_early(143)  # before the launcher kills, where the function does not return
         return list(handle.events)
 
     assert train() == [143, "resume", {"late": 1}, 143]
@@ -321,7 +321,7 @@ def test_a_signal_keeps_the_values_that_wait_and_they_open_no_run_again(bare_env
     def train():
         handle = tracker.handle
         handle.add_to_next_row({"a": 1})
-        handle.finish_on_signal(143)
+        handle.end_early(143)
         handle.add_to_next_row({"a": 2})
 
     train()

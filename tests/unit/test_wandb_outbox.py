@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,9 +61,9 @@ def earlier(run) -> Path:
     return directory
 
 
-def begun(run, has_one_writer: bool = True) -> outbox.Outbox:
+def begun(run, has_one_writer: bool = True) -> outbox.WandbOutbox:
     """Give the run, which is offline, the outbox of one that is online."""
-    made = vars(run)[outbox.OUTBOX] = outbox.Outbox(
+    made = vars(run)[outbox.OUTBOX] = outbox.WandbOutbox(
         run, outbox.run_directory(run), has_one_writer, step_metric="global_step", restart_count=1
     )
     outbox.send_earlier(made)
@@ -251,22 +252,34 @@ def test_files_below_the_first_step_are_not_parsed(tmp_path, monkeypatch):
     assert 0 < len(parsed) < len(list(tmp_path.iterdir())) / 2
 
 
-def test_rows_of_several_writers_follow_those_that_the_file_has(run):
-    """Each writer's rows are in the file in their order: what is behind its last one is not there."""
+def left_by_writers(run, in_file: int, writers: Mapping[str, Mapping[int, float]]) -> outbox.AttemptOnDisk:
+    """What writers of a run have left, by the times of their numbered rows. Its file has a row each second."""
     begun(run, has_one_writer=False)
-    for number in range(6):
+    for number in range(in_file):
         run.log({"n": number, "_timestamp": 1.7e9 + number})
     run.finish()
     directory = outbox.run_directory(run)
     ended(directory)
     for journal in files.stored(directory):
         journal.remove()
-    place = outbox.Place.of(run)
-    for name, numbers in {"owner-1": [0, 2, 4, 7], "guest-1": [1, 3, 5, 6, 8], "guest-2": []}.items():
-        journal_in(directory, place, [({"n": n, "_timestamp": 1.7e9 + n}, None) for n in numbers], name, step=None)
-    attempt = outbox.attempt_at(directory)
+    for name, times in writers.items():
+        rows = [({"n": number, "_timestamp": 1.7e9 + at}, None) for number, at in times.items()]
+        journal_in(directory, outbox.Place.of(run), rows, name, step=None)
+    return outbox.attempt_at(directory)
+
+
+def test_rows_of_several_writers_follow_those_that_the_file_has(run):
+    """Each writer's rows are in the file in their order: what is behind its last one is not there."""
+    numbers = {"owner-1": [0, 2, 4, 7], "guest-1": [1, 3, 5, 6, 8], "guest-2": []}
+    attempt = left_by_writers(run, 6, {name: {n: n for n in of_writer} for name, of_writer in numbers.items()})
     assert [(row.step, row.values["n"]) for row in attempt.rows(4)] == [(n, n) for n in range(4, 9)]
     assert [row.values["n"] for row in attempt.missing()] == [6, 7, 8]
+
+
+def test_two_writers_may_log_at_one_time(run):
+    """So the time of a row in the file is not enough to tell whose it is."""
+    attempt = left_by_writers(run, 4, {"owner-1": {0: 0, 2: 2, 3: 3}, "guest-1": {1: 1, 4: 3.5, 5: 2, 6: 4}})
+    assert sorted(row.values["n"] for row in attempt.missing()) == [4, 5, 6]
 
 
 def test_files_of_rows_are_uploaded_again_and_no_file_from_elsewhere(run, earlier, tmp_path):

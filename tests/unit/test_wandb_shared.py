@@ -24,6 +24,7 @@ def handle(tmp_path, monkeypatch):
         rollback="keep",
         rank_prefix=False,
         has_roles=False,
+        roles=None,
         config={},
         finish_timeout_s=20,
         finish_limit="",
@@ -37,9 +38,9 @@ def handle(tmp_path, monkeypatch):
         steps=Uncounted(),
         has_other_writers=False,
     )
-    yield LeaderHandle(run, None, request)
-    run.finish()
-    vendor.set_global_run(None)
+    handle = LeaderHandle(run, None, request)
+    yield handle
+    handle.finish(0)
     assert vendor.restart_service()
 
 
@@ -47,7 +48,7 @@ def test_a_run_that_is_open_again_is_not_ended_by_a_request_about_the_wandb_core
     """This rank notices the death while it answers a follower, and opens the run in another wandb-core."""
 
     def dies_and_is_replaced() -> bool:
-        handle._gate.note_death(ConnectionResetError())
+        handle._gate.mark_dead(ConnectionResetError())
         assert handle._gate.open_again()
         return True
 

@@ -17,7 +17,7 @@ from support.offline_wandb import open_run
 from support.users import NOBODY, needs_root
 from wandb_files import read_runs
 
-from flyteplugins_tracking import ConfigError, TrackerNotInstalledError
+from flyteplugins_tracking import ConfigError, TrackerNotInstalledError, tracking_init
 from flyteplugins_tracking.trackers import vendor_parts
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 
@@ -125,21 +125,34 @@ def test_a_torn_down_client_is_recognized(tmp_path, monkeypatch, no_warning):
     vendor.set_global_run(None)
 
 
+def test_a_run_whose_wandb_core_has_died_is_not_returned_by_the_next_init(tmp_path, monkeypatch, no_warning):
+    dead = open_run("dead", tmp_path, monkeypatch)
+    vendor._process_of(vendor.session()._connection).kill()
+    vendor.set_finished(dead)
+    vendor.drop_unusable_service()
+    assert vendor.restart_service()
+    following = open_run("following", tmp_path, monkeypatch)
+    assert (following.id, vendor.open_runs()) == ("following", [following])
+    following.finish()
+    assert vendor.restart_service()
+
+
 @pytest.mark.parametrize("error", [ValueError(), KeyError()])
 def test_an_error_of_an_open_run_is_no_death_of_wandb_core(run, error):
     assert vendor.service_gone(run, error) == (ConnectionError,)
 
 
-def test_wandb_core_has_written_the_files_of_ended_runs_when_it_is_restarted(tmp_path, monkeypatch):
+@pytest.mark.parametrize("times", [2, pytest.param(6, marks=pytest.mark.full)])
+def test_wandb_core_has_written_the_files_of_ended_runs_when_it_is_restarted(tmp_path, monkeypatch, times):
     monkeypatch.chdir(tmp_path)
     quick = wandb.Settings(x_transaction_log_flush_interval=0.1, silent=True)
-    for number in range(6):
+    for number in range(times):
         opened = wandb.init(mode="offline", project="p", id=f"run-{number}", dir=tmp_path, settings=quick)
         opened.log({"x": number})
         opened.finish(exit_code=1)
         assert vendor.restart_service()
     stored = sorted((run.id, [row["x"] for row in run.rows], run.exit_code) for run in read_runs(tmp_path))
-    assert stored == [(f"run-{number}", [number], 1) for number in range(6)]
+    assert stored == [(f"run-{number}", [number], 1) for number in range(times)]
 
 
 def test_attaching_has_every_part(run, no_warning):
@@ -188,11 +201,8 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
     vendor.on_stop_request(settings, lambda: asked.append(1), has_others=True)
     settings.stop_fn()
     assert asked == [1]
-    from flyteplugins_tracking.trackers.wandb.open import _SAFER_SETTINGS
-
-    for name, value in {**_SAFER_SETTINGS, "x_file_stream_transmit_interval": 2.0}.items():
-        vendor.set_default(settings, settings, name, value)
-        assert getattr(settings, name) == value
+    vendor.set_default(settings, settings, "x_file_stream_transmit_interval", 2.0)
+    assert settings.x_file_stream_transmit_interval == 2.0
     names = ("x_label", "x_sync_dir_suffix", "run_group", "run_job_type", "run_name", "run_notes")
     vendor.set_required(settings, **dict.fromkeys(names, ""), x_primary=True, x_update_finish_state=True, run_tags=())
     monkeypatch.delenv("WANDB_ERROR_REPORTING", raising=False)
@@ -200,6 +210,22 @@ def test_the_session_has_every_part(no_warning, monkeypatch, tmp_path):
         assert os.environ["WANDB_ERROR_REPORTING"] == "false"
     assert "://" in vendor.default_server("")
     assert vendor.has_credentials("http://127.0.0.1:9") is False
+
+
+def test_wandb_has_every_setting_that_keeps_rows(no_warning, bare_environment, tmp_path):
+    waits = {f"x_{name}_retry_wait_max_seconds": 8 for name in ("file_stream", "graphql", "file_transfer")}
+    tries = {"x_graphql_retry_max": 10_000, "x_file_transfer_retry_max": 10_000}
+    expected, found = {**waits, **tries, "x_transaction_log_flush_interval": 0.1}, {}
+
+    def init(settings, **_):
+        found.update({name: getattr(settings, name) for name in expected})
+        raise LookupError
+
+    bare_environment.chdir(tmp_path)
+    bare_environment.setattr(wandb, "init", init)
+    with pytest.raises(LookupError):
+        tracking_init(project="p", mode="offline")(print)()
+    assert found == expected
 
 
 # Calls with a wandb that has no private part: what they return, or that they raise the one clear error.
@@ -284,6 +310,20 @@ def test_the_end_of_a_run_has_a_limit_with_a_wandb_that_knows_none(without_setti
     never.set()
 
 
+def test_an_opening_without_a_limit_of_its_own_is_ended(monkeypatch):
+    stopped = threading.Event()
+    monkeypatch.setattr(vendor, "restart_service", lambda *_: stopped.set())
+
+    def init() -> None:
+        assert stopped.wait(60)
+        raise RuntimeError("the connection is gone")
+
+    with pytest.raises(TimeoutError, match="has not answered within"), vendor.opening_within(0.01):
+        init()
+    with pytest.raises(RuntimeError, match="refused"), vendor.opening_within(60):
+        raise RuntimeError("refused")
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [
@@ -297,6 +337,17 @@ def test_a_client_that_cannot_be_imported_is_refused_with_the_true_cause(error, 
         vendor._required("this"),
     ):
         raise error
+
+
+@pytest.mark.parametrize("role", [{"roles": ["a"]}, {"role": "a"}])
+def test_a_client_without_runs_of_several_writers_refuses_them_before_it_writes(monkeypatch, tmp_path, role):
+    monkeypatch.setattr(vendor, "has_setting", lambda name: name != "x_sync_dir_suffix")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)  # the client may have read the mode before
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TrackerNotInstalledError, match=r"several nodes or jobs.* Version 0\.22\.1 and later ones can"):
+        tracking_init(project="p", id="given", **role)(lambda: None)()
+    assert list(tmp_path.iterdir()) == []
 
 
 def gone():

@@ -64,7 +64,7 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
     parent_id = None if parent is None else parent.info.run_id
     if not request.plan.ends_run:
         run = run or _awaited(request, service, experiment_id, ID_TAG, run_id)
-        check_roles(request, "MLflow", _roles_of(run))
+        check_roles(request, "MLflow", _roles_of(run), {})
         has_attempts = ATTEMPTS_TAG in run.data.tags
         if request.plan.role is not None:  # of its own
             has_attempts = vendor.last_step(run, prefix_of(request)) >= 0
@@ -74,7 +74,7 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
         run, is_new = _find_or_create(service, experiment_id, (ID_TAG, run_id), name, tags)
         if is_new:
             return Opened(run, False, parent_id)
-    check_roles(request, "MLflow", _roles_of(run))
+    check_roles(request, "MLflow", _roles_of(run), {})
     attempts = run.data.tags.get(ATTEMPTS_TAG, "1")
     tags[ATTEMPTS_TAG] = str(int(attempts) + 1 if attempts.isdecimal() else 2)
     service.persist(lambda client: client.log_batch(run.info.run_id, tags=vendor.run_tags(tags), synchronous=True))
@@ -154,7 +154,7 @@ def _experiment_id(request: RunRequest, service: Service) -> str:
         found = client.get_experiment_by_name(name)
         return found or client.get_experiment(client.create_experiment(name))
 
-    def attempt() -> Any:
+    def once() -> Any:
         try:
             return service.ask(find_or_create)
         except RejectedError as error:
@@ -162,7 +162,7 @@ def _experiment_id(request: RunRequest, service: Service) -> str:
                 raise
             return None
 
-    experiment = service.until(attempt)
+    experiment = service.until(once)
     if experiment.lifecycle_stage == "deleted":
         raise ConfigError(f"the experiment {name!r} is deleted: restore it, or choose another one")
     return str(experiment.experiment_id)
@@ -224,11 +224,11 @@ def _find_or_create(
 ) -> tuple[Any, bool]:
     """Return the run, and whether it is new."""
 
-    def attempt() -> tuple[Any, bool]:
+    def once() -> tuple[Any, bool]:
         run = _find(service, experiment_id, *tag)
         return (run, False) if run is not None else (_create(service, experiment_id, name, tags), True)
 
-    return service.until(attempt)
+    return service.until(once)
 
 
 def _find(service: Service, experiment_id: str, tag: str, value: str) -> Any:
@@ -267,6 +267,6 @@ def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, 
         CONFIG_TAG: text,
         _PARENT_ID_TAG: parent_id,
         _NOTE_TAG: config.notes,
-        MARK: None if config.roles is None else ",".join(config.roles),
+        MARK: None if config.roles is None else ",".join(config.roles)[:LONGEST_TAG],
     }
     return {**tags, **{key: value for key, value in own_tags.items() if value is not None}}

@@ -283,17 +283,22 @@ class Logging(Run):
 
     def log_params(self, params: Mapping[str, Any], **_: Any) -> None:
         """Log params in the background. A param that has another value already keeps it, with a warning."""
-        self._handle.set_values("log_params", params)
+        self._handle.set_values("log_params", self._own(params))
 
     def log_param(self, key: str, value: Any, **_: Any) -> None:
         self.log_params({key: value})
 
     def set_tags(self, tags: Mapping[str, Any], **_: Any) -> None:
         """Set tags in the background."""
-        self._handle.set_values("set_tags", tags)
+        self._handle.set_values("set_tags", self._own(tags))
 
     def set_tag(self, key: str, value: Any, **_: Any) -> None:
         self.set_tags({key: value})
+
+    def _own(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Put what a role sets below its name: the owner may have the same keys."""
+        role = self._handle.request.plan.role
+        return values if role is None else {f"{role}/{key}": value for key, value in values.items()}
 
     def __exit__(self, *_: object) -> None:
         """Do nothing, as `finish`."""

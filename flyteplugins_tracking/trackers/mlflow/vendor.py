@@ -151,9 +151,9 @@ class Service:
         (result,) = self.until(lambda: (self.ask(function),))
         return result
 
-    def until(self, attempt: Callable[[], T]) -> T:
+    def until(self, action: Callable[[], T]) -> T:
         """As `outbox.until` with this deadline; once if there is none."""
-        return outbox.until(self.deadline or 0.0, attempt)
+        return outbox.until(self.deadline or 0.0, action)
 
     def await_server(self) -> None:
         """Wait until the server answers, if there is one. The client would not say in time why it does not."""
@@ -189,12 +189,12 @@ class Service:
         """
         end_ms = time.time_ns() // 1_000_000
 
-        def attempt() -> bool:
+        def once() -> bool:
             if not self._change("POST", "runs/update", run_id=run_id, status=status, end_time=end_ms):
                 self.ask(lambda client: _set_terminated(client)(client, run_id, status, end_ms))
             return True
 
-        self.until(attempt)
+        self.until(once)
 
     def timeout_s(self) -> float:
         """Return the longest time for the next call."""

@@ -144,7 +144,7 @@ def _check_id(run_id: str | None, argument: str) -> None:
         return
     if _is_made_by_server(run_id):
         raise ConfigError(
-            f"{argument}={run_id!r} looks like an id that Pluto's server made: digits, or a text like 'ABC-1'. Pluto "
+            f"{argument}={run_id!r} looks like an id that Pluto's server made: digits, or a string like 'ABC-1'. Pluto "
             "would look for that run, and not create one. Put a word before the id, as in 'run-...'"
         )
     if "/" in run_id or "\0" in run_id:

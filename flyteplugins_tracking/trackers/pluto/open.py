@@ -143,6 +143,7 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
 
     Raises:
         ConfigError: This job must not write to the run.
+        TrackerUnavailableError: A role has not found its run.
         UnavailableError: The service does not answer, or refuses the key.
     """
     service, limit = Service(settings), f"at {settings.url_api} within init_timeout_s={request.config.init_timeout_s:g}"
@@ -159,17 +160,18 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
             raise UnavailableError(f"the service refuses the API key, {limit}", 0.0)
         if status >= 300 and not (request.plan.ends_run and status == 404):
             if request.plan.role is not None:
-                raise UnavailableError(str(missing_run_error(request, "Pluto", settings.url_api)))
+                return False
             why = "the primary rank has not created the run" if status == 404 else f"HTTP {status}"
             raise UnavailableError(f"{why}, {limit}")
         if status < 300:
             found = service.config_of(answer.json()["runId"], request.deadline - time.monotonic())
             if found is not None:
-                check_roles(request, "Pluto", found.get(MARK))
+                check_roles(request, "Pluto", found.get(MARK), found)
                 queue.found = found
         return True
 
-    until(request.deadline, is_there)
+    if not until(request.deadline, is_there):
+        raise missing_run_error(request, "Pluto", settings.url_api)
 
 
 def _init_in_time(request: RunRequest, settings: Any) -> Any:

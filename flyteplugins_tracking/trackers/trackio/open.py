@@ -93,7 +93,7 @@ def _find(store: Store, request: RunRequest) -> Stored | None:
 
     if found := until(request.deadline, find):
         if found[0] is not None:
-            check_roles(request, "Trackio", found[0].config.get(MARK))
+            check_roles(request, "Trackio", found[0].config.get(MARK), found[0].config)
         return found[0]
     if request.plan.role is not None:
         raise missing_run_error(request, "Trackio", store.place)

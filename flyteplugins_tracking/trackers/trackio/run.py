@@ -67,7 +67,7 @@ class TrackioHandle(OutboxHandle):
         if self.request.plan.role is None:
             super().record_event(name, values, text)
         else:  # the config is sent with the owner's status
-            self.tell_role({**values, f"roles/{name}/text": text})
+            self.tell_role({**values, f"{name}/text": text})
 
     def end(self, exit_code: int) -> None:
         until = time.monotonic() + self.request.config.finish_timeout_s

@@ -20,7 +20,8 @@ from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.client import run_config
+from flyteplugins_tracking.trackers.client import missing_key_error, run_config
+from flyteplugins_tracking.trackers.config import MARK, TrackingConfig
 from flyteplugins_tracking.trackers.node_group import NodePart
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import (
@@ -33,7 +34,7 @@ from flyteplugins_tracking.trackers.wandb import (
     roles,
     vendor,
 )
-from flyteplugins_tracking.trackers.wandb.run import WandbHandle, directory
+from flyteplugins_tracking.trackers.wandb.run import WandbHandle
 
 logger = logging.getLogger(__name__)
 _OFFLINE = "log offline with WANDB_MODE=offline or if_unavailable='degrade'"
@@ -97,16 +98,16 @@ def open_run(request: RunRequest) -> Handle:
     drop_empty_variables()
     check_characters("run id", request.plan.run_id, "an id")
     vendor.drop_unusable_service()
-    if request.config.run_mode != "shared" and not NodePart.of(request).has_peers:
+    if request.config.run_mode != "shared" and not NodePart.of(request).has_writers_elsewhere:
         before = vendor.global_run()
-        return WandbHandle(open_own(request), before, request, reopen)
+        return WandbHandle(open_in_this_process(request), before, request, reopen)
     # Imported here: most decorated functions have a run of their own.
     from flyteplugins_tracking.trackers.wandb.shared import open_shared
 
     return open_shared(request)
 
 
-def open_own(request: RunRequest) -> Any:
+def open_in_this_process(request: RunRequest) -> Any:
     """Open the run in this process.
 
     Raises:
@@ -128,12 +129,12 @@ def open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) -> 
     """Open the run offline because of this error, or raise it."""
     if request.config.if_unavailable == "raise":
         raise unavailable
-    has_one_writer = request.config.run_mode != "shared" and not NodePart.of(request).has_peers
+    has_one_writer = request.config.run_mode != "shared" and not NodePart.of(request).has_writers_elsewhere
     run = _init_offline(request, has_one_writer or request.config.has_roles)
     logger.warning(
         "%s This run is logged offline. To send it when W&B is available, run: %s",
         unavailable.reason,
-        how_to_send(directory(run)),
+        how_to_send(str(outbox.run_directory(run))),
     )
     return run
 
@@ -144,6 +145,7 @@ def is_disabled(request: RunRequest) -> bool:
     return bool(mode == "disabled")
 
 
+@vendor.without_error_reports()
 def _init(
     request: RunRequest, mode: str | None = None, rewind_to: int | None = None, is_automatic: bool = False
 ) -> Any:
@@ -179,27 +181,33 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
     if arguments.get("dir") is not None:
         effective.root_dir = arguments["dir"]
     directory, place = Path(effective.wandb_dir), _place(arguments, effective)
-    has_peers = NodePart.of(request).has_peers
-    found = roles.look_up(request, place, has_peers=has_peers)
-    if request.plan.role is not None and found is not None:
-        arguments["config"] = {**found.config, **arguments["config"]}
+    has_writers_elsewhere = NodePart.of(request).has_writers_elsewhere
+    found = roles.look_up(request, place, has_writers_elsewhere=has_writers_elsewhere)
+    if request.config.has_roles and not request.plan.ends_run and found is not None:
+        arguments["config"] = roles.config_beside(request, found, arguments["config"])
     left_s = request.deadline - time.monotonic() - _INIT_GRACE_S
-    with _opening.lock, nullcontext() if left_s > 2 * _VIEWER_S else vendor.without_viewer():
+    viewer_s = _VIEWER_S if left_s > 2 * _VIEWER_S else 0
+    with _opening.lock, nullcontext() if viewer_s else vendor.without_viewer():
         settings = arguments["settings"]
-        left_s -= _VIEWER_S if left_s > 2 * _VIEWER_S else 0
+        left_s -= viewer_s
         # If the user's settings have a longer timeout than our argument, the difference is added.
         settings.init_timeout = max(1.0, left_s + settings.init_timeout - request.config.init_timeout_s)
-        if place.run_id and not has_peers:
+        if place.run_id and not has_writers_elsewhere:
             _await_count(request, place, directory)
+        elif request.config.has_roles and any(run.id == place.run_id for run in vendor.open_runs()):
+            text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
+            raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
         before = set(directory.glob("run-*"))
         try:
-            run = wandb.init(**arguments)
+            with vendor.opening_within(viewer_s + settings.init_timeout + _INIT_GRACE_S):
+                run = wandb.init(**arguments)
         except BaseException:
             if request.config.if_unavailable == "degrade":
                 _remove_own(set(directory.glob(f"run-*-{arguments.get('id', '')}*")) - before)
             raise
         outbox.open_outbox(request, run, found=found)
-        if has_peers:
+        if has_writers_elsewhere:
+            roles.leave_summary_to_roles(request, run)
             roles.send_left(request, run, found)
         return run
 
@@ -224,7 +232,7 @@ def _await_count(request: RunRequest, place: outbox.Place, directory: Path) -> N
     """Wait until W&B counts the rows of an earlier attempt that has just ended here."""
 
     def counts() -> tuple[int, int] | None:
-        stored = vendor.stored_run(place.path, place.server, _COUNT_S)
+        stored = vendor.stored_run(place, _COUNT_S)
         return None if stored is None else (stored.rows, stored.last_step)
 
     outbox.await_count(directory, place.run_id, counts, request.deadline - _COUNT_S)
@@ -310,7 +318,7 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
         "mode": mode,
         "settings": _settings(mode, request),
         "project": config.project,
-        **(_run_description(request) if plan.primary else {}),
+        **(_run_description(request) if plan.primary else _mark(config)),
         **_id_arguments(request),
         "group": config.group or (None if os.environ.get("WANDB_RUN_GROUP") else plan.group),
     }
@@ -328,12 +336,13 @@ def _adapt_to_part(arguments: dict[str, Any], request: RunRequest) -> None:
     part, plan, settings = NodePart.of(request), request.plan, arguments["settings"]
     if part.name == "follower" and request.info is not None:  # it could not attach to its leader
         vendor.set_required(settings, x_sync_dir_suffix=f"rank-{request.info.rank}")
-    elif part.has_peers and not plan.ends_run:
-        # Nodes and jobs may share a file system, and start in the same second.
-        vendor.set_required(settings, x_sync_dir_suffix=plan.label or "")
-    if not plan.ends_run and part.has_peers:
+    elif part.has_writers_elsewhere:
+        # Nodes and jobs may share a file system, and start in the same second. The one that the run ends with needs no
+        # suffix, but is refused too where the others are.
+        vendor.set_required(settings, x_sync_dir_suffix="" if plan.ends_run else plan.label or "")
+    if not plan.ends_run and part.has_writers_elsewhere:
         _drop_run_description(arguments)
-    if part.has_peers and _is_online(arguments):
+    if part.has_writers_elsewhere and _is_online(arguments):
         _use_wandbs_shared_mode(arguments, request)
 
 
@@ -370,6 +379,11 @@ def _run_description(request: RunRequest) -> dict[str, Any]:
     return {"name": config.name, "tags": config.tags, "notes": config.notes, "config": values}
 
 
+def _mark(config: TrackingConfig) -> dict[str, Any]:
+    """Return what the owner's other ranks pass: the primary may look for the run when one of them has made it."""
+    return {} if config.roles is None else {"config": {MARK: list(config.roles)}}
+
+
 def _id_arguments(request: RunRequest) -> dict[str, Any]:
     """Return the arguments that resume the run by its id: after a restart or a retry it keeps its rows."""
     options = request.config.options
@@ -388,7 +402,8 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
     effective = vendor.effective_settings(settings)
     for name, value in _SAFER_SETTINGS.items():
         vendor.set_default(settings, effective, name, value)
-    if _dies_with_pod(request):
+    # The second: a role that ends must see by then that the owner has started again.
+    if _dies_with_pod(request) or request.config.roles is not None:
         vendor.set_default(settings, effective, "x_file_stream_transmit_interval", _PROMPT_S)
     info, is_online = request.info, (mode or effective.mode) not in _NOT_ONLINE
     has_others = is_online and info is not None and info.world_size > 1
@@ -438,8 +453,4 @@ def _authenticate(settings: Any, effective: Any, request: RunRequest) -> None:
         settings.api_key = key.strip()  # W&B refuses a key with a line end, and prints it in its message
         vendor.keys[without_credentials(host)] = key.strip()
     elif not request.may_prompt and not vendor.has_credentials(host):
-        raise TrackerUnavailableError(
-            "W&B: there is no API key for this process. Run `wandb login`, set WANDB_API_KEY, or pass secret= to "
-            "tracking_init (under flytekit, secret_requests= to the task too).",
-            _OFFLINE,
-        )
+        raise missing_key_error("W&B", "Run `wandb login`, set WANDB_API_KEY", _OFFLINE)

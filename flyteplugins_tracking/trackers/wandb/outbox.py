@@ -54,15 +54,17 @@ from flyteplugins_tracking.trackers.wandb.datastore import Row
 
 logger = logging.getLogger(__name__)
 
-# The run's attributes that hold its `Outbox`, and what keeps plain rows: see `log_kept`.
+# The run's attributes that hold its `WandbOutbox`, and what keeps plain rows: see `log_kept`.
 OUTBOX, _PLAIN = "_flyteplugins_tracking_outbox", "_flyteplugins_tracking_plain_rows"
 _OFFLINE = "offline-"
-# Files in a run's directory: that its run was rewound later; that a forked child has logged too; and a text that is
+# Files in a run's directory: that its run was rewound later; that a forked child has logged too; and a string that is
 # kept offline for the next attempt, of at most so many bytes.
 _REWOUND, _FORKED, _STATE = "rewound", "flyteplugins-tracking-forked", "flyteplugins-tracking-state"
 _LONGEST_STATE = 1 << 20
 # How long wandb-core may take to write the end of a run that it has ended.
 _END_S, _POLL_S = 5.0, 0.01
+# How long it may take to read what earlier attempts have left.
+_READ_S = 60.0
 # How long after the last acknowledged rows W&B's count of them may be wrong, and how often it is asked for.
 _LATE_S, _ASK_S = 6.0, 0.5
 # How much of wandb-core's log is read, from its end.
@@ -98,7 +100,7 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Attempt:
+class AttemptOnDisk:
     """What an attempt has left in its directory: the journals of its processes, and the run's file.
 
     Attributes:
@@ -159,16 +161,18 @@ class Attempt:
 
     def _rows_of_writers(self) -> Iterator[Row]:
         """Yield the rows of several writers: those of the file, then what it lacks, by time."""
-        step, times = max(one.header.get("first_step") or 0 for one in self.journals), set()
+        step = max(one.header.get("first_step") or 0 for one in self.journals)
+        writers = [list(rows_of(journal, 0)) for journal in self.journals]
+        places = [{row.time: place for place, row in enumerate(rows)} for rows in writers]
+        in_file = [0] * len(writers)  # of each writer, the file has its first rows
         for row in datastore.rows(self.directory):
             step = row.step + 1
-            times.add(row.time)
+            # Two writers may have logged at one time: it is the row of the one that it comes next of.
+            ahead = [(found[row.time] - in_file[n], n) for n, found in enumerate(places) if row.time in found]
+            distance, writer = min(filter(lambda one: one[0] >= 0, ahead), default=(-1, 0))
+            in_file[writer] += distance + 1
             yield row
-        rest: list[Row] = []
-        for journal in self.journals:  # of each writer, the file has a prefix
-            rows = list(rows_of(journal, 0))
-            last = max((n for n, row in enumerate(rows) if row.time in times), default=-1)
-            rest += rows[last + 1 :]
+        rest = chain.from_iterable(rows[count:] for rows, count in zip(writers, in_file, strict=True))
         placed = []
         for row in sorted(rest, key=lambda row: row.time):
             # What an attempt has logged again has its step already.
@@ -208,12 +212,12 @@ def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
         yield row
 
 
-def attempt_at(directory: Path, place: Place | None = None) -> Attempt:
+def attempt_at(directory: Path, place: Place | None = None) -> AttemptOnDisk:
     """Return what is in a directory, of this run if one is given."""
     journals = [journal for journal in stored(directory) if _is_place(journal.header.get("place"))]
     if place is not None:
         journals = [journal for journal in journals if Place(*journal.header["place"]).is_same(place)]
-    return Attempt(directory, journals)
+    return AttemptOnDisk(directory, journals)
 
 
 def _is_place(value: Any) -> bool:
@@ -224,19 +228,19 @@ def _is_place(value: Any) -> bool:
 class Left:
     """What earlier attempts of a run have left on this disk, and the service may lack."""
 
-    def __init__(self, place: Place, parent: Path, is_sent: Callable[[Attempt], bool]) -> None:
+    def __init__(self, place: Place, parent: Path, is_to_send: Callable[[AttemptOnDisk], bool]) -> None:
         """Look for it.
 
         Args:
             place: The run.
             parent: The directory of all runs.
-            is_sent: Whether an attempt's rows are to be sent. Those that were logged offline follow behind the others.
+            is_to_send: Whether an attempt's rows are to be sent. Those that were logged offline come last.
         """
         self.parent, directories = parent, directories_of(parent, place.run_id)
         self.media = [directory / "files" for directory in directories]
         found = [attempt_at(directory, place) for directory in directories]
         self.is_open = any(attempt.is_open() for attempt in found)
-        attempts = [attempt for attempt in found if not attempt.is_open() and is_sent(attempt)]
+        attempts = [attempt for attempt in found if not attempt.is_open() and is_to_send(attempt)]
         self.online = [attempt for attempt in attempts if not is_offline(attempt.directory)]
         self.offline = [attempt for attempt in attempts if is_offline(attempt.directory)]
 
@@ -283,7 +287,7 @@ class Left:
             attempt.clear()
 
 
-def was_automatic(attempt: Attempt) -> bool:
+def was_automatic(attempt: AttemptOnDisk) -> bool:
     """Whether an attempt was offline because W&B could not be used, and its file is not sent."""
     return any(one.header.get("is_automatic") for one in attempt.journals) and not is_synced(attempt.directory)
 
@@ -294,10 +298,10 @@ def directories_of(parent: Path, run_id: str, prefix: str = "") -> list[Path]:
     Another user may have made one, where others can write: its rows and files are not sent.
     """
     found = parent.glob(f"{prefix or '*run-'}*-{glob.escape(run_id)}*")
-    return sorted(path for path in found if is_own_directory(path) and _run_id_of(path) == run_id)
+    return sorted(path for path in found if is_own_directory(path) and run_id_of(path) == run_id)
 
 
-def _run_id_of(directory: Path) -> str:
+def run_id_of(directory: Path) -> str:
     """Return the id of a directory's run. The directory's own name may have a suffix, and its file's has none."""
     file = datastore.file_in(directory)
     return file.stem.removeprefix("run-") if file is not None else directory.name.partition("run-")[2].partition("-")[2]
@@ -314,7 +318,7 @@ def is_offline(directory: Path) -> bool:
 
 
 def run_directory(run: Any) -> Path:
-    """The directory of the run's `.wandb` file."""
+    """The directory of the run's `.wandb` file, which `flyteplugins_tracking send` takes."""
     return Path(str(run.dir)).parent
 
 
@@ -388,7 +392,7 @@ def _save_media(run: Any, kind: Any, media: Sequence[Path], value: Any) -> None:
 # The open run
 
 
-class Outbox:
+class WandbOutbox:
     """What an open run has logged and W&B may lack: its journal, which has what earlier attempts have left too.
 
     Attributes:
@@ -424,6 +428,9 @@ class Outbox:
         """Log what earlier attempts have left, before the run gets other rows. Returns the number of rows."""
         steps = self.send_rows(left, left.rows(int(self._run.starting_step)))
         if steps:
+            # wandb-core reads each process's rows from a connection of its own, and drops one whose step it has passed:
+            # a follower's or a child's new row must not overtake these.
+            vendor.flush(self._run, _READ_S)
             self.first_step = steps[-1] + 1
             text = (
                 "W&B: run %s: sent %d rows (steps %d to %d) that earlier attempts had logged, and W&B lacked, from %s"
@@ -439,8 +446,8 @@ class Outbox:
             left.clear()
         return steps
 
-    def note_since(self, since: int) -> None:
-        """Note a step of the run that it has before the first of its numbered rows, also of those that are sent."""
+    def keep_since(self, since: int) -> None:
+        """Keep a step of the run that it has before the first of its numbered rows, also of those that are sent."""
         self._journal.header["since"] = min(since, int(self._journal.header["since"]))
 
     def for_guests(self) -> dict[str, Any]:
@@ -474,8 +481,8 @@ class Outbox:
         """How many rows the journal lacks because of a full disk: what W&B has not got of them is lost."""
         return self._unkept + self._journal.replaced
 
-    def note_child(self) -> None:
-        """Note that a forked child logs into the run: this process does not know the steps of its own rows anymore."""
+    def mark_forked(self) -> None:
+        """Say in the directory that a forked child logs too: this process knows the steps of its rows no more."""
         if not self._journal.is_closed:
             with contextlib.suppress(OSError):
                 touch_own(self.directory / _FORKED)
@@ -492,7 +499,7 @@ class Outbox:
             self._sent.clear()
 
 
-class OfflineOutbox(Outbox):
+class OfflineOutbox(WandbOutbox):
     """The outbox of a run that is logged offline: its file has the rows, if it is written to its end."""
 
     def end(self, exit_code: int) -> None:
@@ -551,7 +558,7 @@ class OfflineOutbox(Outbox):
         )
 
 
-class NoOutbox(Outbox):
+class NoOutbox(WandbOutbox):
     """The outbox of a run of which no attempt can send again what another one has logged. It keeps nothing."""
 
     def __init__(self) -> None:
@@ -579,19 +586,19 @@ def open_outbox(request: RunRequest, run: Any, is_automatic: bool = False, found
         is_automatic: Whether the next attempt that is online sends the rows of this one, which is offline.
         found: What W&B had of the run before it was opened.
     """
-    options, has_peers = request.config.options, NodePart.of(request).has_peers
-    is_shared = has_peers or request.config.run_mode == "shared"
-    keeps = run.offline or has_peers or "resume_from" not in options
+    options, has_writers_elsewhere = request.config.options, NodePart.of(request).has_writers_elsewhere
+    is_shared = has_writers_elsewhere or request.config.run_mode == "shared"
+    keeps = run.offline or has_writers_elsewhere or "resume_from" not in options
     if OUTBOX in vars(run) or not keeps or run.disabled:  # the first: another function has it open
         return
     has_one_writer = not (is_shared or options.get("sync_tensorboard") or options.get("tensorboard"))
     more: dict[str, Any] = {}
-    if has_peers and (not run.offline or request.config.has_roles):
+    if has_writers_elsewhere and (not run.offline or request.config.has_roles):
         since = 0 if found is None else found.last_step + 1
         # Of the nodes of a shared run, which may have one disk, each sends what it has left itself.
         node = request.plan.label if request.config.run_mode == "shared" else None
-        more = {"column": column_of(request.plan.role), "node": node, "since": since, "ends_run": request.plan.ends_run}
-    kind = OfflineOutbox if run.offline else Outbox
+        more = {"column": column_of(request.plan.role), "node": node, "since": since}
+    kind = OfflineOutbox if run.offline else WandbOutbox
     made = vars(run)[OUTBOX] = kind(
         run,
         run_directory(run),
@@ -602,29 +609,29 @@ def open_outbox(request: RunRequest, run: Any, is_automatic: bool = False, found
         restart_count=restart_count_of(request),
         **more,
     )
-    if not run.offline and not has_peers:
+    if not run.offline and not has_writers_elsewhere:
         send_earlier(made)
 
 
-def send_earlier(made: Outbox) -> None:
+def send_earlier(made: WandbOutbox) -> None:
     """Log what earlier attempts have left: in a run with one writer, also what they have logged offline."""
 
-    def is_sent(attempt: Attempt) -> bool:
+    def is_to_send(attempt: AttemptOnDisk) -> bool:
         is_in_place = not is_offline(attempt.directory) or (made.next_step is not None and was_automatic(attempt))
         return bool(attempt.journals) and is_in_place
 
     parent = made.directory.parent
     try:
-        made.send(Left(made.place, parent, is_sent))
+        made.send(Left(made.place, parent, is_to_send))
     except Exception:  # tracker errors must not change the training's outcome
         text = "W&B: run %s: the rows that an earlier attempt has left in %s could not be sent"
         logger.warning(text, made.place.run_id, parent, exc_info=True)
         made.first_step = made.next_step or made.first_step
 
 
-def of(run: Any) -> Outbox:
+def of(run: Any) -> WandbOutbox:
     """Return the outbox of an open run."""
-    found: Outbox = vars(run).get(OUTBOX, _none)
+    found: WandbOutbox = vars(run).get(OUTBOX, _none)
     return found
 
 
@@ -652,7 +659,7 @@ def guest_journal(of_owner: Mapping[str, Any], rank: int) -> Journal:
     """Return a journal for a rank that logs into the run of another process, in that one's directory.
 
     Args:
-        of_owner: The owner's `Outbox.for_guests()`.
+        of_owner: The owner's `WandbOutbox.for_guests()`.
         rank: The rank.
     """
     if of_owner["directory"] is None:

@@ -31,6 +31,7 @@ from typing import Any
 
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.lock import locked
+from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, status_of
@@ -38,7 +39,7 @@ from flyteplugins_tracking.trackers.config import MARK, OWNER
 from flyteplugins_tracking.trackers.vendor_parts import known_faults
 from flyteplugins_tracking.trackers.wandb import forced_run_id, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row, rows
-from flyteplugins_tracking.trackers.wandb.outbox import Attempt, Left, Outbox, Place
+from flyteplugins_tracking.trackers.wandb.outbox import AttemptOnDisk, Left, Place, WandbOutbox
 from flyteplugins_tracking.trackers.wandb.run import update_config
 from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
@@ -50,7 +51,7 @@ NEXT_STEP = "_flyteplugins_tracking_next_step"
 _COUNT_BITS, _RANDOM_BITS = 32, 21
 # How long a question to W&B may take, and how often a role asks for its run, in seconds.
 _ASK_S, _POLL_S = 5.0, 0.5
-# The same at the end of a run, and for a run with one writer; and how long the client may take that ends a run again.
+# The same where less time is left, and for a run with one writer; and how long it may take to end a run again.
 _SHORT_ASK_S, _END_AGAIN_S = 2.0, 5
 # How long rows may take to be found after their process was killed, in seconds: W&B counts 2 to 4 s late.
 _LATE_S = 6.0
@@ -74,7 +75,7 @@ def row_numbers() -> Iterator[int]:
 # Before the run is opened
 
 
-def look_up(request: RunRequest, place: Place, *, has_peers: bool) -> Stored | None:
+def look_up(request: RunRequest, place: Place, *, has_writers_elsewhere: bool) -> Stored | None:
     """Return what W&B has of a run that this job may write to; None if that is not known. A role waits for its run.
 
     Raises:
@@ -83,19 +84,26 @@ def look_up(request: RunRequest, place: Place, *, has_peers: bool) -> Stored | N
     """
     config, role = request.config, request.plan.role
     is_chosen = config.id is not None or ("WANDB_RUN_ID" in os.environ and forced_run_id() is None)
-    if request.plan.run_id is None or not (has_peers or (is_chosen and not any(known_faults("wandb")))):
+    if request.plan.run_id is None or not (has_writers_elsewhere or (is_chosen and not any(known_faults("wandb")))):
         return None  # with such a fault, a process with one writer does without `wandb.Api`
     while True:
         left_s = request.deadline - time.monotonic()
-        limit_s = max(_POLL_S, min(_ASK_S if has_peers else _SHORT_ASK_S, left_s))
-        found = vendor.stored_run(place.path, place.server, limit_s)
+        limit_s = max(_POLL_S, min(_ASK_S if has_writers_elsewhere else _SHORT_ASK_S, left_s))
+        found = vendor.stored_run(place, limit_s)
         if found is not None:
-            check_roles(request, "W&B", found.config.get(MARK))
+            check_roles(request, "W&B", found.config.get(MARK), found.config)
         if found is not None or role is None:
             return found
         if left_s < _POLL_S:
             raise missing_run_error(request, "W&B", place.server)
         time.sleep(_POLL_S)
+
+
+def config_beside(request: RunRequest, found: Stored, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config with which a role or another node opens the run: that of all writers, and its own over it."""
+    if request.plan.role is not None:  # what its earlier attempts have set stays
+        config = {name: {**found.config.get(name, {}), **section} for name, section in config.items()}
+    return {**found.config, **config}
 
 
 # The open run
@@ -104,31 +112,38 @@ def look_up(request: RunRequest, place: Place, *, has_peers: bool) -> Stored | N
 class Writer:
     """This job's part of a run with roles, on the rank that speaks for it."""
 
-    def __init__(self, run: Any, request: RunRequest, log: Callable[[Mapping[str, Any]], object]) -> None:
+    def __init__(
+        self, run: Any, request: RunRequest, log: Callable[[Mapping[str, Any]], object], define: Callable[..., object]
+    ) -> None:
         """Define the columns of all roles, and tell that this one is running.
 
         Args:
-            run: The open run, whose methods are guarded: definitions are repeated when it is opened again.
+            run: The open run.
             request: The decorator's request for it.
             log: Logs a row with these keys.
+            define: Defines a column, as the run's method: again when the run is opened again.
         """
         self._run, self._request, self._log = run, request, log
         self._role, self._name = request.plan.role, name_of(request)
         known = run.config.get(MARK)
         self._roles = [str(name) for name in known] if isinstance(known, list) else []
-        _define(run, [*self._roles, *filter(None, [self._role])])
-        own = dict(run.config).get(self._role) if self._role is not None else None
-        self.tell("running", {"config": json.dumps(own, default=str)} if own else {})
+        _define(define, [*self._roles, *filter(None, [self._role])])
+        self._told: Any = None  # the role's config in the last row that has it
+        self.tell("running", {})
 
     def tell(self, state: str, more: Mapping[str, Any]) -> None:
-        """Log the state of the role."""
+        """Log the state of the role, and its config if that has changed: another writer may replace that of the run."""
         values = {"state": state, **more}
+        section = dict(self._run.config).get(self._role) if self._role is not None else None
+        if section and section != self._told:
+            self._told, values["config"] = section, json.dumps(section, default=str)
         self._log({f"roles/{self._name}/{key}": value for key, value in values.items()})
 
     def end(self, exit_code: int) -> None:
         """Log the role's end, and pass what the configs of other writers have: W&B may keep the last one only."""
         self.tell(status_of(exit_code), {"exit_code": exit_code})
-        found = None if self._run.offline else self._ask()
+        limit_s = _ASK_S if exit_code == 0 else _SHORT_ASK_S
+        found = None if self._run.offline else vendor.stored_run(Place.of(self._run), limit_s)
         if found is not None:
             current = dict(self._run.config)
             others = {k: v for k, v in found.config.items() if not self._is_own(k, current) and current.get(k) != v}
@@ -138,36 +153,45 @@ class Writer:
     def _is_own(self, key: str, current: Mapping[str, Any]) -> bool:
         return key == self._role if self._role is not None else key in current and key not in self._roles
 
-    def _ask(self) -> Stored | None:
-        place = Place.of(self._run)
-        return vendor.stored_run(place.path, place.server, _SHORT_ASK_S)
-
     def after_end(self) -> None:
         """End the run again, if the owner had ended it before this role's last rows."""
         if self._role is not None and not self._run.offline:
             end_again(Place.of(self._run), self._role)
 
 
-def _define(run: Any, roles: Sequence[str]) -> None:
+def _define(define: Callable[..., object], roles: Sequence[str]) -> None:
     """Define the columns of all roles, and hide their steps and the numbers of their rows."""
-    run.define_metric(outbox.column_of(None), hidden=True)
+    define(outbox.column_of(None), hidden=True)
     for role in dict.fromkeys(roles):
-        run.define_metric(outbox.column_of(role), hidden=True)
-        run.define_metric(f"{role}/step", hidden=True)
-        run.define_metric(f"{role}/*", step_metric=f"{role}/step")
+        define(outbox.column_of(role), hidden=True)
+        define(f"{role}/step", hidden=True)
+        define(f"{role}/*", step_metric=f"{role}/step")
+
+
+def leave_summary_to_roles(request: RunRequest, run: Any) -> None:
+    """Remove from the summary what roles have set: W&B gives it to an owner that resumes, which would send it again."""
+    if request.config.roles is None or not run.resumed:
+        return
+    keys = list(run.summary.keys())
+    names = {key.split("/")[1] for key in keys if key.startswith("roles/")} - {OWNER}
+    for key in keys:
+        if key.removeprefix("roles/").partition("/")[0] in names:
+            del run.summary[key]
 
 
 def end_again(place: Place, role: str) -> None:
     """End a run as its owner has ended it, if it is shown as running only because a role has written to it since."""
     try:
-        found = vendor.stored_run(place.path, place.server, _SHORT_ASK_S)
+        found = vendor.stored_run(place, _SHORT_ASK_S)
         exit_code = None if found is None else threads.call_within(_SHORT_ASK_S, _exit_code_of_owner, found)
         if found is None or exit_code is None:
             return
         with tempfile.TemporaryDirectory() as folder:
             limits = {"init_timeout": _END_AGAIN_S, "finish_timeout": _END_AGAIN_S}
             run = vendor.open_to_send(place, {}, folder, {**shared_settings(role, ends_run=True), **limits})
-            _define(run, [name for name in (*found.config.get(MARK, ()), role) if isinstance(name, str)])
+            _define(run.define_metric, [name for name in (*found.config.get(MARK, ()), role) if isinstance(name, str)])
+            if exit_code == TERMINATED:
+                run.mark_preempting()
             run.finish(exit_code=exit_code)
     except Exception:  # tracker errors must not change the training's outcome
         text = "W&B: run %s may be shown as running, though its owner has ended it: W&B did not answer at role %r's end"
@@ -190,7 +214,7 @@ def _exit_code_of_owner(found: Stored) -> int | None:
 # What earlier attempts have left
 
 
-def column_in(attempt: Attempt) -> str | None:
+def column_in(attempt: AttemptOnDisk) -> str | None:
     """Return the column with the numbers of an attempt's rows; None if they have none."""
     headers = [journal.header.get("column") for journal in attempt.journals]
     known = next((str(column) for column in headers if column), None)
@@ -234,7 +258,7 @@ class NumberedRows:
                 yield row._replace(step=-1)
 
 
-def _rows_of(attempt: Attempt) -> Iterator[Row]:
+def _rows_of(attempt: AttemptOnDisk) -> Iterator[Row]:
     if outbox.is_offline(attempt.directory):
         yield from rows(attempt.directory)
     for journal in attempt.journals:
@@ -259,8 +283,8 @@ def send_left(request: RunRequest, run: Any, known: Stored | None) -> None:
     vars(run)[NEXT_STEP] = 1 + max(steps)
 
 
-def _send_left(made: Outbox, column: str, node: str | None, deadline: float) -> int:
-    def is_sent(attempt: Attempt) -> bool:
+def _send_left(made: WandbOutbox, column: str, node: str | None, deadline: float) -> int:
+    def is_to_send(attempt: AttemptOnDisk) -> bool:
         if not attempt.journals or attempt.node != node or column_in(attempt) != column:
             return False
         return not outbox.is_offline(attempt.directory) or outbox.was_automatic(attempt)
@@ -272,10 +296,10 @@ def _send_left(made: Outbox, column: str, node: str | None, deadline: float) -> 
     try:
         # Two processes may have one role, by mistake: only one of them sends what the role has left.
         with locked(parent / f"{made.place.run_id}.{node or role_of(column)}.lock", left_s()):
-            found = NumberedRows(Left(made.place, parent, is_sent), column)
+            found = NumberedRows(Left(made.place, parent, is_to_send), column)
             if not found.attempts:
                 return -1
-            made.note_since(found.since)
+            made.keep_since(found.since)
             found.await_late(deadline)
             arrived = threads.call_within(left_s(), numbers_at, made.place, column, found.since)
             count = len(made.send_rows(found.left, found.lacking(arrived)))
@@ -296,7 +320,7 @@ def numbers_at(place: Place, column: str, since: int) -> set[int]:
     Raises:
         TrackerUnavailableError: W&B does not say.
     """
-    found = vendor.stored_run(place.path, place.server, _ASK_S)
+    found = vendor.stored_run(place, _ASK_S)
     if found is None:
         raise TrackerUnavailableError(f"W&B does not say which rows it has of run {place.run_id}")
     return {int(number) for number in found.all_values(column, since)}

@@ -52,9 +52,11 @@ class WandbHandle(Handle):
 
     Attributes:
         is_shared: Whether other ranks log into the run too.
+        prefix: Goes before the function's keys.
     """
 
     is_shared = False
+    prefix = ""
 
     def __init__(self, run: Any, before: Any, request: RunRequest, reopen: Reopen | None = None) -> None:
         """Take over the run, and make it `wandb.run`.
@@ -78,7 +80,7 @@ class WandbHandle(Handle):
             request.watch,
             self._reopen,
             deaths=lambda: vendor.service_gone(run, sys.exc_info()[1]),
-            on_death=self._note_death,
+            on_death=self._on_death,
             hint=self._how_to_send_all,
         )
         self._warn_once = WarnOnce(logger)
@@ -105,7 +107,8 @@ class WandbHandle(Handle):
 
     def unsent(self) -> Sequence[str]:
         is_behind = self._timed_out or self._gate.state == "lost" or bool(self.run.offline)
-        return [*self._abandoned, *([directory(self.run)] if is_behind and self.files is not None else [])]
+        own = [str(outbox.run_directory(self.run))] if is_behind and self.files is not None else []
+        return [*self._abandoned, *own]
 
     def how_to_send(self, directory: str) -> str:
         return how_to_send(directory)
@@ -114,6 +117,7 @@ class WandbHandle(Handle):
         self.run.summary.update(dict(values))
         if self.files is not None:
             path = Path(self.files, f"{name}.txt")
+            path.parent.mkdir(parents=True, exist_ok=True)  # that of a role
             replace_whole(path, text, 0o666)
             self.run.save(str(path), base_path=self.files, policy="now")
 
@@ -121,9 +125,8 @@ class WandbHandle(Handle):
         state = f"{time.time():.3f} {text}"
         self._state = {self._state_key: state}
         if self._gate.state == "open":  # or later: no run is opened again for it
-            kind: Any = type(self.run.summary)
             with contextlib.suppress(Exception):  # its wandb-core has died
-                getattr(kind, "__wrapped__", kind).update(self.run.summary, self._state)
+                _update_summary(self.run, self._state)
         if self.files is not None:  # the summary of an attempt that is killed may not have arrived
             outbox.save_state(self.run, self._request.plan.role, state)
 
@@ -145,7 +148,7 @@ class WandbHandle(Handle):
         # W&B itself prints the page of a run that it has sent.
         if not self.run.offline or self.run.settings.silent or self.files is None:
             return ""
-        path = directory(self.run)
+        path = str(outbox.run_directory(self.run))
         # The viewer of the directory above shows the run's other nodes and ranks too, the newest run first.
         return f"wandb leet {shlex.quote(os.path.dirname(path))}; to send it: {how_to_send(path)}"
 
@@ -157,23 +160,23 @@ class WandbHandle(Handle):
         finally:
             self._let_go()
 
-    def finish_on_signal(self, exit_code: int) -> None:
+    def end_early(self, exit_code: int) -> None:
         limit_s = self._request.config.finish_timeout_s
         if self._is_ours:
-            self._gate.end(lambda: self._end(exit_code), limit_s)
+            self._gate.end_early(lambda: self._end(exit_code), limit_s)
 
     def end_by_user(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call one of the run's methods that end it, if this handle does.
 
         Frameworks call them while the function runs, Accelerate's `end_training()` for one. These calls do nothing: a
-        crash after such an end would be reported as a success.
+        crash after such an end would be shown as a success.
         """
         return method(self.run, *args, **kwargs) if self._gate.is_ender else None
 
     def log(self, method: Callable[..., Any], data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> None:
         """Log a row. If the run was ended early, open it again first."""
         if os.getpid() != self._pid:
-            self._outbox.note_child()
+            self._outbox.mark_forked()
             self._use_in_child(method, data, step, commit, **kwargs)
             return
         self._request.watch.before_row()
@@ -194,7 +197,7 @@ class WandbHandle(Handle):
         self._request.watch.before_row()
         if method.__name__ == "define_metric":
             self._definitions.append(lambda: method(self.run, *args, **kwargs))
-            self._note_step_column(*args, **kwargs)
+            self._keep_step_column(*args, **kwargs)
         return self._gate.call(lambda: method(self.run, *args, **kwargs))
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -217,13 +220,13 @@ class WandbHandle(Handle):
         """Call a method in a forked child, which W&B's client attaches to the run by itself."""
         return method(self.run, *args, **kwargs)
 
-    def _note_step_column(self, name: Any = None, step_metric: Any = None, *_: Any, **__: Any) -> None:
+    def _keep_step_column(self, name: Any = None, step_metric: Any = None, *_: Any, **__: Any) -> None:
         column = getattr(step_metric, "name", step_metric)  # it may be an earlier `define_metric`'s
-        if name == "*" and isinstance(column, str):
+        if name == f"{self.prefix}*" and isinstance(column, str):
             self._request.steps.column_defined(column)
 
     @property
-    def _outbox(self) -> outbox.Outbox:
+    def _outbox(self) -> outbox.WandbOutbox:
         return outbox.of(self.run)
 
     def _take_over(self) -> None:
@@ -253,7 +256,7 @@ class WandbHandle(Handle):
             # In the summary: a row of its own would take a step.
             waiting = {**self._next_row.take(), **self._state}
             if waiting:
-                self.run.summary.update(waiting)
+                _update_summary(self.run, waiting)
             if exit_code == TERMINATED and self._request.plan.ends_run:
                 self.run.mark_preempting()
             self._outbox.end(exit_code)
@@ -276,7 +279,7 @@ class WandbHandle(Handle):
                 self.id,
                 self._request.config.finish_limit,
                 lost,
-                how_to_send(directory(self.run)),
+                how_to_send(str(outbox.run_directory(self.run))),
             )
         finally:
             self._be_global()
@@ -285,7 +288,7 @@ class WandbHandle(Handle):
         self._gate.join_enders()  # it may be another thread than `_end`'s
         self.run.finish(exit_code=exit_code)
 
-    def _note_death(self, error: BaseException) -> None:
+    def _on_death(self, error: BaseException) -> None:
         """Leave the run's rows to the next wandb-core. This one may have been killed for its memory.
 
         `wandb.teardown` has ended it with a status of its own. A launcher's SIGTERM may reach wandb-core before us.
@@ -293,9 +296,9 @@ class WandbHandle(Handle):
         was_torn_down = vendor.was_torn_down(self.run, self._request.config.finish_timeout_s / 2)
         if not was_torn_down:
             text = "wandb-core has died (%s). A new one continues run %s, and sends the rest from %s"
-            logger.warning(text, type(error).__name__, self.id, directory(self.run))
+            logger.warning(text, type(error).__name__, self.id, str(outbox.run_directory(self.run)))
         if self._offline or not was_torn_down:
-            self._abandoned.append(directory(self.run))
+            self._abandoned.append(str(outbox.run_directory(self.run)))
         self._outbox.close()
         vendor.set_finished(self.run)
 
@@ -343,7 +346,7 @@ class WandbHandle(Handle):
             self._abandoned = [str(path) for path in offline if not outbox.is_synced(path)]
 
     def _how_to_send_all(self) -> str:
-        return f"To send what it has, run: {how_to_send(self._abandoned or [directory(self.run)])}"
+        return f"To send what it has, run: {how_to_send(self._abandoned or [str(outbox.run_directory(self.run))])}"
 
     def first_step(self) -> int:
         """The first step of this attempt: the run has those below it from earlier ones."""
@@ -490,15 +493,16 @@ def update_config(run: Any, values: Mapping[str, Any]) -> None:
     getattr(kind, "__wrapped__", kind).update(run.config, values, allow_val_change=True)
 
 
+def _update_summary(run: Any, values: Mapping[str, Any]) -> None:
+    """Change the summary of a run, at any time."""
+    kind: Any = type(run.summary)
+    getattr(kind, "__wrapped__", kind).update(run.summary, values)
+
+
 def _time_of(state: str) -> float:
     """Return when a state was saved, in seconds since the epoch; 0 for another string."""
     time_s = state.partition(" ")[0]
     return float(time_s) if time_s.replace(".", "", 1).isdecimal() else 0.0
-
-
-def directory(run: Any) -> str:
-    """The directory of the run's `.wandb` file, which `flyteplugins_tracking send` takes."""
-    return os.path.dirname(str(run.dir))
 
 
 def passed_on(run: Any) -> Mapping[str, Any] | None:

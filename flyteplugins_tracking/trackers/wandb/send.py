@@ -26,7 +26,7 @@ from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
 from flyteplugins_tracking.trackers.vendor_parts import numbers
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
-from flyteplugins_tracking.trackers.wandb.outbox import Attempt, Left, Outbox, Place, attempt_at
+from flyteplugins_tracking.trackers.wandb.outbox import AttemptOnDisk, Left, Place, WandbOutbox, attempt_at
 
 # How long W&B may take to count the rows that it has got: it counts 2 to 4 s late.
 _CONFIRMED_S, _POLL_S = 30.0, 0.5
@@ -47,14 +47,14 @@ def is_run_directory(directory: Path) -> bool:
 def in_order(directories: Iterable[Path]) -> list[Path]:
     """Return directories in the order of their start, in which they are sent.
 
-    A run that was online goes on offline behind that. Roles follow their run's owner, which makes the run.
+    A run that was online goes on offline behind that. Roles and other nodes follow the process that makes the run.
     """
-    return sorted(directories, key=lambda one: (_is_of_role(one), one.name.removeprefix("offline-")))
+    return sorted(directories, key=lambda one: (_joins(one), one.name.removeprefix("offline-")))
 
 
-def _is_of_role(directory: Path) -> bool:
-    column = roles.column_in(attempt_at(directory))
-    return column is not None and roles.role_of(column) != OWNER
+def _joins(directory: Path) -> bool:
+    """Whether another process makes and ends the run: this one is of a role, or on another node than the primary."""
+    return f"-{outbox.run_id_of(directory)}-" in directory.name  # a suffix: see `open.py`
 
 
 def send(directory: Path, servers: Sequence[str]) -> str:
@@ -81,11 +81,11 @@ def send(directory: Path, servers: Sequence[str]) -> str:
     is_offline = outbox.is_offline(directory)
     place = _place(attempt, described, is_set_up_here=is_offline)
 
-    def is_sent(other: Attempt) -> bool:
+    def is_to_send(other: AttemptOnDisk) -> bool:
         return other.directory == directory or (bool(other.journals) and not outbox.is_offline(other.directory))
 
     # The journals have the server that was set up where it was logged, which may be another one.
-    left = Left(_place(attempt, described, is_set_up_here=False), directory.parent, is_sent)
+    left = Left(_place(attempt, described, is_set_up_here=False), directory.parent, is_to_send)
     if not is_offline:
         require_server(directory, place.server, [vendor.session().settings.base_url, *servers])
     if not is_offline or _has_other_writers(attempt, place):
@@ -105,13 +105,12 @@ def send(directory: Path, servers: Sequence[str]) -> str:
     return f"sent {directory}: W&B has the {rows + missing} rows"
 
 
-def _has_other_writers(attempt: Attempt, place: Place) -> bool:
+def _has_other_writers(attempt: AttemptOnDisk, place: Place) -> bool:
     """Whether a run was logged offline to which others write: `wandb sync` would overwrite rows of theirs."""
-    column = roles.column_in(attempt)
-    return column is not None and (roles.role_of(column) != OWNER or _stored(place) is not None)
+    return roles.column_in(attempt) is not None and (_joins(attempt.directory) or vendor.stored_run(place) is not None)
 
 
-def _send_rest(place: Place, left: Left, attempt: Attempt, described: Any) -> str:
+def _send_rest(place: Place, left: Left, attempt: AttemptOnDisk, described: Any) -> str:
     """Send the rows that W&B lacks."""
     column = roles.column_in(attempt)
     if column is None:
@@ -129,7 +128,7 @@ def _sync(directory: Path, place: Place) -> int:
         TrackerUnavailableError: W&B does not count them.
     """
     steps = [row.step for row in datastore.rows(directory)]
-    before = _stored(place)
+    before = vendor.stored_run(place)
     if _was_sent(directory, steps, before):
         outbox.mark_synced(directory)
     wanted = len(steps) if outbox.is_synced(directory) or before is None else before.rows + len(steps)
@@ -138,7 +137,7 @@ def _sync(directory: Path, place: Place) -> int:
     if subprocess.run(command, check=False).returncode:  # noqa: S603 our own
         raise TrackerUnavailableError(f"{directory} was not sent: wandb sync has failed, as it has printed")
     until = time.monotonic() + _CONFIRMED_S
-    while (found := _stored(place)) is None or found.rows < wanted:
+    while (found := vendor.stored_run(place)) is None or found.rows < wanted:
         if time.monotonic() > until:
             count = 0 if found is None else found.rows
             raise TrackerUnavailableError(
@@ -148,6 +147,12 @@ def _sync(directory: Path, place: Place) -> int:
             )
         time.sleep(_POLL_S)
     outbox.mark_synced(directory)  # the client does not, if the end of the file is damaged
+    exit_code = datastore.exit_code(directory)  # `wandb sync` before 0.28 tells W&B 0 in any case
+    if before is not None and _joins(directory):  # it has ended the run as this node has ended
+        exit_code = _STATES.get(before.state)
+    if exit_code is not None and (exit_code == 0) != (found.state == "finished"):
+        with _opened(place, {}, exit_code):
+            pass
     return len(steps)
 
 
@@ -167,16 +172,11 @@ def _was_sent(directory: Path, steps: Sequence[int], stored: vendor.Stored | Non
     return False
 
 
-def _stored(place: Place) -> vendor.Stored | None:
-    """Return what W&B has of a run; None if it does not have the run, or does not answer."""
-    return vendor.stored_run("/".join(filter(None, place[1:])), place.server)
-
-
 def _send_rows(place: Place, left: Left, directory: Path, described: Any) -> str:
     """Open the run, log what W&B lacks of it, and end it. If that is killed, its rows are in a directory beside."""
     if left.is_open:
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
-    found, exit_code = _stored(place), left.exit_code
+    found, exit_code = vendor.stored_run(place), left.exit_code
     # A run that nobody has ended may be continued by a job elsewhere.
     is_ended = found is not None and (found.state != "running" or exit_code is None)
     text = f"W&B has all of {directory}: run {place.run_id}"
@@ -186,7 +186,7 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any) -> str
         own = directory.with_name(f"run-{time.strftime('%Y%m%d_%H%M%S')}-{place.run_id}")
         is_new = found is None and described is not None
         with _opened(place, datastore.arguments_of(described) if is_new else {}, exit_code) as run:
-            box = Outbox(run, own, has_one_writer=True, step_metric=left.step_metric, exit_code=exit_code)
+            box = WandbOutbox(run, own, has_one_writer=True, step_metric=left.step_metric, exit_code=exit_code)
             count = box.send(left)
         box.clear()
         with suppress(OSError):
@@ -202,35 +202,36 @@ def _send_numbered(place: Place, directory: Path, column: str, described: Any) -
     Raises:
         TrackerUnavailableError: Their owner has not made the run yet, or W&B has not confirmed the rows.
     """
-    role, found = roles.role_of(column), _stored(place)
+    role, found, joins = roles.role_of(column), vendor.stored_run(place), _joins(directory)
     left = Left(place, directory.parent, lambda other: other.directory == directory)
     rows = roles.NumberedRows(left, column)
-    if found is None and role != OWNER:
+    if found is None and joins:
+        part, other = f"role {role!r}", "job with roles=[...]"
+        if role == OWNER:
+            part, other = "this node", "job's primary rank"
         raise TrackerUnavailableError(
-            f"{directory} was not sent: W&B has no run {place.run_id}, which role {role!r} has joined. Send the "
-            "directory of the job with roles=[...] first"
+            f"{directory} was not sent: W&B has no run {place.run_id}, which {part} has joined. Send the directory of "
+            f"the {other} first"
         )
     rows.await_late()
 
     def lacking() -> Iterator[Row]:
         return rows.lacking(() if found is None else roles.numbers_at(place, column, rows.since))
 
-    headers = [journal.header for attempt in rows.attempts for journal in attempt.journals]
-    ends_run = role == OWNER and all(header.get("ends_run", True) for header in headers)
-    exit_code, count = left.exit_code if ends_run else None, 0
+    exit_code, count = None if joins else left.exit_code, 0
     if found is None or any(True for _ in lacking()) or (exit_code is not None and found.state == "running"):
         shared = roles.shared_settings(role, ends_run=exit_code is not None)
         arguments = datastore.arguments_of(described) if found is None and described is not None else {}
         with _opened(place, arguments, exit_code or 0, shared, directory) as run:
             count = len(outbox.log_again(run, type(run), lacking(), None, left.media))
-        found, until = _stored(place), time.monotonic() + _CONFIRMED_S
+        found, until = vendor.stored_run(place), time.monotonic() + _CONFIRMED_S
         while any(True for _ in lacking()):
             if time.monotonic() > until:
                 text = f"W&B has not confirmed all rows of {directory}. Send it again later"
                 raise TrackerUnavailableError(f"{text}: {how_to_send(str(directory))}")
             time.sleep(_POLL_S)
     left.clear()
-    if role != OWNER:
+    if joins:
         roles.end_again(place, role)
     return f"sent {count} rows of run {place.run_id}" if count else f"W&B has all of {directory}: run {place.run_id}"
 
@@ -308,7 +309,7 @@ def send_lines(lines: Sequence[Any]) -> int:
         return len(outbox.log_again(run, type(run), left, None, ()))
 
 
-def _place(attempt: Attempt, described: Any, is_set_up_here: bool) -> Place:
+def _place(attempt: AttemptOnDisk, described: Any, is_set_up_here: bool) -> Place:
     """Return which run it is: what the journal says, or else of the server and entity that are set up here.
 
     Args:

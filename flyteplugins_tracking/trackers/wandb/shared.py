@@ -56,9 +56,9 @@ from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import prefix_of
 from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodePart, NodeServer, NodeServerExistsError
 from flyteplugins_tracking.trackers.outbox import how_to_send
-from flyteplugins_tracking.trackers.rows import RowBuffer
+from flyteplugins_tracking.trackers.rows import OwnersKeys, RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox, roles, vendor
-from flyteplugins_tracking.trackers.wandb.open import is_disabled, open_degraded, open_own, reopen
+from flyteplugins_tracking.trackers.wandb.open import is_disabled, open_degraded, open_in_this_process, reopen
 from flyteplugins_tracking.trackers.wandb.run import Reopen, WandbHandle, update_config
 
 logger = logging.getLogger(__name__)
@@ -84,17 +84,45 @@ class SharedHandle(WandbHandle):
         role = request.plan.role
         step_metric = request.config.step_metric if role is None else f"{role}/step"
         next_step = None if role is None else vars(run).get(roles.NEXT_STEP, 0)
-        self._rows = RowBuffer(step_metric, prefix_of(request), self._define_step, next_step)
+        self.prefix = prefix_of(request)
+        self._rows = RowBuffer(step_metric, self.prefix, self._define_step, next_step)
+        self._owners_keys = OwnersKeys("W&B", () if self.prefix else request.config.roles or ())
         self._column = outbox.of(run).column
         self._numbers = roles.row_numbers()
-        self._run_log = type(run).log
+        self._run_log, self._run_define = type(run).log, type(run).define_metric
         super().__init__(run, before, request, reopen)
+        if role is not None:
+            request.steps.column_defined(step_metric)
 
-    def log(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def log(self, method: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> None:
         if os.getpid() == self._pid:
-            self._rows.log(self._log_row, *args, **kwargs)
+            self._owners_keys.check(data)
+            self._rows.log(self._log_row, data, *args, **kwargs)
         else:
-            super().log(method, *args, **kwargs)
+            super().log(method, self._prefixed(data), *args, **kwargs)
+
+    def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if method.__name__ == "define_metric" and self._request.plan.role is not None:
+            # Of the role's own columns: "*" would be the owner's too.
+            names = {**dict(zip(("name", "step_metric"), args, strict=False)), **kwargs}
+            named = {key: self._prefixed(names.pop(key)) for key in ("name", "step_metric") if key in names}
+            return super().use(method, *[*named.values(), *args[2:]], **names)
+        return super().use(method, *args, **kwargs)
+
+    def define(self, *args: Any, **kwargs: Any) -> None:
+        """Define columns by their names in the run."""
+        super().use(self._run_define, *args, **kwargs)
+
+    def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._request.plan.role is not None and args:
+            args = (self._prefixed(args[0]), *args[1:])
+        return super().change_summary(method, *args, **kwargs)
+
+    def _prefixed(self, name: Any) -> Any:
+        """Return a name of the function's with the prefix of its keys, or a mapping of such names."""
+        if isinstance(name, Mapping):
+            return {self._prefixed(key): value for key, value in name.items()}
+        return self.prefix + name if isinstance(name, str) and not name.startswith(("_", self.prefix or "_")) else name
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         super().record_event(name, {} if self._request.plan.role else values, text)
@@ -133,7 +161,10 @@ class SharedHandle(WandbHandle):
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Let only the primary change the config. wandb's own keys begin with _."""
         request, (change, *value) = self._request, [*args, *kwargs.values()]
-        changes = change if isinstance(change, Mapping) else {change: next(iter(value), None)}
+        if isinstance(change, str):
+            changes: Mapping[str, Any] = {change: next(iter(value), None)}
+        else:  # W&B takes parsed arguments too
+            changes = change if isinstance(change, Mapping) else vars(change)
         is_wandbs = all(str(key).startswith("_") for key in changes)
         if request.plan.role is not None and not is_wandbs:
             section = dict(self.run.config).get(request.plan.role, {})
@@ -179,7 +210,7 @@ class LeaderHandle(SharedHandle):
         super().__init__(run, before, request, reopen)
         self._take_callers_config()
         if request.config.has_roles and request.plan.primary and self.files is not None:
-            self._writer = roles.Writer(self.run, request, self._log_own)
+            self._writer = roles.Writer(self.run, request, self._log_own, self.define)
         if server is not None:
             server.on_request = self._answer_request
             self._publish()
@@ -206,13 +237,13 @@ class LeaderHandle(SharedHandle):
             super().finish(exit_code)
         finally:
             if self._barrier is not None:
-                self._barrier.leave()
-                if exit_code == 0:
-                    self._barrier.stay(self._request.config.finish_timeout_s, self._request.watch)
+                self._barrier.depart(self._request, exit_code)
             if self._server is not None:
                 self._server.close()
-            has_peers = NodePart.of(self._request).has_peers and not self._request.config.has_roles
-            if self._offline and has_peers and self._request.plan.primary and self._request.info:
+            has_writers_elsewhere = (
+                NodePart.of(self._request).has_writers_elsewhere and not self._request.config.has_roles
+            )
+            if self._offline and has_writers_elsewhere and self._request.plan.primary and self._request.info:
                 _log_merge_command(self.run)
 
     def _await_followers(self, server: NodeServer, exit_code: int) -> None:
@@ -258,7 +289,7 @@ class LeaderHandle(SharedHandle):
         opening = self._gate.openings  # this rank may notice the death too, and open the run meanwhile
         try:
             if unreachable and unreachable == vendor.service_address() and vendor.has_service_died():
-                self._gate.note_death(ConnectionResetError(), opening)
+                self._gate.mark_dead(ConnectionResetError(), opening)
             if self._gate.open_again():
                 self._publish()
         except Exception:
@@ -318,7 +349,7 @@ class FollowerHandle(SharedHandle):
         vendor.set_finished(self.run)
         self._let_go()
 
-    def finish_on_signal(self, exit_code: int) -> None:  # noqa: ARG002 the leader's counts
+    def end_early(self, exit_code: int) -> None:  # noqa: ARG002 the leader's counts
         """Return when the leader's wandb-core has this rank's rows."""
         self._flush(_FLUSH_S)
 
@@ -350,7 +381,7 @@ class FollowerHandle(SharedHandle):
     def _keep(self, row: bytes, *_: Any) -> None:
         self._journal.add(outbox.record_of(row))
 
-    def _note_death(self, error: BaseException) -> None:  # noqa: ARG002 the leader tells it
+    def _on_death(self, error: BaseException) -> None:  # noqa: ARG002 the leader tells it
         self._unreachable, self._service = self._service, ""
 
     def _reopen(self) -> bool:
@@ -413,14 +444,14 @@ class FollowerHandle(SharedHandle):
         with self._changed:
             self._published = published
             self._changed.notify_all()
-        self._gate.note_death(ConnectionResetError(), opening)  # unless a row that waits for this opens the run
+        self._gate.mark_dead(ConnectionResetError(), opening)  # unless a row that waits for this opens the run
         if self._published is not None:  # or this thread would wait for itself
             self._gate.open_again()
 
     def _on_suspend(self) -> None:
         self._published = None
         if self._gate.state == "open":  # or a row that waits for this thread keeps the gate
-            self._gate.end(lambda: self._flush(_SUSPEND_S))
+            self._gate.end_early(lambda: self._flush(_SUSPEND_S))
 
     def _on_disconnect(self) -> None:
         with self._changed:
@@ -509,7 +540,7 @@ def _open_as_leader(request: RunRequest) -> Handle:
 
 
 def _open(
-    request: RunRequest, open_it: Callable[[RunRequest], Any] = open_own, server: NodeServer | None = None
+    request: RunRequest, open_it: Callable[[RunRequest], Any] = open_in_this_process, server: NodeServer | None = None
 ) -> Handle:
     before = vendor.global_run()
     barrier = _writer_barrier(request)
@@ -575,7 +606,7 @@ def _node_name(request: RunRequest) -> str:
 def _writer_barrier(request: RunRequest) -> WriterBarrier | None:
     """Enter the barrier of the leaders, or of the ranks whose node is unknown. None if the run has one writer."""
     info = request.info
-    if not NodePart.of(request).has_peers or (info is not None and request.config.run_mode != "shared"):
+    if not NodePart.of(request).has_writers_elsewhere or (info is not None and request.config.run_mode != "shared"):
         return None
     kind, count = ("rank", 0) if info is None else ("rank", info.world_size)
     if info is not None and info.worker_index is not None:

@@ -2,8 +2,8 @@
 
 Another version of wandb may lack any of them. Each function here says what it is for and what happens then. There are
 two cases. An optional feature is switched off, with one warning. A feature that the user asked for raises a
-`TrackerNotInstalledError` that names the versions this file was tested with. `_NAMES` lists them. Which runs are
-opened, under which id, how they end, and which rows arrive, does not depend on any but the first two.
+`TrackerNotInstalledError` that names the version in `PARTS`, which was tested. Which runs are opened, under which id,
+how they end, and which rows arrive, does not depend on any but the first two.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 # How long wandb-core may take to write the files of runs that have ended.
 _LAST_RECORDS_S = 1.0
 _NO_STOP_BUTTON = "W&B's Stop button interrupts the rank that has the run, and no other"
-_ONE_WRITER = "runs that several nodes write to"
+_ONE_WRITER = "runs that several nodes or jobs write to"
 # Of what older versions lack: the first version that has it.
-PARTS = VendorParts("W&B", "wandb==0.31.0", later={_ONE_WRITER: "0.22", _NO_STOP_BUTTON: "0.26"})
+_AXES = "of a run with roles, W&B may have the axes of the role alone that has written last"
+PARTS = VendorParts("W&B", "wandb==0.31.0", later={_ONE_WRITER: "0.22.1", _NO_STOP_BUTTON: "0.26", _AXES: "0.31"})
 _optional, _required = PARTS.optional, PARTS.required
 KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
 # How many rows are asked for where the last one is wanted.
@@ -269,7 +270,9 @@ def service_gone(run: Any, error: BaseException | None) -> tuple[type[BaseExcept
     is_gone = module.startswith(("wandb.sdk.mailbox", "wandb.sdk.lib.asyncio_manager")) or (
         isinstance(error, ValueError) and _exit_code_of(_connection_of(run), 0) is not None
     )
-    return (ConnectionError, type(error)) if error is not None and is_gone else (ConnectionError,)
+    # A wandb-core that has answered lives: in W&B's shared mode, it refuses to say the run's step.
+    has_answered = type(error).__name__ == "ServerResponseError"
+    return (ConnectionError, type(error)) if error is not None and is_gone and not has_answered else (ConnectionError,)
 
 
 def _connection_of(run: Any) -> Any:
@@ -295,6 +298,28 @@ def interface_of(run: Any) -> Any:
     """What hands records to wandb-core: an attribute of the run's `_backend` before 0.26."""
     interface = getattr(run, "_interface", None)
     return run._backend.interface if interface is None else interface
+
+
+@contextlib.contextmanager
+def opening_within(timeout_s: float) -> Iterator[None]:
+    """Stop wandb-core if `wandb.init`, in the body, takes longer: 0.27 asks a server that does not answer without end.
+
+    Without effect if another run is open in that wandb-core.
+
+    Raises:
+        TimeoutError: It has been stopped.
+    """
+    timer = threading.Timer(timeout_s, restart_service, (0,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        if timer.finished.is_set():
+            raise TimeoutError(f"the server has not answered within {timeout_s:.0f} s") from error
+        raise
+    finally:
+        timer.cancel()
 
 
 def finish_within(timeout_s: float, run: Any, finish: Callable[[], object]) -> None:
@@ -328,8 +353,13 @@ def is_finished(run: Any) -> bool:
 
 
 def set_finished(run: Any) -> None:
-    """Mark a run as ended that has no wandb-core any more, so that wandb does not end it again."""
+    """Mark a run as ended that has no wandb-core any more, so that wandb does not end it again.
+
+    Without it, a `wandb.init` after this run may return it.
+    """
     run._is_finished = True
+    with _optional("wandb.init may return a run whose wandb-core has died"):
+        _forget(run)
 
 
 def share_state(run: Any, other: Any) -> None:
@@ -363,8 +393,8 @@ def set_config(run: Any, config: Any) -> None:
 
 def flush(run: Any, timeout_s: float) -> None:
     """Return when wandb-core has read what was logged: it answers in the order in which it reads."""
-    with contextlib.suppress(Exception):  # it has died
-        threads.run_with_timeout(timeout_s, lambda: dict(run.summary))
+    with contextlib.suppress(Exception):  # it has died, or takes longer
+        threads.call_within(timeout_s, lambda: dict(run.summary))
 
 
 # Rows, and the records of wandb-core's file
@@ -441,12 +471,14 @@ class Stored(NamedTuple):
         return (row[column] for row in self.run.scan_history(keys=[column], min_step=since))
 
 
-def stored_run(path: str, server: str, timeout_s: float = 10.0) -> Stored | None:
-    """Return what the service has of the run `entity/project/id`; None if it does not have the run, or does not say."""
+def stored_run(place: Any, timeout_s: float = 10.0) -> Stored | None:
+    """Return what the service has of the run at an `outbox.Place`; None if it does not have it, or does not say."""
     wandb: Any = importlib.import_module("wandb")
 
     def ask() -> Stored:
-        run = wandb.Api({"base_url": _as_set_up(server)}, timeout=timeout_s, api_key=keys.get(server)).run(path)
+        server = place.server
+        api = wandb.Api({"base_url": _as_set_up(server)}, timeout=timeout_s, api_key=keys.get(server))
+        run = api.run(place.path)
         counts = int(run.historyLineCount or 0), int(run.lastHistoryStep)
         return Stored(run.state, *counts, dict(run.config), run.summary, run)
 
@@ -595,9 +627,9 @@ keys: dict[str, str] = {}
 def has_credentials(host: str) -> bool:
     """Whether `wandb.init` will find a key. `wandb.login(host=)` would ask the server and write to the user's files.
 
-    Without it, `wandb.init` reports a missing key itself.
+    Without it, `wandb.init` itself says that a key is missing.
     """
-    with _optional("a missing API key is reported by wandb itself"):
+    with _optional("wandb itself says that an API key is missing"):
         auth = find_spec("wandb.sdk.lib.wbauth") and importlib.import_module("wandb.sdk.lib.wbauth")
         if not auth or "prompt" not in inspect.signature(auth.authenticate_session).parameters:  # before 0.30
             return bool(importlib.import_module("wandb").api.api_key)

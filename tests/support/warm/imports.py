@@ -57,6 +57,9 @@ class HiddenModules(MetaPathFinder):
         """Have `sys.modules` as in a new interpreter."""
         if forget_stateful:
             self._forget(_STATEFUL)
+            # W&B's client would attach a child to the run that its parent has open, and wait for that 10 s.
+            if (current := self._modules.get("wandb.sdk.lib.module")) is not None:
+                current.unset_globals()
             loaded = {name: module for name, module in sys.modules.items() if name not in self._shown}
             self._modules |= {name: one for name, one in loaded.items() if name.partition(".")[0] in _REGISTERED}
         for name in set(sys.modules) - self._shown:
