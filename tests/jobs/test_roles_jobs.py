@@ -315,12 +315,12 @@ def test_fifty_roles_that_join_a_live_run_within_a_second_all_do(of_wandb):
     job, names = of_wandb, [f"rollout-{number}" for number in range(50)]
     owner = job.start(roles=names, rows=5, ends="stop")
     job.wait("open-owner", owner)
-    more = {"rows": 20, "begins": "all-are-there"}
-    many = [job.start(name, arguments={"config": {"of": name}, "init_timeout_s": 400}, **more) for name in names]
+    more, patient = {"rows": 20, "begins": "all-are-there"}, {"init_timeout_s": 400, "kill_after_s": 400}
+    many = [job.start(name, arguments={"config": {"of": name}, **patient}, **more) for name in names]
     for name, process in zip(names, many, strict=True):
         job.wait(f"pid-{name}", process)
     job.go("all-are-there")
-    assert {job.finish(one).returncode for one in many} == {0}
+    assert {job.finish(one, 500).returncode for one in many} == {0}
     job.go("stop")
     assert job.finish(owner).returncode == 0
     stored = job.stored

@@ -37,8 +37,8 @@ class Roles:
         launcher = jobs.torchrun("--standalone", f"--nproc-per-node={ranks}") if ranks else [sys.executable]
         return jobs.start([*launcher, *command], self.directory, {**self.env, **(env or {})})
 
-    def finish(self, process: Any) -> jobs.Done:
-        return jobs.finish(process, self.directory)
+    def finish(self, process: Any, timeout_s: float = 240) -> jobs.Done:
+        return jobs.finish(process, self.directory, timeout_s)
 
     def run(self, role: str | None = None, ranks: int = 0, **settings: Any) -> jobs.Done:
         return self.finish(self.start(role, ranks, **settings))
