@@ -275,6 +275,16 @@ def test_a_run_ends_in_spite_of_four_wandb_cores_that_die_while_it_ends(tmp_path
         assert (run.exit_codes, run.state) == ([0], "finished")
 
 
+@pytest.mark.parametrize("how", ["closed", "hangs"])
+def test_a_process_ends_though_its_wandb_core_does_not_read_that_it_is_to_end(tmp_path, how):
+    """wandb itself waits for it without a limit."""
+    done = runs(tmp_path, "loses_the_request_to_end", how)
+    assert done.returncode == 0, done.output
+    assert not Path("/proc", (tmp_path / "core").read_text()).exists()
+    (run,) = read_runs(tmp_path)
+    assert (len(run.rows), run.exit_code) == (1, 0)
+
+
 def test_a_run_that_could_not_be_opened_can_be_when_the_server_is_back(tmp_path):
     with WandbServer() as server:
         with server.failing(Fault.refuse()):

@@ -275,6 +275,35 @@ def dies_while_it_ends(run_mode: str) -> None:
     assert not deaths
 
 
+def loses_the_request_to_end(how: str) -> None:
+    """wandb-core does not read that it is to end: it has closed that connection, or it hangs."""
+    from wandb.sdk.lib.service.service_client import ServiceClient
+
+    from flyteplugins_tracking.trackers.wandb import vendor
+
+    @tracking_init(project="tests", id="ended")
+    def train() -> None:
+        get_run().log({"x": 1})
+
+    train()
+    core: Any = wandb.sdk.wandb_setup.singleton().ensure_service()._proc._process
+    Path("core").write_text(str(core.pid))
+    vendor._ENDING_S = vendor._ENDING_AGAIN_S = 1.0
+    publish = ServiceClient.publish
+    lost: list[Any] = []
+
+    async def losing_publish(client: Any, request: Any) -> None:
+        if lost or not request.HasField("inform_teardown"):
+            await publish(client, request)
+        else:
+            lost.append(request)
+
+    if how == "closed":
+        ServiceClient.publish = losing_publish
+    else:
+        os.kill(core.pid, signal.SIGSTOP)
+
+
 def reopens_offline() -> None:
     """When the file `refusing` is there, wandb-core is killed and rows are logged that open the run again."""
 

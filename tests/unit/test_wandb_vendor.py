@@ -235,6 +235,7 @@ WITHOUT = {
     "open_runs": (lambda: vendor.open_runs(), []),
     "restart_service": (lambda: vendor.restart_service(), False),
     "drop_unusable_service": (lambda: vendor.drop_unusable_service(), None),
+    "ask_again_at_exit": (lambda: vendor.ask_again_at_exit(), None),
     "has_service_died": (lambda: vendor.has_service_died(), False),
     "row_method": (lambda: vendor.row_method(SimpleNamespace), None),
     "set_resumed": (lambda: vendor.set_resumed(RUN, True), None),

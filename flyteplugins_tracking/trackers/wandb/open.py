@@ -172,6 +172,8 @@ def _init(
         raise TrackerUnavailableError(
             f"W&B cannot write its local files: {error}. Free space in that directory, or set WANDB_DIR to another one."
         ) from error
+    finally:
+        vendor.ask_again_at_exit()
 
 
 def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:

@@ -32,6 +32,8 @@ from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 
 # How long wandb-core may take to write the files of runs that have ended.
 _LAST_RECORDS_S = 1.0
+# How long wandb-core may take to end once it was asked to, before it is asked again; and then, before it is killed.
+_ENDING_S, _ENDING_AGAIN_S = 5.0, 30.0
 _NO_STOP_BUTTON = "W&B's Stop button interrupts the rank that has the run, and no other"
 _ONE_WRITER = "runs that several nodes or jobs write to"
 # Of what older versions lack: the first version that has it.
@@ -174,6 +176,48 @@ def _tear_down(connection: Any) -> None:
 def _process_of(connection: Any) -> Any:
     """The process of wandb-core: `_internal_proc` before 0.21."""
     return getattr(connection._proc, "_process", None) or connection._proc._internal_proc
+
+
+def ask_again_at_exit() -> None:
+    """Have wandb ask its wandb-core again, when the process ends, to end too. Called when wandb-core may have started.
+
+    wandb asks once, closes the connection, and waits without a limit. If wandb-core has an answer to send just then, as
+    that to a call which has timed out, this fails, and it closes the connection with what it has not read
+    (`processOutgoingData` in its core/pkg/server/connection.go). Without it, the process may hang at its end.
+    """
+    with _optional("the process may hang at its end"):
+        connection = session()._connection
+        if connection is not None and connection._proc is not None and "teardown" not in vars(connection):
+            connection.teardown = functools.partial(_tear_down_surely, connection, connection.teardown)
+
+
+def _tear_down_surely(connection: Any, tear_down: Callable[[int], int | None], exit_code: int) -> int | None:
+    process = _process_of(connection)
+    wait: Callable[..., int] = process.wait
+
+    def wait_and_ask_again(timeout: float | None = None) -> int:
+        if timeout is not None:  # another thread looks whether it lives
+            return wait(timeout)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return wait(_ENDING_S)
+        try:
+            _ask_to_end(connection, exit_code)
+        except Exception:  # it listens no more, so it is ending: it may have other processes' rows to send
+            return wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return wait(_ENDING_AGAIN_S)
+        process.kill()
+        return wait()
+
+    process.wait = wait_and_ask_again
+    return tear_down(exit_code)
+
+
+def _ask_to_end(connection: Any, exit_code: int) -> None:
+    messages = importlib.import_module("wandb.proto.wandb_server_pb2")
+    client = connection._proc.token.connect(asyncer=connection._asyncer)
+    request = messages.ServerRequest(inform_teardown=messages.ServerInformTeardownRequest(exit_code=exit_code))
+    connection._asyncer.run(lambda: client.publish(request))
 
 
 def drop_unusable_service() -> None:
@@ -486,6 +530,8 @@ def stored_run(place: Any, timeout_s: float = 10.0) -> Stored | None:
         return threads.call_within(timeout_s, ask)  # the client has no limit for its repetitions
     except (wandb.errors.Error, ValueError, OSError, *CHANGED):
         return None
+    finally:
+        ask_again_at_exit()
 
 
 def open_to_send(
@@ -504,7 +550,7 @@ def open_to_send(
     server, quiet = _as_set_up(place.server), dict.fromkeys(names, True)
     settings = new_settings(base_url=server, console="off", api_key=keys.get(place.server), **quiet, **(shared or {}))
     with without_error_reports():
-        return wandb.init(
+        run = wandb.init(
             id=place.run_id,
             project=place.project or None,
             entity=place.entity or None,
@@ -514,6 +560,8 @@ def open_to_send(
             settings=settings,
             **described,
         )
+    ask_again_at_exit()
+    return run
 
 
 def _as_set_up(server: str) -> str:
