@@ -7,6 +7,7 @@ follower to leader                  leader to follower
 rank: 1           "I am here"       publish: {...}, server: "..."   the value to use, and which server sent it
 request: "..."    "publish again"   reject: "why"                   there is no value, and there will be none
 suspended: true   "I have stopped"  suspend: true                   stop using the value until the next `publish`
+unread: true      "you may lack some of what I have written"
 ```
 
 The end of a connection is a message too: a follower that hangs up is done, a leader that hangs up has gone. The kernel
@@ -109,7 +110,10 @@ class NodeServer:
 
     Attributes:
         on_request: See `__init__`. It may be replaced.
+        has_unread: Whether the followers may have written something that was not read when they left or stopped.
     """
+
+    has_unread = False
 
     def __init__(self, name: str, on_request: Callable[[str], None], expected: int = 0) -> None:
         """Listen under `name`.
@@ -158,9 +162,10 @@ class NodeServer:
             self._message = None
             for connection in self._followers:
                 connection.send({"suspend": True})
-            self._changed.wait_for(
+            have_stopped = self._changed.wait_for(
                 lambda: all(connection.is_suspended for connection in self._followers), SEND_TIMEOUT_S
             )
+            self.has_unread |= not have_stopped
 
     def wait(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> list[int]:
         """Wait until the expected followers have connected and left, `timeout_s` has passed, or `until` returns True.
@@ -230,6 +235,8 @@ class NodeServer:
                 self._seen_ranks.add(connection.rank)
             if self._message is not None:
                 connection.send(self._message)
+        if "unread" in message:
+            self.has_unread = True
         if "suspended" in message:
             connection.is_suspended = True
             self._changed.notify_all()
@@ -312,14 +319,15 @@ class NodeClient:
     def subscribe(
         self,
         on_publish: Callable[[Json], None],
-        on_suspend: Callable[[], None],
+        on_suspend: Callable[[], bool],
         on_disconnect: Callable[[], None],
     ) -> None:
         """Handle the leader's further messages in another thread.
 
         Args:
             on_publish: Called with the value when it is published again.
-            on_suspend: Called when the value must not be used any more. It must not be from the call's return on.
+            on_suspend: Called when the value must not be used any more. It must not be from the call's return on. It
+                returns whether all that was written was read.
             on_disconnect: Called when the leader has hung up, and after `leave`.
         """
         _started(self._receive, on_publish, on_suspend, on_disconnect)
@@ -328,20 +336,22 @@ class NodeClient:
         """Request that the leader publishes a value again."""
         self._connection.send({"request": text})
 
-    def leave(self) -> None:
-        """Hang up: this process is done."""
+    def leave(self, *, is_read: bool = True) -> None:
+        """Hang up: this process is done. `is_read`: whether all that it has written was read."""
+        if not is_read:
+            self._connection.send({"unread": True})
         self._connection.hang_up()
 
     def _receive(
-        self, on_publish: Callable[[Json], None], on_suspend: Callable[[], None], on_disconnect: Callable[[], None]
+        self, on_publish: Callable[[Json], None], on_suspend: Callable[[], bool], on_disconnect: Callable[[], None]
     ) -> None:
         try:
             for message in self._messages:
                 if "publish" in message:
                     on_publish(message["publish"])
                 if "suspend" in message:
-                    on_suspend()
-                    self._connection.send({"suspended": True})
+                    unread = {} if on_suspend() else {"unread": True}
+                    self._connection.send({"suspended": True, **unread})
         except _MALFORMED:
             logger.debug("a message of the leader cannot be used", exc_info=True)
         finally:

@@ -106,7 +106,7 @@ class WandbHandle(Handle):
         return {}
 
     def unsent(self) -> Sequence[str]:
-        is_behind = self._timed_out or self._gate.state == "lost" or bool(self.run.offline)
+        is_behind = self._timed_out or self._lacks_rows or self._gate.state == "lost" or bool(self.run.offline)
         own = [str(outbox.run_directory(self.run))] if is_behind and self.files is not None else []
         return [*self._abandoned, *own]
 
@@ -261,7 +261,16 @@ class WandbHandle(Handle):
                 self.run.mark_preempting()
             self._outbox.end(exit_code)
             vendor.finish_within(limit_s, self.run, lambda: self._finish_run(exit_code))
-            self._outbox.clear()
+            if self._lacks_rows:
+                self._outbox.close()
+                logger.warning(
+                    "W&B: run %s ended when wandb-core had not read all rows of the other ranks of its node. They are "
+                    "kept. To send those that W&B lacks, run: %s",
+                    self.id,
+                    how_to_send(str(outbox.run_directory(self.run))),
+                )
+            else:
+                self._outbox.clear()
             if (self.run.offline or self._abandoned) and not self._offline:
                 logger.warning(
                     "W&B: run %s has continued offline. To send what W&B has not got, run: %s",
@@ -283,6 +292,11 @@ class WandbHandle(Handle):
             )
         finally:
             self._be_global()
+
+    @property
+    def _lacks_rows(self) -> bool:
+        """Whether the run may lack rows of other ranks, which their journals have."""
+        return False
 
     def _finish_run(self, exit_code: int) -> None:
         self._gate.join_enders()  # it may be another thread than `_end`'s

@@ -274,6 +274,10 @@ class LeaderHandle(SharedHandle):
         if self._writer is not None and not self._timed_out:
             self._writer.after_end()
 
+    @property
+    def _lacks_rows(self) -> bool:
+        return self._server is not None and self._server.has_unread
+
     def _adopt(self, reopened: Any) -> None:
         super()._adopt(reopened)
         self._take_callers_config()
@@ -320,6 +324,7 @@ class FollowerHandle(SharedHandle):
         self._changed = threading.Condition()
         self._published: Mapping[str, Any] | None = None  # a run to attach to
         self._is_gone = self._has_asked = False
+        self._is_read = True  # whether wandb-core has read all rows of this rank, when it left or was suspended
         self._patience_s = _ROW_WAIT_S
         self._journal = outbox.guest_journal(client.value, client.rank)
         super().__init__(run, before, request)
@@ -342,10 +347,11 @@ class FollowerHandle(SharedHandle):
         self._rows.commit(self._log_row)
         limit_s = self._request.config.finish_timeout_s
         self._patience_s, self._has_asked = limit_s, False  # the leader may take the same time to end the run first
-        self._gate.finish(lambda: self._flush(min(limit_s, _FLUSH_S)))
+        self._gate.finish(lambda: self._flush(limit_s))
         self._journal.close()  # one that is open is not read
-        self._client.leave()
-        vendor.detach(self.run, self._connection)
+        self._client.leave(is_read=self._is_read)
+        if self._is_read:  # or wandb-core reads on until this process ends
+            vendor.detach(self.run, self._connection)
         vendor.set_finished(self.run)
         self._let_go()
 
@@ -417,7 +423,7 @@ class FollowerHandle(SharedHandle):
 
     def _flush(self, timeout_s: float) -> None:
         if not self._is_gone:
-            vendor.flush(self.run, timeout_s)
+            self._is_read &= vendor.flush(self.run, timeout_s)
 
     def _keep_rows(self) -> None:
         """Keep this rank's rows beside the leader's, in the directory of the run."""
@@ -448,10 +454,11 @@ class FollowerHandle(SharedHandle):
         if self._published is not None:  # or this thread would wait for itself
             self._gate.open_again()
 
-    def _on_suspend(self) -> None:
+    def _on_suspend(self) -> bool:
         self._published = None
         if self._gate.state == "open":  # or a row that waits for this thread keeps the gate
             self._gate.end_early(lambda: self._flush(_SUSPEND_S))
+        return self._is_read
 
     def _on_disconnect(self) -> None:
         with self._changed:

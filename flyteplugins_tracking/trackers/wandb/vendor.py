@@ -435,10 +435,17 @@ def set_config(run: Any, config: Any) -> None:
         run.config._update(config, allow_val_change=True, ignore_locked=True)
 
 
-def flush(run: Any, timeout_s: float) -> None:
-    """Return when wandb-core has read what was logged: it answers in the order in which it reads."""
-    with contextlib.suppress(Exception):  # it has died, or takes longer
-        threads.call_within(timeout_s, lambda: dict(run.summary))
+def flush(run: Any, timeout_s: float) -> bool:
+    """Return when wandb-core has read what was logged: it answers in the order in which it reads.
+
+    Returns:
+        Whether it has done so in time; also if it has died, which is noticed elsewhere.
+    """
+    try:
+        threads.call_within(timeout_s, lambda: run.summary.keys())
+    except Exception as error:
+        return not isinstance(error, TimeoutError)
+    return True
 
 
 # Rows, and the records of wandb-core's file
