@@ -142,8 +142,7 @@ class Writer:
     def end(self, exit_code: int) -> None:
         """Log the role's end, and pass what the configs of other writers have: W&B may keep the last one only."""
         self.tell(status_of(exit_code), {"exit_code": exit_code})
-        limit_s = _ASK_S if exit_code == 0 else _SHORT_ASK_S
-        found = None if self._run.offline else vendor.stored_run(Place.of(self._run), limit_s)
+        found = None if self._run.offline else vendor.stored_run(Place.of(self._run), _ask_s(exit_code))
         if found is not None:
             current = dict(self._run.config)
             others = {k: v for k, v in found.config.items() if not self._is_own(k, current) and current.get(k) != v}
@@ -153,10 +152,14 @@ class Writer:
     def _is_own(self, key: str, current: Mapping[str, Any]) -> bool:
         return key == self._role if self._role is not None else key in current and key not in self._roles
 
-    def after_end(self) -> None:
+    def after_end(self, exit_code: int) -> None:
         """End the run again, if the owner had ended it before this role's last rows."""
         if self._role is not None and not self._run.offline:
-            end_again(Place.of(self._run), self._role)
+            end_again(Place.of(self._run), self._role, _ask_s(exit_code))
+
+
+def _ask_s(exit_code: int) -> float:
+    return _ASK_S if exit_code == 0 else _SHORT_ASK_S
 
 
 def _define(define: Callable[..., object], roles: Sequence[str]) -> None:
@@ -179,12 +182,14 @@ def leave_summary_to_roles(request: RunRequest, run: Any) -> None:
             del run.summary[key]
 
 
-def end_again(place: Place, role: str) -> None:
+def end_again(place: Place, role: str, ask_s: float = _ASK_S) -> None:
     """End a run as its owner has ended it, if it is shown as running only because a role has written to it since."""
     try:
-        found = vendor.stored_run(place, _SHORT_ASK_S)
-        exit_code = None if found is None else threads.call_within(_SHORT_ASK_S, _exit_code_of_owner, found)
-        if found is None or exit_code is None:
+        found = vendor.stored_run(place, ask_s)
+        if found is None:
+            raise TrackerUnavailableError("W&B does not say whether the run has ended")
+        exit_code = threads.call_within(ask_s, _exit_code_of_owner, found)
+        if exit_code is None:
             return
         with tempfile.TemporaryDirectory() as folder:
             limits = {"init_timeout": _END_AGAIN_S, "finish_timeout": _END_AGAIN_S}
@@ -194,7 +199,7 @@ def end_again(place: Place, role: str) -> None:
                 run.mark_preempting()
             run.finish(exit_code=exit_code)
     except Exception:  # tracker errors must not change the training's outcome
-        text = "W&B: run %s may be shown as running, though its owner has ended it: W&B did not answer at role %r's end"
+        text = "W&B: run %s may be shown as running if its owner has ended it: W&B did not answer at role %r's end"
         logger.warning(text, place.run_id, role, exc_info=True)
 
 

@@ -272,7 +272,7 @@ class LeaderHandle(SharedHandle):
             self._writer.end(exit_code)
         super()._end(exit_code)
         if self._writer is not None and not self._timed_out:
-            self._writer.after_end()
+            self._writer.after_end(exit_code)
 
     @property
     def _lacks_rows(self) -> bool:
