@@ -177,7 +177,7 @@ def test_a_function_that_has_not_returned_when_the_process_ends_is_never_finishe
         assert "the process ends before the decorated function has returned, and with it run ours" in done.output
         assert [row["x"] for row in run.rows] == list(range(len(run.rows)))
         # The thread is told that its run has ended, if it logs another row. The process may end while it prints that.
-        assert done.output.count("Traceback") == (where == "thread" and done.output.count("Exception in thread"))
+        assert done.output.count("Traceback") <= (where == "thread" and done.output.count("Exception in thread"))
 
 
 @pytest.mark.parametrize(
