@@ -7,7 +7,7 @@ follower to leader                  leader to follower
 rank: 1           "I am here"       publish: {...}, server: "..."   the value to use, and which server sent it
 request: "..."    "publish again"   reject: "why"                   there is no value, and there will be none
 suspended: true   "I have stopped"  suspend: true                   stop using the value until the next `publish`
-unread: true      "you may lack some of what I have written"
+read: true        "all that I have written was read", with `suspended` or before the end
 ```
 
 The end of a connection is a message too: a follower that hangs up is done, a leader that hangs up has gone. The kernel
@@ -110,10 +110,7 @@ class NodeServer:
 
     Attributes:
         on_request: See `__init__`. It may be replaced.
-        has_unread: Whether the followers may have written something that was not read when they left or stopped.
     """
-
-    has_unread = False
 
     def __init__(self, name: str, on_request: Callable[[str], None], expected: int = 0) -> None:
         """Listen under `name`.
@@ -133,6 +130,7 @@ class NodeServer:
         self._expected = expected
         self._connections: set[_Connection] = set()
         self._seen_ranks: set[int] = set()
+        self._unread: set[int] = set()  # the ranks that may have written something that was not read
         self._answering = 0  # threads
         self._changed = threading.Condition(threading.RLock())
         self._token = uuid.uuid4().hex
@@ -145,8 +143,10 @@ class NodeServer:
         """Send `value` to the followers that are connected, and to those that connect later."""
         with self._changed:
             self._message = {"publish": value, "server": self._token}
+            self._unread.clear()
             for connection in self._followers:
                 connection.is_suspended = False
+                self._unread.add(connection.rank or 0)
                 connection.send(self._message)
 
     def reject(self, reason: str) -> None:
@@ -156,16 +156,13 @@ class NodeServer:
             for connection in self._followers:
                 connection.send(self._message)
 
-    def suspend(self) -> None:
-        """Return when the followers have stopped using the value, or after a second. `publish` lets them continue."""
+    def suspend(self, timeout_s: float) -> None:
+        """Return when the followers have stopped using the value, or the time is up. `publish` lets them continue."""
         with self._changed:
             self._message = None
             for connection in self._followers:
                 connection.send({"suspend": True})
-            have_stopped = self._changed.wait_for(
-                lambda: all(connection.is_suspended for connection in self._followers), SEND_TIMEOUT_S
-            )
-            self.has_unread |= not have_stopped
+            self._changed.wait_for(lambda: all(connection.is_suspended for connection in self._followers), timeout_s)
 
     def wait(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> list[int]:
         """Wait until the expected followers have connected and left, `timeout_s` has passed, or `until` returns True.
@@ -178,6 +175,12 @@ class NodeServer:
             while (self._followers or self.missing) and time.monotonic() < deadline and not until():
                 self._changed.wait(_RETRY_S)
             return sorted(connection.rank for connection in self._followers if connection.rank is not None)
+
+    @property
+    def unread(self) -> list[int]:
+        """The followers that have not said, since the value was published, that all they have written was read."""
+        with self._changed:
+            return sorted(self._unread)
 
     @property
     def missing(self) -> int:
@@ -233,10 +236,11 @@ class NodeServer:
             connection.rank = int(message["rank"])
             if len(self._seen_ranks) < _MOST_CONNECTIONS:
                 self._seen_ranks.add(connection.rank)
+                self._unread.add(connection.rank)
             if self._message is not None:
                 connection.send(self._message)
-        if "unread" in message:
-            self.has_unread = True
+        if "read" in message:
+            self._unread.discard(connection.rank or 0)
         if "suspended" in message:
             connection.is_suspended = True
             self._changed.notify_all()
@@ -338,8 +342,8 @@ class NodeClient:
 
     def leave(self, *, is_read: bool = True) -> None:
         """Hang up: this process is done. `is_read`: whether all that it has written was read."""
-        if not is_read:
-            self._connection.send({"unread": True})
+        if is_read:
+            self._connection.send({"read": True})
         self._connection.hang_up()
 
     def _receive(
@@ -350,8 +354,8 @@ class NodeClient:
                 if "publish" in message:
                     on_publish(message["publish"])
                 if "suspend" in message:
-                    unread = {} if on_suspend() else {"unread": True}
-                    self._connection.send({"suspended": True, **unread})
+                    is_read = {"read": True} if on_suspend() else {}
+                    self._connection.send({"suspended": True, **is_read})
         except _MALFORMED:
             logger.debug("a message of the leader cannot be used", exc_info=True)
         finally:

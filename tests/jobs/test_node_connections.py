@@ -96,6 +96,24 @@ def test_a_leader_that_does_not_come_is_not_waited_for_past_the_deadline(name):
     assert 0.4 < time.monotonic() - began < 2 * jobs.TIME_SCALE
 
 
+def test_the_leader_knows_who_has_said_that_all_was_read(name):
+    server = NodeServer(name, on_request=lambda _: None)
+    server.publish({})
+    followers = [start_follower(name, rank) for rank in (1, 2)]
+    for follower in followers:
+        assert line(follower) == "value {}"
+    assert server.unread == [1, 2]
+    tell(followers[0], "leave")
+    followers[1].kill()
+    assert server.wait(PATIENCE_S) == []
+    assert server.unread == [2]
+    server.publish({})
+    assert server.unread == []
+    server.close()
+    for follower in followers:
+        follower.communicate(timeout=PATIENCE_S)
+
+
 def test_a_suspended_value_is_unused_until_it_is_published_again(name):
     asked: list[str] = []
 
@@ -107,7 +125,7 @@ def test_a_suspended_value_is_unused_until_it_is_published_again(name):
     server.publish({"n": 1})
     follower = start_follower(name)
     assert line(follower) == "value {'n': 1}"
-    server.suspend()
+    server.suspend(1)
     assert line(follower) == "paused"
     tell(follower, "ask why")
     assert line(follower) == "offered {'n': 2}"
@@ -117,8 +135,7 @@ def test_a_suspended_value_is_unused_until_it_is_published_again(name):
     follower.communicate(timeout=PATIENCE_S)
 
 
-def test_a_request_handler_that_suspends_does_not_delay_it(name, monkeypatch):
-    monkeypatch.setattr("flyteplugins_tracking.trackers.node_group.SEND_TIMEOUT_S", 240.0)
+def test_a_request_handler_that_suspends_does_not_delay_it(name):
     asked, is_paused, answered = threading.Event(), threading.Event(), threading.Event()
 
     def answer(_: str) -> None:
@@ -132,7 +149,7 @@ def test_a_request_handler_that_suspends_does_not_delay_it(name, monkeypatch):
     assert line(follower) == "value {}"
     tell(follower, "ask")
     assert asked.wait(PATIENCE_S)
-    server.suspend()
+    server.suspend(PATIENCE_S)
     assert not answered.is_set()
     is_paused.set()
     assert line(follower) == "paused"
@@ -149,7 +166,7 @@ def test_a_stopped_follower_does_not_delay_suspend(name):
     while Path(f"/proc/{follower.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.01)
     began = time.monotonic()
-    server.suspend()
+    server.suspend(1)
     assert 0.5 < time.monotonic() - began < 2 * jobs.TIME_SCALE
     follower.kill()
     follower.communicate()

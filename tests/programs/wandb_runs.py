@@ -288,7 +288,7 @@ def loses_the_request_to_end(how: str) -> None:
     train()
     core: Any = wandb.sdk.wandb_setup.singleton().ensure_service()._proc._process
     Path("core").write_text(str(core.pid))
-    vendor._ENDING_S = vendor._ENDING_AGAIN_S = 1.0
+    vendor._ENDING_S = (1.0, 1.0)
     publish = ServiceClient.publish
     lost: list[Any] = []
 

@@ -85,6 +85,7 @@ class WandbHandle(Handle):
         )
         self._warn_once = WarnOnce(logger)
         self._timed_out = False
+        self._lacks_rows = False  # whether it may lack rows of other ranks, which their journals have
         self._rewind_to: int | None = None
         self._obstacle: str | None = None  # why the run was not rewound
         self._abandoned: list[str] = []  # the directories of wandb-cores that have died
@@ -264,8 +265,8 @@ class WandbHandle(Handle):
             if self._lacks_rows:
                 self._outbox.close()
                 logger.warning(
-                    "W&B: run %s ended when wandb-core had not read all rows of the other ranks of its node. They are "
-                    "kept. To send those that W&B lacks, run: %s",
+                    "W&B: run %s has ended, and wandb-core may not have read all rows of the other ranks of its node. "
+                    "To send what W&B lacks of those that are kept, run: %s",
                     self.id,
                     how_to_send(str(outbox.run_directory(self.run))),
                 )
@@ -292,11 +293,6 @@ class WandbHandle(Handle):
             )
         finally:
             self._be_global()
-
-    @property
-    def _lacks_rows(self) -> bool:
-        """Whether the run may lack rows of other ranks, which their journals have."""
-        return False
 
     def _finish_run(self, exit_code: int) -> None:
         self._gate.join_enders()  # it may be another thread than `_end`'s

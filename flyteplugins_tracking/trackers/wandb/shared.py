@@ -267,16 +267,14 @@ class LeaderHandle(SharedHandle):
 
     def _end(self, exit_code: int) -> None:
         if self._server is not None:
-            self._server.suspend()
+            limit_s = self._request.config.finish_timeout_s
+            self._server.suspend(min(_SUSPEND_S + 1, limit_s / 2))
+            self._lacks_rows = bool(self._server.unread)  # what is read later comes after the run's end
         if self._writer is not None:
             self._writer.end(exit_code)
         super()._end(exit_code)
         if self._writer is not None and not self._timed_out:
             self._writer.after_end(exit_code)
-
-    @property
-    def _lacks_rows(self) -> bool:
-        return self._server is not None and self._server.has_unread
 
     def _adopt(self, reopened: Any) -> None:
         super()._adopt(reopened)
@@ -324,7 +322,7 @@ class FollowerHandle(SharedHandle):
         self._changed = threading.Condition()
         self._published: Mapping[str, Any] | None = None  # a run to attach to
         self._is_gone = self._has_asked = False
-        self._is_read = True  # whether wandb-core has read all rows of this rank, when it left or was suspended
+        self._is_read = False  # whether wandb-core has read all rows of this rank, as far as the last question tells
         self._patience_s = _ROW_WAIT_S
         self._journal = outbox.guest_journal(client.value, client.rank)
         super().__init__(run, before, request)
@@ -350,7 +348,7 @@ class FollowerHandle(SharedHandle):
         self._gate.finish(lambda: self._flush(limit_s))
         self._journal.close()  # one that is open is not read
         self._client.leave(is_read=self._is_read)
-        if self._is_read:  # or wandb-core reads on until this process ends
+        if self._is_read:  # otherwise wandb-core goes on reading until this process ends
             vendor.detach(self.run, self._connection)
         vendor.set_finished(self.run)
         self._let_go()
@@ -411,7 +409,7 @@ class FollowerHandle(SharedHandle):
             self._connection, self._service = connection, published["service"]
             vendor.share_state(self.run, run)
             self._take_over()
-        self._has_asked = False
+        self._has_asked = self._is_read = False
         self._journal.close()
         self._journal = outbox.guest_journal(published, self._client.rank)
         self._keep_rows()
@@ -423,7 +421,8 @@ class FollowerHandle(SharedHandle):
 
     def _flush(self, timeout_s: float) -> None:
         if not self._is_gone:
-            self._is_read &= vendor.flush(self.run, timeout_s)
+            self._is_read = False  # also for another thread, while this one waits
+            self._is_read = vendor.flush(self.run, timeout_s)
 
     def _keep_rows(self) -> None:
         """Keep this rank's rows beside the leader's, in the directory of the run."""

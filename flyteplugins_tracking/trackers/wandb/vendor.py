@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import json
+import logging
 import os
 import re
 import subprocess
@@ -30,15 +31,18 @@ from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 
+logger = logging.getLogger(__name__)
+
 # How long wandb-core may take to write the files of runs that have ended.
 _LAST_RECORDS_S = 1.0
 # How long wandb-core may take to end once it was asked to, before it is asked again; and then, before it is killed.
-_ENDING_S, _ENDING_AGAIN_S = 5.0, 30.0
+_ENDING_S = (5.0, 30.0)
 _NO_STOP_BUTTON = "W&B's Stop button interrupts the rank that has the run, and no other"
 _ONE_WRITER = "runs that several nodes or jobs write to"
 # Of what older versions lack: the first version that has it.
 _AXES = "of a run with roles, W&B may have the axes of the role alone that has written last"
 PARTS = VendorParts("W&B", "wandb==0.31.0", later={_ONE_WRITER: "0.22.1", _NO_STOP_BUTTON: "0.26", _AXES: "0.31"})
+_MAY_HANG = "the process may hang at its end"
 _optional, _required = PARTS.optional, PARTS.required
 KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
 # How many rows are asked for where the last one is wanted.
@@ -182,10 +186,10 @@ def ask_again_at_exit() -> None:
     """Have wandb ask its wandb-core again, when the process ends, to end too. Called when wandb-core may have started.
 
     wandb asks once, closes the connection, and waits without a limit. If wandb-core has an answer to send just then, as
-    that to a call which has timed out, this fails, and it closes the connection with what it has not read
+    that to a call which has timed out, wandb-core cannot send it, and closes the connection without reading the request
     (`processOutgoingData` in its core/pkg/server/connection.go). Without it, the process may hang at its end.
     """
-    with _optional("the process may hang at its end"):
+    with _optional(_MAY_HANG):
         connection = session()._connection
         if connection is not None and connection._proc is not None and "teardown" not in vars(connection):
             connection.teardown = functools.partial(_tear_down_surely, connection, connection.teardown)
@@ -198,16 +202,20 @@ def _tear_down_surely(connection: Any, tear_down: Callable[[int], int | None], e
     def wait_and_ask_again(timeout: float | None = None) -> int:
         if timeout is not None:  # another thread looks whether it lives
             return wait(timeout)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return wait(_ENDING_S)
-        try:
-            _ask_to_end(connection, exit_code)
-        except Exception:  # it listens no more, so it is ending: it may have other processes' rows to send
-            return wait()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return wait(_ENDING_AGAIN_S)
+        for limit_s in _ENDING_S:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return wait(limit_s)
+            try:
+                _ask_to_end(connection, exit_code)
+            except CHANGED as error:  # before 0.22
+                PARTS.lose(_MAY_HANG, str(error))
+                return wait()
+            except Exception:  # it listens no more, so it is ending: it may have other processes' rows to send
+                return wait()
         process.kill()
-        return wait()
+        wait()
+        logger.warning("W&B: wandb-core was killed: it did not end %g s after it was asked to", sum(_ENDING_S))
+        return 0  # `wandb.teardown` ends the process with another one
 
     process.wait = wait_and_ask_again
     return tear_down(exit_code)
@@ -439,13 +447,20 @@ def flush(run: Any, timeout_s: float) -> bool:
     """Return when wandb-core has read what was logged: it answers in the order in which it reads.
 
     Returns:
-        Whether it has done so in time; also if it has died, which is noticed elsewhere.
+        Whether it has done so in time. Also if it has died: who ends the run notices that.
     """
+
+    def ask() -> bool:
+        handle = interface_of(run).deliver_get_summary()
+        if hasattr(handle, "wait_or"):
+            handle.wait_or(timeout=timeout_s)
+            return True
+        return handle.wait(timeout=timeout_s) is not None  # before 0.19.12
+
     try:
-        threads.call_within(timeout_s, lambda: run.summary.keys())
+        return threads.call_within(timeout_s, ask)
     except Exception as error:
-        return not isinstance(error, TimeoutError)
-    return True
+        return isinstance(error, service_gone(run, error))
 
 
 # Rows, and the records of wandb-core's file
