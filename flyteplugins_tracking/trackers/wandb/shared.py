@@ -14,7 +14,7 @@ wandb.init                                                      |
   |                                                             |
   |== SIGTERM: the run ends early ==============================|
   |-------------------- suspend ------------------------------->|  holds its rows from now on
-  |<------------------- suspended ------------------------------|  wandb-core has read its rows
+  |<------------------- suspended, read ------------------------|  wandb-core has read its rows
 run.finish(143)                                                 |
   |<------------------- request: "" ----------------------------|  its function logs on, in `finally`
 opens the run again                                             |
@@ -27,9 +27,12 @@ starts another, opens the run again                             |
   |                                                             |
   |== the end ==================================================|
 waits for its followers                                         |
-  |<------------------- hangs up -------------------------------|  its function has returned, or it was killed
+  |<------------------- read -----------------------------------|  its function has returned: wandb-core has its rows
+  |<------------------- hangs up -------------------------------|  or it was killed
 run.finish(0)
 ```
+
+The leader removes the journals of its followers' rows at the end, if all of them have said `read` before.
 
 If the leader is killed, its followers are disconnected. Their functions continue. Their rows go into their journals,
 for the next attempt on this machine, with one warning. A run with leaders on several nodes is in W&B's own shared mode
