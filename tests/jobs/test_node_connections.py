@@ -19,6 +19,7 @@ import psutil
 import pytest
 from support import jobs
 from support.users import as_nobody, needs_root
+from support.waiting import stop
 
 from flyteplugins_tracking.trackers import node_group
 from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodeServer
@@ -162,9 +163,7 @@ def test_a_stopped_follower_does_not_delay_suspend(name):
     server.publish({})
     follower = start_follower(name)
     assert line(follower) == "value {}"
-    follower.send_signal(signal.SIGSTOP)
-    while Path(f"/proc/{follower.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        time.sleep(0.01)
+    stop(follower.pid)
     began = time.monotonic()
     server.suspend(1)
     assert 0.5 < time.monotonic() - began < 2 * jobs.TIME_SCALE

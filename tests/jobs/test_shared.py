@@ -16,6 +16,7 @@ import pytest
 from support import jobs
 from support.harness import ENDS, FRESH_S, Job, ends, flyte, job, python, torchrun
 from support.loopback import Fault
+from support.waiting import stop
 from support.wandb_server import WandbServer
 from support.wandb_store import RecordedRun
 from wandb_files import read_runs
@@ -362,7 +363,7 @@ def test_no_row_is_lost_when_wandb_core_is_slow_to_read_a_neighbours(tmp_path, e
             started.start(python(), {**PROMPT, **place(rank)}, **ends("until go", tracking=tracking))
         writer, neighbour = (started.wait_for(f"ready {rank} 0")[0] for rank in range(2))
         (core,) = started.pids("wandb-core")
-        os.kill(core, signal.SIGSTOP)
+        stop(core)
         started.log_more(rows=20)
         if end == "is killed":
             os.kill(neighbour, signal.SIGKILL)

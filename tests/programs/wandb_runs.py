@@ -302,6 +302,9 @@ def loses_the_request_to_end(how: str) -> None:
         ServiceClient.publish = losing_publish
     else:
         os.kill(core.pid, signal.SIGSTOP)
+        stats = list(Path(f"/proc/{core.pid}/task").glob("*/stat"))
+        while any(stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in stats):
+            time.sleep(0.01)
 
 
 def reopens_offline() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,3 +36,11 @@ def wait_until(condition: Callable[[], T], job: Process | None = None, timeout_s
 def wait_for_file(path: Path, job: Process | None = None) -> None:
     """Wait until a job has made the file."""
     wait_until(path.exists, job)
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and return when none of its threads goes on."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{pid}/task").glob("*/stat"))
+    while any(thread.read_text().rpartition(")")[2].split()[0] != "T" for thread in threads):
+        time.sleep(0.01)
