@@ -137,6 +137,11 @@ class Gate(PerProcess):
         """Whether this thread ends the run, or opens it."""
         return threading.get_ident() in self._enders
 
+    @property
+    def has_callers(self) -> bool:
+        """Whether a thread is in a call, and does not end the run or open it."""
+        return bool(self._inside - self._enders)
+
     def join_enders(self) -> None:
         """Count this thread as one that ends the run: the ending thread has started it for that."""
         self._enders.add(threading.get_ident())
@@ -274,7 +279,7 @@ class Gate(PerProcess):
     def _await_callers(self) -> None:
         """Wait for other threads: what they are logging comes before the run's end."""
         deadline = time.monotonic() + _CALLERS_S
-        while self._inside - self._enders and time.monotonic() < deadline:
+        while self.has_callers and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     @critical_section(_PATIENCE_S)

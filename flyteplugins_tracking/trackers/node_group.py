@@ -7,7 +7,7 @@ follower to leader                  leader to follower
 rank: 1           "I am here"       publish: {...}, server: "..."   the value to use, and which server sent it
 request: "..."    "publish again"   reject: "why"                   there is no value, and there will be none
 suspended: true   "I have stopped"  suspend: true                   stop using the value until the next `publish`
-read: true        "all that I have written was read", with `suspended` or before the end
+read: false       "I write"; true: "all that I have written was read"
 ```
 
 The end of a connection is a message too: a follower that hangs up is done, a leader that hangs up has gone. The kernel
@@ -143,10 +143,8 @@ class NodeServer:
         """Send `value` to the followers that are connected, and to those that connect later."""
         with self._changed:
             self._message = {"publish": value, "server": self._token}
-            self._unread.clear()
             for connection in self._followers:
                 connection.is_suspended = False
-                self._unread.add(connection.rank or 0)
                 connection.send(self._message)
 
     def reject(self, reason: str) -> None:
@@ -156,13 +154,15 @@ class NodeServer:
             for connection in self._followers:
                 connection.send(self._message)
 
-    def suspend(self, timeout_s: float) -> None:
-        """Return when the followers have stopped using the value, or the time is up. `publish` lets them continue."""
+    def suspend(self) -> None:
+        """Return when the followers have stopped using the value, or after a second. `publish` lets them continue."""
         with self._changed:
             self._message = None
             for connection in self._followers:
                 connection.send({"suspend": True})
-            self._changed.wait_for(lambda: all(connection.is_suspended for connection in self._followers), timeout_s)
+            self._changed.wait_for(
+                lambda: all(connection.is_suspended for connection in self._followers), SEND_TIMEOUT_S
+            )
 
     def wait(self, timeout_s: float, until: Callable[[], bool] = lambda: False) -> list[int]:
         """Wait until the expected followers have connected and left, `timeout_s` has passed, or `until` returns True.
@@ -178,9 +178,14 @@ class NodeServer:
 
     @property
     def unread(self) -> list[int]:
-        """The followers that have not said, since the value was published, that all they have written was read."""
+        """The followers that have written something, and have not said since that all was read."""
         with self._changed:
             return sorted(self._unread)
+
+    def forget_unread(self) -> None:
+        """Take all that the followers have written for read: the leader has found it elsewhere."""
+        with self._changed:
+            self._unread.clear()
 
     @property
     def missing(self) -> int:
@@ -236,11 +241,10 @@ class NodeServer:
             connection.rank = int(message["rank"])
             if len(self._seen_ranks) < _MOST_CONNECTIONS:
                 self._seen_ranks.add(connection.rank)
-                self._unread.add(connection.rank)
             if self._message is not None:
                 connection.send(self._message)
-        if "read" in message:
-            self._unread.discard(connection.rank or 0)
+        if "read" in message and connection.rank in self._seen_ranks:
+            (self._unread.discard if message["read"] else self._unread.add)(connection.rank)
         if "suspended" in message:
             connection.is_suspended = True
             self._changed.notify_all()
@@ -323,15 +327,14 @@ class NodeClient:
     def subscribe(
         self,
         on_publish: Callable[[Json], None],
-        on_suspend: Callable[[], bool],
+        on_suspend: Callable[[], None],
         on_disconnect: Callable[[], None],
     ) -> None:
         """Handle the leader's further messages in another thread.
 
         Args:
             on_publish: Called with the value when it is published again.
-            on_suspend: Called when the value must not be used any more. It must not be from the call's return on. It
-                returns whether all that was written was read.
+            on_suspend: Called when the value must not be used any more. It must not be from the call's return on.
             on_disconnect: Called when the leader has hung up, and after `leave`.
         """
         _started(self._receive, on_publish, on_suspend, on_disconnect)
@@ -340,22 +343,24 @@ class NodeClient:
         """Request that the leader publishes a value again."""
         self._connection.send({"request": text})
 
-    def leave(self, *, is_read: bool = True) -> None:
-        """Hang up: this process is done. `is_read`: whether all that it has written was read."""
-        if is_read:
-            self._connection.send({"read": True})
+    def tell_read(self, is_read: bool) -> None:
+        """Tell the leader that all that this process has written was read, or that it writes something now."""
+        self._connection.send({"read": is_read})
+
+    def leave(self) -> None:
+        """Hang up: this process is done."""
         self._connection.hang_up()
 
     def _receive(
-        self, on_publish: Callable[[Json], None], on_suspend: Callable[[], bool], on_disconnect: Callable[[], None]
+        self, on_publish: Callable[[Json], None], on_suspend: Callable[[], None], on_disconnect: Callable[[], None]
     ) -> None:
         try:
             for message in self._messages:
                 if "publish" in message:
                     on_publish(message["publish"])
                 if "suspend" in message:
-                    is_read = {"read": True} if on_suspend() else {}
-                    self._connection.send({"suspended": True, **is_read})
+                    on_suspend()
+                    self._connection.send({"suspended": True})
         except _MALFORMED:
             logger.debug("a message of the leader cannot be used", exc_info=True)
         finally:

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from support import jobs
 from support.users import as_nobody, needs_root
-from support.waiting import stop
+from support.waiting import stop, wait_until
 
 from flyteplugins_tracking.trackers import node_group
 from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodeServer
@@ -100,19 +100,23 @@ def test_a_leader_that_does_not_come_is_not_waited_for_past_the_deadline(name):
 def test_the_leader_knows_who_has_said_that_all_was_read(name):
     server = NodeServer(name, on_request=lambda _: None)
     server.publish({})
-    followers = [start_follower(name, rank) for rank in (1, 2)]
+    followers = [start_follower(name, rank) for rank in (1, 2, 3)]
     for follower in followers:
         assert line(follower) == "value {}"
-    assert server.unread == [1, 2]
-    tell(followers[0], "leave")
-    followers[1].kill()
+        tell(follower, "writes")
+    wait_until(lambda: server.unread == [1, 2, 3])
+    tell(followers[0], "read")
+    tell(followers[1], "read")
+    tell(followers[1], "writes")
+    wait_until(lambda: server.unread == [2, 3])
+    for follower in followers:
+        follower.kill()
+        follower.communicate(timeout=PATIENCE_S)
     assert server.wait(PATIENCE_S) == []
-    assert server.unread == [2]
-    server.publish({})
+    assert server.unread == [2, 3]
+    server.forget_unread()
     assert server.unread == []
     server.close()
-    for follower in followers:
-        follower.communicate(timeout=PATIENCE_S)
 
 
 def test_a_suspended_value_is_unused_until_it_is_published_again(name):
@@ -126,7 +130,7 @@ def test_a_suspended_value_is_unused_until_it_is_published_again(name):
     server.publish({"n": 1})
     follower = start_follower(name)
     assert line(follower) == "value {'n': 1}"
-    server.suspend(1)
+    server.suspend()
     assert line(follower) == "paused"
     tell(follower, "ask why")
     assert line(follower) == "offered {'n': 2}"
@@ -136,7 +140,8 @@ def test_a_suspended_value_is_unused_until_it_is_published_again(name):
     follower.communicate(timeout=PATIENCE_S)
 
 
-def test_a_request_handler_that_suspends_does_not_delay_it(name):
+def test_a_request_handler_that_suspends_does_not_delay_it(name, monkeypatch):
+    monkeypatch.setattr("flyteplugins_tracking.trackers.node_group.SEND_TIMEOUT_S", 240.0)
     asked, is_paused, answered = threading.Event(), threading.Event(), threading.Event()
 
     def answer(_: str) -> None:
@@ -150,7 +155,7 @@ def test_a_request_handler_that_suspends_does_not_delay_it(name):
     assert line(follower) == "value {}"
     tell(follower, "ask")
     assert asked.wait(PATIENCE_S)
-    server.suspend(PATIENCE_S)
+    server.suspend()
     assert not answered.is_set()
     is_paused.set()
     assert line(follower) == "paused"
@@ -165,7 +170,7 @@ def test_a_stopped_follower_does_not_delay_suspend(name):
     assert line(follower) == "value {}"
     stop(follower.pid)
     began = time.monotonic()
-    server.suspend(1)
+    server.suspend()
     assert 0.5 < time.monotonic() - began < 2 * jobs.TIME_SCALE
     follower.kill()
     follower.communicate()

@@ -16,7 +16,10 @@ ENDLESS_S = 600  # longer than any test waits
 
 
 def follower(name: str, rank: str) -> None:
-    """Join, print what comes, and do what each line of the input says: "leave", "ask" with a question, "join" again."""
+    """Join, print what comes, and do what each line of the input says.
+
+    "writes", "read", "leave", "ask" with a question, "join" again.
+    """
     joined = join(name, int(rank))
     joined.subscribe(
         on_publish=lambda value: print("offered", value, flush=True),
@@ -26,7 +29,9 @@ def follower(name: str, rank: str) -> None:
     print("value", joined.value, flush=True)
     for line in sys.stdin:
         command, _, rest = line.strip().partition(" ")
-        if command == "leave":
+        if command in ("writes", "read"):
+            joined.tell_read(command == "read")
+        elif command == "leave":
             joined.leave()
         elif command == "ask":
             joined.request(rest) if rest else joined.request()

@@ -50,11 +50,13 @@ def file_in(directory: Path) -> Path | None:
 
 
 def rows(directory: Path) -> Iterator[Row]:
-    """Yield the rows of a directory's file."""
+    """Yield the rows of a directory's file. Behind the run's end, where `wandb sync` reads none, there may be more."""
     file = file_in(directory)
     for kind, record in map(vendor.parse_record, records(file)) if file is not None else ():
         if kind == "history":
             yield _row(record)
+        if kind == "exit":
+            return
 
 
 def exit_code(directory: Path) -> int | None:

@@ -14,7 +14,7 @@ wandb.init                                                      |
   |                                                             |
   |== SIGTERM: the run ends early ==============================|
   |-------------------- suspend ------------------------------->|  holds its rows from now on
-  |<------------------- suspended, read ------------------------|  wandb-core has read its rows
+  |<------------------- read, suspended ------------------------|  wandb-core has read its rows
 run.finish(143)                                                 |
   |<------------------- request: "" ----------------------------|  its function logs on, in `finally`
 opens the run again                                             |
@@ -32,7 +32,8 @@ waits for its followers                                         |
 run.finish(0)
 ```
 
-The leader removes the journals of its followers' rows at the end, if all of them have said `read` before.
+A follower says before its next row that it writes. At the run's end, the leader removes the journals of its followers
+only if all that have written have said `read` since.
 
 If the leader is killed, its followers are disconnected. Their functions continue. Their rows go into their journals,
 for the next attempt on this machine, with one warning. A run with leaders on several nodes is in W&B's own shared mode
@@ -270,8 +271,7 @@ class LeaderHandle(SharedHandle):
 
     def _end(self, exit_code: int) -> None:
         if self._server is not None:
-            limit_s = self._request.config.finish_timeout_s
-            self._server.suspend(min(_SUSPEND_S + 1, limit_s / 2))
+            self._server.suspend()
             self._lacks_rows = bool(self._server.unread)  # what is read later comes after the run's end
         if self._writer is not None:
             self._writer.end(exit_code)
@@ -282,6 +282,8 @@ class LeaderHandle(SharedHandle):
     def _adopt(self, reopened: Any) -> None:
         super()._adopt(reopened)
         self._take_callers_config()
+        if self._server is not None:
+            self._server.forget_unread()  # the outbox has sent what their journals had
         self._publish()
 
     def _answer_request(self, unreachable: str) -> None:
@@ -325,9 +327,10 @@ class FollowerHandle(SharedHandle):
         self._changed = threading.Condition()
         self._published: Mapping[str, Any] | None = None  # a run to attach to
         self._is_gone = self._has_asked = False
-        self._is_read = False  # whether wandb-core has read all rows of this rank, as far as the last question tells
+        # Whether a row was written since wandb-core was last asked, and whether the leader knows of unread ones.
+        self._has_written = self._has_told = False
         self._patience_s = _ROW_WAIT_S
-        self._journal = outbox.guest_journal(client.value, client.rank)
+        self._of_owner, self._journal = client.value, outbox.guest_journal(client.value, client.rank)
         super().__init__(run, before, request)
         self._column = client.value["column"]
         self._keep_rows()
@@ -350,8 +353,8 @@ class FollowerHandle(SharedHandle):
         self._patience_s, self._has_asked = limit_s, False  # the leader may take the same time to end the run first
         self._gate.finish(lambda: self._flush(limit_s))
         self._journal.close()  # one that is open is not read
-        self._client.leave(is_read=self._is_read)
-        if self._is_read:  # otherwise wandb-core goes on reading until this process ends
+        self._client.leave()
+        if not self._has_told:  # otherwise wandb-core goes on reading until this process ends
             vendor.detach(self.run, self._connection)
         vendor.set_finished(self.run)
         self._let_go()
@@ -383,6 +386,11 @@ class FollowerHandle(SharedHandle):
             self._warn_of_end()
             if not outbox.keep_rows(run, self._keep, is_only=True):
                 return
+        with self._changed:
+            self._has_written = True
+            if not self._has_told:
+                self._has_told = True
+                self._client.tell_read(False)
         super()._log_now(run, row)
 
     def _keep(self, row: bytes, *_: Any) -> None:
@@ -412,9 +420,8 @@ class FollowerHandle(SharedHandle):
             self._connection, self._service = connection, published["service"]
             vendor.share_state(self.run, run)
             self._take_over()
-        self._has_asked = self._is_read = False
-        self._journal.close()
-        self._journal = outbox.guest_journal(published, self._client.rank)
+        self._has_asked = self._has_told = False
+        self._begin_journal(published)
         self._keep_rows()
         for define in self._definitions:
             define()
@@ -423,9 +430,19 @@ class FollowerHandle(SharedHandle):
         return ""
 
     def _flush(self, timeout_s: float) -> None:
-        if not self._is_gone:
-            self._is_read = False  # also for another thread, while this one waits
-            self._is_read = vendor.flush(self.run, timeout_s)
+        """Wait until wandb-core has read this rank's rows, and tell the leader if it has."""
+        if self._is_gone:
+            return
+        self._has_written = False
+        is_read = vendor.flush(self.run, timeout_s) and not self._gate.has_callers
+        with self._changed:
+            if is_read and self._has_told and not self._has_written:
+                self._has_told = False
+                self._client.tell_read(True)
+
+    def _begin_journal(self, of_owner: Mapping[str, Any]) -> None:
+        self._journal.close()
+        self._of_owner, self._journal = of_owner, outbox.guest_journal(of_owner, self._client.rank)
 
     def _keep_rows(self) -> None:
         """Keep this rank's rows beside the leader's, in the directory of the run."""
@@ -456,11 +473,11 @@ class FollowerHandle(SharedHandle):
         if self._published is not None:  # or this thread would wait for itself
             self._gate.open_again()
 
-    def _on_suspend(self) -> bool:
+    def _on_suspend(self) -> None:
         self._published = None
         if self._gate.state == "open":  # or a row that waits for this thread keeps the gate
             self._gate.end_early(lambda: self._flush(_SUSPEND_S))
-        return self._is_read
+        self._begin_journal(self._of_owner)  # the leader removes what this one has: a row may be logged later
 
     def _on_disconnect(self) -> None:
         with self._changed:
