@@ -87,7 +87,8 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         name: The run's name. As with `tags`, `notes` and `config`, only that of the primary rank counts.
         tags: The run's tags.
         notes: The run's notes.
-        config: The run's config: a mapping, dataclass or namespace that JSON can hold; or, for W&B, the path of a file.
+        config: The run's config: a mapping, a dataclass, a namespace, or anything like these, such as a Hydra config;
+            or, for W&B, the path of a file. Values that JSON cannot hold are shown as text.
         secret: A flytekit `Secret`, or a callable without arguments that returns the API key. Read inside the worker.
         if_unavailable: What happens if the service cannot be used at the start. "raise": a `TrackerUnavailableError`.
             "degrade": the run is logged to local files, with one warning.

@@ -132,7 +132,7 @@ def write(value: Mapping[str, Any], name: str) -> str:
         ConfigError: JSON cannot hold it.
     """
     try:
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value)  # NaN too: a config may have it, and `parse` reads it
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{name} cannot reach other processes: {error}. Pass text, numbers, lists or mappings"

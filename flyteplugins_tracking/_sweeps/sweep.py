@@ -30,11 +30,12 @@ from flyteplugins_tracking._runs.run import require
 from flyteplugins_tracking._util.checks import check_arguments, check_text, check_texts
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.modules import initialised_distributed
+from flyteplugins_tracking._util.plain import plain_config
 from flyteplugins_tracking._util.proc import TERMINATED, set_variables
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
-from flyteplugins_tracking.trackers.config import TrackingConfig, merged, plain_config
+from flyteplugins_tracking.trackers.config import TrackingConfig, merged
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker
 
 logger = logging.getLogger(__name__)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
@@ -19,6 +16,7 @@ from flyteplugins_tracking._rank.plan import (
     primary_rank_of,
 )
 from flyteplugins_tracking._util.checks import check_choice, check_flag, check_seconds, check_text, check_texts
+from flyteplugins_tracking._util.plain import plain_config
 from flyteplugins_tracking._util.record import Record, replace
 from flyteplugins_tracking.errors import ConfigError
 
@@ -115,7 +113,8 @@ class TrackingConfig(Record):
     """The run's notes."""
 
     config: Any = None
-    """The run's config: a mapping, dataclass or namespace that JSON can hold; or, for W&B, the path of a file."""
+    """The run's config: a mapping, a dataclass, a namespace, or anything like these, such as a Hydra config; or, for
+    W&B, the path of a file. Values that JSON cannot hold are shown as text."""
 
     secret: Any = None
     """A flytekit `Secret`, or a callable without arguments that returns the API key. Read inside the worker."""
@@ -299,60 +298,6 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
             are_configs = name == "config" and isinstance(value, Mapping) and isinstance(earlier, Mapping)
             result[name] = {**earlier, **value} if are_configs and earlier else value
     return result
-
-
-def plain_config(config: object, name: str = "config") -> dict[str, Any]:
-    """Return a copy of `config` as plain JSON values.
-
-    It may be a mapping, a dataclass or a namespace. Its values may also be NumPy and torch scalars and arrays, paths
-    and enums.
-
-    Raises:
-        ConfigError: JSON cannot hold a value; the message has its key.
-    """
-    if config is None:
-        return {}
-    if _is_dataclass(config):  # first, since a dataclass may also be a mapping
-        config = _as_dict(config)
-    elif not isinstance(config, Mapping) and hasattr(config, "__dict__") and not callable(config):
-        config = vars(config)  # argparse.Namespace, types.SimpleNamespace
-    if not isinstance(config, Mapping):
-        raise ConfigError(f"{name} must be a mapping, a dataclass or a namespace, got {type(config).__name__}")
-    plain: dict[str, Any] = {}
-    for key, value in config.items():
-        try:
-            plain |= json.loads(json.dumps({key: value}, default=_plain))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{name}[{key!r}]: JSON cannot hold it: {error}. Pass text, numbers, lists or mappings."
-            ) from error
-    return plain
-
-
-def _plain(value: Any) -> Any:
-    """Return a value that JSON does not know as values that it knows, or that come here again."""
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    if _is_dataclass(value):
-        return {field: getattr(value, field) for field in value.__dataclass_fields__}
-    if callable(getattr(value, "tolist", None)):  # NumPy and torch, scalars and arrays
-        return value.tolist()
-    raise TypeError(f"it has a {type(value).__name__}")
-
-
-def _is_dataclass(value: object) -> bool:
-    """Whether it is an instance of a dataclass, as `dataclasses` tells: but most ranks need not import that."""
-    return hasattr(type(value), "__dataclass_fields__")
-
-
-def _as_dict(value: Any) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(value)
 
 
 def _check_primary_rank(value: object) -> None:

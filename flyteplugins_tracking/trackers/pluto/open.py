@@ -15,6 +15,7 @@ from concurrent.futures import TimeoutError as WaitTimeoutError
 from threading import Thread
 from typing import Any
 
+from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
@@ -68,7 +69,7 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
         raise
     _warn_about_ignored_name(op, request)
     if request.plan.role is not None:
-        queue.post("config/update", {"config": json.dumps(run_config(request))})
+        queue.post_config(run_config(request))
     if request.plan.ends_run and request.config.notes is not None:  # the client has no call for that
         queue.post("notes/update", {"notes": request.config.notes[:1000]})
     return op, queue
@@ -241,7 +242,7 @@ def _metadata(request: RunRequest) -> dict[str, Any]:
     config, tags, group = request.config, list(request.config.tags or ()), request.group
     if group and not any(tag.startswith("group:") for tag in tags):  # the service takes one group
         tags.append(f"group:{group}")
-    return {"name": config.name or request.plan.run_id, "config": run_config(request), "tags": tags}
+    return {"name": config.name or request.plan.run_id, "config": finite(run_config(request)), "tags": tags}
 
 
 def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:

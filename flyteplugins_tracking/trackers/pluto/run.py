@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -111,7 +110,7 @@ class PlutoHandle(OutboxHandle):
         if request.plan.role is not None:
             self.run.update_config = functools.partial(self._update_section, run_config(request))
         if request.config.roles is not None:
-            self._queue.post("config/update", {"config": json.dumps({_OWNERS_CODE: None})})
+            self._queue.post_config({_OWNERS_CODE: None})
         pluto.log = self.run.log
         self._queue.connect(self._outbox.put)
 
@@ -144,7 +143,7 @@ class PlutoHandle(OutboxHandle):
     def _update_section(self, known: dict[str, Any], config: Mapping[str, Any]) -> None:
         """Change a role's section of the config, which the service replaces as a whole."""
         known[str(self.request.plan.role)].update(config)
-        self._queue.post("config/update", {"config": json.dumps(known)})
+        self._queue.post_config(known)
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from flyteplugins_tracking._util.files import is_own_directory
+from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking.trackers.journal import Line
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
@@ -246,7 +247,11 @@ class Queue:
         self._put_entries("logs", entries)
 
     def enqueue_config(self, config: Mapping[str, Any], timestamp_ms: int) -> None:  # noqa: ARG002 as the client calls it
-        self.post("config/update", {"config": json.dumps(config)})
+        self.post_config(config)
+
+    def post_config(self, values: Mapping[str, Any]) -> None:
+        """Change these keys of the run's config."""
+        self.post("config/update", {"config": json.dumps(finite(values))})
 
     def enqueue_tags(self, tags: Sequence[str], timestamp_ms: int) -> None:  # noqa: ARG002 as the client calls it
         self.post("tags/update", {"tags": list(tags)})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flyteplugins_tracking._util.files import is_own_file, own_text
+from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking.trackers.trackio import vendor
 
 # The longest time that a statement waits for another process, in seconds.
@@ -95,12 +96,10 @@ class Database(Store):
             connection.execute("BEGIN IMMEDIATE")
             row = connection.execute("SELECT config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
             values = {**(json.loads(row[0]) if merges and row else {}), **config}
-            # As Trackio has NaN and infinities.
-            finite = json.loads(json.dumps(values, default=str), parse_constant=str)
             connection.execute(
                 "INSERT INTO configs (run_id, run_name, config, created_at) VALUES (?, ?, ?, ?) "
                 "ON CONFLICT (run_id) DO UPDATE SET config = excluded.config",
-                (run_id, name, json.dumps(finite), text_of(time.time())),
+                (run_id, name, json.dumps(finite(values)), text_of(time.time())),  # as Trackio has NaN,
             )
 
 

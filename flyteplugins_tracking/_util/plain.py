@@ -1,0 +1,270 @@
+"""A user's config as plain JSON values, whatever it is made of: one conversion for all trackers.
+
+Nothing is imported for it: OmegaConf, pydantic, attrs, absl, NumPy and torch are known by what their objects have.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, ValuesView
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+from flyteplugins_tracking.errors import ConfigError
+
+# The largest array that becomes a list, as in W&B; the longest range; and the longest text of another object.
+_LARGEST_ARRAY, _LONGEST_RANGE, _LONGEST_TEXT = 32, 1000, 10_000
+# How deep values may be in each other. What is deeper is left out.
+_DEEPEST = 100
+# The largest int, in bits, that JSON's readers take for a number.
+_LARGEST_INT_BITS = 1023
+# Where an object is in memory: it differs in each process, and says nothing.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+# What no conversion changes. Strings and ints may have to be.
+_AS_IS = frozenset({float, bool, type(None)})
+# Where a value is in a config, for messages: the place of what it is in, and its key there.
+_Place = Any
+_NO_CONFIGS = (str, bytes, Sequence, Set, FunctionType, BuiltinFunctionType, MethodType)
+
+
+def plain_config(config: object, name: str = "config") -> dict[str, Any]:
+    """Return a copy of `config` as plain JSON values, which may be NaN or infinite.
+
+    What is like a mapping becomes one; sequences and sets become lists; scalars of NumPy and torch numbers; and all
+    else its text, or the name of its class.
+
+    Raises:
+        ConfigError: It is nothing like a mapping, or a mapping in it does not say its keys; the message names that one.
+    """
+    if config is None:
+        return {}
+    values = _mapping_of(config)
+    if values is None:
+        values = _attributes_of(config)
+    if values is None:
+        raise ConfigError(f"{name} must be a mapping, a dataclass or a namespace, got {type(config).__name__}")
+    return _mapping(values, name, (id(config),))
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with text for NaN and infinities, and for what is not plain: JSON has no numbers for them."""
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=_text), parse_constant=str)
+    return plain
+
+
+def _attributes_of(config: object) -> Mapping[str, Any] | None:
+    """Return the attributes of an object, a class or a module that is used as a config."""
+    if isinstance(config, _NO_CONFIGS) or not hasattr(config, "__dict__"):
+        return None
+    if isinstance(config, type):
+        kinds = [kind for kind in reversed(config.__mro__) if kind is not object]
+        found = {name: value for kind in kinds for name, value in vars(kind).items()}
+    else:
+        found = dict(vars(config))
+    is_namespace = isinstance(config, (type, ModuleType))
+    return {key: value for key, value in found.items() if not (is_namespace and key.startswith("__"))}
+
+
+def _plain(value: Any, place: _Place, inside: tuple[int, ...]) -> Any:
+    """Return a value as plain values. `inside` are the objects that it is in."""
+    if type(value) in _AS_IS:
+        return value
+    try:
+        return _converted(value, place, inside)
+    except ConfigError:
+        raise
+    except Exception:
+        return _text(value)
+
+
+def _converted(value: Any, place: _Place, inside: tuple[int, ...]) -> Any:
+    for kinds, convert in _SCALARS:
+        if isinstance(value, kinds):
+            return convert(value)
+    mapping = _mapping_of(value)
+    if mapping is None and not isinstance(value, (Sequence, Set, ValuesView)):
+        return _array(value, place, inside) if hasattr(type(value), "tolist") else _text(value)
+    if len(inside) > _DEEPEST or id(value) in inside:
+        return "[...]" if mapping is None else "{...}"
+    inside = (*inside, id(value))
+    if mapping is not None:
+        return _mapping(mapping, place, inside)
+    if isinstance(value, range) and len(value) > _LONGEST_RANGE:
+        return str(value)
+    return [_plain(item, (place, number), inside) for number, item in enumerate(_items_of(value))]
+
+
+def _mapping(values: Any, place: _Place, inside: tuple[int, ...]) -> dict[str, Any]:
+    try:
+        texts = {_key(key): key for key in values.keys()}  # noqa: SIM118 some are no mappings, and iterate otherwise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"the keys of {_name(place)} cannot be read: {reason}. Pass a mapping of its values"
+        ) from error
+    return {text: _plain(_item_of(values, key), (place, text), inside) for text, key in texts.items()}
+
+
+def _name(place: _Place) -> str:
+    return place if isinstance(place, str) else f"{_name(place[0])}[{place[1]!r}]"
+
+
+def _key(key: Any) -> str:
+    """Return a key as W&B shows it."""
+    if isinstance(key, enum.Enum):
+        return _key(key.value)
+    if isinstance(key, bool):
+        return str(key).lower()
+    if isinstance(key, tuple):
+        return ",".join(map(_key, key))
+    return _string(key if isinstance(key, str) else _own_text(key))
+
+
+def _item_of(values: Any, key: Any) -> Any:
+    """Return the value of a key or an index. One that cannot be read becomes a text."""
+    try:
+        return values[key]
+    except Exception as error:
+        return _unresolved(values, key, error)
+
+
+def _unresolved(values: Any, key: Any, error: Exception) -> str:
+    """Return what OmegaConf has for a value that it cannot resolve: "???" for a missing one."""
+    omegaconf: Any = sys.modules.get("omegaconf")
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(values):
+        try:
+            return str(omegaconf.OmegaConf.to_container(values, resolve=False)[key])
+        except Exception:
+            return "???"
+    return f"(cannot be read: {type(error).__name__})"
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, Sequence):
+        return [_item_of(value, number) for number in range(len(value))]
+    if isinstance(value, Set):  # in an order that is the same in each process, and so after a restart
+        return sorted(value, key=lambda item: (type(item).__name__, item if _is_number(item) else _text(item)))
+    return list(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _array(value: Any, place: _Place, inside: tuple[int, ...]) -> Any:
+    """Return a scalar or an array of NumPy, torch or JAX as a number or a list. A large one becomes its text."""
+    try:
+        is_time = getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M")
+        if not is_time and math.prod(getattr(value, "shape", ())) <= _LARGEST_ARRAY:
+            items = value.tolist()
+            return _text(value) if type(items) is type(value) else _plain(items, place, inside)
+    except Exception:  # a tensor without data
+        return _text(value)
+    return _text(value)
+
+
+def _mapping_of(value: Any) -> Any:
+    """Return what has the keys and values of an object that is like a mapping; None for another object."""
+    for has_fields, fields_of in _WITH_FIELDS:
+        if has_fields(type(value)):
+            return fields_of(value)
+    return value if isinstance(value, Mapping) or _has_items(value) else None
+
+
+def _has_items(value: Any) -> bool:
+    """Whether it is like `ml_collections.ConfigDict`, and neither a table nor a module of torch."""
+    kind = type(value)
+    has_items = all(callable(getattr(kind, name, None)) for name in ("keys", "items", "__getitem__"))
+    return has_items and not callable(value) and not hasattr(kind, "shape")
+
+
+def _fields_of_dataclass(value: Any) -> dict[str, Any]:
+    from dataclasses import fields  # it is loaded
+
+    return _present(value, [field.name for field in fields(value)])
+
+
+def _present(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return the attributes that are there: a field may have no value."""
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _namespaces() -> tuple[type, ...]:
+    argparse = sys.modules.get("argparse")
+    return () if argparse is None else (argparse.Namespace,)
+
+
+# What tells by its class that it has fields, and how they are read. A dataclass may also be a mapping.
+_WITH_FIELDS: Sequence[tuple[Callable[[type], bool], Callable[[Any], Any]]] = (
+    (lambda kind: hasattr(kind, "__dataclass_fields__"), _fields_of_dataclass),
+    (
+        lambda kind: hasattr(kind, "__attrs_attrs__"),
+        lambda value: _present(value, [field.name for field in type(value).__attrs_attrs__]),
+    ),
+    (  # pydantic 2 and 1
+        lambda kind: hasattr(kind, "__pydantic_fields__") or hasattr(kind, "__fields_set__"),
+        lambda value: {**vars(value), **(getattr(value, "__pydantic_extra__", None) or {})},
+    ),
+    (lambda kind: issubclass(kind, tuple) and hasattr(kind, "_asdict"), lambda value: value._asdict()),
+    (lambda kind: hasattr(kind, "flag_values_dict"), lambda value: value.flag_values_dict()),  # absl
+    (lambda kind: issubclass(kind, (SimpleNamespace, *_namespaces())), vars),
+)
+
+
+def _text(value: Any) -> str:
+    """Return the text of an object, without its place in memory; or the name of its class."""
+    kind = type(value)
+    try:
+        text = _own_text(value)
+    except Exception:
+        text = _name_of(kind)
+    text = _string(_ADDRESS.sub("", text))
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+
+
+def _own_text(value: Any) -> str:
+    kind: Any = type(value)
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _name_of(value)
+    if hasattr(kind, "isoformat"):  # a date or a time
+        return str(value.isoformat())
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
+        return _name_of(kind)
+    return str(value)
+
+
+def _name_of(value: Any) -> str:
+    """Return the name of a class or a function, with its module."""
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _string(value: str) -> str:
+    """Return a string that UTF-8 can hold."""
+    text = str.__str__(value)
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _integer(value: int) -> int | str:
+    number = int.__int__(value)
+    return number if number.bit_length() <= _LARGEST_INT_BITS else f"{number:#x}"[:_LONGEST_TEXT]
+
+
+def _enum(value: enum.Enum) -> str:
+    return value.name if isinstance(value.name, str) else _text(value)  # combined flags have no name before 3.11
+
+
+# The scalars, each with what it becomes. The first that holds: an enum may also be an int or a string.
+_SCALARS: Sequence[tuple[Any, Callable[[Any], Any]]] = (
+    (enum.Enum, _enum),
+    ((bool, type(None)), lambda value: value),
+    (str, _string),
+    (int, _integer),
+    (float, float.__float__),
+    ((bytes, bytearray, memoryview), lambda value: bytes(value).decode("utf-8", "replace")),
+)

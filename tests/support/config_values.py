@@ -1,0 +1,433 @@
+"""Values as people have them in the configs of their trainings, and what W&B's bare client makes of each.
+
+`VALUES` is the table. A case's `make` returns a new value, to be passed as one value of a config. `bare` is what the
+service has of it with the bare client of W&B 0.31: a JSON value, or one of the names below. `plain` is what it has with
+the library: the same, except where `why` says why not. `stored` makes of a value what W&B's service has of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import importlib.util
+import math
+import pathlib
+import re
+import types
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+from unittest.mock import ANY
+
+# The bare client raises; it does not return; and the service has nothing: wandb-core leaves out empty mappings.
+REFUSED, ENDLESS, ABSENT = "<refused>", "<endless>", "<absent>"
+_SAME = object()
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Optimizer(str, enum.Enum):
+    ADAM = "adam"
+
+
+class Access(enum.Flag):
+    READ = 1
+    WRITE = 2
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+@dataclasses.dataclass
+class Layer:
+    width: int = 8
+    path: pathlib.Path = pathlib.Path("/data")
+
+
+@dataclasses.dataclass
+class Model:
+    layer: Layer = dataclasses.field(default_factory=Layer)
+    colour: Colour = Colour.RED
+
+
+class Slots:
+    __slots__ = ("width",)
+
+    def __init__(self) -> None:
+        self.width = 8
+
+
+class Plain:
+    """An object without a text of its own."""
+
+    def __init__(self) -> None:
+        self.width = 8
+
+
+class Told(Plain):
+    def __repr__(self) -> str:
+        return f"Told(width={self.width})"
+
+
+class Broken:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+class Lazy(Mapping[str, Any]):
+    """A mapping that is no dictionary."""
+
+    def __getitem__(self, key: str) -> Any:
+        return {"width": 8, "names": ("a", "b")}[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("width", "names"))
+
+    def __len__(self) -> int:
+        return 2
+
+
+class HalfBroken(Lazy):
+    """A mapping with a value that cannot be read."""
+
+    def __getitem__(self, key: str) -> Any:
+        if key == "names":
+            raise RuntimeError("not there yet")
+        return 8
+
+
+class ConfigDict:
+    """Like `ml_collections.ConfigDict`: no mapping, with `items` and `to_dict`."""
+
+    def __init__(self, **values: Any) -> None:
+        object.__setattr__(self, "_fields", values)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_fields"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __getitem__(self, key: str) -> Any:
+        return self._fields[key]
+
+    def keys(self) -> Any:
+        return self._fields.keys()
+
+    def items(self) -> Any:
+        return self._fields.items()
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self._fields)
+
+
+def training_step() -> None:
+    """A function as a config's value."""
+
+
+def _omegaconf(values: Any) -> Any:
+    return __import__("omegaconf").OmegaConf.create(values)
+
+
+def _structured() -> Any:
+    @dataclasses.dataclass
+    class Settings:
+        width: int = __import__("omegaconf").MISSING
+        colour: Colour = Colour.RED
+        path: pathlib.Path = pathlib.Path("/data")
+
+    return __import__("omegaconf").OmegaConf.structured(Settings)
+
+
+def _attrs() -> Any:
+    return __import__("attr").make_class("Settings", {"width": __import__("attr").ib(default=8)})()
+
+
+def _pydantic() -> Any:
+    pydantic = __import__("pydantic")
+    inner = pydantic.create_model("Inner", width=(int, 8))
+    return pydantic.create_model("Outer", inner=(inner, inner()), path=(pathlib.Path, pathlib.Path("/data")))()
+
+
+def _pydantic_1() -> Any:
+    v1 = __import__("pydantic.v1", fromlist=["v1"])
+    return v1.create_model("Settings", width=(int, 8))()
+
+
+def _numpy(make: Callable[[Any], Any]) -> Callable[[], Any]:
+    return lambda: make(__import__("numpy"))
+
+
+def _torch(make: Callable[[Any], Any]) -> Callable[[], Any]:
+    return lambda: make(__import__("torch"))
+
+
+def _cycle() -> Any:
+    values: dict[str, Any] = {"lr": 1}
+    values["self"] = [values]
+    return values
+
+
+def _deep(levels: int) -> Any:
+    value: Any = "end"
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    make: Callable[[], Any]
+    bare: Any
+    plain: Any = _SAME
+    why: str = ""
+    needs: str = ""
+
+    @property
+    def key(self) -> str:
+        """Its name as every tracker takes the key of a config."""
+        return re.sub(r"\W+", "_", self.name)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the package that it needs is installed."""
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
+
+    def __post_init__(self) -> None:
+        if self.plain is _SAME:
+            object.__setattr__(self, "plain", self.bare)
+
+
+def stored(value: Any) -> Any:
+    """What W&B's service has of a JSON value: NaN is null, and an empty mapping is not there."""
+    if isinstance(value, dict):
+        return {key: stored(item) for key, item in value.items()} or ABSENT
+    if isinstance(value, list):
+        return [stored(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+_MAPPING = "it is like a mapping, and bare W&B shows its text"
+_REFUSED = "bare W&B raises"
+_CLASS = "bare W&B shows a place in memory, which differs after each restart"
+_UNREAD = "the function that is tracked has not read it yet"
+_NUMBER = "a number or a list says more than its text"
+
+_HERE = __name__
+
+VALUES: tuple[Case, ...] = (
+    # Scalars
+    Case("text", lambda: "adam", "adam"),
+    Case("empty text", lambda: "", ""),
+    Case("unicode", lambda: "größe \u2713", "größe \u2713"),
+    Case("half of a surrogate pair", lambda: "a\ud800", "a\ufffd"),
+    Case("long text", lambda: "x" * 20_000, "x" * 20_000),
+    Case("int", lambda: -3, -3),
+    Case("large int", lambda: 2**70, float(2**70)),
+    Case("huge int", lambda: 1 << 2000, math.inf, hex(1 << 2000), "no reader of JSON takes it"),
+    Case("float", lambda: 0.5, 0.5),
+    Case("NaN", lambda: math.nan, None),
+    Case("infinity", lambda: math.inf, math.inf),
+    Case("bool", lambda: True, True),
+    Case("None", lambda: None, None),
+    Case("complex", lambda: 1 + 2j, "1+2j", "(1+2j)", "it is Python's text"),
+    Case("bytes", lambda: b"abc", "abc"),
+    Case("bytes that are no text", lambda: b"a\xff", REFUSED, "a\ufffd", _REFUSED),
+    Case("bytearray", lambda: bytearray(b"abc"), [97, 98, 99], "abc", "as bytes"),
+    # Sequences and sets
+    Case("list", lambda: [1, "a", None], [1, "a", None]),
+    Case("tuple", lambda: (1, (2,)), [1, [2]]),
+    Case("empty list", lambda: [], []),
+    Case("set", lambda: {3, 1, 2}, [1, 2, 3]),
+    Case("frozenset", lambda: frozenset({3}), [3]),
+    Case("set of texts", lambda: {"b"}, ["b"]),
+    Case("range", lambda: range(3), [0, 1, 2]),
+    Case("deque", lambda: collections.deque([1, 2]), [1, 2]),
+    Case("UserList", lambda: collections.UserList([1]), [1]),
+    Case("keys", lambda: {"a": 1}.keys(), REFUSED, ["a"], _REFUSED),
+    Case("values", lambda: {"a": 1}.values(), REFUSED, [1], _REFUSED),
+    Case("iterator", lambda: iter([1]), [1], "builtins.list_iterator", _UNREAD),
+    Case(
+        "slice",
+        lambda: slice(1, 2),
+        {"slice_start": 1, "slice_step": None, "slice_stop": 2},
+        "slice(1, 2, None)",
+        _CLASS,
+    ),
+    # Mappings
+    Case("nested", lambda: {"a": {"b": [1, {"c": 2}]}}, {"a": {"b": [1, {"c": 2}]}}),
+    Case("empty mapping", dict, ABSENT),
+    Case("OrderedDict", lambda: collections.OrderedDict(a=1), {"a": 1}),
+    Case("Counter", lambda: collections.Counter("aab"), {"a": 2, "b": 1}),
+    Case("mappingproxy", lambda: types.MappingProxyType({"a": 1}), REFUSED, {"a": 1}, _REFUSED),
+    Case("UserDict", lambda: collections.UserDict(a=1), "{'a': 1}", {"a": 1}, _MAPPING),
+    Case("ChainMap", lambda: collections.ChainMap({"a": 1}), "ChainMap({'a': 1})", {"a": 1}, _MAPPING),
+    Case("mapping of another class", Lazy, ANY, {"width": 8, "names": ["a", "b"]}, _CLASS),
+    Case("value that cannot be read", HalfBroken, ANY, {"width": 8, "names": "(cannot be read: RuntimeError)"}, _CLASS),
+    Case("ConfigDict", lambda: ConfigDict(a=1, b=ConfigDict(c=2)), ANY, {"a": 1, "b": {"c": 2}}, _CLASS),
+    Case("int keys", lambda: {1: "a"}, {"1": "a"}),
+    Case("float keys", lambda: {0.5: 1}, {"0.5": 1}),
+    Case("bool keys", lambda: {True: 1}, {"true": 1}),
+    Case("None as a key", lambda: {None: 1}, {"None": 1}),
+    Case("tuple keys", lambda: {(1, 2): 3}, {"1,2": 3}),
+    Case("enum keys", lambda: {Colour.RED: 1}, {"red": 1}),
+    Case("path keys", lambda: {pathlib.Path("a/b"): 1}, {"a/b": 1}),
+    Case("date keys", lambda: {datetime.date(2026, 1, 2): 1}, {"2026-01-02": 1}),
+    # Objects with fields
+    Case("Namespace", lambda: argparse.Namespace(lr=1), "Namespace(lr=1)", {"lr": 1}, _MAPPING),
+    Case(
+        "nested Namespace",
+        lambda: {"o": argparse.Namespace(lr=1)},
+        {"o": "Namespace(lr=1)"},
+        {"o": {"lr": 1}},
+        _MAPPING,
+    ),
+    Case("SimpleNamespace", lambda: types.SimpleNamespace(lr=1), "namespace(lr=1)", {"lr": 1}, _MAPPING),
+    Case("dataclass", Model, {"layer": {"width": 8, "path": "/data"}, "colour": "RED"}),
+    Case("namedtuple", lambda: Point(1, 2), [1, 2], {"x": 1, "y": 2}, "its fields have names"),
+    Case("attrs", _attrs, "Settings(width=8)", {"width": 8}, _MAPPING, "attr"),
+    Case("pydantic", _pydantic, ANY, {"inner": {"width": 8}, "path": "/data"}, _MAPPING, "pydantic"),
+    Case("pydantic 1", _pydantic_1, "width=8", {"width": 8}, _MAPPING, "pydantic"),
+    # Hydra's
+    Case(
+        "OmegaConf",
+        lambda: _omegaconf({"a": [1, 2], "b": {"c": "${a}"}}),
+        ANY,
+        {"a": [1, 2], "b": {"c": [1, 2]}},
+        _MAPPING,
+        "omegaconf",
+    ),
+    Case("OmegaConf list", lambda: _omegaconf([1, {"a": 2}]), [1, "{'a': 2}"], [1, {"a": 2}], _MAPPING, "omegaconf"),
+    Case("OmegaConf, missing", lambda: _omegaconf({"a": "???"}), "{'a': '???'}", {"a": "???"}, _MAPPING, "omegaconf"),
+    Case(
+        "OmegaConf, missing in a list",
+        lambda: _omegaconf({"a": [1, "???"]}),
+        ANY,
+        {"a": [1, "???"]},
+        _MAPPING,
+        "omegaconf",
+    ),
+    Case(
+        "OmegaConf, unresolved",
+        lambda: _omegaconf({"a": "${no.such}", "b": 1}),
+        ANY,
+        {"a": "${no.such}", "b": 1},
+        _MAPPING,
+        "omegaconf",
+    ),
+    Case(
+        "OmegaConf, resolver that is not there",
+        lambda: _omegaconf({"a": "${hydra:run.dir}"}),
+        ANY,
+        {"a": "${hydra:run.dir}"},
+        _MAPPING,
+        "omegaconf",
+    ),
+    Case(
+        "OmegaConf, structured",
+        _structured,
+        ANY,
+        {"width": "???", "colour": "RED", "path": "/data"},
+        _MAPPING,
+        "omegaconf",
+    ),
+    # Objects with a text
+    Case("enum", lambda: Colour.RED, "RED"),
+    Case("IntEnum", lambda: Level.HIGH, "HIGH"),
+    Case("enum of texts", lambda: Optimizer.ADAM, "ADAM"),
+    Case("path", lambda: pathlib.Path("/data"), "/data"),
+    Case("date", lambda: datetime.date(2026, 1, 2), "2026-01-02"),
+    Case("datetime", lambda: datetime.datetime(2026, 1, 2, 3, 4, 5), "2026-01-02T03:04:05"),
+    Case("timedelta", lambda: datetime.timedelta(hours=1), "1:00:00"),
+    Case("Decimal", lambda: decimal.Decimal("0.10"), "0.10"),
+    Case("Fraction", lambda: fractions.Fraction(1, 3), "1/3"),
+    Case("UUID", lambda: uuid.UUID(int=1), "00000000-0000-0000-0000-000000000001"),
+    Case("regular expression", lambda: re.compile("a+"), "re.compile('a+')"),
+    Case("function", lambda: training_step, f"{_HERE}.training_step"),
+    Case("built-in function", lambda: len, "builtins.len"),
+    Case("class", lambda: Plain, f"{_HERE}.Plain"),
+    Case("type", lambda: list[int], "builtins.list"),
+    Case("method", lambda: Told().__repr__, f"{_HERE}.Told.__repr__"),
+    Case(
+        "partial", lambda: functools.partial(training_step), ANY, "functools.partial(<function training_step>)", _CLASS
+    ),
+    Case("module", lambda: math, REFUSED, "math", _REFUSED),
+    Case("exception", lambda: ValueError("no"), REFUSED, "no", _REFUSED),
+    Case("Ellipsis", lambda: ..., REFUSED, "Ellipsis", _REFUSED),
+    Case("object with a text", Told, "Told(width=8)"),
+    Case("object", object, REFUSED, "builtins.object", _REFUSED),
+    Case("object in a list", lambda: [object()], REFUSED, ["builtins.object"], _REFUSED),
+    Case("object without a text", Plain, ANY, f"{_HERE}.Plain", _CLASS),
+    Case("object with slots", Slots, ANY, f"{_HERE}.Slots", _CLASS),
+    Case("object whose text raises", Broken, REFUSED, f"{_HERE}.Broken", _REFUSED),
+    # NumPy's and torch's
+    Case("float32", _numpy(lambda numpy: numpy.float32(0.5)), 0.5, needs="numpy"),
+    Case("int64", _numpy(lambda numpy: numpy.int64(3)), 3, needs="numpy"),
+    Case("bool_", _numpy(lambda numpy: numpy.bool_(True)), True, needs="numpy"),
+    Case("str_", _numpy(lambda numpy: numpy.str_("a")), "a", needs="numpy"),
+    Case("datetime64", _numpy(lambda numpy: numpy.datetime64("2026-01-02")), "2026-01-02", needs="numpy"),
+    Case("array", _numpy(lambda numpy: numpy.ones((2, 2))), [[1, 1], [1, 1]], needs="numpy"),
+    Case("array without dimensions", _numpy(lambda numpy: numpy.array(3.0)), "3.0", 3.0, _NUMBER, "numpy"),
+    Case("array of one", _numpy(lambda numpy: numpy.array([3.0])), "3.0", [3.0], _NUMBER, "numpy"),
+    Case("large array", _numpy(lambda numpy: numpy.zeros(2000)), "[0. 0. 0. ... 0. 0. 0.]", needs="numpy"),
+    Case(
+        "array of objects",
+        _numpy(lambda numpy: numpy.array([object()])),
+        REFUSED,
+        ["builtins.object"],
+        _REFUSED,
+        "numpy",
+    ),
+    Case("numpy dtype", _numpy(lambda numpy: numpy.dtype("float32")), "float32", needs="numpy"),
+    Case("numpy class", _numpy(lambda numpy: numpy.float32), "numpy.float32", needs="numpy"),
+    Case("tensor without dimensions", _torch(lambda torch: torch.tensor(0.5)), 0.5, needs="torch"),
+    Case("tensor", _torch(lambda torch: torch.ones(3, requires_grad=True)), [1, 1, 1], needs="torch"),
+    Case(
+        "tensor of bfloat16",
+        _torch(lambda torch: torch.tensor([1.0], dtype=torch.bfloat16)),
+        REFUSED,
+        [1.0],
+        _REFUSED,
+        "torch",
+    ),
+    Case(
+        "tensor without data",
+        _torch(lambda torch: torch.empty(3, device="meta")),
+        REFUSED,
+        "tensor(..., device='meta', size=(3,))",
+        _REFUSED,
+        "torch",
+    ),
+    Case("torch dtype", _torch(lambda torch: torch.bfloat16), "torch.bfloat16", needs="torch"),
+    Case("device", _torch(lambda torch: torch.device("cuda:1")), "cuda:1", needs="torch"),
+    Case("torch.Size", _torch(lambda torch: torch.Size([1, 2])), [1, 2], needs="torch"),
+    Case(
+        "torch module",
+        _torch(lambda torch: torch.nn.Linear(1, 1)),
+        "Linear(in_features=1, out_features=1, bias=True)",
+        needs="torch",
+    ),
+    Case("torch class", _torch(lambda torch: torch.optim.Adam), "torch.optim.adam.Adam", needs="torch"),
+    # What does not end
+    Case("cycle", _cycle, REFUSED, {"lr": 1, "self": ["{...}"]}, _REFUSED),
+    Case("deep", lambda: _deep(90), _deep(90)),
+    Case("too deep", lambda: _deep(5000), REFUSED, ANY, _REFUSED),
+    Case("long range", lambda: range(10**12), ENDLESS, "range(0, 1000000000000)", "bare W&B makes a list of it"),
+)
