@@ -22,11 +22,13 @@ from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RunPlan, needs_shared_id, plan
 from flyteplugins_tracking._util.checks import check_run_id
+from flyteplugins_tracking._util.plain import plain_config
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import learn
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch, StepWatch
+from flyteplugins_tracking.trackers.config import OWN
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.call import Call
@@ -127,7 +129,7 @@ def request_of(
         deadline: When the run must be open, in seconds of `time.monotonic`.
     """
     config, context, info = call.config, call.context, call.info
-    is_shared = config.run_mode == "shared"
+    is_shared, own = config.run_mode == "shared", {**_job_metadata(info), **context.run_metadata}
     return RunRequest(
         plan=run_plan,
         planned_run_id=planned.run_id,
@@ -135,7 +137,7 @@ def request_of(
         info=info,
         has_other_writers=config.has_roles
         or (context.has_children if info is None else is_shared and is_elastic(info, os.environ)),
-        run_metadata={**_trial_config(call), **_job_metadata(info), **context.run_metadata},
+        run_metadata={**_trial_config(call), **({OWN: own} if own else {})},
         read_secret=functools.partial(_read_secret, config.secret, context),
         may_prompt=may_prompt(info, context),
         watch=watch,
@@ -157,19 +159,16 @@ def _ask_to_stop(service: str, otherwise: Callable[[], object]) -> None:
 
 
 def _trial_config(call: Call) -> dict[str, Any]:
-    """Return the hyperparameters of a trial of Ray Tune, each as a plain value or as a string."""
+    """Return the hyperparameters of a trial of Ray Tune."""
     pool = call.found.pool
-    if pool is None or pool.trial is None:
-        return {}
-    plain = (str, int, float, bool, list, tuple, dict, type(None))
-    return {str(name): value if isinstance(value, plain) else repr(value) for name, value in pool.trial.config.items()}
+    return {} if pool is None or pool.trial is None else plain_config(pool.trial.config, "the trial's config")
 
 
 def _job_metadata(info: DistributedInfo | None) -> dict[str, Any]:
     if info is None:
         return {}
     shape = ("world_size", "num_workers", "local_world_size", "launcher")
-    return {"distributed": {name: info[name] for name in shape}, "restart_count": info.restart_count}
+    return {**{name: info[name] for name in shape}, "restart_count": info.restart_count}
 
 
 def _read_secret(secret: Any, context: ExecutionContext) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page, RunPlan, leader_of, primary_rank_of
 from flyteplugins_tracking._util.record import Record
-from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.config import TrackingConfig, own_values
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis
 
 Feature = Literal["shared", "resume", "offline", "media", "system metrics", "sweeps", "config file", "download_logs"]
@@ -83,7 +83,8 @@ class RunRequest(Record):
         info: This rank; None outside a distributed job.
         has_other_writers: Whether processes besides the job's present ranks may write to the run, now or later: other
             nodes of an elastic job, jobs with roles, the tasks that a Flyte task calls, or the task that has called it.
-        run_metadata: The values to add to the run's config: the job's shape, its restarts, the Flyte execution.
+        run_metadata: The values to add to the run's config: the hyperparameters of a trial, and below "tracking_init"
+            the job's shape, its restarts, and the Flyte execution.
         read_secret: Returns the API key; None if the user has not passed a secret. A tracker calls it at most once.
         may_prompt: Whether this process may ask the user for a key in its terminal.
         watch: Watches for SIGTERM. The handle calls its methods: `ClientHandle` does.
@@ -117,8 +118,8 @@ class RunRequest(Record):
     @property
     def is_retry(self) -> bool:
         """Whether this is a later attempt of the job, after a restart of its workers or a retry by Flyte."""
-        flyte = self.run_metadata.get("flyte") or {}
-        return bool(self.run_metadata.get("restart_count") or flyte.get("attempt"))
+        known = own_values(self.run_metadata)
+        return bool(known.get("restart_count") or known.get("attempt_number"))
 
     @property
     def primary_rank(self) -> int:

@@ -17,7 +17,7 @@ from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.config import MARK, roles_error
+from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values, roles_error
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow, OwnersKeys
 
@@ -170,7 +170,8 @@ def refuse_to_pickle() -> NoReturn:
 
 def restart_count_of(request: RunRequest) -> int:
     """Return the number of earlier attempts of the job, by its launcher and by Flyte."""
-    count: int = request.run_metadata.get("restart_count", 0) + request.run_metadata.get("attempt_number", 0)
+    known = own_values(request.run_metadata)
+    count: int = known.get("restart_count", 0) + known.get("attempt_number", 0)
     return count
 
 
@@ -232,8 +233,9 @@ def run_config(request: RunRequest) -> dict[str, Any]:
     """
     config, role, roles = request.config.config, request.plan.role, request.config.roles
     values = {**request.run_metadata, **(config if isinstance(config, Mapping) else {})}
-    if roles is not None:
-        values[MARK] = list(roles)
+    own = {**own_values(request.run_metadata), **({} if roles is None else {ROLES: list(roles)})}
+    if own:
+        values[OWN] = own
     return values if role is None else {role: values}
 
 

@@ -26,13 +26,12 @@ IfUnavailable = Literal["raise", "degrade"]
 Rollback = Literal["keep", "rewind"]
 """How a run takes the rows that a job logs again after it has gone back to its checkpoint."""
 
-# The key of the owner's roles in a run's config; and the owner's name beside those of roles.
-MARK, OWNER = "tracking_roles", "owner"
+# The one key of this library in a run's config, with all that it adds below: no script has an argument of that name.
+OWN = "tracking_init"
+# The roles of a run's owner, below that key; and the owner's name beside those of roles.
+ROLES, OWNER = "roles", "owner"
 # What this library's keys begin with, in rows and in the config.
-_NOT_ROLES = {
-    *(MARK, OWNER, "roles", "ranks", "nodes", "failure", "goodput", "hang", "stop", "system"),
-    *("distributed", "restart_count", "attempt_number", "flyte"),
-}
+_NOT_ROLES = frozenset({OWN, OWNER, ROLES, "ranks", "nodes", "failure", "goodput", "hang", "stop", "system"})
 
 # The last seconds before the launcher's SIGKILL, in which a process whose run has ended comes to its own end.
 _END_S = 5.0
@@ -211,7 +210,7 @@ class TrackingConfig(Record):
             wrong = "run_mode='new'" if self.run_mode == "new" else "rank_scope='worker'"
             raise ConfigError(f"roles= needs one run for the job, and {wrong} makes several: leave it out")
         twice = sorted({name for name in self.roles if self.roles.count(name) > 1})
-        taken = sorted({MARK, *self.roles} & set(self.config if isinstance(self.config, Mapping) else ()))
+        taken = sorted(set(self.roles) & set(self.config if isinstance(self.config, Mapping) else ()))
         if twice:
             raise ConfigError(f"roles= has {twice[0]!r} twice: each writer needs a name of its own")
         if taken:
@@ -298,6 +297,12 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
             are_configs = name == "config" and isinstance(value, Mapping) and isinstance(earlier, Mapping)
             result[name] = {**earlier, **value} if are_configs and earlier else value
     return result
+
+
+def own_values(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what this library has put into a config, which may be another program's."""
+    values = config.get(OWN)
+    return values if isinstance(values, Mapping) else {}
 
 
 def _check_primary_rank(value: object) -> None:

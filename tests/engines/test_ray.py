@@ -39,7 +39,7 @@ def test_the_ranks_are_those_of_ray_train(tmp_path: Path, workers: int, run_mode
     assert len(done.runs) == (workers if run_mode == "new" else 1)
     assert {(len(run.rows), run.exit_code) for run in done.runs} == {(5, 0)}
     assert len({run.group or run.id for run in done.runs}) == 1
-    assert done.runs[0].config["distributed"]["launcher"] == "ray"
+    assert done.runs[0].config["tracking_init"]["launcher"] == "ray"
 
 
 @pytest.mark.parametrize("around", [{}, SLURM], ids=["alone", "slurm"])

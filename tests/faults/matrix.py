@@ -86,7 +86,8 @@ class Case:
             f"ended after {found.seconds} s, not {within_s}": late,
             f"a log took {found.slowest_log_s} s": found.slowest_log_s > self.log_within_s * jobs.TIME_SCALE,
             f"still running: {found.leaked}": found.leaked != (),
-            f"config {found.config}": self.restarts not in (None, found.config.get("restart_count")),
+            f"config {found.config}": self.restarts
+            not in (None, found.config.get("tracking_init", {}).get("restart_count")),
         }
         return [text for text, is_wrong in checks.items() if is_wrong]
 

@@ -158,8 +158,8 @@ def test_each_mode_and_scope_has_its_runs_with_every_row_once(modes, mode, scope
         assert runs[run_id].points == logged
         assert (runs[run_id].status, runs[run_id].ends or 1, runs[run_id].group) == ("finished", 1, group)
         assert runs[run_id].config["lr"] == 0.1
-        assert runs[run_id].config["restart_count"] == 0
-        assert runs[run_id].config["distributed"]["world_size"] == RANKS
+        assert runs[run_id].config["tracking_init"]["restart_count"] == 0
+        assert runs[run_id].config["tracking_init"]["world_size"] == RANKS
 
 
 @default_for("mlflow")
@@ -199,7 +199,7 @@ def test_a_restart_continues_the_run(backend, tmp_path, primary):
     (run,) = job.runs
     assert job.has_all(run.points)
     assert {number >= 10_000 for _, number in run.points} == {True, False}
-    assert (run.status, run.ends or 2, run.config["restart_count"]) == ("finished", 2, 1)
+    assert (run.status, run.ends or 2, run.config["tracking_init"]["restart_count"]) == ("finished", 2, 1)
     said = {(attempt, resumed) for what, attempt, resumed in (n for n in job.notes() if n[0] == "resumed")}
     assert ("1", "False") not in said, said
 

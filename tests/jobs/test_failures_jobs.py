@@ -80,7 +80,7 @@ def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
     torchrun = jobs.torchrun("--standalone", "--nproc-per-node=3", "--max-restarts=1", "--monitor-interval=0.1")
     first = jobs.run([*torchrun, *failing({"1": "raise"}, **settings)], tmp_path / "first")
     assert first.returncode == 0, first.output
-    attempts = [run for run in first.runs if run.config["distributed"] and not run.id.endswith(("-1", "-2"))]
+    attempts = [run for run in first.runs if run.config["tracking_init"] and not run.id.endswith(("-1", "-2"))]
     assert [failure(run) for run in attempts] == [(1, 1, "ValueError"), (0, None, None)]
 
 

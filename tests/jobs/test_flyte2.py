@@ -84,9 +84,9 @@ def test_a_task_has_its_run_which_knows_the_action(pod, server, task):
     assert done.outputs == [f"r1-{task}"], done.output
     run = server.run(f"r1-{task}")
     assert (run.exit_codes, values(run.rows, task), run.entity) == ([0], [0, 1, 2], "team")
-    assert run.config["flyte"].items() >= {"run": "r1", "action": task, "attempt": 0}.items()
-    assert run.config["flyte"]["url"].endswith(f"/runs/r1?i={task}")
-    assert run.config["attempt_number"] == 0
+    assert run.config["tracking_init"]["flyte"].items() >= {"run": "r1", "action": task, "attempt": 0}.items()
+    assert run.config["tracking_init"]["flyte"]["url"].endswith(f"/runs/r1?i={task}")
+    assert run.config["tracking_init"]["attempt_number"] == 0
 
 
 @pytest.mark.full
@@ -115,7 +115,7 @@ def test_a_retry_continues_the_run(pod, server):
     assert (first.error.message, second.outputs) == ("the first attempt fails", ["r1-second_attempt"])
     run = server.run("r1-second_attempt")
     assert (run.exit_codes, values(run.rows, "second_attempt")) == ([1, 0], [0, 1, 2, 0, 1, 2])
-    assert (run.rows_overwritten, run.config["attempt_number"]) == (0, 1)
+    assert (run.rows_overwritten, run.config["tracking_init"]["attempt_number"]) == (0, 1)
 
 
 @pytest.mark.full
@@ -167,7 +167,11 @@ def test_children_continue_the_parents_run_or_have_their_own(pod, server):
     assert (values(run.rows, "parent"), sorted(values(run.rows, "plain"))) == ([0, 1], [0, 0, 1, 1, 2, 2])
     assert values(run.rows, "shared") == [0, 1, 2]
     # The parent alone ends it, and says what it is.
-    assert (run.exit_codes, run.rows_after_completion, run.config["flyte"]["action"]) == ([0], 0, "parent")
+    assert (run.exit_codes, run.rows_after_completion, run.config["tracking_init"]["flyte"]["action"]) == (
+        [0],
+        0,
+        "parent",
+    )
     for kind in ("new", "workers"):
         assert (server.run(ids[kind]).exit_codes, values(server.run(ids[kind]).rows, kind)) == ([0], [0, 1, 2])
 
@@ -337,7 +341,7 @@ def test_the_first_rank_alone_has_a_run_and_imports_wandb(pod, server, directory
     assert (second["run_id"], second["wandb"]) == (None, False)
     run = server.run("r1-workers")
     assert (run.exit_codes, values(run.rows, "workers")) == ([0], [0, 1, 2])
-    assert run.config["distributed"].items() >= {"world_size": 2, "launcher": "torchelastic"}.items()
+    assert run.config["tracking_init"].items() >= {"world_size": 2, "launcher": "torchelastic"}.items()
 
 
 @pytest.mark.full

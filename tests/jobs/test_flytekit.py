@@ -77,7 +77,7 @@ def test_elastic_workers_have_their_runs_and_the_others_none(elastic):
     for run in stored.values():
         assert run.exit_code == 0
         assert len(run.rows) == 3
-        assert run.config["distributed"]["launcher"] == "torchelastic"
+        assert run.config["tracking_init"]["launcher"] == "torchelastic"
 
 
 @pytest.mark.full
@@ -113,8 +113,8 @@ def test_a_pod_runs_a_task_and_its_retry_goes_on_with_the_run(tmp_path):
     first, second = (flyte1_pods.run("below", tmp_path, attempt) for attempt in (0, 1))
     assert (tmp_path / "out" / "outputs.pb").exists(), first.output + second.output
     assert [run.id for run in second.runs] == ["f7c3a-n0", "f7c3a-n0"]
-    assert [run.config["flyte"]["attempt"] for run in second.runs] == [0, 1]
-    assert second.runs[0].config["flyte"] == {
+    assert [run.config["tracking_init"]["flyte"]["attempt"] for run in second.runs] == [0, 1]
+    assert second.runs[0].config["tracking_init"]["flyte"] == {
         "execution": "f7c3a",
         "project": "proj",
         "domain": "development",
@@ -135,7 +135,7 @@ def test_the_pods_of_an_elastic_job_agree(tmp_path):
     assert (tmp_path / "out" / "outputs.pb").exists(), done[0].output
     assert sorted(run.id for run in done[0].runs) == ["f7c3a-n0-worker-0", "f7c3a-n0-worker-1"]
     assert {run.group for run in done[0].runs} == {"f7c3a-n0"}
-    assert {run.config["flyte"]["url"] for run in done[0].runs} == {"http://flyte/x"}
+    assert {run.config["tracking_init"]["flyte"]["url"] for run in done[0].runs} == {"http://flyte/x"}
     assert [report["run_id"] is None for report in reports(tmp_path)["on_two_nodes"]].count(False) == 2
 
 
@@ -190,7 +190,7 @@ def test_a_script_that_a_task_starts_does_not_count_as_the_task(tmp_path):
     assert done.returncode == 0, done.output
     (run,) = done.runs
     assert not run.id.startswith("f7c3a")
-    assert run.config["flyte"]["execution"] == "f7c3a"
+    assert run.config["tracking_init"]["flyte"]["execution"] == "f7c3a"
 
 
 @pytest.mark.full

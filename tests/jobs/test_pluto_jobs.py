@@ -69,7 +69,7 @@ def test_only_the_primary_sends_the_config_the_name_the_tags_and_the_status(rank
     run = server.run(JOB_NAME)
     assert [create["name"] for create in run.creates] == ["named", JOB_NAME]
     assert [sorted(create["config"]) for create in run.creates] == [
-        ["distributed", "long", "lr", "restart_count"],
+        ["long", "lr", "tracking_init"],
         [],
     ]
     assert ("tag" in run.creates[0]["tags"], "tag" in run.creates[1]["tags"]) == (True, False)

@@ -62,7 +62,9 @@ def test_a_restart_goes_on_with_the_run_of_the_last_rank(tmp_path):
     done = jobs.one_node(tmp_path, 2, ["--max-restarts=1"], end={"1": "raise"}, tracking={"primary_rank": -1})
     assert done.returncode == 0, done.output
     assert len({run.id for run in done.runs}) == 1
-    assert [run.exit_code for run in sorted(done.runs, key=lambda run: run.config["restart_count"])] == [1, 0]
+    assert [
+        run.exit_code for run in sorted(done.runs, key=lambda run: run.config["tracking_init"]["restart_count"])
+    ] == [1, 0]
     assert {report["rank"] for report in done.reports if report["run_id"]} == {1}
 
 

@@ -91,7 +91,7 @@ def test_a_role_is_one_writer_with_its_own_steps_config_and_reports(of_wandb):
     (run,) = job.server.runs
     assert (run.state, run.exit_codes, run.name, run.tags) == ("finished", [0], "mine", [])
     assert (run.rows_after_completion, run.mixed_writers) == (0, False)
-    assert run.config == {"lr": 3, "rollout-0": {"t": 2}, "tracking_roles": ROLES}
+    assert run.config == {"lr": 3, "rollout-0": {"t": 2}, "tracking_init": {"roles": ROLES}}
     of_role = [row for row in run.rows if "rollout-0/rank0" in row]
     assert [row["rollout-0/step"] for row in of_role] == list(range(20))
     of_owner = [row for row in run.rows if "rank0" in row]
@@ -127,7 +127,7 @@ def require_axes_and_configs(job):
     assert job.finish(other).returncode == 0
     (run,) = job.server.runs
     roles = (*ROLES, "eval", "other")
-    assert run.config == {"lr": 3, "tracking_roles": ROLES, **{role: {"of": role} for role in roles}}
+    assert run.config == {"lr": 3, "tracking_init": {"roles": ROLES}, **{role: {"of": role} for role in roles}}
     assert (run.state, run.exit_codes[-1]) == ("finished", 0)
     skip_where_lost("wandb", "axes")
     defined = run.raw_config["_wandb"]["value"]["m"]
@@ -239,13 +239,13 @@ def test_an_owner_that_logs_below_the_name_of_a_role_is_warned(job):
 @pytest.mark.parametrize("backend", ["mlflow"], indirect=True)
 def test_params_and_tags_of_a_role_are_its_own(job):
     assert job.run(roles=ROLES, rows=1, arguments={"config": {"lr": 3}}).returncode == 0
-    calls = ["run.log_params({'lr': 4})", "run.log_param('t', 1)", "run.set_tags({'tracking_roles': 'x'})"]
+    calls = ["run.log_params({'lr': 4})", "run.log_param('t', 1)", "run.set_tags({'tracking_init.roles': 'x'})"]
     done = job.run("rollout-0", rows=1, calls=calls)
     assert done.returncode == 0
     assert "rejects" not in done.output
     assert {key: str(value) for key, value in job.stored.config.items()} == {
         "lr": "3",
-        "tracking_roles": str(ROLES),
+        "tracking_init": str({"roles": ROLES}),
         "rollout-0/lr": "4",
         "rollout-0/t": "1",
     }
@@ -467,9 +467,9 @@ def test_the_first_node_of_an_owner_is_not_taken_for_a_job_with_one_writer(of_wa
         job.wait(f"open-node-{node}", nodes[-1])
     job.go("stop")
     assert [job.finish(one).returncode for one in nodes] == [0, 0]
-    assert job.stored.config == {"lr": 3, "tracking_roles": ROLES, "distributed": job.stored.config["distributed"]} | {
-        "restart_count": 0
-    }
+    own = job.stored.config["tracking_init"]
+    assert job.stored.config == {"lr": 3, "tracking_init": own}
+    assert own.items() >= {"roles": ROLES, "world_size": 2, "restart_count": 0}.items()
     refused = job.run(name="node-1", env=variables_of(1), arguments={"run_mode": "shared"})
     assert refused.returncode == 1
     assert "has roles (rollout-0, rollout-1)" in refused.output

@@ -89,7 +89,7 @@ def test_every_row_of_every_rank_arrives_through_one_writer_a_node(tmp_path, nod
             writers = len(nodes) if run.id == "all" else 1
             assert len(run.clients) == (writers if writers > 1 else 0)
             assert (len(run.senders), run.mixed_writers, run.rows_overwritten) == (writers, False, 0)
-            assert (run.exit_codes, run.config["distributed"]["world_size"]) == ([0], 4)
+            assert (run.exit_codes, run.config["tracking_init"]["world_size"]) == ([0], 4)
 
 
 @pytest.mark.full

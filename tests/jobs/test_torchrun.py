@@ -73,12 +73,12 @@ def test_each_mode_and_scope_gives_its_runs_with_rows_config_and_status(four_ran
         assert [row["row"] for row in run.rows] == [0, 1, 2]
         assert run.exit_code == 0
         assert run.config["lr"] == 0.1
-        assert run.config["restart_count"] == 0
-        assert run.config["distributed"] == {
+        assert run.config["tracking_init"] == {
             "world_size": FOUR,
             "num_workers": 1,
             "local_world_size": FOUR,
             "launcher": "torchelastic",
+            "restart_count": 0,
         }
         assert (run.name, run.tags) == ("n", ("t",))
 
@@ -122,7 +122,7 @@ def test_two_nodes_have_a_run_each_per_worker(two_nodes):
     ids = {report["worker_index"]: report["run_id"] for report in done.reports if report["run_id"]}
     (group,) = {run.group for run in done.runs}
     assert ids == {0: f"{group}-worker-0", 1: f"{group}-worker-1"}
-    assert {run.config["distributed"]["num_workers"] for run in done.runs} == {2}
+    assert {run.config["tracking_init"]["num_workers"] for run in done.runs} == {2}
     assert [report["local_rank"] for report in done.reports if report["run_id"]] == [0, 0]
 
 
@@ -160,10 +160,10 @@ def test_a_restarted_worker_group_goes_on_with_the_same_run(tmp_path, shared_sto
     by_rank = {rank: [run for run in done.runs if run.id.endswith(f"-rank-{rank}")] for rank in (0, 1)}
     for rank, attempts in by_rank.items():
         assert len({run.id for run in attempts}) == 1
-        restarted = [run for run in attempts if run.config["restart_count"] == 1]
+        restarted = [run for run in attempts if run.config["tracking_init"]["restart_count"] == 1]
         assert [run.exit_code for run in restarted] == [0]
         assert [row["attempt"] for run in restarted for row in run.rows] == [1, 1, 1]
-        failed = [run for run in attempts if run.config["restart_count"] == 0]
+        failed = [run for run in attempts if run.config["tracking_init"]["restart_count"] == 0]
         # Rank 0 had returned, was ended because of rank 1, or had not opened its run yet.
         assert [run.exit_code for run in failed] in ([[1]] if rank else [[0], [1], [None]])
 
@@ -198,7 +198,9 @@ def test_restarted_nodes_whose_agents_share_no_store_go_on_with_the_same_run(tmp
     opened = [report for report in done.reports if report["run_id"]]
     assert {report["restart_count"] for report in opened} >= {0, 1}
     assert len({report["run_id"].partition("-rank-")[0] for report in opened}) == 1
-    assert [run.exit_code for run in done.runs if run.config.get("restart_count") == 1][:1] == [0]
+    assert [run.exit_code for run in done.runs if run.config.get("tracking_init", {}).get("restart_count") == 1][
+        :1
+    ] == [0]
 
 
 @pytest.mark.full
@@ -327,4 +329,4 @@ def test_a_plain_process_makes_a_new_run_each_time(tmp_path: Path):
     done = jobs.python(tmp_path, *jobs.train(calls=2, tracking={"run_mode": "new", "rank_scope": "worker"}))
     assert done.returncode == 0, done.output
     assert len({run.id for run in done.runs}) == 2
-    assert "distributed" not in done.runs[0].config
+    assert "tracking_init" not in done.runs[0].config

@@ -70,6 +70,11 @@ def config(directory: Path, run_id: str = "i") -> dict[str, Any]:
     return json.loads(text)
 
 
+def status_of(directory: Path, run_id: str = "i") -> str:
+    status: str = config(directory, run_id)["tracking_init"]["status"]
+    return status
+
+
 @contextmanager
 def server(directory: Path, port: int) -> Iterator[str]:
     """Trackio's own."""
@@ -148,7 +153,8 @@ def test_media_alerts_and_system_metrics_are_there(one_process):
 def test_the_config_has_the_tags_and_notes(one_process):
     directory, _, _ = one_process
     found = config(directory, "all")
-    assert (found["lr"], found["nan"], found["tags"], found["notes"]) == (0.1, "NaN", ["t"], "no")
+    assert (found["lr"], found["nan"], found["tracking_init"]["tags"]) == (0.1, "NaN", ["t"])
+    assert found["tracking_init"]["notes"] == "no"
     assert (found["_Group"], found["from_framework"]) == ("g", 1)
 
 
@@ -165,6 +171,7 @@ def test_the_config_has_the_tags_and_notes(one_process):
 )
 def test_the_status_is_how_the_function_ended(one_process, run_id, status, exit_code):
     found = config(one_process[0], run_id)
+    found = found["tracking_init"]
     assert (found["status"], found["exit_code"]) == (status, exit_code)
 
 
@@ -191,7 +198,7 @@ def test_rows_of_the_last_moments_outlive_sigkill(tmp_path):
     kept = [row["number"] for _, row in rows(tmp_path)]
     assert kept == list(range(len(kept)))
     assert len(kept) >= stored_before  # a row that has reached the files stays there
-    assert config(tmp_path)["status"] == "running"
+    assert status_of(tmp_path) == "running"
 
 
 def assert_each_once(directory: Path, logged: list[int]) -> str:
@@ -199,8 +206,7 @@ def assert_each_once(directory: Path, logged: list[int]) -> str:
     values = sorted(row["rank0"] for _, row in rows(directory, "killed"))
     assert set(logged) <= set(values)
     assert len(values) == len(set(values))
-    status: str = config(directory, "killed")["status"]
-    return status
+    return status_of(directory, "killed")
 
 
 @pytest.mark.parametrize(
@@ -300,7 +306,7 @@ def test_rows_that_cannot_be_written_in_time_are_kept_and_sent_once(tmp_path):
         sent = send(command, tmp_path, jobs.environment(tmp_path, **environment(tmp_path)))
     assert "has nothing that is not sent yet" in sent.stdout
     assert sorted((step, row["a"]) for step, row in rows(tmp_path)) == [(n, n) for n in range(50)]
-    assert (config(tmp_path)["status"], config(tmp_path)["exit_code"]) == ("failed", 1)
+    assert (status_of(tmp_path), config(tmp_path)["tracking_init"]["exit_code"]) == ("failed", 1)
 
 
 def test_a_rank_that_finds_no_run_raises_with_a_fix(tmp_path):
@@ -328,7 +334,7 @@ def test_a_network_file_system_gets_files_that_the_dashboard_takes(tmp_path):
     done = python(tmp_path, "imports_fragments", TRACKIO_STORAGE_MODE="jsonl")
     assert done.returncode == 0, done.output
     assert sorted((step, row["a"]) for step, row in rows(tmp_path)) == [(0, 0), (1, 1)]
-    assert (config(tmp_path)["status"], config(tmp_path)["lr"]) == ("finished", 0.1)
+    assert (status_of(tmp_path), config(tmp_path)["lr"]) == ("finished", 0.1)
 
 
 @pytest.mark.full
@@ -338,7 +344,7 @@ def test_a_server_gets_all_rows_and_those_it_misses_are_kept(tmp_path):
         process = start(tmp_path / "job", "tries_tokens", url, TOKEN)
         wait_for_file(tmp_path / "job" / "opened", process)
         wait_until(lambda: row_count(tmp_path) == 100, process)
-        assert config(tmp_path)["status"] == "running"
+        assert status_of(tmp_path) == "running"
     (tmp_path / "job" / "gone").touch()
     done = jobs.finish(process, tmp_path / "job")
     assert done.returncode == 0, done.output
@@ -351,7 +357,7 @@ def test_a_server_gets_all_rows_and_those_it_misses_are_kept(tmp_path):
         sent = send(command, tmp_path, env)
         assert sent.returncode == 0, sent.stderr
         assert sorted((step, row["a"]) for step, row in rows(tmp_path)) == [(n, n) for n in range(200)]
-        assert (config(tmp_path)["status"], config(tmp_path)["lr"]) == ("finished", 0.1)
+        assert (status_of(tmp_path), config(tmp_path)["lr"]) == ("finished", 0.1)
     written = [path.read_bytes() for path in (tmp_path / "job").rglob("*") if path.is_file()]
     assert all(TOKEN.encode() not in text for text in [*written, done.output.encode()])
 
@@ -376,4 +382,5 @@ def test_a_run_on_a_server_has_roles(tmp_path):
     assert sorted(row["eval/rank0"] for row in rows_of_role if "eval/rank0" in row) == [*range(20), *range(20, 40)]
     assert {"roles/eval/config": '{"split": "test"}'} in rows_of_role
     ((text,),) = stored(tmp_path, "SELECT config FROM configs WHERE run_id = 'i'", project="rl")
-    assert (json.loads(text)["status"], json.loads(text)["tracking_roles"]) == ("finished", ["eval"])
+    own = json.loads(text)["tracking_init"]
+    assert (own["status"], own["roles"]) == ("finished", ["eval"])

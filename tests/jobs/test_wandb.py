@@ -96,7 +96,7 @@ def test_a_config_file_is_read_by_wandb_and_gains_the_run_metadata(tmp_path):
     assert done.returncode == 0, done.output
     (run,) = done.runs
     assert run.config["lr"] == 0.5
-    assert run.config["distributed"]["world_size"] == 2
+    assert run.config["tracking_init"]["world_size"] == 2
 
 
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

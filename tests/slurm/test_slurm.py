@@ -127,12 +127,12 @@ def test_the_tasks_of_a_step_get_the_runs_of_their_mode_and_scope(
         assert run.project == "p"
         assert [row["row"] for row in run.rows] == [0, 1, 2]
         assert run.exit_code == 0
-        assert run.config["restart_count"] == 0
-        assert run.config["distributed"] == {
+        assert run.config["tracking_init"] == {
             "world_size": FOUR,
             "num_workers": 1,
             "local_world_size": FOUR,
             "launcher": "slurm",
+            "restart_count": 0,
         }
 
 
@@ -167,7 +167,7 @@ def test_the_examples_script_has_one_run_on_two_nodes(place: Place) -> None:
     place.cluster.run("sbatch", *options, EXAMPLES / "slurm" / "train.sbatch", env=env, timeout_s=120)
     (run,) = place.runs()
     assert (run.exit_code, len(run.rows)) == (0, 10)
-    assert (run.config["distributed"]["num_workers"], run.config["distributed"]["world_size"]) == (2, 4)
+    assert (run.config["tracking_init"]["num_workers"], run.config["tracking_init"]["world_size"]) == (2, 4)
 
 
 def test_uneven_nodes_have_a_run_each_per_worker(place: Place) -> None:
@@ -188,8 +188,8 @@ def test_uneven_nodes_have_a_run_each_per_worker(place: Place) -> None:
     runs = sorted(place.runs(), key=lambda run: run.id)
     assert [run.id for run in runs] == [f"{base}-worker-{worker}" for worker in range(3)]
     assert {run.group for run in runs} == {base}
-    assert [run.config["distributed"]["local_world_size"] for run in runs] == [2, 2, 1]
-    assert {run.config["distributed"]["num_workers"] for run in runs} == {3}
+    assert [run.config["tracking_init"]["local_world_size"] for run in runs] == [2, 2, 1]
+    assert {run.config["tracking_init"]["num_workers"] for run in runs} == {3}
 
 
 def test_the_components_of_a_heterogeneous_job_are_one_world(place: Place) -> None:
@@ -271,7 +271,7 @@ def test_torchrun_in_a_step_tells_the_ranks_not_slurm(place: Place, nodes: int) 
     }
     (run,) = place.runs()
     assert run.id.startswith("job-")
-    assert (run.config["distributed"]["launcher"], run.exit_code, len(run.rows)) == ("torchelastic", 0, 3)
+    assert (run.config["tracking_init"]["launcher"], run.exit_code, len(run.rows)) == ("torchelastic", 0, 3)
 
 
 def test_a_requeued_job_goes_on_with_the_same_runs(place: Place) -> None:
@@ -282,7 +282,7 @@ def test_a_requeued_job_goes_on_with_the_same_runs(place: Place) -> None:
     assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
     assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0-rank-{rank}" for rank in (0, 1)], rows=1000)
     # scontrol's SIGTERM. Where it reaches wandb-core too, nobody is left to note the end; the rows are there.
-    assert {run.exit_code for run in place.runs() if run.config["restart_count"] == 0} <= {None, 143}
+    assert {run.exit_code for run in place.runs() if run.config["tracking_init"]["restart_count"] == 0} <= {None, 143}
 
 
 @pytest.mark.parametrize(("keeps_id", "runs"), [(True, 1), (False, 2)])
@@ -310,7 +310,7 @@ def test_a_requeue_of_the_examples_torchrun_keeps_the_run_by_its_variable(
     assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
     assert len({run.id for run in place.runs()}) == runs
     assert ({run.id for run in place.runs()} == {f"slurm-{job_id}"}) == keeps_id
-    assert [run.config["restart_count"] for run in place.runs()] == [0, 0]
+    assert [run.config["tracking_init"]["restart_count"] for run in place.runs()] == [0, 0]
     assert [len(run.rows) for run in place.runs() if run.exit_code == 0] == [1000]
 
 
@@ -319,7 +319,7 @@ def test_a_job_that_fails_and_is_requeued_goes_on_with_the_same_run(place: Place
     job_id = place.submit(step, "--requeue", "--nodes=1", "--ntasks=2")
     assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
     assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0"])
-    assert [run.exit_code for run in place.runs() if run.config["restart_count"] == 0] == [1]
+    assert [run.exit_code for run in place.runs() if run.config["tracking_init"]["restart_count"] == 0] == [1]
 
 
 @pytest.mark.parametrize(("run_mode", "codes"), [("auto", [1]), ("new", [1, 0])])
@@ -371,15 +371,17 @@ def assert_one_process(place: Place) -> None:
     assert run.id == report["run_id"]
     assert not run.id.startswith("slurm-")
     assert run.group == ""
-    assert "distributed" not in run.config
+    assert "tracking_init" not in run.config
     assert (run.exit_code, len(run.rows)) == (0, 3)
 
 
 def assert_two_attempts(place: Place, ids: list[str], rows: int = 3) -> None:
     """Each run was opened twice; the second time says so, logged all its rows and ended well."""
-    runs = sorted(place.runs(), key=lambda run: (run.config["restart_count"], run.id))
-    assert [(run.config["restart_count"], run.id) for run in runs] == [(n, run_id) for n in (0, 1) for run_id in ids]
+    runs = sorted(place.runs(), key=lambda run: (run.config["tracking_init"]["restart_count"], run.id))
+    assert [(run.config["tracking_init"]["restart_count"], run.id) for run in runs] == [
+        (n, run_id) for n in (0, 1) for run_id in ids
+    ]
     for run in runs:
-        assert {row["attempt"] for row in run.rows} == {run.config["restart_count"]}
+        assert {row["attempt"] for row in run.rows} == {run.config["tracking_init"]["restart_count"]}
     for run in runs[len(ids) :]:
         assert (len(run.rows), run.exit_code) == (rows, 0)

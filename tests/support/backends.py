@@ -179,7 +179,7 @@ class TrackioBackend:
             rows[run_id].append(json.loads(row))
         told = {run_id: json.loads(config) for run_id, config in configs}
         return [
-            Kept(run_id, points(rows[run_id]), config["status"], None, config["_Group"] or "", config)
+            Kept(run_id, points(rows[run_id]), config["tracking_init"]["status"], None, config["_Group"] or "", config)
             for run_id, config in ((run_id, told[run_id]) for run_id in rows)
         ]
 

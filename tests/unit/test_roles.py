@@ -35,7 +35,7 @@ class OneWriter(Tracker):
         ({"role": "0"}, "beginning with a letter"),
         ({"role": "owner"}, "'owner'"),
         ({"role": "nodes"}, "'nodes' of a role is taken"),
-        ({"roles": ["tracking_roles"]}, "'tracking_roles' of a role is taken"),
+        ({"roles": ["tracking_init"]}, "'tracking_init' of a role is taken"),
         ({"role": "r" * 65}, "at most 64"),
         ({"roles": ["a/b"]}, "got 'a/b'"),
         ({"roles": ["a", "a"]}, "'a' twice"),
@@ -99,7 +99,7 @@ def test_a_simulation_shows_a_role_beside_its_owner():
             evaluate()
         (run,) = runs
     assert [row.values for row in run.rows] == [{"loss": 1}, {"eval/accuracy": 0.5}]
-    assert run.config == {"lr": 1, "tracking_roles": ["eval"], "eval": {"split": "test", "more": 2}}
+    assert run.config == {"lr": 1, "tracking_init": {"roles": ["eval"]}, "eval": {"split": "test", "more": 2}}
     assert (run.exit_codes, run.status) == ((0,), "finished")
     assert (run.summary["roles/eval/state"], run.summary["roles/eval/exit_code"]) == ("failed", 3)
     assert run.summary["roles/eval/failure/type"] == "SystemExit"

@@ -109,7 +109,7 @@ def test_each_rank_has_the_run_that_the_plan_says(sizes, threads, monkeypatch):
                 assert run.ranks == tuple(sorted(run.logged("rank"))) == tuple(having)
                 assert [rank for rank in having if plans[rank].primary] == [run.primary]
                 assert (run.group, run.status, run.tracker) == (plans[having[0]].group, "finished", "wandb")
-                assert run.config["distributed"]["num_workers"] == len(sizes)
+                assert run.config["tracking_init"]["num_workers"] == len(sizes)
     assert os.environ.items() >= OUTER.items()  # they are back
 
 
@@ -275,7 +275,7 @@ def test_a_restart_goes_on_with_the_run_until_none_fails():
     assert [[r.exit_code for r in results] for results in job.attempts] == [[1, 0], [1, 0], [0, 0]]
     assert (run.attempts, run.exit_codes, run.status, run.name) == (3, (1, 1, 0), "finished", "mine")
     assert sorted((row.attempt, row.rank) for row in run.rows) == [(a, r) for a in range(3) for r in range(2)]
-    assert run.config["restart_count"] == 2
+    assert run.config["tracking_init"]["restart_count"] == 2
     assert simulate(train, max_restarts=1).runs[0].exit_codes == (1, 1)
 
 
@@ -427,7 +427,7 @@ def test_what_is_logged_after_the_end_is_lost_with_a_warning(caplog):
 
 def test_one_process_of_torchrun_and_one_without_it_differ():
     job = simulate(tracked(rank_scope="worker"), num_workers=1, nproc_per_node=1)
-    assert (job.runs.ids, job.runs[0].config["distributed"]["world_size"]) == (("simulated-worker-0",), 1)
+    assert (job.runs.ids, job.runs[0].config["tracking_init"]["world_size"]) == (("simulated-worker-0",), 1)
     job = simulate(tracked(rank_scope="worker"), distributed=False)
     assert (job.runs.ids, job.runs[0].config) == (("simulated",), {})
     with override_distributed_info(None):

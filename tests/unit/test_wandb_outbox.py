@@ -78,7 +78,7 @@ def handle_of(run) -> WandbHandle:
         config=config,
         watch=Unwatched(),
         plan=RunPlan(opens=True, primary=True),
-        run_metadata={"restart_count": 1},
+        run_metadata={"tracking_init": {"restart_count": 1}},
         steps=Uncounted(),
     )
     return WandbHandle(run, None, request)

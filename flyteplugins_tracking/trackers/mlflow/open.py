@@ -12,7 +12,7 @@ from typing import Any
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, prefix_of, run_config, status_of
-from flyteplugins_tracking.trackers.config import MARK
+from flyteplugins_tracking.trackers.config import OWN, ROLES
 from flyteplugins_tracking.trackers.mlflow import GROUP_TAG, ID_TAG, vendor
 from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service
 
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 PARENT_TAG = "flyteplugins_tracking.parent_of"
 CONFIG_TAG = "flyteplugins_tracking.config"
 ATTEMPTS_TAG = "flyteplugins_tracking.attempts"
+_ROLES_TAG = f"{OWN}.{ROLES}"
 RUN_ID_VARIABLE = "MLFLOW_RUN_ID"
 # https://mlflow.org/docs/latest/ml/tracking/#system_tags
 _PARENT_ID_TAG, _NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
@@ -215,7 +216,7 @@ def _awaited(request: RunRequest, service: Service, experiment_id: str, tag: str
 
 
 def _roles_of(run: Any) -> Any:
-    text = run.data.tags.get(MARK)
+    text = run.data.tags.get(_ROLES_TAG)
     return None if text is None else list(filter(None, text.split(",")))
 
 
@@ -267,6 +268,6 @@ def _tags(request: RunRequest, run_id: str, parent_id: str | None) -> dict[str, 
         CONFIG_TAG: text,
         _PARENT_ID_TAG: parent_id,
         _NOTE_TAG: config.notes,
-        MARK: None if config.roles is None else ",".join(config.roles)[:LONGEST_TAG],
+        _ROLES_TAG: None if config.roles is None else ",".join(config.roles)[:LONGEST_TAG],
     }
     return {**tags, **{key: value for key, value in own_tags.items() if value is not None}}

@@ -20,7 +20,7 @@ from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import check_roles, missing_key_error, missing_run_error, run_config
-from flyteplugins_tracking.trackers.config import MARK
+from flyteplugins_tracking.trackers.config import ROLES, own_values
 from flyteplugins_tracking.trackers.outbox import AwayError, until
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.sink import REQUEST_S, Service
@@ -167,7 +167,7 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
         if status < 300:
             found = service.config_of(answer.json()["runId"], request.deadline - time.monotonic())
             if found is not None:
-                check_roles(request, "Pluto", found.get(MARK), found)
+                check_roles(request, "Pluto", own_values(found).get(ROLES), found)
                 queue.found = found
         return True
 

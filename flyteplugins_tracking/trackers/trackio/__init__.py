@@ -69,9 +69,10 @@ class TrackioTracker(Tracker):
                 f"id={config.id!r} must not contain a comma: it would end the id in the address of Trackio's page"
             )
         for key in config.config if isinstance(config.config, Mapping) else ():
-            if key.startswith("_") or key in (STATUS, EXIT_CODE):
-                use = "by Trackio itself" if key.startswith("_") else "for the status of the run"
-                raise ConfigError(f"config= has the key {key!r}, which is used {use}: choose another key")
+            if key.startswith("_"):
+                raise ConfigError(
+                    f"config= has the key {key!r}, and Trackio itself uses those that begin with _: rename it"
+                )
 
     def page(self, config: TrackingConfig, page: Page | None) -> str | None:
         url = config.options.get("server_url") or os.environ.get("TRACKIO_SERVER_URL")

@@ -12,7 +12,7 @@ from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, new_id, prefix_of, run_config
-from flyteplugins_tracking.trackers.config import MARK
+from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values
 from flyteplugins_tracking.trackers.outbox import AwayError, until
 from flyteplugins_tracking.trackers.trackio import SPACE, check_address, default_directory, vendor, without_token
 from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write
@@ -56,8 +56,11 @@ def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str 
     config, options, is_primary = request.config, request.config.options, request.plan.primary
     describes = request.plan.ends_run
     known = {} if stored is None else stored.config
-    own = {"tags": None if config.tags is None else list(config.tags), "notes": config.notes}  # it has no other place
-    given = {**{key: value for key, value in own.items() if describes and value is not None}, **run_config(request)}
+    given = run_config(request)
+    # Trackio has no other place for these.
+    own = {"tags": None if config.tags is None else list(config.tags), "notes": config.notes} if describes else {}
+    own = {**own_values(known), **own_values(given), **{key: value for key, value in own.items() if value is not None}}
+    given.update({OWN: own} if own else {})
     cpu, gpu = options.get("auto_log_cpu"), options.get("auto_log_gpu")
     run = vendor.run_class()(
         url=url,
@@ -93,7 +96,7 @@ def _find(store: Store, request: RunRequest) -> Stored | None:
 
     if found := until(request.deadline, find):
         if found[0] is not None:
-            check_roles(request, "Trackio", found[0].config.get(MARK), found[0].config)
+            check_roles(request, "Trackio", own_values(found[0].config).get(ROLES), found[0].config)
         return found[0]
     if request.plan.role is not None:
         raise missing_run_error(request, "Trackio", store.place)

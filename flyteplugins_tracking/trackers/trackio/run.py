@@ -13,6 +13,7 @@ from typing import Any
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import prefix_of, status_of
+from flyteplugins_tracking.trackers.config import OWN, own_values
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
@@ -103,12 +104,11 @@ class TrackioHandle(OutboxHandle):
                 self.tell_role({f"roles/{plan.role}/config": json.dumps(section)})
         if not plan.ends_run:
             return
-        has_roles, code = self.request.config.roles is not None, {EXIT_CODE: exit_code}
-        config.pop(EXIT_CODE, None)
-        config.update({STATUS: status} if exit_code is None else {STATUS: status, **code})
+        own = {key: value for key, value in own_values(config).items() if key != EXIT_CODE}
+        config[OWN] = {**own, STATUS: status, **({} if exit_code is None else {EXIT_CODE: exit_code})}
         if isinstance(store, Database):
-            values = {**config, **code} if has_roles else config
-            store.put_config(self.id, self.run.name, values, timeout_s, merges=has_roles)
+            has_roles = self.request.config.roles is not None
+            store.put_config(self.id, self.run.name, config, timeout_s, merges=has_roles)
             return
         if exit_code is not None:  # when the run opens, its config goes with the first row
             self._rows.send_config()

@@ -21,7 +21,7 @@ from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import missing_key_error, run_config
-from flyteplugins_tracking.trackers.config import MARK, TrackingConfig
+from flyteplugins_tracking.trackers.config import OWN, own_values
 from flyteplugins_tracking.trackers.node_group import NodePart
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import (
@@ -121,7 +121,7 @@ def open_in_this_process(request: RunRequest) -> Any:
             vendor.restart_service()
         run = open_degraded(request, unavailable)
     if isinstance(request.config.config, str) and request.plan.primary:
-        run.config.update(dict(request.run_metadata), allow_val_change=True)
+        run.config.update(run_config(request), allow_val_change=True)
     return run
 
 
@@ -320,7 +320,7 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
         "mode": mode,
         "settings": _settings(mode, request),
         "project": config.project,
-        **(_run_description(request) if plan.primary else _mark(config)),
+        **(_run_description(request) if plan.primary else _mark(request)),
         **_id_arguments(request),
         "group": config.group or (None if os.environ.get("WANDB_RUN_GROUP") else plan.group),
     }
@@ -381,9 +381,9 @@ def _run_description(request: RunRequest) -> dict[str, Any]:
     return {"name": config.name, "tags": config.tags, "notes": config.notes, "config": values}
 
 
-def _mark(config: TrackingConfig) -> dict[str, Any]:
+def _mark(request: RunRequest) -> dict[str, Any]:
     """Return what the owner's other ranks pass: the primary may look for the run when one of them has made it."""
-    return {} if config.roles is None else {"config": {MARK: list(config.roles)}}
+    return {} if request.config.roles is None else {"config": {OWN: run_config(request)[OWN]}}
 
 
 def _id_arguments(request: RunRequest) -> dict[str, Any]:
@@ -423,7 +423,7 @@ def _interrupt() -> None:
 def _dies_with_pod(request: RunRequest) -> bool:
     """Whether the next attempt cannot see this one's files: in a Flyte pod, unless the user has chosen their place."""
     is_chosen = "WANDB_DIR" in os.environ or request.config.options.get("dir") is not None
-    return "flyte" in request.run_metadata and not is_chosen
+    return "flyte" in own_values(request.run_metadata) and not is_chosen
 
 
 def _given_settings(request: RunRequest) -> Any:

@@ -35,7 +35,7 @@ from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, status_of
-from flyteplugins_tracking.trackers.config import MARK, OWNER
+from flyteplugins_tracking.trackers.config import OWNER, ROLES, own_values
 from flyteplugins_tracking.trackers.vendor_parts import known_faults
 from flyteplugins_tracking.trackers.wandb import forced_run_id, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row, rows
@@ -91,7 +91,7 @@ def look_up(request: RunRequest, place: Place, *, has_writers_elsewhere: bool) -
         limit_s = max(_POLL_S, min(_ASK_S if has_writers_elsewhere else _SHORT_ASK_S, left_s))
         found = vendor.stored_run(place, limit_s)
         if found is not None:
-            check_roles(request, "W&B", found.config.get(MARK), found.config)
+            check_roles(request, "W&B", own_values(found.config).get(ROLES), found.config)
         if found is not None or role is None:
             return found
         if left_s < _POLL_S:
@@ -125,7 +125,7 @@ class Writer:
         """
         self._run, self._request, self._log = run, request, log
         self._role, self._name = request.plan.role, name_of(request)
-        known = run.config.get(MARK)
+        known = own_values(run.config).get(ROLES)
         self._roles = [str(name) for name in known] if isinstance(known, list) else []
         _define(define, [*self._roles, *filter(None, [self._role])])
         self._told: Any = None  # the role's config in the last row that has it
@@ -194,7 +194,10 @@ def end_again(place: Place, role: str, ask_s: float = _ASK_S) -> None:
         with tempfile.TemporaryDirectory() as folder:
             limits = {"init_timeout": _END_AGAIN_S, "finish_timeout": _END_AGAIN_S}
             run = vendor.open_to_send(place, {}, folder, {**shared_settings(role, ends_run=True), **limits})
-            _define(run.define_metric, [name for name in (*found.config.get(MARK, ()), role) if isinstance(name, str)])
+            _define(
+                run.define_metric,
+                [name for name in (*own_values(found.config).get(ROLES, ()), role) if isinstance(name, str)],
+            )
             if exit_code == TERMINATED:
                 run.mark_preempting()
             run.finish(exit_code=exit_code)
