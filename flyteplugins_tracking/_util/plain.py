@@ -56,6 +56,17 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return a config with one key for each value: `optimizer.lr` for a value in a mapping."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            values.update(flat(value, f"{prefix}{key}."))
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
+
+
 def _attributes_of(config: object) -> Mapping[str, Any] | None:
     """Return the attributes of an object, a class or a module that is used as a config."""
     if isinstance(config, _NO_CONFIGS) or not hasattr(config, "__dict__"):

@@ -50,6 +50,11 @@ def learn(key: str) -> None:
         _known.add(key.strip())
 
 
+def is_secret_name(name: str) -> bool:
+    """Whether a value of this name may be a key: of a variable, or of a config."""
+    return _SECRET_NAME.search(name) is not None
+
+
 def masked(text: str, *, with_forms: bool = True) -> str:
     """Return `text` without keys: those that this process has learnt or has in its environment, and in addresses.
 
@@ -59,7 +64,7 @@ def masked(text: str, *, with_forms: bool = True) -> str:
             sentences.
     """
     # A key with a line end around it is printed without that.
-    keys = {value.strip() for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    keys = {value.strip() for name, value in os.environ.items() if is_secret_name(name)}
     values = {key for key in keys if len(key) >= _SHORTEST}
     for value in os.environ.values():
         found = CREDENTIALS.search(value)

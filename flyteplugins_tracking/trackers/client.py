@@ -12,7 +12,9 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn
 
+from flyteplugins_tracking._util.plain import flat
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.secrets import is_secret_name, masked
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
@@ -25,6 +27,11 @@ logger = logging.getLogger(__name__)
 
 # The column of an attempt's number: of its first row, or after a rollback of each of its rows.
 RESTART_COUNT = "restart_count"
+
+# The message with `changes`.
+CHANGED = "%s: run %s: this attempt changes the config that an earlier one has set: %s"
+# How much of a change of the config a message shows: values, and characters of each.
+_MOST_CHANGES, _LONGEST_VALUE = 10, 60
 
 Status = Literal["finished", "failed", "killed"]
 
@@ -237,6 +244,38 @@ def run_config(request: RunRequest) -> dict[str, Any]:
     if own:
         values[OWN] = own
     return values if role is None else {role: values}
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return which values of a run's config an attempt changes, for a message; empty if it changes none.
+
+    Each is shown with its old and its new value, unless that may be a secret.
+    """
+    old = flat(before)
+    pairs = [(key, old[key], value) for key, value in flat(after).items() if key in old]
+    texts = [_change(key, *values) for key, *values in pairs if _differ(*values) and not _is_own(key)]
+    more = f", and {len(texts) - _MOST_CHANGES} more" if len(texts) > _MOST_CHANGES else ""
+    return masked(", ".join(texts[:_MOST_CHANGES]) + more)
+
+
+def _change(key: str, *values: Any) -> str:
+    is_secret = is_secret_name(key) and any(isinstance(value, str) for value in values)
+    return f"{key}: {' -> '.join('***' if is_secret else _short(value) for value in values)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+
+
+def _differ(old: Any, new: Any) -> bool:
+    is_number = new == new
+    return bool(old != new) and is_number
+
+
+def _is_own(key: str) -> bool:
+    """Whether a value is a service's or this library's, which tells the attempts apart."""
+    return key.startswith("_") or OWN in key.split(".")
 
 
 def new_id() -> str:

@@ -90,7 +90,7 @@ def test_a_continued_run_has_its_rows_steps_and_the_newest_config(fluent):
     assert run.status == "FAILED"  # sys.exit(3)
     assert run.config == {"lr": 0.2}
     assert (run.params["lr"], run.params["deep.a"], run.params["late"]) == ("0.1", "1", "1")
-    assert "params keep their first values. These have new values: lr" in done.output
+    assert "has set: lr: '0.1' -> '0.2'. Params keep their first values" in done.output
     assert (run.name, run.tags["mlflow.note.content"]) == ("named", "why")
     assert (run.tags["plain"], run.tags["team"], run.tags["later"]) == ("", "ml", "tag")
 

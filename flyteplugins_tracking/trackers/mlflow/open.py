@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from flyteplugins_tracking._util.plain import flat
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, prefix_of, run_config, status_of
@@ -23,12 +24,14 @@ PARENT_TAG = "flyteplugins_tracking.parent_of"
 CONFIG_TAG = "flyteplugins_tracking.config"
 ATTEMPTS_TAG = "flyteplugins_tracking.attempts"
 _ROLES_TAG = f"{OWN}.{ROLES}"
+# What the tags begin with that have values of params which an earlier attempt has set otherwise.
+PARAMS_TAG = f"{OWN}.params."
 RUN_ID_VARIABLE = "MLFLOW_RUN_ID"
 # https://mlflow.org/docs/latest/ml/tracking/#system_tags
 _PARENT_ID_TAG, _NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
 # The limit of servers before 2.10.
 LONGEST_TAG = 5000
-_LONGEST_PARAM = 6000
+LONGEST_PARAM = 6000
 _ENDED_BADLY = ("FAILED", "KILLED")
 
 
@@ -97,31 +100,14 @@ def end_run(service: Service, opened: Opened, exit_code: int) -> None:
 
 def params(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return a config as MLflow's params: strings by flat keys."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(params(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = str(value)[:_LONGEST_PARAM]
-    return flat
+    return {key: str(value)[:LONGEST_PARAM] for key, value in flat(config, prefix).items()}
 
 
-def new_params(request: RunRequest, opened: Opened) -> dict[str, str]:
-    """Return the params that the run does not have yet. MLflow keeps the first value of a param."""
+def params_of(request: RunRequest) -> dict[str, str]:
+    """Return the params of this attempt."""
     config = request.config.config
     prefix = "" if request.plan.role is None else f"{request.plan.role}/"
-    new = params(config, prefix) if isinstance(config, Mapping) else {}
-    kept = opened.run.data.params
-    changed = sorted(key for key, value in new.items() if kept.get(key, value) != value)
-    if changed:
-        logger.warning(
-            "MLflow: run %s is resumed, and params keep their first values. These have new values: %s. The tag %s has "
-            "the new config",
-            request.plan.run_id,
-            ", ".join(changed),
-            CONFIG_TAG,
-        )
-    return {key: value for key, value in new.items() if key not in kept}
+    return params(config, prefix) if isinstance(config, Mapping) else {}
 
 
 def _chosen(request: RunRequest, service: Service) -> Any:

@@ -19,11 +19,18 @@ from flyteplugins_tracking._util.text import has_credentials, without_credential
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import Run, prefix_of
+from flyteplugins_tracking.trackers.client import CHANGED, Run, changes, prefix_of
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import run_page, vendor
-from flyteplugins_tracking.trackers.mlflow.open import LONGEST_TAG, Opened, end_run, new_params
+from flyteplugins_tracking.trackers.mlflow.open import (
+    LONGEST_PARAM,
+    LONGEST_TAG,
+    PARAMS_TAG,
+    Opened,
+    end_run,
+    params_of,
+)
 from flyteplugins_tracking.trackers.mlflow.vendor import Point, RejectedError, Service
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
@@ -65,6 +72,8 @@ class MlflowHandle(OutboxHandle):
         self._state_tag = _STATE_TAG if request.plan.role is None else f"{_STATE_TAG}.{request.plan.role}"
         run_id, steps = opened.run.info.run_id, Steps(values)
         self._metrics = Metrics(values)
+        self._first_params: Mapping[str, str] = opened.run.data.params if opened.is_resumed else {}
+        self._other_params: dict[str, str] = {}
         sink = MlflowSink(Service(uri, is_known=True), run_id, str(request.plan.run_id), self._metrics, steps)
         super().__init__(request, tracker, sink, values, steps)
         # The run that another rank finds may be an earlier attempt's, or one that the primary has just made.
@@ -76,8 +85,8 @@ class MlflowHandle(OutboxHandle):
         self.undo = undo.pop_all()
         try:
             activate(self.run, uri, opened.run.info.experiment_id, self.undo)
-            if request.plan.primary and (params := new_params(request, opened)):
-                self.set_values("log_params", params)
+            if request.plan.primary:
+                self.set_params(params_of(request))
             self._monitor = start_monitor(request, run_id, is_resumed=self.is_resumed)
         except BaseException:
             self.undo.close()
@@ -129,6 +138,30 @@ class MlflowHandle(OutboxHandle):
         self.request.watch.before_row()
         texts = {str(key): str(value) for key, value in values.items()}  # the server has only strings
         self.put({"call": method, "args": [texts], "kwargs": {}})
+
+    def set_params(self, values: Mapping[str, Any]) -> None:
+        """Send params in the background, those that the run does not have yet."""
+        accepted = self.accepted_params(values)
+        new = {key: value for key, value in accepted.items() if key not in self._first_params}
+        if new:
+            self.set_values("log_params", new)
+
+    def accepted_params(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return these params as the run takes them.
+
+        MLflow keeps the first value of a param, and raises for another one. So what an earlier attempt has set stays,
+        and the value of this attempt becomes a tag.
+        """
+        texts = {str(key): str(value)[:LONGEST_PARAM] for key, value in values.items()}
+        first = {key: self._first_params[key] for key in texts if key in self._first_params}
+        known = {**first, **self._other_params}
+        others = {key: texts[key] for key in first if texts[key] != known[key]}
+        if others:
+            text = "Params keep their first values: the tags %s* have those of this attempt"
+            logger.warning(f"{CHANGED}. {text}", self._title, self.id, changes(known, others), PARAMS_TAG)
+            self._other_params.update(others)
+            self.set_values("set_tags", {PARAMS_TAG + key: value[:LONGEST_TAG] for key, value in others.items()})
+        return {**values, **first}
 
     def end(self, exit_code: int) -> None:
         timeout_s = self.request.config.finish_timeout_s
@@ -282,8 +315,8 @@ class Logging(Run):
         self.log({key: value}, step)
 
     def log_params(self, params: Mapping[str, Any], **_: Any) -> None:
-        """Log params in the background. A param that has another value already keeps it, with a warning."""
-        self._handle.set_values("log_params", self._own(params))
+        """Log params in the background. A param of an earlier attempt keeps its value, with a warning."""
+        self._handle.set_params(self._own(params))
 
     def log_param(self, key: str, value: Any, **_: Any) -> None:
         self.log_params({key: value})
@@ -318,6 +351,7 @@ def run_class() -> Any:
 def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
     """Make `run` the active run of this thread, with its server and experiment. `undo` gets what undoes that."""
     vendor.leave_end_to_us(_is_open)
+    vendor.replace_params(_accepted_params)
     _use_server(uri, undo)
     undo.callback(vendor.use_experiment(experiment_id))
     undo.callback(set_variables({"MLFLOW_RUN_ID": None}))  # mlflow.start_run(nested=True) would resume that run
@@ -348,6 +382,12 @@ def _is_open(run_id: str) -> bool:
                     run.id,
                 )
     return is_open
+
+
+def _accepted_params(run_id: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return these params as the run takes them."""
+    handle = next((run._handle for run, _ in tuple(_open) if run.info.run_id == run_id), None)
+    return values if handle is None else handle.accepted_params(values)
 
 
 def _use_server(uri: str, undo: ExitStack) -> None:

@@ -465,6 +465,28 @@ def leave_end_to_us(is_ours: Callable[[str], bool]) -> None:
     MlflowClient.set_terminated = set_terminated
 
 
+@functools.lru_cache(maxsize=1)
+def replace_params(accepted: Callable[[str, Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    """Have MLflow's client log the params of a run that are `accepted`: `mlflow.log_params` calls it too."""
+    from mlflow import MlflowClient
+
+    log_param, log_batch = MlflowClient.log_param, MlflowClient.log_batch
+
+    @functools.wraps(log_param)
+    def one(self: Any, run_id: str, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        taken = accepted(run_id, {key: value})[key]
+        result = log_param(self, run_id, key, taken, *args, **kwargs)
+        return value if result is taken else result
+
+    @functools.wraps(log_batch)
+    def batch(self: Any, run_id: str, metrics: Any = (), params: Any = (), *args: Any, **kwargs: Any) -> Any:
+        taken = accepted(run_id, {param.key: param.value for param in params}) if params else {}
+        params = [type(param)(param.key, taken[param.key]) for param in params]
+        return log_batch(self, run_id, metrics, params, *args, **kwargs)
+
+    MlflowClient.log_param, MlflowClient.log_batch = one, batch
+
+
 # Autologging.
 
 

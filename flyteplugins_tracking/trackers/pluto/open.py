@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
 from threading import Thread
@@ -19,7 +20,14 @@ from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import check_roles, missing_key_error, missing_run_error, run_config
+from flyteplugins_tracking.trackers.client import (
+    CHANGED,
+    changes,
+    check_roles,
+    missing_key_error,
+    missing_run_error,
+    run_config,
+)
 from flyteplugins_tracking.trackers.config import ROLES, own_values
 from flyteplugins_tracking.trackers.outbox import AwayError, until
 from flyteplugins_tracking.trackers.pluto import vendor
@@ -68,6 +76,7 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
             ) from error
         raise
     _warn_about_ignored_name(op, request)
+    _warn_about_changes(queue.found, request)
     if request.plan.role is not None:
         queue.post_config(run_config(request))
     if request.plan.ends_run and request.config.notes is not None:  # the client has no call for that
@@ -243,6 +252,12 @@ def _metadata(request: RunRequest) -> dict[str, Any]:
     if group and not any(tag.startswith("group:") for tag in tags):  # the service takes one group
         tags.append(f"group:{group}")
     return {"name": config.name or request.plan.run_id, "config": finite(run_config(request)), "tags": tags}
+
+
+def _warn_about_changes(before: Mapping[str, Any], request: RunRequest) -> None:
+    text = changes(before, finite(run_config(request))) if request.plan.primary else ""
+    if text:
+        logger.warning(CHANGED, "Pluto", request.plan.run_id, text)
 
 
 def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:

@@ -11,7 +11,15 @@ from typing import Any
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, new_id, prefix_of, run_config
+from flyteplugins_tracking.trackers.client import (
+    CHANGED,
+    changes,
+    check_roles,
+    missing_run_error,
+    new_id,
+    prefix_of,
+    run_config,
+)
 from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values
 from flyteplugins_tracking.trackers.outbox import AwayError, until
 from flyteplugins_tracking.trackers.trackio import SPACE, check_address, default_directory, vendor, without_token
@@ -57,6 +65,8 @@ def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str 
     describes = request.plan.ends_run
     known = {} if stored is None else stored.config
     given = run_config(request)
+    if is_primary and (text := changes(known, given)):
+        logger.warning(CHANGED, "Trackio", request.plan.run_id, text)
     # Trackio has no other place for these.
     own = {"tags": None if config.tags is None else list(config.tags), "notes": config.notes} if describes else {}
     own = {**own_values(known), **own_values(given), **{key: value for key, value in own.items() if value is not None}}

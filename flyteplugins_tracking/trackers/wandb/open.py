@@ -24,6 +24,7 @@ from flyteplugins_tracking.trackers.client import missing_key_error, run_config
 from flyteplugins_tracking.trackers.config import OWN, own_values
 from flyteplugins_tracking.trackers.node_group import NodePart
 from flyteplugins_tracking.trackers.outbox import how_to_send
+from flyteplugins_tracking.trackers.vendor_parts import known_faults
 from flyteplugins_tracking.trackers.wandb import (
     HOST,
     api_of,
@@ -34,7 +35,8 @@ from flyteplugins_tracking.trackers.wandb import (
     roles,
     vendor,
 )
-from flyteplugins_tracking.trackers.wandb.run import WandbHandle
+from flyteplugins_tracking.trackers.wandb.run import WandbHandle, warn_of_changes
+from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)
 _OFFLINE = "log offline with WANDB_MODE=offline or if_unavailable='degrade'"
@@ -199,7 +201,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         elif request.config.has_roles and any(run.id == place.run_id for run in vendor.open_runs()):
             text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
             raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
-        before = set(directory.glob("run-*"))
+        before, known = set(directory.glob("run-*")), found or _earlier(request, place)
         try:
             with vendor.opening_within(viewer_s + settings.init_timeout + _INIT_GRACE_S):
                 run = wandb.init(**arguments)
@@ -208,6 +210,8 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
                 _remove_own(set(directory.glob(f"run-*-{arguments.get('id', '')}*")) - before)
             raise
         outbox.open_outbox(request, run, found=found)
+        if known is not None:
+            warn_of_changes(run.id, known.config, {key: run.config.get(key) for key in arguments.get("config") or ()})
         if has_writers_elsewhere:
             roles.leave_summary_to_roles(request, run)
             roles.send_left(request, run, found)
@@ -228,6 +232,12 @@ def _place(arguments: Mapping[str, Any], settings: Any) -> outbox.Place:
     """Return which run is to be opened. Its id is empty if W&B makes one."""
     entity, project = (str(arguments.get(name) or getattr(settings, name) or "") for name in ("entity", "project"))
     return outbox.Place(without_credentials(settings.base_url), entity, project, str(arguments.get("id") or ""))
+
+
+def _earlier(request: RunRequest, place: outbox.Place) -> Stored | None:
+    """Return what W&B has of the run of an earlier attempt, if this one has a config that may differ."""
+    may_differ = request.is_retry and request.plan.primary and request.config.config and place.run_id
+    return vendor.stored_run(place, _COUNT_S) if may_differ and not any(known_faults("wandb")) else None
 
 
 def _await_count(request: RunRequest, place: outbox.Place, directory: Path) -> None:

@@ -20,7 +20,7 @@ from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
+from flyteplugins_tracking.trackers.client import CHANGED, RESTART_COUNT, changes, restart_count_of, run_config
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
@@ -35,6 +35,8 @@ _CHANGES = {
     "config": ("__setitem__", "__setattr__", "update", "setdefaults", "update_locked", "merge_locked"),
     "summary": ("__setitem__", "__setattr__", "__delitem__", "__getitem__", "update", "get", "keys"),
 }
+# Those of the config that raise if a value is changed.
+_REFUSING = ("__setitem__", "__setattr__", "update")
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
 HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
 # The key of `save_state` in the summary, before the role's name: W&B's pages do not show keys that begin with "_".
@@ -92,6 +94,9 @@ class WandbHandle(Handle):
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
         self._next_row = NextRow()
         self._state_key = _STATE if request.plan.role is None else f"{_STATE}-{request.plan.role}"
+        # The keys of the config that this attempt has not set yet, and an earlier one has.
+        self._of_earlier = set(dict(run.config)) - set(run_config(request)) if getattr(run, "resumed", False) else set()
+        self._of_earlier -= set(vendor.locked_keys(run))
         self._state: dict[str, str] = {}  # what the summary has of `save_state`, at the latest when the run ends
         self._rollback = Rollback(self, request)
         if self._is_ours:
@@ -209,8 +214,23 @@ class WandbHandle(Handle):
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the config that changes it."""
-        # Of the run's present config: a run that is opened again has another one.
-        return self.change(lambda run, *given, **named: method(run.config, *given, **named), *args, **kwargs)
+
+        def change(run: Any, *given: Any, **named: Any) -> Any:
+            if self._of_earlier and method.__name__ in _REFUSING and named.get("allow_val_change") is not False:
+                self._change_of_earlier(run, vendor.config_changes(method.__name__, *given, **named))
+            # Of the run's present config: a run that is opened again has another one.
+            return method(run.config, *given, **named)
+
+        return self.change(change, *args, **kwargs)
+
+    def _change_of_earlier(self, run: Any, changes_now: Mapping[str, Any]) -> None:
+        """Change what earlier attempts have set, which W&B refuses as it refuses two values of one attempt."""
+        keys = [key for key in changes_now if key in self._of_earlier]
+        before = {key: run.config[key] for key in keys}
+        self._of_earlier.difference_update(keys)
+        if keys:
+            update_config(run, {key: changes_now[key] for key in keys})
+            warn_of_changes(self.id, before, {key: run.config[key] for key in keys})
 
     def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the summary."""
@@ -501,6 +521,13 @@ def update_config(run: Any, values: Mapping[str, Any]) -> None:
     """Change the config of a run, at any time."""
     kind: Any = type(run.config)
     getattr(kind, "__wrapped__", kind).update(run.config, values, allow_val_change=True)
+
+
+def warn_of_changes(run_id: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Tell which values of an earlier attempt's config are changed."""
+    text = changes(before, after)
+    if text:
+        logger.warning(CHANGED, "W&B", run_id, text)
 
 
 def _update_summary(run: Any, values: Mapping[str, Any]) -> None:

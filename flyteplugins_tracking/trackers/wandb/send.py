@@ -18,6 +18,7 @@ from typing import Any
 
 from flyteplugins_tracking._util.files import own_text
 from flyteplugins_tracking._util.modules import installed_version
+from flyteplugins_tracking._util.plain import flat
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import OWNER
@@ -278,17 +279,8 @@ def as_lines(directory: Path) -> list[Any]:
 
 
 def _line(row: Row) -> dict[str, Any]:
-    values = dict(_flat(row.values))
+    values = flat(row.values)
     return {"row": values, "step": row.step, "time": values.pop("_timestamp", None)}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a row with one key each: other services have no values in values."""
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def send_lines(lines: Sequence[Any]) -> int:

@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -435,6 +435,22 @@ def update_settings(run: Any, settings: Mapping[str, Any]) -> None:
     """Set some of the run's settings. Required by run_mode='shared'."""
     with _required("run_mode='shared'"):
         run._settings.update_from_dict(dict(settings))
+
+
+def config_changes(method: str, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+    """Return the values by key that a call of a method of a run's config sets, which raises if it cannot say."""
+    if method != "update":
+        key, value = [*args, *kwargs.values()]
+        return {key: value}
+    from wandb.sdk import wandb_helper
+
+    values = args[0] if args else kwargs["d"]
+    return {str(key).strip("-"): value for key, value in wandb_helper.parse_config(values).items()}
+
+
+def locked_keys(run: Any) -> Collection[str]:
+    """Return the keys of a run's config that a sweep has set, and that W&B never changes."""
+    return tuple(getattr(run.config, "_locked", ()))
 
 
 def set_config(run: Any, config: Any) -> None:
