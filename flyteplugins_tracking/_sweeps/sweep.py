@@ -27,7 +27,7 @@ from flyteplugins_tracking._runs.call import detached, exit_code_of
 from flyteplugins_tracking._runs.context import Task
 from flyteplugins_tracking._runs.request import may_prompt
 from flyteplugins_tracking._runs.run import require
-from flyteplugins_tracking._util.checks import check_arguments, check_text, check_texts
+from flyteplugins_tracking._util.checks import check_arguments, check_text, check_texts, is_given
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.modules import initialised_distributed
 from flyteplugins_tracking._util.plain import plain_config
@@ -187,12 +187,12 @@ class SweepLink:
 
 
 def _checked(owner: str, options: Mapping[str, Any], allowed: Collection[str] = _ARGUMENTS) -> dict[str, Any]:
-    """Return the `options` that are not None, as plain values. W&B checks the search itself, when the sweep is created.
+    """Return the `options` that are given, as plain values. W&B checks the search itself, when the sweep is created.
 
     Raises:
         ConfigError: One of them is invalid.
     """
-    arguments = {name: value for name, value in options.items() if value is not None}
+    arguments = {name: value for name, value in options.items() if is_given(value)}
     check_arguments(owner, arguments, allowed)
     check_config(TrackingConfig.from_arguments(_location(arguments)))
     check_text("entity", arguments.get("entity"))

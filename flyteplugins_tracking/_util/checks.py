@@ -70,6 +70,11 @@ def check_flag(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be True or False, got {value!r}")
 
 
+def is_given(value: object) -> bool:
+    """Whether an argument has a value: None is none, nor is a string without characters, as scripts' defaults are."""
+    return value is not None and not (isinstance(value, str) and not value.strip())
+
+
 def check_text(name: str, value: object, is_optional: bool = True) -> None:
     """Refuse a `value` that is not a non-empty string, except for None if it `is_optional`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -15,7 +15,14 @@ from flyteplugins_tracking._rank.plan import (
     RunMode,
     primary_rank_of,
 )
-from flyteplugins_tracking._util.checks import check_choice, check_flag, check_seconds, check_text, check_texts
+from flyteplugins_tracking._util.checks import (
+    check_choice,
+    check_flag,
+    check_seconds,
+    check_text,
+    check_texts,
+    is_given,
+)
 from flyteplugins_tracking._util.plain import plain_config
 from flyteplugins_tracking._util.record import Record, replace
 from flyteplugins_tracking.errors import ConfigError
@@ -182,12 +189,18 @@ class TrackingConfig(Record):
     def from_arguments(cls, arguments: Mapping[str, Any]) -> TrackingConfig:
         """Return the config of these arguments by name; those that are not fields become `options`.
 
+        An empty string is not given, as argparse's defaults often are; nor are empty tags.
+
         Raises:
             ConfigError: The value of a field is invalid.
         """
         field_values = {name: value for name, value in arguments.items() if name in OWN_ARGUMENTS}
-        options = {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS}
-        return cls(**field_values, options=options, given=frozenset(field_values))
+        if "tags" in field_values:
+            field_values["tags"] = _tags(field_values["tags"])
+        given = {name: value for name, value in field_values.items() if name not in _MAY_BE_EMPTY or is_given(value)}
+        others = {name: value for name, value in arguments.items() if name not in OWN_ARGUMENTS}
+        options = {name: value if is_given(value) else None for name, value in others.items()}
+        return cls(**given, options=options, given=frozenset(given))
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -281,22 +294,37 @@ class TrackingConfig(Record):
 
 # The arguments that `tracking_init` has for every tracker.
 OWN_ARGUMENTS = frozenset(TrackingConfig._fields) - {"options", "given"}
+# Those that may be empty. Not a role's name: without it, its job would open a run of its own.
+_MAY_BE_EMPTY = {"config", *(name for name, kind in TrackingConfig.__annotations__.items() if "None" in kind)} - {
+    "role"
+}
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge arguments: a later layer takes precedence over an earlier one, except for values that are None.
+    """Merge arguments: a later layer takes precedence over an earlier one, except for values that are not given.
 
     The run's `config` is merged key by key.
     """
     result: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
-            if value is None:
+            if not is_given(value):
                 continue
             earlier = result.get(name)
             are_configs = name == "config" and isinstance(value, Mapping) and isinstance(earlier, Mapping)
             result[name] = {**earlier, **value} if are_configs and earlier else value
     return result
+
+
+def _tags(value: Any) -> Any:
+    """Return tags without empty ones; None if there are no others. W&B takes one tag as a string too."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
+        return value
+    tags = tuple(value)
+    given = tuple(tag for tag in tags if not isinstance(tag, str) or is_given(tag))
+    return given or (None if tags else ())
 
 
 def own_values(config: Mapping[str, Any]) -> Mapping[str, Any]:

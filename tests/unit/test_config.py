@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.config_values import VALUES, ConfigDict, Lazy, stored
 
-from flyteplugins_tracking import ConfigError, TrackerUnavailableError, tracking_init
+from flyteplugins_tracking import ConfigError, TrackerUnavailableError, tracking_config, tracking_init
 from flyteplugins_tracking._util.plain import plain_config
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 
@@ -75,7 +75,7 @@ class Flags:
         ({"stop_before_s": "1 h"}, "stop_before_s must be a positive number of seconds, got '1 h'"),
         ({"hang_timeout_s": True}, "hang_timeout_s must be a positive number of seconds, got True"),
         ({"kill_after_s": float("nan")}, "kill_after_s must be a positive number of seconds, got nan"),
-        ({"id": ""}, "id must be a non-empty string, got ''"),
+        ({"role": ""}, "role must be a non-empty string, got ''"),
         ({"id": 7}, "id must be a non-empty string, got 7"),
         ({"id": "a/b:c"}, "run id 'a/b:c' contains / :, which W&B does not accept in an id"),
         *(
@@ -103,7 +103,8 @@ class Flags:
         ({"notes": "a\0"}, "notes contains a null character"),
         ({"tags": ["a\0"]}, "each entry of tags contains a null character"),
         ({"project": "a/b"}, "project 'a/b' contains /, which W&B does not accept in a project"),
-        ({"tags": "a"}, "tags must be a sequence of strings, got 'a'"),
+        ({"tags": b"a"}, "each entry of tags must be a non-empty string, got 97"),
+        ({"tags": 1}, "tags must be a sequence of strings, got 1"),
         ({"tags": [1]}, "each entry of tags must be a non-empty string, got 1"),
         ({"mode": "shared"}, "pass run_mode='shared'"),
         ({"rank_prefix": "yes"}, "rank_prefix must be True or False, got 'yes'"),
@@ -265,6 +266,40 @@ print(known & (set(sys.modules) - before))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\t\n"])
+def test_an_empty_string_is_not_given(empty):
+    names = ("id", "project", "group", "name", "notes", "entity", "job_type", "mode", "host", "dir")
+    config = TrackingConfig.from_arguments({**dict.fromkeys(names, empty), "tags": [empty, ""]})
+    assert config.given == frozenset()
+    assert (config.arguments, config.name, config.tags, dict(config.options)) == (
+        dict(config.options),
+        None,
+        None,
+        {}.fromkeys(names[5:]),
+    )
+    tracking_init(**dict.fromkeys(names, empty), tags=empty)
+    for tracker, options in {
+        "mlflow": ["experiment_name", "tracking_uri"],
+        "trackio": ["server_url"],
+        "pluto": [],
+    }.items():
+        tracking_init(tracker=tracker, project=empty, **dict.fromkeys(options, empty))
+    propagated = {"project": "p", "tags": ["t"], "notes": "why"}
+    assert config.with_defaults(propagated).arguments == {"project": "p", "tags": ("t",), "notes": "why"}
+    with pytest.raises(ConfigError, match="did you mean 'project'"):
+        tracking_init(projct=empty)
+    given = TrackingConfig.from_arguments(propagated)
+    assert given.with_overrides({"project": empty, "notes": empty}).arguments == given.arguments
+    assert tracking_config(project=empty, name=empty) == tracking_config()
+
+
+@pytest.mark.parametrize(
+    ("tags", "kept"), [("a", ("a",)), (["a", "", " "], ("a",)), ({"a"}, ("a",)), ([], ()), ((), ()), (None, None)]
+)
+def test_empty_tags_are_left_out(tags, kept):
+    assert TrackingConfig.from_arguments({"tags": tags}).tags == kept
 
 
 def test_the_config_is_a_copy():

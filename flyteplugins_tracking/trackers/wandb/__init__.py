@@ -137,7 +137,7 @@ class WandbTracker(Tracker):
 
 def forced_run_id() -> str | None:
     """The id of every run that is opened in a trial of a sweep, whatever id was asked for."""
-    return os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
+    return os.environ.get("WANDB_RUN_ID", "").strip() or None if os.environ.get("WANDB_SWEEP_ID", "").strip() else None
 
 
 def drop_empty_variables() -> None:
