@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,6 +26,7 @@ from flyteplugins_tracking._rank.pools import counts_of_world
 from flyteplugins_tracking._rank.topology import Detection, examine
 from flyteplugins_tracking._runs.context import ExecutionContext, Task
 from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.signals import critical_section
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
@@ -42,6 +46,12 @@ logger = logging.getLogger(__name__)
 
 # How long a signal waits for a run that is being opened or closed: it exists at the server, and would stay "running".
 _PATIENCE_S = 5.0
+# How much later than one of its processes this one may get a SIGTERM that is sent to all of them.
+_SIGTERM_S = 0.5
+_POLL_S = 0.005
+_LOST_CHILD = re.compile(
+    r"DataLoader worker .*(?:Terminated|exited unexpectedly)|terminated abruptly|died with <Signals\.SIGTERM"
+)
 _DOCTOR = "To see what each rank detects, start this instead of the script: python -m flyteplugins_tracking"
 
 
@@ -64,8 +74,8 @@ class Call(PerProcess):
     the block: 0 for a return, 1 for an exception, the code of a SystemExit, 130 for a KeyboardInterrupt, and 143 after
     a SIGTERM, however the block ends.
 
-    `__enter__` and `__exit__` are critical sections. A generator under `contextlib.contextmanager` has none: an
-    exception out of a signal handler could leave the run open.
+    `__enter__` and `__exit__` are critical sections, for all signals. A generator under `contextlib.contextmanager` has
+    none: an exception out of a signal handler could leave the run open.
 
     Attributes:
         config: The user's arguments.
@@ -83,6 +93,7 @@ class Call(PerProcess):
         stopping: What `should_stop` has started; None until the function calls it.
         stop_reason: In a simulation, why the function is asked to stop; None if it is not.
         is_parents: Whether this process was forked during the call, and must not end it.
+        end: Stands after the call in its `with` statement, three times: see `CallEnd`.
     """
 
     found: Detection = Detection()
@@ -94,6 +105,7 @@ class Call(PerProcess):
     stopping: Stopping | None = None
     stop_reason: str | None = None
     is_parents: bool = False
+    _has_ended = False
 
     def __init__(
         self, config: TrackingConfig, tracker: Tracker, context: ExecutionContext, task: Task | None = None
@@ -107,6 +119,8 @@ class Call(PerProcess):
         # Only this thread's own parent: decorated functions in several threads are several training runs.
         self.parent = None if outer is None or outer.is_parents else outer
         self.doubles = doubles
+        self.end = CallEnd(self)
+        self._undo = ExitStack()
         register(self)
 
     def after_fork_in_child(self) -> None:
@@ -114,32 +128,44 @@ class Call(PerProcess):
 
     @critical_section(_PATIENCE_S)
     def __enter__(self) -> Call:
-        """Open the run. If that fails, nothing stays open.
+        """Open the run. If that fails, or a signal's handler raises, nothing stays open.
 
         Raises:
             TrackingError: The run cannot be opened.
         """
-        _withdraw_announced()
+        late = HANDLERS.put_off(self, _PATIENCE_S, keeps_errors=False)
         try:
-            with ExitStack() as undo:
-                undo.callback(self._reset, current.set(self))
-                undo.push(self._close)
-                self._open(undo)
-                self._undo = undo.pop_all()
-        except TrackingError as error:
-            if isinstance(error, (TopologyError, IdentityError)):
-                error.args = (f"{error}\n{_DOCTOR}",)
-            # Its message says what to do. The library's frames would stand between the user's call and the message.
-            raise error.with_traceback(None)  # noqa: B904 its cause is kept
+            try:
+                if late is not None:
+                    raise late
+                self._begin()
+            finally:
+                HANDLERS.put_back(self)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            if isinstance(error, TrackingError):
+                # Its message says what to do. The library's frames would stand between the user's call and the message.
+                raise error.with_traceback(None)  # noqa: B904 its cause is kept
+            raise
         return self
 
     @critical_section(_PATIENCE_S)
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Undo what `__enter__` has done, in reverse: the run is closed with the status of the block."""
-        if not self.is_parents:
+        """Undo what `__enter__` has done, in reverse: the run is closed with the status of the block. Once."""
+        if self.is_parents or self._has_ended:
+            return
+        late = HANDLERS.put_off(self, _PATIENCE_S, keeps_errors=True)
+        if late is not None:  # as if it had been raised in the block
+            kind, error, traceback = type(late), late, late.__traceback__
+        try:
             self._undo.__exit__(kind, error, traceback)
+            if late is not None:
+                raise late
+        finally:
+            self._has_ended = True
+            HANDLERS.put_back(self, drops=self.watcher is not None and self.watcher.ends_process)
 
     @property
     def is_simulated(self) -> bool:
@@ -162,6 +188,18 @@ class Call(PerProcess):
         return None if self.task is None else self.task.has_workers
 
     # What opens the call
+
+    def _begin(self) -> None:
+        _withdraw_announced()
+        try:
+            with ExitStack() as undo:
+                undo.callback(self._reset, current.set(self))
+                undo.push(self._close)
+                self._open(undo)
+                self._undo = undo.pop_all()
+        except (TopologyError, IdentityError) as error:
+            error.args = (f"{error}\n{_DOCTOR}",)
+            raise
 
     def _open(self, undo: ExitStack) -> None:
         enclosing = None
@@ -271,6 +309,8 @@ class Call(PerProcess):
 
     def _close(self, _: object, error: BaseException | None, __: object) -> None:
         """End the call with the function's status. The run is closed if no other call uses it."""
+        if error is not None and _may_be_of_sigterm(error):
+            self._await_sigterm()
         exit_code = 0 if error is None else self._exit_code_of(error)
         failure = None if error is None else self._announce(error, exit_code)
         try:
@@ -282,7 +322,18 @@ class Call(PerProcess):
                 self.run.leave(self, exit_code, failure)
         finally:
             if self.watcher is not None:
-                self.watcher.stop()
+                self.watcher.stop(error)
+
+    def _await_sigterm(self) -> None:
+        """Wait a moment for the SIGTERM that a process of this one has had before: a launcher signals one by one."""
+        deadline = time.monotonic() + _SIGTERM_S
+        while not self._is_terminated and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    @property
+    def _is_terminated(self) -> bool:
+        is_seen = self.watcher is not None and self.watcher.terminated
+        return is_seen or HANDLERS.has_come(signal.SIGTERM)
 
     def _reset(self, token: Token[Call | None]) -> None:
         if self.stopping is not None:
@@ -303,8 +354,7 @@ class Call(PerProcess):
         Returns:
             None if the rank does not fail, but is stopped.
         """
-        is_terminated = self.watcher is not None and self.watcher.terminated
-        if exit_code in (0, INTERRUPTED, TERMINATED) or is_terminated:
+        if exit_code in (0, INTERRUPTED, TERMINATED) or self._is_terminated:
             return None
         failure = None
         try:
@@ -326,6 +376,38 @@ class Call(PerProcess):
             An awaitable if `is_async` and there are files; else None.
         """
         return None if self.run is None or self.is_parents else self.run.publish_files(self, is_async)
+
+
+class CallEnd:
+    """Ends a call in the place of its own `__exit__`.
+
+    A handler that has not been put off may raise at the first instruction of an `__exit__`, which then does nothing.
+    The `__exit__` around it takes the exception for the block's. Each copy takes one signal's.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    @critical_section(_PATIENCE_S)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._call.__exit__(kind, error, traceback)
+
+
+def _may_be_of_sigterm(error: BaseException | None) -> bool:
+    """Whether an exception, or one that it comes from, says that another process of this one has been terminated."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        # The end of a pipe to a child; and what torch, `concurrent.futures` and `subprocess` say.
+        if isinstance(error, (EOFError, ConnectionError)) or _LOST_CHILD.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 # The failures that this process has announced as the end of its rank.

@@ -61,6 +61,7 @@ from typing import Any, Protocol
 
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import PerProcess
+from flyteplugins_tracking._util.handlers import HANDLERS, behind
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.signals import WakeupFd, patience_s
 
@@ -183,6 +184,9 @@ class SigtermWatcher(PerProcess):
     _depth = 0  # how many functions are watched
     _wakeup: WakeupFd | None = None
 
+    # Whether the last function has ended, and the process ends, by a signal for which nobody has a handler.
+    ends_process: bool
+
     def __init__(self, end_runs: Callable[[int, float], None], on_row: Callable[[], object] = lambda: None) -> None:
         """Does not watch yet.
 
@@ -206,6 +210,7 @@ class SigtermWatcher(PerProcess):
         self._effect = Effect.NONE
         self._postponement: Postponement | None = None
         self._left = threading.Event()  # the last function has ended
+        self.ends_process = False
 
     def after_fork_in_child(self) -> None:
         """Put back the handler and the wakeup fd: the runs are the parent's."""
@@ -246,8 +251,13 @@ class SigtermWatcher(PerProcess):
         """Put the signal off while the run is closed."""
         raise NotImplementedError
 
-    def stop(self) -> None:
-        """Watch for one function less. After the last one, a signal takes effect that was put off."""
+    def stop(self, error: BaseException | None = None) -> None:
+        """Watch for one function less. After the last one, a signal takes effect that was put off.
+
+        Args:
+            error: What ends the function. If it ends after a signal that would only have ended the process, it does so
+                as by the signal: a handler, a worker that was signalled too, or a `finally` block may have raised.
+        """
         raise NotImplementedError
 
     def postpone(self, postponement: Postponement | None) -> None:
@@ -302,7 +312,7 @@ class SigtermWatcher(PerProcess):
             self._wakeup.give_back()
         handler = self._current_handler()
         if handler is not None:
-            signal.signal(SIGNAL, handler.previous)
+            signal.signal(SIGNAL, HANDLERS.stand_in(SIGNAL, handler.previous))
         return handler
 
     def _close(self) -> None:
@@ -444,28 +454,13 @@ class MainThreadWatcher(SigtermWatcher):
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Put SIGTERM off while the run is closed, and the first SIGINT too."""
         self._closing_s = self._timeout_s + _ANSWER_S
-        interrupts: list[tuple[int, FrameType | None]] = []
-        handler = signal.getsignal(signal.SIGINT)
-
-        def put_off(signum: int, frame: FrameType | None) -> None:
-            if interrupts and callable(handler):
-                handler(signum, frame)
-            interrupts.append((signum, frame))
-
-        if callable(handler):
-            signal.signal(signal.SIGINT, put_off)
         try:
             yield
         finally:
             self._closing_s = 0.0
-            if signal.getsignal(signal.SIGINT) is put_off:
-                signal.signal(signal.SIGINT, handler)
-        if interrupts and callable(handler):
-            handler(*interrupts[0])
 
-    def stop(self) -> None:
+    def stop(self, error: BaseException | None = None) -> None:
         if self._depth > 1:
             self._depth -= 1
             return
@@ -473,8 +468,13 @@ class MainThreadWatcher(SigtermWatcher):
             self._end_runs(TERMINATED, self._timeout_s)
         handler = None if self._wakeup is None else self._uninstall(self._wakeup)
         self._depth = 0
-        if handler is not None and self._is_due:
+        if handler is None or self._signalled_at is None:
+            return
+        self.ends_process = handler.ends_process
+        if self._effect is Effect.NONE:
             self._act(handler, SIGNAL, None)
+        elif handler.ends_process and error is not None and not isinstance(error, SystemExit):
+            raise SystemExit(TERMINATED) from error
 
     def was_interrupted(self) -> bool:
         if self._depth > 0 and self._wakeup is not None:
@@ -535,7 +535,7 @@ class MainThreadWatcher(SigtermWatcher):
     def _put_in_front(self) -> None:
         if self._wakeup is not None:
             self._wakeup.divert()
-        previous = signal.getsignal(SIGNAL)
+        previous = behind(signal.getsignal(SIGNAL))
         if self._current_handler() is None and previous not in (None, signal.SIG_IGN):
             signal.signal(SIGNAL, _Handler(self, previous))
 
@@ -616,10 +616,15 @@ class MainThreadWatcher(SigtermWatcher):
     # In the reader and the ender
 
     def _watch(self, wakeup: WakeupFd) -> None:
+        late_at = self._late_at()  # a signal may have come before
         while True:
-            signals = wakeup.receive()
+            signals = wakeup.receive(None if late_at is None else max(0.0, late_at - time.monotonic()))
             if _STOP in signals:
                 return
+            late_at = late_at or (self._late_at() if signals else None)
+            if late_at is not None and time.monotonic() >= late_at:
+                HANDLERS.hurry()
+                late_at = None
             wakeup.forward(bytes(number for number in signals if number not in (SIGNAL, _SYNC)))
             self._interrupted |= signal.SIGINT in signals
             if _SYNC in signals:
@@ -630,6 +635,10 @@ class MainThreadWatcher(SigtermWatcher):
                     target=self._serve, name="flyteplugins_tracking.sigterm.end", daemon=True
                 )
                 self._server.start()
+
+    def _late_at(self) -> float | None:
+        """Return until when the program's handlers may be put off for a signal that comes now; None if they are not."""
+        return time.monotonic() + HANDLERS.patience_s if HANDLERS.patience_s else None
 
     def _let_function_end(self) -> None:
         if self._postponement is not None:
@@ -709,7 +718,7 @@ class LoopWatcher(SigtermWatcher):
         finally:
             self._closing.discard(threading.get_ident())
 
-    def stop(self) -> None:
+    def stop(self, error: BaseException | None = None) -> None:  # noqa: ARG002 the main thread ends the process
         self.run_opened()  # even if it could not be opened
         self.wait_for_user_handler()
         with self._lock:

@@ -2,7 +2,8 @@
 
 A function is marked as critical where it is written, and recognised by its code object: a move or a new name of its
 module changes nothing. A class that is used in a `with` statement marks its `__enter__` and `__exit__`: between these
-and the block CPython runs no signal handler.
+and the block CPython runs no signal handler. SIGTERM's handler, which is the library's, looks for the mark. The other
+handlers are the program's, such as a DataLoader's for SIGCHLD, which raises: `HANDLERS` puts them off.
 
 The wakeup fd is the file to which the interpreter writes the number of each signal, wherever the main thread is.
 """
@@ -69,11 +70,11 @@ class WakeupFd:
         if current != self._writer:
             self._remember(current)
 
-    def receive(self) -> bytes:
-        """Wait for signals, and return their numbers."""
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """Wait for signals, and return their numbers; none after the timeout."""
         poll = select.poll()  # `select` takes no file of a number above 1023
         poll.register(self.reader, select.POLLIN)
-        poll.poll()
+        poll.poll(None if timeout_s is None else 1000 * timeout_s)
         return self.received()
 
     def received(self) -> bytes:

@@ -1,0 +1,191 @@
+"""The program's signal handlers, put off while a run is opened or closed.
+
+A handler runs between any two instructions of the main thread, and what it raises comes out there: a DataLoader's for
+SIGCHLD raises if a worker was killed, a watchdog's for SIGALRM if it is late. In the middle of a run's end, that would
+leave the run open, or with a wrong status.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from flyteplugins_tracking._util.fork import PerProcess, register
+
+_NUMBERS = tuple(signal.valid_signals())
+_NONE = object()
+_PACKAGE = __name__.partition(".")[0]
+Handler = Callable[[int, "FrameType | None"], object]
+
+
+class _StandIn:
+    """Is installed while a handler is put off. Whoever has kept it may go on to call it, or install it."""
+
+    def __init__(self, handlers: _Handlers, handler: Handler) -> None:
+        self.handlers = handlers
+        self.handler = handler
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        self.handlers.deliver(self.handler, signum, frame)
+
+
+class _Handlers(PerProcess):
+    """The handlers of this process, and the signals that wait for the end of a section of the main thread.
+
+    A signal waits, however often it comes, once, as in the kernel while it is blocked. The second SIGINT does not: the
+    user wants to abort. Handlers in C, and the library's own, are not put off.
+
+    Attributes:
+        patience_s: How long signals wait at most, if there is a thread that calls `hurry` then. After that the handlers
+            run. What they raise comes out at once, or at the end of the section.
+    """
+
+    patience_s = 0.0
+
+    def __init__(self) -> None:
+        self._sections: set[object] = set()
+        self._stand_ins: dict[int, _StandIn] = {}
+        self._waiting: dict[int, tuple[Handler, FrameType | None]] = {}  # in the order in which they have come
+        self._hurried: set[int] = set()  # those of them that are sent again
+        self._errors: list[BaseException] = []  # what is to come out at the section's end
+        self._is_late = False
+        self._keeps_errors = False
+        self._interrupts = 0
+
+    def after_fork_in_child(self) -> None:
+        """Put the handlers back. The section, and the signals that wait, are the parent's."""
+        stand_ins = self._stand_ins
+        self.__init__()  # type: ignore[misc]
+        for number, stand_in in stand_ins.items():
+            _replace(number, stand_in)
+
+    def put_off(self, section: object, patience_s: float, *, keeps_errors: bool) -> BaseException | None:
+        """Put the handlers off until `put_back`. Does nothing in other threads than the main one.
+
+        Args:
+            section: What begins. It may be put off in the section of another one.
+            patience_s: See the class.
+            keeps_errors: Whether what a handler raises after that comes out at the end of the section.
+
+        Returns:
+            What a handler has raised before it was put off.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        try:
+            if not self._sections:
+                self._is_late, self._keeps_errors, self._interrupts = False, False, 0
+            self.patience_s = patience_s
+            self._keeps_errors |= keeps_errors
+            self._sections.add(section)
+            for number in _NUMBERS:
+                handler = signal.getsignal(number)
+                stand_in = self.stand_in(number, handler)
+                if stand_in is not handler:
+                    signal.signal(number, stand_in)
+        except BaseException as error:
+            return self.put_off(section, patience_s, keeps_errors=keeps_errors) or error
+        return None
+
+    def put_back(self, section: object, *, drops: bool = False) -> None:
+        """Put the handlers back, and call those whose signals have come. What they raise comes out here.
+
+        Args:
+            section: What ends. If it is in the section of another one, nothing is put back yet.
+            drops: Whether to call none: they would not run if the signal that ends the process had ended it at once.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._sections.discard(section)
+        if self._sections:
+            return
+        self.patience_s = 0.0
+        if drops:
+            self._waiting.clear()
+            self._errors.clear()
+        try:
+            self._restore()
+        finally:
+            self._call_waiting()
+
+    def stand_in(self, number: int, handler: Any) -> Any:
+        """Return what to install for a handler now: in a section its stand-in, unless the library's own."""
+        module = getattr(handler, "__module__", None) or ""
+        is_own = module.partition(".")[0] == _PACKAGE and not isinstance(handler, _StandIn)
+        if not self._sections or not callable(handler) or is_own:
+            return handler
+        self._stand_ins[number] = handler if isinstance(handler, _StandIn) else _StandIn(self, handler)
+        return self._stand_ins[number]
+
+    def has_come(self, number: int) -> bool:
+        """Whether this signal waits."""
+        return number in self._waiting
+
+    def hurry(self) -> None:
+        """Have the signals that wait sent again, now that `patience_s` has passed. Called in another thread."""
+        self._is_late = bool(self._sections and self._waiting)
+        for number in list(self._waiting):
+            if signal.getsignal(number) is self._stand_ins.get(number, _NONE):
+                self._hurried.add(number)
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    def deliver(self, handler: Handler, signum: int, frame: FrameType | None) -> None:
+        """Call the handler, or have the signal wait. Called in the main thread, for its stand-in."""
+        is_hurried = signum in self._hurried
+        self._hurried.discard(signum)
+        if is_hurried and self._waiting.pop(signum, None) is None:
+            return  # it was called when the section ended
+        self._interrupts += signum == signal.SIGINT and not is_hurried
+        if not self._sections or (signum == signal.SIGINT and self._interrupts > 1):
+            handler(signum, frame)
+        elif not self._is_late:
+            self._waiting.setdefault(signum, (handler, frame))
+        else:
+            try:
+                handler(signum, frame)
+            except BaseException as error:
+                if not self._keeps_errors:
+                    raise
+                self._errors.append(error)
+
+    # Recursions: a handler that has been put back may raise at any point of these, and the rest is done nevertheless.
+
+    def _restore(self) -> None:
+        try:
+            while self._stand_ins:
+                number, stand_in = next(iter(self._stand_ins.items()))
+                _replace(number, stand_in)
+                self._stand_ins.pop(number, None)
+        finally:
+            if self._stand_ins:
+                self._restore()
+
+    def _call_waiting(self) -> None:
+        try:
+            while self._errors:
+                raise self._errors.pop(0)
+            while self._waiting:
+                number = next(iter(self._waiting))
+                handler, frame = self._waiting.pop(number)
+                handler(number, frame)
+        finally:
+            if self._errors or self._waiting:
+                self._call_waiting()
+
+
+def _replace(number: int, stand_in: _StandIn) -> None:
+    """Install the handler instead of its stand-in, unless somebody has installed another one since."""
+    current: Any = signal.getsignal(number)
+    if current is stand_in:
+        signal.signal(number, stand_in.handler)
+
+
+HANDLERS = register(_Handlers())
+
+
+def behind(handler: Any) -> Any:
+    """Return the handler that a stand-in stands for; any other handler itself."""
+    return handler.handler if isinstance(handler, _StandIn) else handler
