@@ -83,6 +83,7 @@ def open_run(call: Call) -> Run:
             require(tracker)
             handle = _opened(tracker, request)
             run = Run(call, run_plan, handle, attempts, failures, undo.pop_all())
+            undo.push(run.close_if_unused)
             # Called once a run is open: hooks run in the reverse order of their registration, and the vendor's would
             # end the run as finished.
             atexit.unregister(_close_with_process)
@@ -91,6 +92,7 @@ def open_run(call: Call) -> Run:
                 attempts.begin(handle, request.is_retry)
             with state.lock:
                 state.runs.append(run)
+            undo.pop_all()
             return run
 
 
@@ -248,6 +250,10 @@ class Run:
                 self.close(exit_code if exit_code == TERMINATED else self.opener_exit_code, failure)
             elif is_opener and self.plan.primary and not self.is_closed_early:
                 self.end_early(exit_code, failure)
+
+    def close_if_unused(self, _: object, error: BaseException | None, __: object) -> None:
+        """Close a run that a signal has kept from being used."""
+        self.close(_or_terminated(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1), None)
 
     def close(self, exit_code: int, failure: Failure | None) -> None:
         """Close the run: its end at the service first, then what this process keeps for it.

@@ -9,24 +9,31 @@ import logging
 import secrets
 import sys
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 from flyteplugins_tracking._util.plain import flat
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.secrets import is_secret_name, masked
+from flyteplugins_tracking._util.signals import critical_section
 from flyteplugins_tracking._util.warn_once import WarnOnce
-from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values, roles_error
 from flyteplugins_tracking.trackers.gate import Gate
+from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow, OwnersKeys
 
 logger = logging.getLogger(__name__)
 
 # The column of an attempt's number: of its first row, or after a rollback of each of its rows.
 RESTART_COUNT = "restart_count"
+# How long a signal waits for a run whose opening another one has interrupted, in seconds: its end has less.
+_PATIENCE_S = 30.0
+# How much of the time for a run's end has passed when a signal interrupts its opening, and is left for the process's.
+_PASSED_S = 6.0
 
 # The message with `changes`.
 CHANGED = "%s: run %s: this attempt changes the config that an earlier one has set: %s"
@@ -292,6 +299,36 @@ def status_of(exit_code: int) -> Status:
 
 # How to do without a service: see `TrackerUnavailableError`.
 LOCAL_FILES = "log to local files with if_unavailable='degrade'"
+
+
+@contextmanager
+def ended_if_interrupted(request: RunRequest, end: Callable[[int, float], object]) -> Iterator[None]:
+    """End the run that the body opens if a signal interrupts that, or anything else that is not the service's answer.
+
+    The run may be at the service already, and the vendor would end it as a success when the process ends.
+
+    Args:
+        request: The decorator's request for this run.
+        end: Ends what there is of the run: with a status, within a number of seconds.
+    """
+    try:
+        yield
+    except (TrackingError, AwayError, RejectedError):
+        raise
+    except BaseException as error:
+        _end_interrupted(request, error, end)
+        raise
+
+
+@critical_section(_PATIENCE_S)
+def _end_interrupted(request: RunRequest, error: BaseException, end: Callable[[int, float], object]) -> None:
+    exit_code = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    try:
+        end(
+            TERMINATED if request.watch.terminated else exit_code, max(1.0, request.config.finish_timeout_s - _PASSED_S)
+        )
+    except Exception:
+        logger.warning("%s: the run that was being opened could not be ended", request.plan.run_id, exc_info=True)
 
 
 def missing_key_error(title: str, fixes: str, alternative: str = LOCAL_FILES) -> TrackerUnavailableError:

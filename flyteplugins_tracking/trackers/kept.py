@@ -20,7 +20,14 @@ from typing import Any
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import LOCAL_FILES, ClientHandle, Run, restart_count_of, status_of
+from flyteplugins_tracking.trackers.client import (
+    LOCAL_FILES,
+    ClientHandle,
+    Run,
+    ended_if_interrupted,
+    restart_count_of,
+    status_of,
+)
 from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
@@ -334,9 +341,10 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
     """
     try:
         handle = open_run()
-        if isinstance(handle, OutboxHandle):
-            handle.role_state("running")
-        return handle
+        with ended_if_interrupted(request, lambda exit_code, _: handle.finish(exit_code)):
+            if isinstance(handle, OutboxHandle):
+                handle.role_state("running")
+            return handle
     except TrackerUnavailableError as error:
         unavailable = error
     except (AwayError, RejectedError) as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,14 @@ from typing import Any
 from flyteplugins_tracking._util.plain import flat
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, prefix_of, run_config, status_of
+from flyteplugins_tracking.trackers.client import (
+    check_roles,
+    ended_if_interrupted,
+    missing_run_error,
+    prefix_of,
+    run_config,
+    status_of,
+)
 from flyteplugins_tracking.trackers.config import OWN, ROLES
 from flyteplugins_tracking.trackers.mlflow import GROUP_TAG, ID_TAG, vendor
 from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service
@@ -64,6 +73,11 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
     service.await_server()
     run = _chosen(request, service)
     experiment_id = run.info.experiment_id if run is not None else _experiment_id(request, service)
+    with ended_if_interrupted(request, functools.partial(_end_interrupted, request, service, experiment_id, run_id)):
+        return _open_in(request, service, run_id, experiment_id, run)
+
+
+def _open_in(request: RunRequest, service: Service, run_id: str, experiment_id: str, run: Any) -> Opened:
     parent = _parent(request, service, experiment_id)
     parent_id = None if parent is None else parent.info.run_id
     if not request.plan.ends_run:
@@ -84,6 +98,22 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
     service.persist(lambda client: client.log_batch(run.info.run_id, tags=vendor.run_tags(tags), synchronous=True))
     service.persist(lambda client: client.update_run(run.info.run_id, "RUNNING", request.config.name))
     return Opened(run, True, parent_id)
+
+
+def _end_interrupted(
+    request: RunRequest, service: Service, experiment_id: str, run_id: str, exit_code: int, limit_s: float
+) -> None:
+    """End the run that is being opened, if the server has it, or has been asked to create it."""
+    if not request.plan.ends_run:
+        return
+    ending = Service(service.uri, time.monotonic() + limit_s, is_known=True)
+
+    def find() -> Any:
+        return _find(ending, experiment_id, ID_TAG, run_id)
+
+    run = ending.until(find) if service.creates else find()
+    if run is not None:
+        ending.set_status(run.info.run_id, status_of(exit_code).upper())
 
 
 def end_run(service: Service, opened: Opened, exit_code: int) -> None:
@@ -238,6 +268,7 @@ def _create(service: Service, experiment_id: str, name: str | None, tags: Mappin
     known = vendor.tags_of_start_run(tags)
     if name:
         known["mlflow.runName"] = name
+    service.creates = True
     return service.ask(lambda client: client.create_run(experiment_id, tags=known, run_name=name))
 
 

@@ -124,11 +124,13 @@ class Service:
         host: The tracking URI in messages.
         deadline: When calls must have ended, in seconds of `time.monotonic`; None if each call has its own limit.
         is_known: Whether an MLflow server has answered there before. A strange answer is then a proxy's, and passes.
+        creates: Whether it was asked to create a run.
     """
 
     def __init__(self, uri: str, deadline: float | None = None, *, is_known: bool = False) -> None:
         self.uri, self.host = uri, without_credentials(uri)
         self.is_known = is_known
+        self.creates = False
         self.deadline = deadline
         self._opened: tuple[Any, Callable[[], Any] | None] | None = None
         self._present: dict[str, set[Any]] = {}  # the points that a directory has, by their keys

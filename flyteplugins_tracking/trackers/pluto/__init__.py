@@ -118,12 +118,19 @@ class PlutoTracker(Tracker):
 
     def open(self, request: RunRequest) -> Handle:
         # Imported here, so that a rank without a run does not load it.
+        from flyteplugins_tracking.trackers.client import ended_if_interrupted
         from flyteplugins_tracking.trackers.kept import open_or_keep
-        from flyteplugins_tracking.trackers.pluto.open import open_op
+        from flyteplugins_tracking.trackers.pluto.open import end_op, open_op
         from flyteplugins_tracking.trackers.pluto.run import PlutoHandle
 
         request = _with_usable_id(request)
-        return open_or_keep(request, self, lambda: PlutoHandle(request, self, *open_op(request)))
+
+        def open_run() -> PlutoHandle:
+            op, queue = open_op(request)
+            with ended_if_interrupted(request, lambda exit_code, _: end_op(op, request, exit_code)):
+                return PlutoHandle(request, self, op, queue)
+
+        return open_or_keep(request, self, open_run)
 
 
 def _app(config: TrackingConfig) -> str:

@@ -8,11 +8,11 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as WaitTimeoutError
+from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any
 
@@ -24,9 +24,11 @@ from flyteplugins_tracking.trackers.client import (
     CHANGED,
     changes,
     check_roles,
+    ended_if_interrupted,
     missing_key_error,
     missing_run_error,
     run_config,
+    status_of,
 )
 from flyteplugins_tracking.trackers.config import ROLES, own_values
 from flyteplugins_tracking.trackers.outbox import AwayError, until
@@ -190,33 +192,62 @@ def _init_in_time(request: RunRequest, settings: Any) -> Any:
     Raises:
         UnavailableError: The run was not open before the deadline.
     """
-    outcome: Future[Any] = Future()
+    opening = _Opening(request, settings)
+    opening.start()
+    with ended_if_interrupted(request, opening.end):
+        wait([opening.outcome], max(0.0, request.deadline - time.monotonic()))
+        if opening.outcome.cancel():
+            limit = f"init_timeout_s={request.config.init_timeout_s:g}"
+            raise UnavailableError(f"{settings.url_api} has not answered within {limit}")
+        error = opening.outcome.exception()
+        if isinstance(error, (RuntimeError, ConnectionError)):  # the client has RuntimeErrors for the service's answers
+            raise UnavailableError(first_line(error)) from error
+        return opening.outcome.result()
 
-    def init() -> None:
+
+class _Opening(Thread):
+    """Calls `_init`. When nobody waits for the run any more, it ends the run.
+
+    Attributes:
+        outcome: The client's run object. It is cancelled if nobody waits.
+    """
+
+    def __init__(self, request: RunRequest, settings: Any) -> None:
+        """Does not start."""
+        super().__init__(name="flyteplugins_tracking.pluto", daemon=True)
+        self.outcome: Future[Any] = Future()
+        self._request, self._settings = request, settings
+        self._late_code = 1 if request.config.if_unavailable == "raise" else None
+
+    def run(self) -> None:
         try:
-            op = _init(request, settings)
+            op = _init(self._request, self._settings)
         except BaseException as error:  # for the thread that waits
-            if outcome.set_running_or_notify_cancel():
-                outcome.set_exception(error)
+            if self.outcome.set_running_or_notify_cancel():
+                self.outcome.set_exception(error)
             return
-        if outcome.set_running_or_notify_cancel():
-            outcome.set_result(op)
+        if self.outcome.set_running_or_notify_cancel():
+            self.outcome.set_result(op)
         else:
-            is_failure = request.plan.ends_run and request.config.if_unavailable == "raise"
-            op.finish(1) if is_failure else op.close()
-            remove_directory(settings.dir)
+            end_op(op, self._request, self._late_code)
+            remove_directory(self._settings.dir)
 
-    Thread(target=init, name="flyteplugins_tracking.pluto", daemon=True).start()
-    try:
-        try:
-            return outcome.result(max(0.0, request.deadline - time.monotonic()))
-        except WaitTimeoutError:
-            if not outcome.cancel():  # it has just been opened
-                return outcome.result()
-    except (RuntimeError, ConnectionError) as error:  # the client has RuntimeErrors for the service's answers
-        raise UnavailableError(first_line(error)) from error
-    limit = f"init_timeout_s={request.config.init_timeout_s:g}"
-    raise UnavailableError(f"{settings.url_api} has not answered within {limit}")
+    def end(self, exit_code: int, limit_s: float) -> None:
+        """End the run, now or when it is open: nobody waits for it."""
+        self._late_code = exit_code
+        if self.outcome.cancel():
+            self.join(limit_s)
+        elif self.outcome.exception() is None:
+            end_op(self.outcome.result(), self._request, exit_code)
+
+
+def end_op(op: Any, request: RunRequest, exit_code: int | None) -> None:
+    """End a run that no handle ends: close it only, if `exit_code` is None or if another rank ends it."""
+    if exit_code is None or not request.plan.ends_run:
+        type(op).close(op)
+    else:
+        # The client's own codes, and not what the handle makes of its methods.
+        type(op).finish(op, signal.SIGTERM if status_of(exit_code) == "killed" else exit_code)
 
 
 def _init(request: RunRequest, settings: Any) -> Any:

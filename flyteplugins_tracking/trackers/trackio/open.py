@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -15,14 +16,24 @@ from flyteplugins_tracking.trackers.client import (
     CHANGED,
     changes,
     check_roles,
+    ended_if_interrupted,
     missing_run_error,
     new_id,
     prefix_of,
     run_config,
+    status_of,
 )
 from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values
 from flyteplugins_tracking.trackers.outbox import AwayError, until
-from flyteplugins_tracking.trackers.trackio import SPACE, check_address, default_directory, vendor, without_token
+from flyteplugins_tracking.trackers.trackio import (
+    EXIT_CODE,
+    SPACE,
+    STATUS,
+    check_address,
+    default_directory,
+    vendor,
+    without_token,
+)
 from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write
 from flyteplugins_tracking.trackers.trackio.store import Database, Inbox, Server, Store, Stored
 
@@ -54,10 +65,18 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
     stored = _find(store, request)
     run = _new_run(request, project, stored, url, client)
     try:
-        return TrackioHandle(request, tracker, run, store, stored)
+        with ended_if_interrupted(request, functools.partial(_end_interrupted, request, store, run)):
+            return TrackioHandle(request, tracker, run, store, stored)
     except BaseException:
         vendor.finish(run)
         raise
+
+
+def _end_interrupted(request: RunRequest, store: Store, run: Any, exit_code: int, limit_s: float) -> None:
+    """Tell the status of a run that is being opened, if that was written: on a server, it comes with the first row."""
+    if request.plan.ends_run and isinstance(store, Database) and store.find(run.id) is not None:
+        values = {STATUS: status_of(exit_code), EXIT_CODE: exit_code}
+        store.put_config(run.id, run.name, values, limit_s, merges=True)
 
 
 def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str | None, client: Any) -> Any:

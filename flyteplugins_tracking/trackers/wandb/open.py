@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -9,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.client import missing_key_error, run_config
+from flyteplugins_tracking.trackers.client import ended_if_interrupted, missing_key_error, run_config
 from flyteplugins_tracking.trackers.config import OWN, own_values
 from flyteplugins_tracking.trackers.node_group import NodePart
 from flyteplugins_tracking.trackers.outbox import how_to_send
@@ -100,6 +101,16 @@ def open_run(request: RunRequest) -> Handle:
     drop_empty_variables()
     check_characters("run id", request.plan.run_id, "an id")
     vendor.drop_unusable_service()
+    with _ended_if_interrupted(request):
+        return _open_run(request)
+
+
+def _ended_if_interrupted(request: RunRequest) -> AbstractContextManager[None]:
+    end = functools.partial(vendor.end_interrupted, request.plan.run_id, vendor.open_runs())
+    return ended_if_interrupted(request, end)
+
+
+def _open_run(request: RunRequest) -> Handle:
     if request.config.run_mode != "shared" and not NodePart.of(request).has_writers_elsewhere:
         before = vendor.global_run()
         return WandbHandle(open_in_this_process(request), before, request, reopen)
@@ -265,7 +276,8 @@ def reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | Non
     rewinds = rewind_to is not None
     request = _resuming(request, run, request.config.init_timeout_s if rewinds else _REOPENING_S, rewinds)
     vendor.drop_unusable_service()
-    with _opening.lock, nullcontext() if run.id == forced_run_id() else vendor.outside_sweep():
+    outside = nullcontext() if run.id == forced_run_id() else vendor.outside_sweep()
+    with _ended_if_interrupted(request), _opening.lock, outside:
         if not is_offline:
             try:
                 opened = _init(request, rewind_to=rewind_to)

@@ -144,13 +144,14 @@ def without_error_reports() -> Iterator[None]:
 # wandb-core: the helper process that writes and sends
 
 
-def restart_service(limit_s: float = _LAST_RECORDS_S) -> bool:
+def restart_service(limit_s: float = _LAST_RECORDS_S, exit_code: int = 1) -> bool:
     """Stop wandb-core, unless a run is open in it. The next run starts another. Unsent rows are in the local files.
 
     Without it, a run that continues offline gets another id.
 
     Args:
         limit_s: Seconds that it may take to write the files of runs that have ended, and to send what it can.
+        exit_code: The status of a run whose opening has failed: W&B may have it already.
 
     Returns:
         Whether this process has no wandb-core any more.
@@ -164,7 +165,7 @@ def restart_service(limit_s: float = _LAST_RECORDS_S) -> bool:
             process = _process_of(connection)
             if process.poll() is None and open_runs():
                 return False
-            threads.run_with_timeout(limit_s, _tear_down, connection)
+            threads.run_with_timeout(limit_s, _tear_down, connection, exit_code)
             process.kill()
         os.environ.pop("WANDB_SERVICE", None)
         current._connection = None
@@ -172,9 +173,38 @@ def restart_service(limit_s: float = _LAST_RECORDS_S) -> bool:
     return False
 
 
-def _tear_down(connection: Any) -> None:
+def _tear_down(connection: Any, exit_code: int) -> None:
     with contextlib.suppress(Exception):  # wandb-core was killed
-        connection.teardown(0)
+        connection.teardown(exit_code)
+
+
+def end_interrupted(run_id: str | None, before: list[Any], exit_code: int, limit_s: float) -> None:
+    """End the run of a `wandb.init` that was interrupted: wandb would end it as a success when the process ends.
+
+    Without it, that is what happens if another run is open in this process.
+
+    Args:
+        run_id: The run's id; None if W&B was to make one.
+        before: The runs that were open before.
+        exit_code: The status.
+        limit_s: Seconds that it may take.
+    """
+    opened = [run for run in open_runs() if run not in before]
+    for run in opened:
+        finish = importlib.import_module("wandb").sdk.wandb_run.Run.finish  # not the handle's
+        _end_within(limit_s, functools.partial(finish, run, exit_code))
+    if opened or restart_service(limit_s, exit_code) or run_id is None:
+        return
+    with _optional("a run whose opening is interrupted while another one is open may be shown as finished"):
+        connection = session()._connection
+        kind = importlib.import_module("wandb.sdk.interface.interface_sock").InterfaceSock
+        interface = kind(connection._asyncer, connection._client, stream_id=run_id)
+        _end_within(limit_s, lambda: interface.deliver_exit(exit_code).wait_or(timeout=limit_s))
+
+
+def _end_within(limit_s: float, end: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):  # W&B does not answer
+        threads.call_within(limit_s, end)
 
 
 def _process_of(connection: Any) -> Any:
