@@ -99,17 +99,22 @@ class _Handlers(PerProcess):
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        self._sections.discard(section)
-        if self._sections:
+        if self._sections - {section}:
+            self._sections.discard(section)
             return
-        self.patience_s = 0.0
         if drops:
             self._waiting.clear()
             self._errors.clear()
         try:
-            self._restore()
+            self._restore()  # while the signals of those that are not put back yet wait
         finally:
-            self._call_waiting()
+            try:
+                self.patience_s = 0.0
+                self._sections.discard(section)
+                self._call_waiting()
+            finally:
+                if self._errors or self._waiting:
+                    self._call_waiting()
 
     def stand_in(self, number: int, handler: Any) -> Any:
         """Return what to install for a handler now: in a section its stand-in, unless the library's own."""

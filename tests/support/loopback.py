@@ -6,6 +6,7 @@ import select
 import socket
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -240,3 +241,39 @@ def _bound_socket(port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind(("127.0.0.1", port))
     return bound
+
+
+class SlowProxy:
+    """Passes on, each after `delay_s` seconds, what clients send to a server on loopback. From `with` to its end.
+
+    Attributes:
+        hits: How many times something has come.
+    """
+
+    def __init__(self, port: int, delay_s: float) -> None:
+        self.hits, self._to, self._delay_s = 0, port, delay_s
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+
+    def __enter__(self) -> SlowProxy:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                client, _ = self._listening.accept()
+                server = socket.create_connection(("127.0.0.1", self._to))
+                threading.Thread(target=self._pass_on, args=(client, server, self._delay_s), daemon=True).start()
+                threading.Thread(target=self._pass_on, args=(server, client, 0.0), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, delay_s: float) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.hits += delay_s > 0
+                time.sleep(delay_s)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)

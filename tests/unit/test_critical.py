@@ -63,20 +63,25 @@ def is_watched_code(code: CodeType) -> bool:
     return code.co_filename.startswith(WATCHED_FILES)
 
 
-def signalled_at(point: int, function: Callable[[], Any]) -> tuple[bool, BaseException | None]:
+def signalled_at(
+    point: int,
+    function: Callable[[], Any],
+    send: Callable[[], object] = functools.partial(signal.raise_signal, signal.SIGTERM),
+    counts: Callable[[str], object] = lambda event: event != "c_call" and is_watched(),
+) -> tuple[bool, BaseException | None]:
     """Call `function`, and send it a SIGTERM at this point. Returns whether it has that point, and what it raised.
 
-    The points are the begins and ends of functions in the package, in contextlib and here, while SIGTERM is watched.
+    The points are the begins and ends of functions in the package, in contextlib and here, where `counts` is true of the event.
     CPython runs signal handlers when a function begins, behind a call of a C function, and at a loop's next round.
     """
     points, has_point, raised = itertools.count(), False, None
 
     def at_event(frame: FrameType, event: str, _: Any) -> None:
         nonlocal has_point
-        if event != "c_call" and is_watched_code(frame.f_code) and is_watched() and next(points) == point:
+        if is_watched_code(frame.f_code) and counts(event) and next(points) == point:
             has_point = True
             sys.setprofile(None)  # the rest runs at full speed
-            signal.raise_signal(signal.SIGTERM)
+            send()
 
     sys.setprofile(at_event)
     try:
@@ -159,6 +164,87 @@ def test_wherever_the_signal_comes_each_run_is_ended_and_everything_is_as_before
         signal.signal(signal.SIGTERM, own)
     assert point > 200
     assert statuses == {0, 143}
+
+
+class HandledError(Exception):
+    """What a handler of the program raises."""
+
+
+class Handlers:
+    """A program's handlers for three signals: two raise, as a DataLoader's for SIGCHLD, and one sets a flag."""
+
+    signals = (signal.SIGALRM, signal.SIGCHLD, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.called: list[int] = []
+
+    def __enter__(self) -> Handlers:
+        self._before = {number: signal.signal(number, self.handle) for number in self.signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def handle(self, signum: int, _: FrameType | None) -> None:
+        self.called.append(signum)
+        if signum != signal.SIGUSR1:
+            raise HandledError(signum)
+
+    def are_installed(self) -> bool:
+        return all(signal.getsignal(number) == self.handle for number in self.signals)
+
+
+@pytest.mark.parametrize(
+    ("sent", "stride"),
+    [
+        ((signal.SIGCHLD,), 10),
+        pytest.param((signal.SIGCHLD,), 1, marks=pytest.mark.full),
+        pytest.param((signal.SIGUSR1,), 3, marks=pytest.mark.full),
+        pytest.param(Handlers.signals, 1, marks=pytest.mark.full),
+    ],
+    ids=lambda value: "+".join(number.name for number in value) if isinstance(value, tuple) else f"each {value}",
+)
+def test_wherever_a_signal_of_the_programs_own_comes_its_handler_runs_once_and_the_run_is_ended(sent, stride):
+    """Several signals come together, as to the whole group: each handler that raises takes one more `__exit__`."""
+    tracker = EndsRecorder()
+    statuses: set[int] = set()
+
+    @tracking_init(tracker=tracker, project="tests", id="handled")
+    def train() -> None:
+        pass
+
+    def send() -> None:
+        """Have all of them pending before the first handler runs: this thread does, which waits for the sender."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, sent)
+        for number in sent:
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, sent)
+
+    train()  # loads what is loaded on first use
+    before = state()
+    for point in itertools.count(step=stride):
+        tracker.runs.clear()
+        handlers = Handlers()
+        with handlers:
+            try:
+                has_point, raised = signalled_at(point, train, send, counts=("call", "c_return").__contains__)
+            except HandledError as error:  # the second of them, behind the function
+                has_point, raised = True, error
+            for _ in sent:
+                with contextlib.suppress(HandledError):
+                    signal.pthread_sigmask(signal.SIG_BLOCK, [])  # CPython calls the handlers that it still has to
+            assert handlers.are_installed(), point
+        if not has_point:
+            break
+        assert sorted(handlers.called) == sorted(sent), point
+        assert isinstance(raised, HandledError) == (sent != (signal.SIGUSR1,)), (point, raised)
+        wait_until(lambda: threading.active_count() == before[2])
+        assert state() == before, point
+        assert all(run.finished == 1 for run in tracker.runs), point
+        statuses |= {run.exit_codes[-1] for run in tracker.runs}
+    assert point > 100
+    assert statuses == ({0} if sent == (signal.SIGUSR1,) else {0, 1})
 
 
 def test_a_signal_in_the_callback_of_a_weak_reference_takes_effect_behind_it(monkeypatch):
