@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import multiprocessing
 import os
 import resource
@@ -13,8 +14,9 @@ import sys
 import threading
 import time
 from multiprocessing.queues import Queue
+from pathlib import Path
 
-from flyteplugins_tracking import get_run, tracking_init
+from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
 
 PATIENCE_S = 120
 
@@ -242,6 +244,83 @@ def data_loader() -> None:
         for _ in range(2):
             for batch in DataLoader(Squares(), batch_size=4, num_workers=2, multiprocessing_context="fork"):
                 get_run().log({"sum": int(batch.sum())})
+
+    train()
+
+
+def loader(workers: str, context: str, is_persistent: str, raising_rank: str = "") -> None:
+    """Batches come from a DataLoader until a signal ends it, or a rank raises when rank 0 has logged.
+
+    Writes `ready-RANK` after some.
+    """
+    from torch.utils.data import DataLoader
+
+    data = DataLoader(
+        range(64),  # type: ignore[arg-type]
+        batch_size=4,
+        num_workers=int(workers),
+        persistent_workers=is_persistent == "True",
+        multiprocessing_context=context,
+    )
+
+    @tracking_init(project="tests")
+    def train() -> None:
+        info, batches = get_distributed_info(), 0
+        rank = info.rank if info else 0
+        while True:
+            for _ in data:
+                batches += 1
+                if run := get_run():
+                    run.log({"n": batches})
+                if batches == 20:
+                    Path(f"ready-{rank}").touch()
+                if str(rank) == raising_rank and Path("ready-0").exists():
+                    raise ValueError("made to fail")
+
+    train()
+
+
+def in_closing(case: str) -> None:
+    """Signals come while the run is closed, which a row that the server does not take makes long: see the test."""
+    called = []
+
+    def handler(signum: int, _: object) -> None:
+        called.append(signal.Signals(signum).name)
+        if signum == signal.SIGALRM:
+            raise TimeoutError("the program's own")
+
+    for number in (signal.SIGUSR1, signal.SIGALRM):
+        signal.signal(number, handler)
+
+    @tracking_init(project="tests", id="ours")
+    def train() -> None:
+        get_run().log({"n": 1})
+        if case == "raises":
+            raise ValueError("made to fail")
+
+    try:
+        train()
+    except BaseException as error:
+        print(type(error).__name__, flush=True)
+        raise
+    finally:
+        print(*called, flush=True)
+
+
+def opening(settings: str) -> None:
+    """A run is opened at a service that is slow. `settings` are the decorator's arguments as JSON, with `alarm`:
+    after how many seconds the program's watchdog raises."""
+    arguments = json.loads(settings)
+
+    def watchdog(*_: object) -> None:
+        raise TimeoutError("the program's own")
+
+    signal.signal(signal.SIGALRM, watchdog)
+    signal.alarm(arguments.pop("alarm", 0))
+
+    @tracking_init(id="ours", **arguments)
+    def train() -> None:
+        print("called")
 
     train()
 

@@ -66,12 +66,12 @@ def is_watched_code(code: CodeType) -> bool:
 def signalled_at(
     point: int,
     function: Callable[[], Any],
-    send: Callable[[], object] = functools.partial(signal.raise_signal, signal.SIGTERM),
+    send: Callable[[], object] = lambda: signal.raise_signal(signal.SIGTERM),
     counts: Callable[[str], object] = lambda event: event != "c_call" and is_watched(),
 ) -> tuple[bool, BaseException | None]:
     """Call `function`, and send it a SIGTERM at this point. Returns whether it has that point, and what it raised.
 
-    The points are the begins and ends of functions in the package, in contextlib and here, where `counts` is true of the event.
+    The points are the begins and ends of functions in the package, in contextlib and here, where `counts(event)` holds.
     CPython runs signal handlers when a function begins, behind a call of a C function, and at a loop's next round.
     """
     points, has_point, raised = itertools.count(), False, None
