@@ -21,6 +21,10 @@ If the handler runs within 1 s, the main thread runs Python:
     3. The process is ended with 143, if it still runs 10 s after the function's end; or finish_timeout_s after the
        handler, if the function has not ended. A run that is open again then has 2 s more.
 
+What else is raised on the way (a DataLoader's handler for SIGCHLD does, if its workers are signalled too) changes the
+process's end as little as the run's: `stop` raises SystemExit(143). The program's other handlers wait while a run is
+opened or closed (`_util.handlers`); the reader has them called after 5 s.
+
 If it does not, the main thread is in a C call:
 
     1. The ender waits for the handler: 1 s.

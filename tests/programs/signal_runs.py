@@ -308,9 +308,12 @@ def in_closing(case: str) -> None:
 
 
 def opening(settings: str) -> None:
-    """A run is opened at a service that is slow. `settings` are the decorator's arguments as JSON, with `alarm`:
-    after how many seconds the program's watchdog raises."""
+    """A run is opened at a service that is slow. `settings` are the decorator's arguments as JSON, and two more:
+
+    `alarm`: after how many seconds the program's watchdog raises. `failing_rank`: raises when the file `go` is there.
+    """
     arguments = json.loads(settings)
+    failing_rank = arguments.pop("failing_rank", None)
 
     def watchdog(*_: object) -> None:
         raise TimeoutError("the program's own")
@@ -320,6 +323,11 @@ def opening(settings: str) -> None:
 
     @tracking_init(id="ours", **arguments)
     def train() -> None:
+        info = get_distributed_info()
+        while failing_rank is not None and not Path("go").exists():
+            time.sleep(0.02)
+        if info is not None and info.rank == failing_rank:
+            raise ValueError("made to fail")
         print("called")
 
     train()
