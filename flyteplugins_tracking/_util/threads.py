@@ -16,6 +16,7 @@ T = TypeVar("T")
 _EXIT_S = 1.0
 _POLL_S = 0.0005
 _ASLEEP_IN_A_ROW = 3
+_ASK_S = 0.25
 
 
 def join(thread: threading.Thread, timeout_s: float | None = None) -> bool:
@@ -55,9 +56,30 @@ def run_with_timeout(timeout_s: float | None, function: Callable[..., object], *
     Returns:
         Whether the function ended in time.
     """
+    return join(_started(function, *args, name=name), timeout_s)
+
+
+def run_while(lasts: Callable[[], bool], function: Callable[..., object], *args: Any) -> bool:
+    """Call `function` as `run_with_timeout` does, and ask `lasts` several times a second whether to wait for it.
+
+    Returns:
+        Whether the function has ended. If no thread can be started, it is called in this one.
+    """
+    try:
+        thread = _started(function, *args)
+    except RuntimeError:
+        function(*args)
+        return True
+    while not join(thread, _ASK_S):
+        if not lasts():
+            return False
+    return True
+
+
+def _started(function: Callable[..., object], *args: Any, name: str = "") -> threading.Thread:
     thread = threading.Thread(target=copy_context().run, args=(function, *args), name=name or None, daemon=True)
     thread.start()
-    return join(thread, timeout_s)
+    return thread
 
 
 def call_within(timeout_s: float, function: Callable[..., T], *args: Any) -> T:

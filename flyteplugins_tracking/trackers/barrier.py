@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from flyteplugins_tracking._job.board import Board, hosts_job_store, job_board
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch
+from flyteplugins_tracking.trackers.base import RunRequest
+from flyteplugins_tracking.trackers.ending import EndLimit
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+# How often a writer says that its end goes on, and how often the others look, in seconds.
+_TELL_S = 1.0
 
 
 class WriterBarrier:
@@ -47,6 +50,8 @@ class WriterBarrier:
         self._label, self._others = label, [other for other in others if other != label]
         self._entry = self._ends = 0
         self._is_primary = self.is_retry = self._hosts_board = False
+        self._told = 0  # how often this writer has said that its end goes on
+        self._told_at = 0.0
 
     @classmethod
     def entered(cls, request: RunRequest, title: str, label: str, others: Sequence[str]) -> WriterBarrier:
@@ -100,11 +105,19 @@ class WriterBarrier:
                 self.is_retry = entries > 1 or self._board.count("entries") > 1
                 self._ends = self._board.count("ends")
 
-    def depart(self, request: RunRequest, exit_code: int) -> None:
+    def depart(self, request: RunRequest, title: str, exit_code: int) -> None:
         """Leave when this rank's part of the run has ended; after a success, stay as long as the others need it."""
         self.leave()
         if exit_code == 0:
-            self.stay(request.config.finish_timeout_s, request.watch)
+            self.stay(EndLimit(title, str(request.plan.run_id), request.config, request.watch))
+
+    def tell_moving(self) -> None:
+        """Tell the others that this writer's end goes on, since the service takes what it has left."""
+        if self._board is None or time.monotonic() < self._told_at + _TELL_S:
+            return
+        self._told, self._told_at = self._told + 1, time.monotonic()
+        with suppress(RuntimeError):
+            self._board.put(f"moving/{self._label}", str(self._told))
 
     def leave(self) -> None:
         """Tell the others that this writer has written all its rows, or, on the primary, that the run has ended."""
@@ -117,38 +130,46 @@ class WriterBarrier:
             entries = self._board.count("entries")
             self._board.put(f"left/{self._label}", f"{entries} {self._board.count(f'entries/{self._label}')}")
 
-    def stay(self, timeout_s: float, watch: SigtermWatch) -> None:
+    def stay(self, limit: EndLimit) -> None:
         """After `leave`, on the rank that hosts the board, wait until the primary has ended the run."""
-        if self._board is None or self._is_primary or not self._hosts_board:
-            return
-        deadline = time.monotonic() + timeout_s
-        with suppress(RuntimeError):
-            while self._board.count("ends") <= self._ends and not watch.terminated and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+        if self._board is not None and not self._is_primary and self._hosts_board:
+            board = self._board
+            self._await(board, lambda: self._others if board.count("ends") <= self._ends else [], limit)
 
-    def wait(self, timeout_s: float, watch: SigtermWatch) -> list[str]:
-        """On the primary, wait until the others have left, at most `timeout_s` and not after a SIGTERM.
+    def wait(self, limit: EndLimit) -> list[str]:
+        """On the primary, wait until the others have left, while there is time and not after a SIGTERM.
 
         Returns:
             The labels of the writers that have not left.
         """
         if self._board is None or not self._is_primary:
             return []
-        deadline = time.monotonic() + timeout_s
+        board = self._board
+        limit.on_move = self.tell_moving
+        return self._await(board, lambda: self._missing(board), limit)
+
+    def _await(self, board: Board, missing: Callable[[], list[str]], limit: EndLimit) -> list[str]:
+        """Wait until no writer is missing. What one of them tells about its end gives the others more time."""
+        known: list[str | None] = []
+        looked_at = 0.0
         with suppress(RuntimeError):
-            while (missing := self._missing(self._board)) and not watch.terminated:
-                if time.monotonic() > deadline:
-                    return missing
+            while (late := missing()) and not limit.is_terminated:
+                if time.monotonic() > looked_at + _TELL_S:
+                    known, before, looked_at = [board.get(f"moving/{one}") for one in late], known, time.monotonic()
+                    if before and known != before:
+                        limit.moved()
+                if not limit.lasts():
+                    return late
                 time.sleep(_POLL_S)
         return []
 
     def wait_for_run(self, request: RunRequest, title: str) -> None:
-        """On the primary, wait as long as the run's end may take, and warn about writers that are late."""
-        missing = self.wait(request.config.finish_timeout_s, request.watch)
+        """On the primary, wait for the other writers, and warn about those that are late."""
+        missing = self.wait(EndLimit(title, str(request.plan.run_id), request.config, request.watch))
         if missing:
             logger.warning(
-                "%s: run %s ends now. %s passed after the primary rank's function had returned, and these writers "
-                "have not sent all their rows: %s. Pass a longer kill_after_s to wait for them.",
+                "%s: run %s ends now. Nothing has moved for %s after the primary rank's function had returned, and these "
+                "writers have not sent all their rows: %s. Pass a longer kill_after_s to wait for them.",
                 title,
                 request.plan.run_id,
                 request.config.finish_limit,

@@ -27,6 +27,10 @@ class SigtermWatch(Protocol):
     def terminated(self) -> bool:
         """Whether the job is being terminated."""
 
+    @property
+    def terminated_at(self) -> float | None:
+        """When SIGTERM came, in seconds of `time.monotonic`; None if it has not. It bounds a run's end: `ending`."""
+
     def before_row(self) -> None:
         """Count a row, and install the library's handler again if the function has replaced it. Fast."""
 
@@ -44,6 +48,7 @@ class Unwatched:
     """The `watch` of a run that is opened outside of a decorated function. It watches for no signal."""
 
     terminated = False
+    terminated_at: float | None = None
 
     def before_row(self) -> None:
         """Do nothing."""

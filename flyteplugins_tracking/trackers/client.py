@@ -22,6 +22,7 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, T
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values, roles_error
+from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, NextRow, OwnersKeys
@@ -105,7 +106,14 @@ class ClientHandle(Handle):
 
     @abstractmethod
     def end(self, exit_code: int) -> None:
-        """Send all rows within `finish_timeout_s`. Then send the run's status if `ends_run`."""
+        """Send all rows while the `end_limit` lasts. Then send the run's status if `ends_run`."""
+
+    def end_limit(self) -> EndLimit:
+        """Return how long an end lasts that begins now: while the service takes data, or until `kill_after_s`."""
+        limit = EndLimit(self._title, self.id, self.request.config, self.request.watch)
+        if self._barrier is not None:
+            limit.on_move = self._barrier.tell_moving
+        return limit
 
     def resume(self) -> None:
         """Open the run again after an `end` that a signal has caused: the function has logged a row since then."""
@@ -143,7 +151,7 @@ class ClientHandle(Handle):
             self._gate.finish(lambda: self._end(exit_code))
         finally:
             if self._barrier is not None:
-                self._barrier.depart(self.request, exit_code)
+                self._barrier.depart(self.request, self._title, exit_code)
 
     def end_early(self, exit_code: int) -> None:
         self._gate.end_early(lambda: self._end(exit_code))

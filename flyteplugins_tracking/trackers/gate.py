@@ -151,13 +151,13 @@ class Gate(PerProcess):
 
         Args:
             finish: Ends the run.
-            timeout_s: How long a process of the service that dies meanwhile is replaced, in seconds.
+            timeout_s: How long after its first death a process of the service is replaced, in seconds.
         """
         with self._changing:
             if self._held or self._is_cut:
                 self._reopen()
             if self.state == "open":
-                self._end(finish, time.monotonic() + timeout_s)
+                self._end(finish, timeout_s)
 
     def restart(self, finish: Callable[[], object]) -> None:
         """End the run by `finish`, and open it again. A signal that comes meanwhile ends the run after that."""
@@ -255,7 +255,8 @@ class Gate(PerProcess):
                 self._held.append(log)
             return self.state == "ending"
 
-    def _end(self, finish: Callable[[], object], until: float) -> None:
+    def _end(self, finish: Callable[[], object], timeout_s: float) -> None:
+        until: float | None = None
         while self.state == "open":
             with self._lock:
                 self.state = "ending"
@@ -272,7 +273,8 @@ class Gate(PerProcess):
                 with self._lock:
                     if self.state == "ending":
                         self.state = "ended"
-            if time.monotonic() > until:
+            until = time.monotonic() + timeout_s if until is None else until
+            if time.monotonic() >= until:
                 self.lose()
             self._reopen()
 

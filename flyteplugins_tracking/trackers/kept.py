@@ -28,6 +28,7 @@ from flyteplugins_tracking.trackers.client import (
     restart_count_of,
     status_of,
 )
+from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
@@ -156,26 +157,26 @@ class OutboxHandle(ClientHandle):
             self.tell_role({f"roles/{role}/{key}": value for key, value in {"state": state, **more}.items()})
 
     def end(self, exit_code: int) -> None:
-        self.close_outbox(exit_code, time.monotonic() + self.request.config.finish_timeout_s)
+        self.close_outbox(exit_code, self.end_limit())
 
     def finish(self, exit_code: int) -> None:
         with self.undo:
             super().finish(exit_code)
 
-    def close_outbox(self, exit_code: int, until: float) -> None:
-        """Send all lines, and then the status, until a time of `time.monotonic`. What is left stays in files."""
-        left_s = until - time.monotonic()
+    def close_outbox(self, exit_code: int, limit: EndLimit) -> None:
+        """Send all lines, and then the status, as long as `limit` lasts. What is left stays in files."""
+        reserve_s = min(_STATUS_S, limit.left_s * _STATUS_SHARE)
         self.role_state(status_of(exit_code), exit_code=exit_code)
         self._outbox.put({"exit_code": exit_code})
-        is_sent = self._outbox.close(left_s - min(_STATUS_S, left_s * _STATUS_SHARE))
-        is_complete = self._sink is not None and self._send_end(exit_code, until - time.monotonic()) and is_sent
+        is_sent = self._outbox.close(limit, reserve_s)
+        is_complete = self._sink is not None and self._send_end(exit_code, limit.left_s) and is_sent
         self._left_in = None if is_complete else self._outbox.directory
         if is_complete:
             self._outbox.remove()
         else:
             self._outbox.keep()
         if self._outbox.rows or not is_complete:
-            self._warn_of_left()
+            self._warn_of_left(limit.why)
 
     def _send_end(self, exit_code: int, timeout_s: float) -> bool:
         """Send the run's status. Returns False if the service may still take it."""
@@ -246,7 +247,7 @@ class OutboxHandle(ClientHandle):
         of_run = (self._tracker.name, self.id, self.request.config.project)
         return (header.get("tracker"), header.get("id"), project) == of_run
 
-    def _warn_of_left(self) -> None:
+    def _warn_of_left(self, why: str) -> None:
         rows, lost = self._outbox.rows, self._outbox.lost_rows
         kept = f"{rows - lost} of them are kept in files, and {lost} are lost: the files could not be written."
         values = {
@@ -255,7 +256,7 @@ class OutboxHandle(ClientHandle):
             "place": self.place,
             "what": f"{rows} rows" if rows else "its end",
             "kept": kept if lost else "They are kept in files.",
-            "limit": self.request.config.finish_limit,
+            "why": why,
             "command": self.how_to_send(self._outbox.directory),
         }
         logger.warning(self.left_text, values)
@@ -326,7 +327,7 @@ class KeptHandle(OutboxHandle):
         """The step of the last row that was logged with one: only the service knows the others."""
         return self._last_step
 
-    def _warn_of_left(self) -> None:
+    def _warn_of_left(self, why: str) -> None:  # noqa: ARG002
         if self._outbox.lost_rows:
             text = "%s: run %s: %d of %d rows and calls are lost: the files in %s could not be written"
             counts = self._outbox.lost_rows, self._outbox.rows

@@ -24,6 +24,7 @@ from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import Entry, Journal, Line, StoredJournal, encode, lines_of
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class Outbox(PerProcess):
         self._end = 0  # the number of the first line that has never waited in memory
         self._changed = threading.Condition()  # reentrant, since a signal handler may log
         self._thread: threading.Thread | None = None
-        self._until: float | None = None  # when `close` gives up
+        self._limit: EndLimit | None = None  # until when `close` waits
         self._is_closed = False
         self._unkept_rows = 0
         self._is_parents = False
@@ -198,13 +199,18 @@ class Outbox(PerProcess):
         """How many rows were neither sent nor kept: the last ones."""
         return min(self.rows, self._unkept_rows + self._journal.replaced)
 
-    def close(self, timeout_s: float) -> bool:
-        """Have everything sent within `timeout_s` seconds. Returns whether it was. Later, nothing more is sent."""
+    def close(self, limit: EndLimit, reserve_s: float = 0.0) -> bool:
+        """Have everything sent until `reserve_s` seconds of the end are left. Later, nothing more is sent.
+
+        Returns:
+            Whether everything was sent.
+        """
         with self._changed:
             if self._sink is not None:
-                self._until = time.monotonic() + timeout_s
+                limit.left = lambda: f"{self.rows} rows" if self.rows else ""
+                self._limit = limit
                 self._changed.notify_all()
-                self._changed.wait_for(self._is_sent, timeout_s)
+                limit.wait_for(self._changed, self._is_sent, reserve_s)
             self._is_closed = True
             self._changed.notify_all()
             return self._is_sent()
@@ -287,7 +293,7 @@ class Outbox(PerProcess):
             while not self._is_closed:
                 if self._waiting:
                     self._changed.wait_for(
-                        lambda: self._is_closed or self._until or len(self._waiting) >= _MOST_AT_ONCE, self._wait_s
+                        lambda: self._is_closed or self._limit or len(self._waiting) >= _MOST_AT_ONCE, self._wait_s
                     )
                     return [] if self._is_closed else list(islice(self._waiting, _MOST_AT_ONCE))
                 if self._end < self._journal.added:
@@ -312,7 +318,7 @@ class Outbox(PerProcess):
         while self._sink is not None and not self._is_closed:
             began = time.monotonic()
             try:
-                self._sink.send(lines, None if self._until is None else max(0.0, self._until - began))
+                self._sink.send(lines, None if self._limit is None else self._limit.left_s)
                 self._rejected = 0
             except AwayError as error:
                 text = "%s: run %s: %s. Rows are kept, and sent when it answers"
@@ -334,6 +340,8 @@ class Outbox(PerProcess):
                 self._outages += 1
             with self._changed:
                 self._deliveries += 1
+                if self._limit is not None:
+                    self._limit.moved()
                 self._changed.notify_all()
             # With many ranks in one store, each waits longer: none writes for more than half of the time.
             self._wait_s = max(_WAIT_S, time.monotonic() - began)
@@ -355,8 +363,8 @@ class Outbox(PerProcess):
 
     def _pause(self, pause_s: float) -> None:
         with self._changed:
-            if self._until is None:
-                self._changed.wait_for(lambda: self._until is not None or self._is_closed, pause_s)
+            if self._limit is None:
+                self._changed.wait_for(lambda: self._limit is not None or self._is_closed, pause_s)
             else:
                 self._changed.wait_for(lambda: self._is_closed, min(pause_s, _LAST_PAUSE_S))
 

@@ -31,7 +31,7 @@ def arguments() -> None:
         seen = (run.project, run.entity, run.id, run.group, run.name, run.tags, run.notes, run.job_type)
         assert seen == ("p", "e", "i", "g", "n", ("t",), "no", "j"), seen
         assert run.config["a"] == {"b": 1}
-        assert (run.settings.init_timeout, run.settings.finish_timeout) == (30, 25)
+        assert (run.settings.init_timeout, run.settings.finish_timeout) == (30, 0)
         wandb.log({"x": 1})
 
     Path("elsewhere").mkdir()

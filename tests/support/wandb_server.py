@@ -35,12 +35,13 @@ KEY = "fa4e" * 10
 CLIENT_NEEDS_COUNTS = Version(version("wandb")) < Version("0.20")
 _FILESTREAM = re.compile(r"/files/([^/]+)/([^/]+)/([^/]+)/file_stream$")
 _UPLOAD = re.compile(r"/upload/([^/]+)/([^/]+)/([^/]+)/(.+)$")
+_ARTIFACT = re.compile(r"/artifact/([^/]+)/(.+)$")
 _DOWNLOAD = re.compile(r"/files/([^/]+)/([^/]+)/([^/]+)/(.+)$")
 _OPERATION = re.compile(r"(?:query|mutation)\s+(\w+)")
 _NOT_LOGGED_IN = {"errors": [{"message": "user is not logged in", "extensions": {"code": "PERMISSION_ERROR"}}]}
 
 T = TypeVar("T")
-Endpoint = Literal["graphql", "filestream", "other"]
+Endpoint = Literal["graphql", "filestream", "upload", "other"]
 
 
 class WandbServer(LoopbackServer):
@@ -127,6 +128,12 @@ class WandbServer(LoopbackServer):
             if run is not None:
                 run.files = {**run.files, name: content}
 
+    def uploaded_to_artifact(self, artifact: str, name: str, content: bytes) -> None:
+        """Take one uploaded file of an artifact that was created, and is not committed yet."""
+        with self._changing():
+            if artifact in self._store.artifacts:
+                self._store.artifacts[artifact][2][name] = content
+
     def file(self, key: RunKey, name: str) -> bytes | None:
         """The content of an uploaded file; None if there is none."""
         run = self._store.get(key)
@@ -192,11 +199,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         body = body_of(self)
-        if not survives(self, self.server.recorder.meet_fault("other")):
+        if not survives(self, self.server.recorder.meet_fault("upload")):
             return
-        upload = _UPLOAD.match(unquote(self.path))
+        upload, artifact = _UPLOAD.match(unquote(self.path)), _ARTIFACT.match(self.path)
         if upload:
             self.server.recorder.uploaded(_run_key(upload), upload[4], body)
+        elif artifact:
+            self.server.recorder.uploaded_to_artifact(unquote(artifact[1]), unquote(artifact[2]), body)
         self.answer(200, {})
 
     def do_GET(self) -> None:

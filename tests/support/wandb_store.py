@@ -60,6 +60,7 @@ class RecordedRun:
         clients: The client ids of shared-mode writers.
         files: Each uploaded file's last content, by name.
         artifacts: The names of the artifacts that were created.
+        committed: The files of each artifact that was committed, by the artifact's name.
         rows_after_completion: How many rows came when the run was over and no `wandb.init` had opened it again.
         rows_rewound: How many rows a RewindRun has dropped.
         rows_overwritten: How many rows took the place of a different one, which is lost.
@@ -91,6 +92,7 @@ class RecordedRun:
     clients: frozenset[str] = frozenset()
     files: dict[str, bytes] = field(default_factory=dict, repr=False)
     artifacts: list[str] = field(default_factory=list)
+    committed: dict[str, dict[str, bytes]] = field(default_factory=dict, repr=False)
     rows_after_completion: int = 0
     rows_rewound: int = 0
     rows_overwritten: int = 0
@@ -358,6 +360,8 @@ class Store:
         self._runs: dict[RunKey, RecordedRun] = {}
         self._sweeps: dict[RunKey, RecordedSweep] = {}
         self._agents: dict[str, RecordedSweep] = {}
+        # Of each artifact that was created, by its id: its run, its name, and the files that were uploaded.
+        self.artifacts: dict[str, tuple[RecordedRun, str, dict[str, bytes]]] = {}
 
     @property
     def runs(self) -> list[RecordedRun]:
@@ -524,6 +528,7 @@ class Operations:
         run = self._store.get((asked["entityName"], asked["projectName"], asked["runName"]))
         if run is not None:
             run.artifacts = [*run.artifacts, asked["artifactCollectionName"]]
+            self._store.artifacts[asked["clientID"]] = run, asked["artifactCollectionName"], {}
         artifact = {"id": asked["clientID"], "state": "PENDING", "artifactSequence": {"latestArtifact": None}}
         return {"createArtifact": {"artifact": artifact}}
 
@@ -537,7 +542,7 @@ class Operations:
         nodes = [
             {
                 "storagePath": asked["name"],
-                "uploadUrl": f"{self._url}/artifact/{asked['name']}",
+                "uploadUrl": f"{self._url}/artifact/{quote(asked['artifactID'])}/{quote(asked['name'])}",
                 "uploadHeaders": [],
                 "artifact": {"id": asked["artifactID"]},
             }
@@ -546,6 +551,9 @@ class Operations:
         return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
 
     def CommitArtifact(self, given: Json) -> Json:
+        run, name, files = self._store.artifacts.get(given["artifactID"], (None, "", {}))
+        if run is not None:
+            run.committed = {**run.committed, name: dict(files)}
         return {"commitArtifact": {"artifact": {"id": given["artifactID"], "digest": ""}}}
 
     def ClientIDMapping(self, given: Json) -> Json:
@@ -666,7 +674,7 @@ class Operations:
         return f"{self._url}/{endpoint}/{quote('/'.join([*key, name]))}"
 
     def _manifest(self, name: str) -> Json:
-        return {"id": name, "file": {"id": name, "uploadUrl": f"{self._url}/artifact/manifest", "uploadHeaders": []}}
+        return {"id": name, "file": {"id": name, "uploadUrl": f"{self._url}/manifest", "uploadHeaders": []}}
 
 
 def _project(entity: str, project: str) -> Json:

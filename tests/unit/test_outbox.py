@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from support.waiting import wait_until
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import outbox as outboxes
-from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
+from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, Unwatched
+from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import Journal, Line, encode, exit_code_in, stored
 from flyteplugins_tracking.trackers.kept import OutboxHandle, open_or_keep
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError
@@ -60,6 +62,11 @@ def _fast(monkeypatch):
 names = itertools.count()
 
 
+def end_within(timeout_s: float) -> EndLimit:
+    config = SimpleNamespace(finish_timeout_s=timeout_s, kill_after_s=2 * timeout_s, finish_limit="")
+    return EndLimit("A service", "x", config, Unwatched())
+
+
 def new_outbox(directory: Path, service: Service | None, earlier: Any = ()) -> Outbox:
     journal = Journal(directory, f"writer-{next(names):04}", {"id": "x"})
     return Outbox("A service", "x", journal, service, earlier)
@@ -79,7 +86,7 @@ def test_lines_are_sent_in_their_order_and_nothing_is_left(tmp_path):
     outbox = new_outbox(tmp_path / "run", service)
     put(outbox, range(10))
     outbox.put({"exit_code": 0})
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     outbox.remove()
     assert service.numbers == list(range(10))
     assert [(line["step"], line["time"]) for line in service.taken[:3]] == [(0, 1.0), (1, 1.0), (2, 1.0)]
@@ -93,7 +100,7 @@ def test_the_runs_end_is_kept_until_the_run_has_it(tmp_path):
     outbox = new_outbox(tmp_path / "run", Service())
     put(outbox, range(10))
     outbox.put({"exit_code": 3})
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     outbox.keep()
     (left,) = stored(tmp_path / "run")
     lines = list(left.lines())
@@ -105,7 +112,7 @@ def test_an_outbox_with_nothing_to_send_starts_no_thread_and_makes_no_file(tmp_p
     before = threading.active_count()
     outbox = new_outbox(tmp_path / "run", Service())
     assert threading.active_count() == before
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     assert not (tmp_path / "run").exists()
 
 
@@ -120,7 +127,7 @@ def test_an_outage_is_told_once_and_loses_nothing(tmp_path, caplog):
             pass
         service.is_away.clear()
         outbox.wait(LONGEST_S)
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     assert service.numbers == list(range(10))
     assert (
         caplog.messages
@@ -137,13 +144,13 @@ def test_what_a_service_has_not_taken_in_time_is_sent_before_the_next_attempts_l
     service.is_away.set()
     first = new_outbox(tmp_path, service)
     put(first, range(5))
-    assert not first.close(0.1)
+    assert not first.close(end_within(0.1))
     first.keep()
     assert (first.rows, first.lost_rows) == (5, 0)
     service.is_away.clear()
     second = new_outbox(tmp_path, service, stored(tmp_path))
     put(second, range(5, 8))
-    assert second.close(LONGEST_S)
+    assert second.close(end_within(LONGEST_S))
     second.remove()
     assert service.numbers == list(range(8))
     assert "A service: run x: sent 5 rows again that an earlier attempt had logged" in caplog.text
@@ -160,11 +167,11 @@ def test_a_line_has_the_same_id_whenever_it_is_sent(tmp_path):
     outbox = new_outbox(tmp_path, service)
     service.send = fails_half_way  # type: ignore[method-assign]
     put(outbox, range(4))
-    assert not outbox.close(0.1)
+    assert not outbox.close(end_within(0.1))
     outbox.keep()
     del service.send
     again = new_outbox(tmp_path, service, stored(tmp_path))
-    assert again.close(LONGEST_S)
+    assert again.close(end_within(LONGEST_S))
     assert sorted({(line["id"][-2:], line["row"]["n"]) for line in service.taken}) == [(f"-{n}", n) for n in range(4)]
     assert len({line["id"] for line in service.taken}) == 4
 
@@ -174,7 +181,7 @@ def test_a_rejected_line_costs_no_other_line(tmp_path, caplog):
     service.rejects = lambda line: line["row"]["n"] == 3
     outbox = new_outbox(tmp_path, service)
     put(outbox, range(6))
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     assert service.numbers == [0, 1, 2, 4, 5]
     assert caplog.messages == ["A service: run x: n is rejected, and lost: it is not right"]
 
@@ -185,7 +192,7 @@ def test_a_service_that_rejects_all_lines_is_not_asked_for_each(tmp_path, caplog
     outbox = new_outbox(tmp_path, service)
     with outbox._changed:  # so that they are one batch
         put(outbox, range(100))
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     assert service.calls == 1 + 5
     assert "95 more rows are not sent, and lost" in caplog.text
 
@@ -197,7 +204,7 @@ def test_an_error_of_the_sink_costs_its_lines_and_no_others(tmp_path, caplog):
     put(outbox, [0])
     outbox.wait(LONGEST_S)
     put(outbox, [1])
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     assert service.numbers == [1]
     assert caplog.messages == ["A service: run x: n is rejected, and lost: division by zero"]
 
@@ -208,7 +215,7 @@ def test_an_error_of_the_sink_in_a_batch_costs_the_line_that_is_its_cause(tmp_pa
     outbox = new_outbox(tmp_path, service)
     with outbox._changed:  # so that they are one batch
         put(outbox, range(6))
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     assert service.numbers == [1, 2, 3, 4, 5]
     assert outbox.rejected_rows == 1
 
@@ -220,7 +227,7 @@ def test_what_an_earlier_attempt_left_is_called_sent_if_it_was_and_kept_if_not(t
     service = Service()
     service.rejects = lambda line: line["row"]["n"] in (2, 3)
     outbox = new_outbox(tmp_path, service, stored(tmp_path))
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     assert service.numbers == [0, 1, 4, 5]
     assert "sent 4 rows again" in caplog.text
     assert [path.suffix for path in tmp_path.iterdir()] == [".bad"]
@@ -237,7 +244,7 @@ def test_what_memory_has_no_room_for_is_read_from_the_journal(tmp_path, monkeypa
     assert outbox._bytes < 500
     service.is_away.clear()
     put(outbox, range(500, 1000))
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     outbox.remove()
     assert service.numbers == list(range(1000))
 
@@ -255,7 +262,7 @@ def test_reading_its_own_journal_keeps_the_journals_lock(tmp_path, monkeypatch):
     look += "print([journal.is_open() for journal in stored(Path(sys.argv[1]))])"
     done = subprocess.run([sys.executable, "-c", look, tmp_path], capture_output=True, text=True, timeout=LONGEST_S)
     assert done.stdout == "[True]\n", done
-    outbox.close(0)
+    outbox.close(end_within(0))
     assert service.numbers == list(range(10))
 
 
@@ -265,7 +272,7 @@ def test_a_full_disk_costs_no_line_that_the_service_takes(tmp_path, monkeypatch)
     put(outbox, [0])
     monkeypatch.setattr("flyteplugins_tracking.trackers.journal.os.write", lambda *_: 1)
     put(outbox, range(1, 10))
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     assert service.numbers == list(range(10))
     assert (outbox.rows, outbox.lost_rows) == (0, 0)
 
@@ -281,7 +288,7 @@ def test_lines_that_are_neither_sent_nor_kept_are_counted(tmp_path, monkeypatch,
         full.setattr("flyteplugins_tracking.trackers.journal.os.write", lambda *_: 1)
         put(outbox, range(3, 10))
     wait_until(lambda: len(service.taken) == taken)
-    assert not outbox.close(0.05)
+    assert not outbox.close(end_within(0.05))
     outbox.keep()
     assert (outbox.rows, outbox.lost_rows) == (left, lost)
     assert len(service.numbers) == taken
@@ -298,7 +305,7 @@ def test_lines_beyond_memory_and_a_full_disk_are_lost_and_counted(tmp_path, monk
     monkeypatch.setattr("flyteplugins_tracking.trackers.journal.os.write", lambda *_: 1)
     put(outbox, range(5, 20))
     service.is_away.clear()
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     assert service.numbers == list(range(5))
     assert (outbox.rows, outbox.lost_rows) == (15, 15)
 
@@ -307,7 +314,7 @@ def test_without_a_service_everything_is_kept_and_nobody_waits(tmp_path):
     outbox = new_outbox(tmp_path, None)
     put(outbox, range(3))
     outbox.put({"exit_code": 0})
-    assert not outbox.close(LONGEST_S)
+    assert not outbox.close(end_within(LONGEST_S))
     outbox.keep()
     (journal,) = stored(tmp_path)
     assert [line.get("exit_code", line.get("step")) for line in journal.lines()] == [0, 1, 2, 0]
@@ -374,7 +381,7 @@ def test_who_waits_gives_up_when_nothing_is_taken_anymore(tmp_path):
     put(outbox, [3])
     outbox.wait(0.1)
     assert service.numbers == [0, 1, 2]
-    outbox.close(0)
+    outbox.close(end_within(0))
 
 
 def test_a_signal_handler_may_put_a_line_while_one_is_put(tmp_path, monkeypatch):
@@ -394,7 +401,7 @@ def test_a_signal_handler_may_put_a_line_while_one_is_put(tmp_path, monkeypatch)
         put(outbox, range(3))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     assert sorted(service.numbers) == [0, 1, 2, 100]
 
 
@@ -409,5 +416,5 @@ def test_a_forked_child_puts_nothing_and_waits_for_no_lock(tmp_path):
             put(outbox, [1])
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert outbox.close(LONGEST_S)
+    assert outbox.close(end_within(LONGEST_S))
     assert service.numbers == [0]

@@ -158,7 +158,7 @@ def test_a_run_on_a_full_disk_that_is_not_sent_in_time_says_what_could_not_be_ke
         raise TimeoutError
 
     with monkeypatch.context() as late:
-        late.setattr(vendor, "finish_within", too_long)
+        late.setattr(vendor, "finish_while", too_long)
         handle.finish(0)
     assert "rows could not be kept: those that W&B has not got are lost. To send the rest" in caplog.text
     assert "Nothing is lost" not in caplog.text

@@ -302,20 +302,24 @@ def test_a_lost_ability_is_told_to_those_that_use_it_with_the_version_that_has_i
     assert record.getMessage().endswith('pip install "wandb>=0.26"')
 
 
-def test_the_end_of_a_run_has_a_limit_with_a_wandb_that_knows_none(without_setting, monkeypatch):
-    vendor.finish_within(0.01, RUN, lambda: time.sleep(0.1))  # wandb's own limit
-    without_setting("finish_timeout")
+def test_an_end_that_nobody_waits_for_stops_wandb_core(monkeypatch):
     stopped: list[bool] = []
     monkeypatch.setattr(vendor, "restart_service", lambda: stopped.append(run._is_finished))
     run, never = SimpleNamespace(), threading.Event()
-    vendor.finish_within(5, run, lambda: None)
+    vendor.finish_while(lambda: True, run, lambda: None)
     with pytest.raises(ConnectionError, match="gone"):
-        vendor.finish_within(5, run, gone)
+        vendor.finish_while(lambda: True, run, gone)
     assert stopped == []
     with pytest.raises(TimeoutError):
-        vendor.finish_within(0.01, run, never.wait)
-    assert stopped == [True]
+        vendor.finish_while(lambda: False, run, never.wait)
+    with pytest.raises(KeyboardInterrupt):
+        vendor.finish_while(interrupted, run, never.wait)
+    assert stopped == [True, True]
     never.set()
+
+
+def interrupted() -> bool:
+    raise KeyboardInterrupt
 
 
 def test_an_opening_without_a_limit_of_its_own_is_ended(monkeypatch):

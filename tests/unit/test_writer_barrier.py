@@ -11,6 +11,7 @@ from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking.trackers import barrier
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Unwatched
+from flyteplugins_tracking.trackers.ending import EndLimit
 
 torch = pytest.importorskip("torch")
 
@@ -26,7 +27,8 @@ def barriers(store):
 
 
 def missing(primary):
-    return primary.wait(0.1, Unwatched())
+    config = SimpleNamespace(finish_timeout_s=0.1, kill_after_s=0.2, finish_limit="0.1 s")
+    return primary.wait(EndLimit("A service", "run", config, Unwatched()))
 
 
 def test_a_writer_that_has_left_is_not_waited_for_even_if_the_primary_enters_later(store):

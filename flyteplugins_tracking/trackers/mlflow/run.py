@@ -164,13 +164,18 @@ class MlflowHandle(OutboxHandle):
         return {**values, **first}
 
     def end(self, exit_code: int) -> None:
-        timeout_s = self.request.config.finish_timeout_s
-        until = time.monotonic() + timeout_s
+        limit = self.end_limit()
         if self._monitor is not None:  # in an outage, its last request takes minutes
             run_with_timeout(_STOP_S, self._monitor.finish)
-        if not vendor.flush_own_rows(timeout_s / 2):
+        limit.asks = self._answers
+        if not vendor.flush_own_rows(lambda: limit.lasts() and limit.left_s > self.request.config.finish_timeout_s / 2):
             self._warn("has rows of MLflow's own asynchronous logging that were not sent in time")
-        self.close_outbox(exit_code, until)
+        limit.asks = None  # the outbox tells what moves
+        self.close_outbox(exit_code, limit)
+
+    def _answers(self) -> bool:
+        service = Service(self.uri, time.monotonic() + _STATUS_S, is_known=True)
+        return bool(service.ask(lambda client: client.get_run(self.opened.run.info.run_id)))
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:
         if self.request.plan.ends_run:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
 
 from flyteplugins_tracking._util.text import first_line, without_credentials
-from flyteplugins_tracking._util.threads import call_within, run_with_timeout
+from flyteplugins_tracking._util.threads import call_within, run_while
 from flyteplugins_tracking.trackers import outbox
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
@@ -332,15 +332,15 @@ def _first_line(text: str) -> str:
     return first_line(text.strip() or "no reason given")[:500]
 
 
-def flush_own_rows(timeout_s: float) -> bool:
-    """Have MLflow send the rows of its own asynchronous logging. Returns whether it did so in time."""
+def flush_own_rows(lasts: Callable[[], bool]) -> bool:
+    """Have MLflow send the rows of its own asynchronous logging. Returns whether it did so while `lasts` held."""
     from mlflow import flush_async_logging
 
     def flush() -> None:
         with suppress(Exception):  # of a version that flushes active queues only
             flush_async_logging()
 
-    return run_with_timeout(timeout_s, flush)
+    return run_while(lasts, flush)
 
 
 def tags_of_start_run(tags: Mapping[str, str]) -> dict[str, str]:

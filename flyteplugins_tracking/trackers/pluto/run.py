@@ -38,7 +38,7 @@ class PlutoHandle(OutboxHandle):
     """An open run of this process."""
 
     left_text = (
-        "%(title)s: run %(id)s has ended, and the service has not taken %(what)s within %(limit)s. %(kept)s Send it "
+        "%(title)s: run %(id)s has ended, and the service has not taken %(what)s: %(why)s. %(kept)s Send it "
         "when the service answers: %(command)s"
     )
 
@@ -66,10 +66,11 @@ class PlutoHandle(OutboxHandle):
             type(self.run).log(self.run, {key: row[key] for key in row.keys() - plain.keys()}, step=at)
 
     def end(self, exit_code: int) -> None:
-        until = time.monotonic() + self.request.config.finish_timeout_s
+        limit = self.end_limit()
+        limit.asks = getattr(self._sink, "answers", None)
         # First, since the client then hands over the console's last lines.
         run_with_timeout(min(_CLOSE_S, self.request.config.finish_timeout_s / 2), type(self.run).close, self.run)
-        self.close_outbox(exit_code, until)
+        self.close_outbox(exit_code, limit)
         if self._left_in is None:
             self._remove_files(self._queue.directory)
 

@@ -76,6 +76,8 @@ class PlutoSink:
         has_files: Whether files could not be sent: they stay in the client's directory.
     """
 
+    _is_uploading = False
+
     def __init__(self, op: Any, label: str, steps: Steps) -> None:
         """`label` is the run's id in messages. `steps` is for rows without a step, and for those of other attempts."""
         self._op, self._label, self._steps = op, label, steps
@@ -104,6 +106,10 @@ class PlutoSink:
         for line in lines:
             if line.get("call") == FILE:
                 self._upload(*line["args"])
+
+    def answers(self) -> bool:
+        """Whether a file is being uploaded, and the service answers meanwhile."""
+        return self._is_uploading and self._service.config_of(self._op.id) is not None
 
     def post_status(self, status: str, timeout_s: float) -> None:
         """Send the run's end.
@@ -204,7 +210,12 @@ class PlutoSink:
         """Upload a file of the client's directory. The client itself tries that several times."""
         is_clients = vendor.is_clients_directory(directory, self._label)  # a line must not name any file of this user
         path = own_file_in(Path(directory), name) if is_clients else None
-        if path is None or not vendor.upload(self._op.settings, str(path), record):
+        self._is_uploading = True
+        try:
+            is_sent = path is not None and vendor.upload(self._op.settings, str(path), record)
+        finally:
+            self._is_uploading = False
+        if not is_sent:
             self.has_files = True
             text = "Pluto: run %s: the file of %r could not be sent: %s"
             self._warn_once(name, text, self._label, record["log_name"], Path(directory, name))

@@ -21,6 +21,8 @@ from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 from flyteplugins_tracking.trackers.trackio import EXIT_CODE, STATUS, default_directory, page_address, vendor
 from flyteplugins_tracking.trackers.trackio.store import Database, Store, Stored, text_of
 
+# How often the end looks whether the client's threads have ended, in seconds.
+_POLL_S = 0.25
 # The HTTP status codes by which a server refuses a client, and not what it sends.
 _PASSING = (401, 403, 408, 429)
 
@@ -29,7 +31,7 @@ class TrackioHandle(OutboxHandle):
     """An open Trackio run."""
 
     left_text = (
-        "%(title)s: %(what)s of run %(id)s could not be written to %(place)s within %(limit)s. %(kept)s "
+        "%(title)s: %(what)s of run %(id)s could not be written to %(place)s: %(why)s. %(kept)s "
         "Send them later: %(command)s"
     )
 
@@ -71,11 +73,18 @@ class TrackioHandle(OutboxHandle):
             self.tell_role({**values, f"{name}/text": text})
 
     def end(self, exit_code: int) -> None:
-        until = time.monotonic() + self.request.config.finish_timeout_s
+        limit = self.end_limit()
         ending = threading.Thread(target=vendor.finish, args=(self.run,), daemon=True)
         ending.start()
-        self.close_outbox(exit_code, until)
-        threads.join(ending, max(0.0, until - time.monotonic()))
+        self.close_outbox(exit_code, limit)
+        if self._left_in is None:
+            limit.asks = self._answers  # the client's own limit is 30 s
+        while limit.lasts() and not threads.join(ending, _POLL_S):
+            pass
+
+    def _answers(self) -> bool:
+        self._store.find(self.id)
+        return True
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:
         threads.call_within(timeout_s, self._put_status, status_of(exit_code), exit_code, timeout_s)

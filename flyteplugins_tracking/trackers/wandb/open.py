@@ -451,8 +451,7 @@ def _dies_with_pod(request: RunRequest) -> bool:
 def _given_settings(request: RunRequest) -> Any:
     settings = vendor.new_settings(
         init_timeout=request.config.init_timeout_s,
-        finish_timeout=request.config.finish_timeout_s,
-        finish_timeout_raises=True,
+        finish_timeout_raises=True,  # if the user has set a limit of W&B's own: ours is `ending.EndLimit`
     )
     users = request.config.options.get("settings")
     if isinstance(users, Mapping):

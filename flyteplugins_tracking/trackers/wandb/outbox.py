@@ -67,7 +67,8 @@ _END_S, _POLL_S = 5.0, 0.01
 _READ_S = 60.0
 # How long after the last acknowledged rows W&B's count of them may be wrong, and how often it is asked for.
 _LATE_S, _ASK_S = 6.0, 0.5
-# How much of wandb-core's log is read, from its end.
+# Where wandb-core's log is in a run's directory, and how much of it is read, from its end.
+_LOG = ("logs", "debug-internal.log")
 _LOG_BYTES = 65_536
 
 
@@ -723,13 +724,18 @@ def await_count(directory: Path, run_id: str, counts: Callable[[], tuple[int, in
         counts: Asks W&B for the number of rows and the last step; None if it does not say.
         deadline: When to return in any case, in seconds of `time.monotonic`.
     """
-    found = [path / "logs" / "debug-internal.log" for path in directories_of(directory, run_id)]
+    found = [path.joinpath(*_LOG) for path in directories_of(directory, run_id)]
     logs = [path for path in found if age_s(path) < _LATE_S]
     lines = max((acknowledged_lines(log) for log in logs), default=0)
     while lines and not _is_right(counts(), lines):
         if min(map(age_s, logs)) > _LATE_S or time.monotonic() + _ASK_S > deadline:
             return
         time.sleep(_ASK_S)
+
+
+def log_of(run: Any) -> Path | None:
+    """Return the log of a run's wandb-core; None if the run has no files."""
+    return None if getattr(run, "disabled", False) else run_directory(run).joinpath(*_LOG)
 
 
 def acknowledged_lines(log: Path) -> int:

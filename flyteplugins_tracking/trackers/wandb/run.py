@@ -21,10 +21,11 @@ from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import CHANGED, RESTART_COUNT, changes, restart_count_of, run_config
+from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
-from flyteplugins_tracking.trackers.wandb import HOST, outbox, vendor
+from flyteplugins_tracking.trackers.wandb import HOST, ending, outbox, vendor
 
 logger = logging.getLogger(__name__)
 
@@ -272,7 +273,7 @@ class WandbHandle(Handle):
             vendor.set_global_run(self.run)
 
     def _end(self, exit_code: int) -> None:
-        limit_s = self._request.config.finish_timeout_s
+        limit = self._end_limit()
         try:
             # In the summary: a row of its own would take a step.
             waiting = {**self._next_row.take(), **self._state}
@@ -281,7 +282,7 @@ class WandbHandle(Handle):
             if exit_code == TERMINATED and self._request.plan.ends_run:
                 self.run.mark_preempting()
             self._outbox.end(exit_code)
-            vendor.finish_within(limit_s, self.run, lambda: self._finish_run(exit_code))
+            ending.finish(self.run, limit, lambda: self._finish_run(exit_code))
             if self._lacks_rows:
                 self._outbox.close()
                 logger.warning(
@@ -305,14 +306,17 @@ class WandbHandle(Handle):
                 f"{unkept} rows could not be kept: those that W&B has not got are lost" if unkept else "Nothing is lost"
             )
             logger.warning(
-                "W&B: run %s was not sent completely within %s. %s. To send the rest, run: %s",
+                "W&B: run %s was not sent completely: %s. %s. To send the rest, run: %s",
                 self.id,
-                self._request.config.finish_limit,
+                limit.why,
                 lost,
                 how_to_send(str(outbox.run_directory(self.run))),
             )
         finally:
             self._be_global()
+
+    def _end_limit(self) -> EndLimit:
+        return EndLimit("W&B", self.id, self._request.config, self._request.watch)
 
     def _finish_run(self, exit_code: int) -> None:
         self._gate.join_enders()  # it may be another thread than `_end`'s

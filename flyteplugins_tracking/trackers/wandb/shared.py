@@ -58,6 +58,7 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, T
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import prefix_of
+from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.node_group import NodeClient, NodeError, NodePart, NodeServer, NodeServerExistsError
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import OwnersKeys, RowBuffer
@@ -241,7 +242,7 @@ class LeaderHandle(SharedHandle):
             super().finish(exit_code)
         finally:
             if self._barrier is not None:
-                self._barrier.depart(self._request, exit_code)
+                self._barrier.depart(self._request, "W&B", exit_code)
             if self._server is not None:
                 self._server.close()
             has_writers_elsewhere = (
@@ -268,6 +269,12 @@ class LeaderHandle(SharedHandle):
                 ", ".join(map(str, ranks)) or "none",
                 server.missing,
             )
+
+    def _end_limit(self) -> EndLimit:
+        limit = super()._end_limit()
+        if self._barrier is not None:
+            limit.on_move = self._barrier.tell_moving
+        return limit
 
     def _end(self, exit_code: int) -> None:
         if self._server is not None:

@@ -43,6 +43,9 @@ _ONE_WRITER = "runs that several nodes or jobs write to"
 _AXES = "of a run with roles, W&B may have the axes of the role alone that has written last"
 PARTS = VendorParts("W&B", "wandb==0.31.0", later={_ONE_WRITER: "0.22.1", _NO_STOP_BUTTON: "0.26", _AXES: "0.31"})
 _MAY_HANG = "the process may hang at its end"
+_MAY_BE_CUT = "an upload that takes longer than kill_after_s less 5 s is cut at the run's end"
+# How long wandb-core may take to say how far it is, in seconds.
+_ANSWER_S = 1.0
 _optional, _required = PARTS.optional, PARTS.required
 KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
 # How many rows are asked for where the last one is wanted.
@@ -404,21 +407,63 @@ def opening_within(timeout_s: float) -> Iterator[None]:
         timer.cancel()
 
 
-def finish_within(timeout_s: float, run: Any, finish: Callable[[], object]) -> None:
-    """Call `finish`, which ends the run. wandb before 0.27 has no limit: the library waits, and then stops wandb-core.
+class Progress(NamedTuple):
+    """How far wandb-core has come with a run.
+
+    Attributes:
+        uploaded: The bytes of files that it has sent.
+        total: The bytes of these files.
+        doing: What it does now, such as "uploading artifact weights": at most 10 of these.
+        is_troubled: Whether one of these has failed, and is to be tried again.
+    """
+
+    uploaded: int
+    total: int
+    doing: tuple[str, ...]
+    is_troubled: bool
+
+
+def progress_of(run: Any) -> Progress | None:
+    """Return how far wandb-core has come; None if it does not say. Without it, a long upload may be cut at the end."""
+    with contextlib.suppress(Exception), _optional(_MAY_BE_CUT):  # it has just ended the run, or has died
+        handle = interface_of(run).deliver_poll_exit()
+        result = handle.wait_or(timeout=_ANSWER_S) if hasattr(handle, "wait_or") else handle.wait(timeout=_ANSWER_S)
+        found = result.response.poll_exit_response
+        operations = found.operation_stats.operations
+        return Progress(
+            found.pusher_stats.uploaded_bytes,
+            found.pusher_stats.total_bytes,
+            tuple(one.desc for one in operations),
+            any(one.error_status for one in operations),
+        )
+    return None
+
+
+def finish_while(lasts: Callable[[], bool], run: Any, finish: Callable[[], object]) -> None:
+    """Call `finish`, which ends the run, in a thread, as long as `lasts` returns True. Then stop wandb-core.
 
     Raises:
-        TimeoutError: The limit has passed. What was not sent is in the local files.
+        TimeoutError: It was stopped. What was not sent is in the local files.
     """
-    if has_setting("finish_timeout"):
-        finish()
-        return
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            finish()
+        except Exception as error:
+            errors.append(error)
+
+    is_done = False
     try:
-        threads.call_within(timeout_s, finish)
-    except TimeoutError:
-        set_finished(run)
-        restart_service()
-        raise TimeoutError(f"the run was not sent within {timeout_s:g} s") from None
+        is_done = threads.run_while(lasts, call)
+    finally:
+        if not is_done:  # also after an exception out of a signal's handler
+            set_finished(run)
+            restart_service()
+    if not is_done:
+        raise TimeoutError("the run was not sent in time")
+    if errors:
+        raise errors[0]
 
 
 def row_method(kind: Any) -> Callable[..., Any] | None:

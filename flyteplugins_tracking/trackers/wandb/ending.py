@@ -1,0 +1,64 @@
+"""The end of a W&B run: how long its upload is waited for, and what W&B lacks if that is too long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flyteplugins_tracking.trackers.ending import EndLimit
+from flyteplugins_tracking.trackers.wandb import outbox, vendor
+from flyteplugins_tracking.trackers.wandb.vendor import Progress
+
+_NOTHING = Progress(0, 0, (), False)
+# The unit of sizes in messages.
+_MB = 1e6
+
+
+class Upload:
+    """The upload at a run's end. wandb-core does it, and tells how far it is."""
+
+    def __init__(self, run: Any, limit: EndLimit) -> None:
+        self._run, self._limit, self._place = run, limit, outbox.Place.of(run)
+        self._last, self._most = _NOTHING, 0
+        self._rows = 0  # that W&B has acknowledged
+        log = outbox.log_of(run)
+        self._count_rows: Callable[[], int] = lambda: 0 if log is None else outbox.acknowledged_lines(log)
+        limit.left = self._left
+
+    def lasts(self) -> bool:
+        """Whether it is still waited for."""
+        progress = vendor.progress_of(self._run)
+        if progress is not None:
+            if self._has_moved(progress):
+                self._limit.moved()
+            self._last = progress
+            is_under_way = progress.doing and not progress.is_troubled and not self._run.offline
+            # A store may take minutes to answer for a large file, and nothing moves meanwhile.
+            self._limit.asks = self._answers if is_under_way else None
+        return self._limit.lasts()
+
+    def _has_moved(self, progress: Progress) -> bool:
+        """Whether something was sent since the last look. A file whose upload has failed begins again."""
+        last, rows = self._last, self._count_rows()
+        has_grown = progress.uploaded > self._most or last.uploaded < progress.uploaded < progress.total
+        has_moved = has_grown or rows > self._rows or not set(last.doing) <= set(progress.doing)
+        self._most, self._rows = max(self._most, progress.uploaded), max(self._rows, rows)
+        return has_moved
+
+    def _answers(self) -> bool:
+        return vendor.stored_run(self._place) is not None
+
+    def _left(self) -> str:
+        doing, of_files = "; ".join(self._last.doing[:3]), ""
+        if self._last.total:
+            of_files = f"{self._last.uploaded / _MB:.1f} of {self._last.total / _MB:.1f} MB of files are uploaded"
+        return "; ".join(filter(None, (of_files, doing)))
+
+
+def finish(run: Any, limit: EndLimit, end: Callable[[], object]) -> None:
+    """End the run by `end`.
+
+    Raises:
+        TimeoutError: W&B does not have everything, and `limit` is over.
+    """
+    vendor.finish_while(Upload(run, limit).lasts, run, end)
