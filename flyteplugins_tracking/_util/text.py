@@ -64,6 +64,12 @@ def in_words(kind: str, numbers: Sequence[int]) -> str:
     return f"{kind}{'' if len(numbers) == 1 else 's'} {', '.join(texts)}"
 
 
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return names as a list in words, and at most so many of them."""
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*map(printable, names[:most]), *more])
+
+
 def first_line(error: BaseException | str) -> str:
     """Return the first line of an error's text, without its full stop; the name of its type if it has no text."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

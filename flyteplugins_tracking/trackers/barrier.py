@@ -168,7 +168,7 @@ class WriterBarrier:
         missing = self.wait(EndLimit(title, str(request.plan.run_id), request.config, request.watch))
         if missing:
             logger.warning(
-                "%s: run %s ends now. Nothing has moved for %s after the primary rank's function had returned, and these "
+                "%s: run %s ends now. Nothing has moved for %s since the primary rank's function returned, and these "
                 "writers have not sent all their rows: %s. Pass a longer kill_after_s to wait for them.",
                 title,
                 request.plan.run_id,

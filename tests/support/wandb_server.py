@@ -132,7 +132,7 @@ class WandbServer(LoopbackServer):
         """Take one uploaded file of an artifact that was created, and is not committed yet."""
         with self._changing():
             if artifact in self._store.artifacts:
-                self._store.artifacts[artifact][2][name] = content
+                self._store.artifacts[artifact][3][name] = content
 
     def file(self, key: RunKey, name: str) -> bytes | None:
         """The content of an uploaded file; None if there is none."""

@@ -360,8 +360,10 @@ class Store:
         self._runs: dict[RunKey, RecordedRun] = {}
         self._sweeps: dict[RunKey, RecordedSweep] = {}
         self._agents: dict[str, RecordedSweep] = {}
-        # Of each artifact that was created, by its id: its run, its name, and the files that were uploaded.
-        self.artifacts: dict[str, tuple[RecordedRun, str, dict[str, bytes]]] = {}
+        # Of each artifact that was created, by its id: its run, name and digest, and the files that were uploaded.
+        self.artifacts: dict[str, tuple[RecordedRun, str, str, dict[str, bytes]]] = {}
+        # The files of those that are complete, by the entity, project, name and digest.
+        self.committed: dict[tuple[str, str, str, str], dict[str, bytes]] = {}
 
     @property
     def runs(self) -> list[RecordedRun]:
@@ -528,7 +530,18 @@ class Operations:
         run = self._store.get((asked["entityName"], asked["projectName"], asked["runName"]))
         if run is not None:
             run.artifacts = [*run.artifacts, asked["artifactCollectionName"]]
-            self._store.artifacts[asked["clientID"]] = run, asked["artifactCollectionName"], {}
+            name, digest = asked["artifactCollectionName"], asked["digest"]
+            known = self._store.committed.get((run.entity, run.project, name, digest))
+            if known is None:
+                self._store.artifacts[asked["clientID"]] = run, name, digest, {}
+            else:  # the service does not take the same artifact twice
+                run.committed = {**run.committed, name: known}
+                committed = {
+                    "id": asked["clientID"],
+                    "state": "COMMITTED",
+                    "artifactSequence": {"latestArtifact": None},
+                }
+                return {"createArtifact": {"artifact": committed}}
         artifact = {"id": asked["clientID"], "state": "PENDING", "artifactSequence": {"latestArtifact": None}}
         return {"createArtifact": {"artifact": artifact}}
 
@@ -551,9 +564,10 @@ class Operations:
         return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
 
     def CommitArtifact(self, given: Json) -> Json:
-        run, name, files = self._store.artifacts.get(given["artifactID"], (None, "", {}))
+        run, name, digest, files = self._store.artifacts.get(given["artifactID"], (None, "", "", {}))
         if run is not None:
             run.committed = {**run.committed, name: dict(files)}
+            self._store.committed[run.entity, run.project, name, digest] = dict(files)
         return {"commitArtifact": {"artifact": {"id": given["artifactID"], "digest": ""}}}
 
     def ClientIDMapping(self, given: Json) -> Json:

@@ -59,6 +59,14 @@ def rows(directory: Path) -> Iterator[Row]:
             return
 
 
+def saved_files(directory: Path) -> list[str]:
+    """Return the names of the files that were saved for the run, but for those of rows. They are below "files"."""
+    file = file_in(directory)
+    parsed = map(vendor.parse_record, records(file)) if file is not None else ()
+    names = [item.path for kind, record in parsed if kind == "files" for item in record.files]
+    return [name for name in dict.fromkeys(names) if not name.startswith("media/")]
+
+
 def exit_code(directory: Path) -> int | None:
     """Return the status of the run's end, which wandb-core writes last, and not after a failure; None for none."""
     file = file_in(directory)

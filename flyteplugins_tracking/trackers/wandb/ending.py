@@ -10,6 +10,8 @@ from flyteplugins_tracking.trackers.wandb import outbox, vendor
 from flyteplugins_tracking.trackers.wandb.vendor import Progress
 
 _NOTHING = Progress(0, 0, (), False)
+# How wandb-core tells the upload of an artifact.
+_ARTIFACT = "uploading artifact "
 # The unit of sizes in messages.
 _MB = 1e6
 
@@ -37,6 +39,11 @@ class Upload:
             self._limit.asks = self._answers if is_under_way else None
         return self._limit.lasts()
 
+    @property
+    def artifacts(self) -> list[str]:
+        """The names of the artifacts that W&B has not got."""
+        return [one.removeprefix(_ARTIFACT) for one in self._last.doing if one.startswith(_ARTIFACT)]
+
     def _has_moved(self, progress: Progress) -> bool:
         """Whether something was sent since the last look. A file whose upload has failed begins again."""
         last, rows = self._last, self._count_rows()
@@ -53,12 +60,3 @@ class Upload:
         if self._last.total:
             of_files = f"{self._last.uploaded / _MB:.1f} of {self._last.total / _MB:.1f} MB of files are uploaded"
         return "; ".join(filter(None, (of_files, doing)))
-
-
-def finish(run: Any, limit: EndLimit, end: Callable[[], object]) -> None:
-    """End the run by `end`.
-
-    Raises:
-        TimeoutError: W&B does not have everything, and `limit` is over.
-    """
-    vendor.finish_while(Upload(run, limit).lasts, run, end)

@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 # The run's attributes that hold its `WandbOutbox`, and what keeps plain rows: see `log_kept`.
 OUTBOX, _PLAIN = "_flyteplugins_tracking_outbox", "_flyteplugins_tracking_plain_rows"
 _OFFLINE = "offline-"
+# The head of an artifact's record in a journal. That of a row has numbers.
+_ARTIFACT = b"artifact"
 # Files in a run's directory: that its run was rewound later; that a forked child has logged too; and a string that is
 # kept offline for the next attempt, of at most so many bytes.
 _REWOUND, _FORKED, _STATE = "rewound", "flyteplugins-tracking-forked", "flyteplugins-tracking-state"
@@ -144,6 +146,13 @@ class AttemptOnDisk:
         """Return the times of the rows that its journals have: they tell rows apart that have other steps elsewhere."""
         return {row.time for row in self.rows()} if self.journals else set()
 
+    def artifacts(self) -> Iterator[vendor.KeptArtifact]:
+        """Yield the artifacts that its processes have logged."""
+        for entry in chain.from_iterable(journal.entries() for journal in self.journals):
+            head, _, data = entry.data.partition(b"\n")
+            if head == _ARTIFACT:
+                yield vendor.KeptArtifact.of(data)
+
     @property
     def node(self) -> str | None:
         """The node of the process that had a run with numbered rows open; None if the run had one writer there."""
@@ -201,7 +210,7 @@ def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
     row: Row | None = None
     for entry in chain.from_iterable(segment.entries() for segment in segments):
         head, _, data = entry.data.partition(b"\n")
-        if not data:  # the run's end
+        if not data or head == _ARTIFACT:  # the first: the run's end
             continue
         step, is_placed = map(int, head.split())
         values = json.loads(data) if data.startswith(b"{") else vendor.parse_row(data)
@@ -237,7 +246,7 @@ class Left:
             parent: The directory of all runs.
             is_to_send: Whether an attempt's rows are to be sent. Those that were logged offline come last.
         """
-        self.parent, directories = parent, directories_of(parent, place.run_id)
+        self.place, self.parent, directories = place, parent, directories_of(parent, place.run_id)
         self.media = [directory / "files" for directory in directories]
         found = [attempt_at(directory, place) for directory in directories]
         self.is_open = any(attempt.is_open() for attempt in found)
@@ -281,6 +290,16 @@ class Left:
                 values = attempt.with_columns(row) if distance else row.values
                 yield row._replace(step=row.step + distance, values=values)
                 step = row.step + distance + 1
+
+    def artifacts(self) -> list[vendor.KeptArtifact]:
+        """Return the artifacts that attempts online have logged, each once."""
+        found = {(one.name, one.record.client_id): one for attempt in self.online for one in attempt.artifacts()}
+        return list(found.values())
+
+    def saved_files(self) -> dict[str, Path]:
+        """Return the files that attempts online have saved, by their names: the latest of each name."""
+        folders = [attempt.directory for attempt in self.online]
+        return {name: folder / "files" / name for folder in folders for name in datastore.saved_files(folder)}
 
     def clear(self) -> None:
         """Remove it: the service has everything, or another journal."""
@@ -423,7 +442,9 @@ class WandbOutbox:
         self.next_step = step if has_one_writer else None
         header = {"place": self.place, "step": self.next_step, "first_step": step, **more}
         self._journal = Journal(directory, f"owner-{secrets.token_hex(3)}", header)
+        self._kept_artifacts: set[str] = set()  # the names of those whose files are on this disk
         keep_rows(run, self.put)
+        vendor.on_artifacts(run, self._put_artifact)
 
     def send(self, left: Left) -> int:
         """Log what earlier attempts have left, before the run gets other rows. Returns the number of rows."""
@@ -442,6 +463,11 @@ class WandbOutbox:
     def send_rows(self, left: Left, rows: Iterable[Row]) -> list[int]:
         """Log rows again that earlier attempts have left, and remove what these have left. Returns the rows' steps."""
         steps = log_again(self._run, self._kind, rows, self._more["step_metric"], left.media)
+        if artifacts := [one for one in left.artifacts() if one.is_whole]:
+            names = ", ".join(one.name for one in artifacts)
+            logger.warning("W&B: run %s: sends artifacts again that W&B may lack: %s", self.place.run_id, names)
+            for one in artifacts:  # this run's journal has them then
+                one.send(self._run)
         self._sent = left
         if not self._journal.is_closed:
             left.clear()
@@ -476,6 +502,16 @@ class WandbOutbox:
     def end(self, exit_code: int) -> None:
         """Keep the status with which the run is ended now: it may not be sent in time."""
         self._journal.add(encode({"exit_code": exit_code}), is_last=True)
+
+    def unkept_artifacts(self, uploading: Iterable[str]) -> list[str]:
+        """Return which artifacts of these names `send` could not send: this disk has no copies of their files."""
+        return [name for name in uploading if name not in self._kept_artifacts]
+
+    def _put_artifact(self, data: bytes) -> None:
+        self._journal.add(record_of_artifact(data))
+        one = vendor.KeptArtifact.of(data)
+        if one.is_whole and not self._journal.is_closed:
+            self._kept_artifacts.add(one.name)
 
     @property
     def unkept_rows(self) -> int:
@@ -564,6 +600,10 @@ class NoOutbox(WandbOutbox):
 
     def __init__(self) -> None:
         self._journal = Journal.closed()
+
+    def unkept_artifacts(self, uploading: Iterable[str]) -> list[str]:
+        """Return all: it keeps none."""
+        return list(uploading)
 
     def for_guests(self) -> dict[str, Any]:
         """Have them keep nothing either."""
@@ -696,6 +736,19 @@ def plain(data: Mapping[str, Any]) -> bytes:
             json.dumps(number)
             values[key] = number
     return encode(values)
+
+
+def record_of_artifact(data: bytes) -> bytes:
+    """Return a serialized artifact as a record of a journal."""
+    return _ARTIFACT + b"\n" + data
+
+
+def keep_artifacts(directory: Path, place: Place, artifacts: Sequence[vendor.KeptArtifact]) -> None:
+    """Keep artifacts that could not be sent in a directory."""
+    journal = Journal(directory, f"artifacts-{secrets.token_hex(3)}", {"place": place, "step": 0})
+    for one in artifacts:
+        journal.add(record_of_artifact(one.record.SerializeToString()))
+    journal.close()
 
 
 def record_of(row: bytes, step: int | None = None, is_placed: bool = False) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 
 from flyteplugins_tracking._util.files import replace_whole
 from flyteplugins_tracking._util.proc import TERMINATED
-from flyteplugins_tracking._util.text import first_line, without_credentials
+from flyteplugins_tracking._util.text import first_line, listed, without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import CHANGED, RESTART_COUNT, changes, restart_count_of, run_config
@@ -25,7 +25,8 @@ from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
-from flyteplugins_tracking.trackers.wandb import HOST, ending, outbox, vendor
+from flyteplugins_tracking.trackers.wandb import HOST, outbox, vendor
+from flyteplugins_tracking.trackers.wandb.ending import Upload
 
 logger = logging.getLogger(__name__)
 
@@ -274,6 +275,7 @@ class WandbHandle(Handle):
 
     def _end(self, exit_code: int) -> None:
         limit = self._end_limit()
+        upload = Upload(self.run, limit)
         try:
             # In the summary: a row of its own would take a step.
             waiting = {**self._next_row.take(), **self._state}
@@ -282,7 +284,7 @@ class WandbHandle(Handle):
             if exit_code == TERMINATED and self._request.plan.ends_run:
                 self.run.mark_preempting()
             self._outbox.end(exit_code)
-            ending.finish(self.run, limit, lambda: self._finish_run(exit_code))
+            vendor.finish_while(upload.lasts, self.run, lambda: self._finish_run(exit_code))
             if self._lacks_rows:
                 self._outbox.close()
                 logger.warning(
@@ -301,15 +303,11 @@ class WandbHandle(Handle):
                 )
         except TimeoutError:
             self._timed_out = True
-            unkept = self._outbox.unkept_rows
-            lost = (
-                f"{unkept} rows could not be kept: those that W&B has not got are lost" if unkept else "Nothing is lost"
-            )
             logger.warning(
                 "W&B: run %s was not sent completely: %s. %s. To send the rest, run: %s",
                 self.id,
                 limit.why,
-                lost,
+                self._what_is_lost(upload),
                 how_to_send(str(outbox.run_directory(self.run))),
             )
         finally:
@@ -317,6 +315,14 @@ class WandbHandle(Handle):
 
     def _end_limit(self) -> EndLimit:
         return EndLimit("W&B", self.id, self._request.config, self._request.watch)
+
+    def _what_is_lost(self, upload: Upload) -> str:
+        """Say of what was not sent whether it is on this disk, and `send` can send it."""
+        unkept, artifacts = self._outbox.unkept_rows, self._outbox.unkept_artifacts(upload.artifacts)
+        lost = [f"{unkept} rows could not be kept: those that W&B has not got are lost"] if unkept else []
+        if artifacts:
+            lost.append(f"Artifacts that are not kept, and have to be logged again: {listed(artifacts)}")
+        return ". ".join(lost) or "Nothing is lost"
 
     def _finish_run(self, exit_code: int) -> None:
         self._gate.join_enders()  # it may be another thread than `_end`'s

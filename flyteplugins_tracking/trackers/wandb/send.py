@@ -5,6 +5,7 @@ wandb's own `sync` refuses the directory of a run that was online, or appends al
 
 from __future__ import annotations
 
+import glob
 import json
 import shlex
 import subprocess
@@ -16,10 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.files import own_text
+from flyteplugins_tracking._util.files import own_file_in, own_text
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.plain import flat
-from flyteplugins_tracking._util.text import without_credentials
+from flyteplugins_tracking._util.text import listed, without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.journal import exit_code_in, require_all_sent
@@ -177,24 +178,69 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any) -> str
     """Open the run, log what W&B lacks of it, and end it. If that is killed, its rows are in a directory beside."""
     if left.is_open:
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
-    found, exit_code = vendor.stored_run(place), left.exit_code
+    found, exit_code, files = vendor.stored_run(place), left.exit_code, _Files(left)
+    files.ask(found)
     # A run that nobody has ended may be continued by a job elsewhere.
     is_ended = found is not None and (found.state != "running" or exit_code is None)
     text = f"W&B has all of {directory}: run {place.run_id}"
-    if found is None or not is_ended or any(True for _ in left.rows(found.last_step + 1)):
+    if found is None or not is_ended or files or any(True for _ in left.rows(found.last_step + 1)):
         if exit_code is None:
             exit_code = 1 if found is None else _STATES.get(found.state, 1)
         own = directory.with_name(f"run-{time.strftime('%Y%m%d_%H%M%S')}-{place.run_id}")
         is_new = found is None and described is not None
         with _opened(place, datastore.arguments_of(described) if is_new else {}, exit_code) as run:
             box = WandbOutbox(run, own, has_one_writer=True, step_metric=left.step_metric, exit_code=exit_code)
+            files.send(run)
             count = box.send(left)
         box.clear()
         with suppress(OSError):
             own.rmdir()
         text = f"sent {count} rows of run {place.run_id}"
     left.clear()
+    files.require_sent(directory)
     return text
+
+
+class _Files:
+    """The files and artifacts of attempts that were online, and did not send everything."""
+
+    def __init__(self, left: Left) -> None:
+        self._place, self._artifacts, self._saved = left.place, left.artifacts(), left.saved_files()
+        self._lacking: list[vendor.KeptArtifact | str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._artifacts or self._saved)
+
+    def ask(self, found: vendor.Stored | None) -> None:
+        """Leave out the files that W&B has."""
+        names = list(self._saved) if found is None else found.lacks(list(self._saved))
+        self._saved = {name: self._saved[name] for name in names}
+
+    def send(self, run: Any) -> None:
+        """Send them with an open run."""
+        for name, path in self._saved.items():
+            files = path.parents[len(Path(name).parts) - 1]
+            if own_file_in(files, name) is None:
+                self._lacking.append(name)
+            else:
+                run.save(glob.escape(str(path)), base_path=str(files), policy="now")
+        # One after the other, as they were logged: the last one of a name is the latest.
+        self._lacking += [one for one in self._artifacts if not vendor.was_sent(one.send(run))]
+
+    def require_sent(self, directory: Path) -> None:
+        """Keep the artifacts that could not be sent, so that it is said again.
+
+        Raises:
+            TrackerUnavailableError: W&B does not have everything.
+        """
+        if not self._lacking:
+            return
+        outbox.keep_artifacts(directory, self._place, [one for one in self._lacking if not isinstance(one, str)])
+        names = [one if isinstance(one, str) else f"artifact {one.name}" for one in self._lacking]
+        raise TrackerUnavailableError(
+            f"{directory} was sent, but for files and artifacts that W&B lacks and that are not on this disk: "
+            f"{listed(names)}. Log them again, or remove the directory to give them up"
+        )
 
 
 def _send_numbered(place: Place, directory: Path, column: str, described: Any) -> str:
@@ -205,7 +251,8 @@ def _send_numbered(place: Place, directory: Path, column: str, described: Any) -
     """
     role, found, joins = roles.role_of(column), vendor.stored_run(place), _joins(directory)
     left = Left(place, directory.parent, lambda other: other.directory == directory)
-    rows = roles.NumberedRows(left, column)
+    rows, files = roles.NumberedRows(left, column), _Files(left)
+    files.ask(found)
     if found is None and joins:
         part, other = f"role {role!r}", "job with roles=[...]"
         if role == OWNER:
@@ -220,10 +267,12 @@ def _send_numbered(place: Place, directory: Path, column: str, described: Any) -
         return rows.lacking(() if found is None else roles.numbers_at(place, column, rows.since))
 
     exit_code, count = None if joins else left.exit_code, 0
-    if found is None or any(True for _ in lacking()) or (exit_code is not None and found.state == "running"):
+    is_open = found is None or (exit_code is not None and found.state == "running")
+    if is_open or files or any(True for _ in lacking()):
         shared = roles.shared_settings(role, ends_run=exit_code is not None)
         arguments = datastore.arguments_of(described) if found is None and described is not None else {}
         with _opened(place, arguments, exit_code or 0, shared, directory) as run:
+            files.send(run)
             count = len(outbox.log_again(run, type(run), lacking(), None, left.media))
         found, until = vendor.stored_run(place), time.monotonic() + _CONFIRMED_S
         while any(True for _ in lacking()):
@@ -234,6 +283,7 @@ def _send_numbered(place: Place, directory: Path, column: str, described: Any) -
     left.clear()
     if joins:
         roles.end_again(place, role)
+    files.require_sent(directory)
     return f"sent {count} rows of run {place.run_id}" if count else f"W&B has all of {directory}: run {place.run_id}"
 
 

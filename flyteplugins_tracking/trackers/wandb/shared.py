@@ -455,6 +455,7 @@ class FollowerHandle(SharedHandle):
         """Keep this rank's rows beside the leader's, in the directory of the run."""
         if not self._journal.is_closed:
             outbox.keep_rows(self.run, self._keep)
+            vendor.on_artifacts(self.run, lambda data: self._journal.add(outbox.record_of_artifact(data)))
 
     def _warn_of_end(self) -> None:
         self._warn_once(

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flyteplugins_tracking._util import threads
+from flyteplugins_tracking._util.files import is_own_file
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.text import without_credentials
@@ -585,6 +586,65 @@ def on_rows(run: Any, keep: KeepRow, is_only: bool = False) -> bool:
     return False
 
 
+def on_artifacts(run: Any, keep: Callable[[bytes], object]) -> None:
+    """Call `keep` with each artifact, serialized, before wandb-core gets it. Without it, such are not sent again."""
+    with _optional("artifacts that are not sent at a kill are lost"):
+        interface = interface_of(run)
+        deliver = type(interface)._deliver_artifact
+
+        def delivered(request: Any) -> Any:
+            keep(request.artifact.SerializeToString())
+            return deliver(interface, request)
+
+        interface._deliver_artifact = delivered
+
+
+class KeptArtifact(NamedTuple):
+    """An artifact that was logged.
+
+    Attributes:
+        name: Its name.
+        record: What wandb-core gets.
+        is_whole: Whether this disk has all its files. The client makes copies, which it removes when W&B has them.
+    """
+
+    name: str
+    record: Any
+    is_whole: bool
+
+    @classmethod
+    def of(cls, data: bytes) -> KeptArtifact:
+        """Read an artifact that was serialized. Of its files, only those count that are copies of the client's.
+
+        The record may be a stranger's, and name any file of this user.
+        """
+        record = importlib.import_module("wandb.proto.wandb_internal_pb2").ArtifactRecord()
+        record.ParseFromString(data)
+        manifest, copies = record.manifest, Path(_staging_directory())
+        is_whole = not manifest.manifest_file_path  # which lists the files of an artifact with many
+        manifest.manifest_file_path = ""
+        for entry in manifest.contents:
+            if entry.local_path and not is_own_file(copies / Path(entry.local_path).name):
+                is_whole = False
+            entry.local_path = entry.local_path and str(copies / Path(entry.local_path).name)
+        return cls(record.name, record, is_whole)
+
+    def send(self, run: Any) -> Any:
+        """Give it to the wandb-core of an open run. Returns what `was_sent` takes."""
+        request = importlib.import_module("wandb.proto.wandb_internal_pb2").LogArtifactRequest(artifact=self.record)
+        request.artifact.run_id, request.staging_dir = run.id, _staging_directory()
+        return interface_of(run)._deliver_artifact(request)
+
+
+def was_sent(sending: Any) -> bool:
+    """Wait until W&B has an artifact, or wandb-core has failed to send it. W&B knows those that it has."""
+    return not sending.wait_or(timeout=None).response.log_artifact_response.error_message
+
+
+def _staging_directory() -> str:
+    return os.path.realpath(str(importlib.import_module("wandb.sdk.artifacts.staging").get_staging_dir()))
+
+
 def parse_row(data: bytes) -> dict[str, Any]:
     """Return the values of a row that was serialized."""
     row = importlib.import_module("wandb.proto.wandb_internal_pb2").PartialHistoryRequest()
@@ -622,6 +682,11 @@ class Stored(NamedTuple):
         """Return values of a column in the order of their steps: at most 500, with the last one."""
         rows = self.run.history(keys=[column], samples=_SAMPLES, pandas=False)
         return [row[column] for row in sorted(rows, key=lambda row: int(row["_step"]))]
+
+    def lacks(self, names: list[str]) -> list[str]:
+        """Return which of these files it has not got."""
+        found = {file.name for file in self.run.files(names)} if names else set()
+        return [name for name in names if name not in found]
 
     def all_values(self, column: str, since: int) -> Iterator[Any]:
         """Yield all values of a column, from a step on."""
