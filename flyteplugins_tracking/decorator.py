@@ -94,9 +94,10 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             "degrade": the run is logged to local files, with one warning.
         init_timeout_s: Seconds that opening the run may take.
         kill_after_s: Seconds that the launcher gives between SIGTERM and SIGKILL: 30 with torchrun, in Slurm (KillWait)
-            and on Kubernetes (terminationGracePeriodSeconds). The run's end may take all but the last 5 of them, or
-            half if there are fewer than 10. The rank that ends a shared run waits as long for the others, and a loop
-            that calls `should_stop()` is not interrupted for as long after SIGTERM.
+            and on Kubernetes (terminationGracePeriodSeconds). After SIGTERM, the run's end may take all but the last 5
+            of them, or half if there are fewer than 10. Without SIGTERM, the end lasts until the service has
+            everything: it gives up if nothing has moved for as long. The rank that ends a shared run waits as long for
+            ranks that still run, and a loop that calls `should_stop()` is not interrupted for as long after SIGTERM.
         hang_timeout_s: Seconds without a row and without a `heartbeat()` after which the run and the primary's log say
             where each rank is, with its stacks. Nothing is ended. None for never.
         pulse_s: Seconds between two measurements of which rank is slow and of how busy each node is. After each, the

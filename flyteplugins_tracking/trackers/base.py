@@ -192,7 +192,7 @@ class Handle(Protocol):
         return ""
 
     def await_writers(self, exit_code: int) -> None:  # noqa: ARG002 as they all have it
-        """Wait for the rows of the run's other writers, before `finish`: at most `finish_timeout_s`."""
+        """Wait for the rows of the run's other writers, before `finish`: `finish_timeout_s` after the last."""
         return
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:  # noqa: ARG002

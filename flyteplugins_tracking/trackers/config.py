@@ -134,9 +134,10 @@ class TrackingConfig(Record):
 
     kill_after_s: float = 30.0
     """Seconds that the launcher gives between SIGTERM and SIGKILL: 30 with torchrun, in Slurm (KillWait) and on
-    Kubernetes (terminationGracePeriodSeconds). The run's end may take all but the last 5 of them, or half if there are
-    fewer than 10. The rank that ends a shared run waits as long for the others, and a loop that calls `should_stop()`
-    is not interrupted for as long after SIGTERM."""
+    Kubernetes (terminationGracePeriodSeconds). After SIGTERM, the run's end may take all but the last 5 of them, or
+    half if there are fewer than 10. Without SIGTERM, the end lasts until the service has everything: it gives up if
+    nothing has moved for as long. The rank that ends a shared run waits as long for ranks that still run, and a loop
+    that calls `should_stop()` is not interrupted for as long after SIGTERM."""
 
     hang_timeout_s: float | None = None
     """Seconds without a row and without a `heartbeat()` after which the run and the primary's log say where each rank
@@ -238,7 +239,7 @@ class TrackingConfig(Record):
 
     @property
     def finish_timeout_s(self) -> float:
-        """Seconds that finishing may take, and that a loop with `should_stop()` may go on after SIGTERM.
+        """Seconds that finishing may take after SIGTERM or without progress, and a loop with `should_stop()` may go on.
 
         `kill_after_s` less 5 s, in which the process ends; less half of it, if that is shorter than 5 s.
         """

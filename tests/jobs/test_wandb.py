@@ -41,7 +41,9 @@ def train(directory: Path, tracking: Mapping[str, Any] | None = None, **env: str
 
 def runs(directory: Path, *arguments: str) -> jobs.Done:
     """A function of `wandb_runs.py`."""
-    return jobs.python(directory, RUNS, *arguments, env={"PYTHONPATH": str(Path(wandb_files.__file__).parent)})
+    return jobs.python(
+        directory, RUNS, *arguments, env={"PYTHONPATH": jobs.search_path(Path(wandb_files.__file__).parent)}
+    )
 
 
 @contextmanager

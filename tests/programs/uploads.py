@@ -2,14 +2,18 @@
 
 - files: which of `FILES` it logs.
 - ends: "return", "raise" or "exit".
+- place: "main", "thread" (of a main thread that runs an asyncio loop) or "async".
 - bare: whether W&B's client is used without the library.
 - The rest are arguments of `tracking_init`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +66,27 @@ def train(run: Any, files: list[str], ends: str) -> None:
         sys.exit(3)
 
 
-def main(files: list[str], ends: str = "return", bare: bool = False, **arguments: Any) -> None:
+def main(files: list[str], ends: str = "return", place: str = "main", bare: bool = False, **arguments: Any) -> None:
+    tracked = tracking_init(project="p", id="r", **arguments)
+    if os.environ.get("RANK", "0") != "0":  # of a shared run, one rank uploads
+        files = files or ["artifact"]
     if bare:
         train(wandb.init(project="p", id="r"), files, ends)
+    elif place == "async":
+
+        async def train_async() -> None:
+            train(wandb.run, files, ends)
+
+        asyncio.run(tracked(train_async)())
+    elif place == "thread":
+        asyncio.run(in_thread(tracked(lambda: train(wandb.run, files, ends))))
     else:
-        tracking_init(project="p", id="r", **arguments)(lambda: train(wandb.run, files, ends))()
+        tracked(lambda: train(wandb.run, files, ends))()
     print("returned", flush=True)
+
+
+async def in_thread(function: Callable[[], object]) -> None:
+    await asyncio.get_running_loop().run_in_executor(None, function)
 
 
 if __name__ == "__main__":

@@ -418,3 +418,33 @@ def test_a_forked_child_puts_nothing_and_waits_for_no_lock(tmp_path):
     assert os.waitpid(child, 0)[1] == 0
     assert outbox.close(end_within(LONGEST_S))
     assert service.numbers == [0]
+
+
+def test_a_close_goes_on_as_long_as_rows_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(outboxes, "_MOST_AT_ONCE", 1)
+    service, limit = Service(), end_within(LONGEST_S)
+    outbox, begun = new_outbox(tmp_path, service), limit.until
+    service.is_away.set()
+    put(outbox, range(5))
+    closing = threading.Thread(target=outbox.close, args=(limit,))
+    closing.start()
+    service.is_away.clear()
+    closing.join()
+    assert service.numbers == [*range(5)]
+    assert limit.until > begun  # each row has given more time
+
+
+def test_a_sigterm_ends_a_close_that_waits(tmp_path):
+    service = Service()
+    service.is_away.set()
+    limit, watch = end_within(LONGEST_S), Unwatched()
+    limit._watch = watch
+    outbox, results = new_outbox(tmp_path, service), list[bool]()
+    put(outbox, range(3))
+    closing = threading.Thread(target=lambda: results.append(outbox.close(limit)))
+    closing.start()
+    watch.terminated_at = limit.until - 2.6 * LONGEST_S  # so long ago that SIGKILL is due
+    closing.join(LONGEST_S / 2)
+    assert results == [False]
+    outbox.keep()
+    assert len(stored(tmp_path)) == 1

@@ -304,7 +304,7 @@ def test_a_lost_ability_is_told_to_those_that_use_it_with_the_version_that_has_i
 
 def test_an_end_that_nobody_waits_for_stops_wandb_core(monkeypatch):
     stopped: list[bool] = []
-    monkeypatch.setattr(vendor, "restart_service", lambda: stopped.append(run._is_finished))
+    monkeypatch.setattr(vendor, "restart_service", lambda _: stopped.append(run._is_finished))
     run, never = SimpleNamespace(), threading.Event()
     vendor.finish_while(lambda: True, run, lambda: None)
     with pytest.raises(ConnectionError, match="gone"):

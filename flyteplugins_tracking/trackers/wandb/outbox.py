@@ -298,7 +298,7 @@ class Left:
 
     def saved_files(self) -> dict[str, Path]:
         """Return the files that attempts online have saved, by their names: the latest of each name."""
-        folders = [attempt.directory for attempt in self.online]
+        folders = [attempt.directory for attempt in self.online if attempt.journals]
         return {name: folder / "files" / name for folder in folders for name in datastore.saved_files(folder)}
 
     def clear(self) -> None:
@@ -744,8 +744,9 @@ def record_of_artifact(data: bytes) -> bytes:
 
 
 def keep_artifacts(directory: Path, place: Place, artifacts: Sequence[vendor.KeptArtifact]) -> None:
-    """Keep artifacts that could not be sent in a directory."""
+    """Keep artifacts that could not be sent in a directory, and that it has something which could not be sent."""
     journal = Journal(directory, f"artifacts-{secrets.token_hex(3)}", {"place": place, "step": 0})
+    journal.add(encode({"is_incomplete": True}))
     for one in artifacts:
         journal.add(record_of_artifact(one.record.SerializeToString()))
     journal.close()

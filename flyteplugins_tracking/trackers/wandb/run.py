@@ -302,27 +302,30 @@ class WandbHandle(Handle):
                     how_to_send(self.unsent()),
                 )
         except TimeoutError:
-            self._timed_out = True
-            logger.warning(
-                "W&B: run %s was not sent completely: %s. %s. To send the rest, run: %s",
-                self.id,
-                limit.why,
-                self._what_is_lost(upload),
-                how_to_send(str(outbox.run_directory(self.run))),
-            )
+            self._warn_of_rest(upload, limit.why)
+        except (KeyboardInterrupt, SystemExit):
+            self._warn_of_rest(upload, "its end was interrupted")
+            raise
         finally:
             self._be_global()
 
     def _end_limit(self) -> EndLimit:
         return EndLimit("W&B", self.id, self._request.config, self._request.watch)
 
-    def _what_is_lost(self, upload: Upload) -> str:
-        """Say of what was not sent whether it is on this disk, and `send` can send it."""
+    def _warn_of_rest(self, upload: Upload, why: str) -> None:
+        """Say why something was not sent, and whether it is on this disk, and `send` can send it."""
+        self._timed_out = True
         unkept, artifacts = self._outbox.unkept_rows, self._outbox.unkept_artifacts(upload.artifacts)
         lost = [f"{unkept} rows could not be kept: those that W&B has not got are lost"] if unkept else []
         if artifacts:
             lost.append(f"Artifacts that are not kept, and have to be logged again: {listed(artifacts)}")
-        return ". ".join(lost) or "Nothing is lost"
+        logger.warning(
+            "W&B: run %s was not sent completely: %s. %s. To send the rest, run: %s",
+            self.id,
+            why,
+            ". ".join(lost) or "Nothing is lost",
+            how_to_send(str(outbox.run_directory(self.run))),
+        )
 
     def _finish_run(self, exit_code: int) -> None:
         self._gate.join_enders()  # it may be another thread than `_end`'s

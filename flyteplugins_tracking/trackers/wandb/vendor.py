@@ -45,8 +45,8 @@ _AXES = "of a run with roles, W&B may have the axes of the role alone that has w
 PARTS = VendorParts("W&B", "wandb==0.31.0", later={_ONE_WRITER: "0.22.1", _NO_STOP_BUTTON: "0.26", _AXES: "0.31"})
 _MAY_HANG = "the process may hang at its end"
 _MAY_BE_CUT = "an upload that takes longer than kill_after_s less 5 s is cut at the run's end"
-# How long wandb-core may take to say how far it is, in seconds.
-_ANSWER_S = 1.0
+# How long wandb-core may take to say how far it is, and to write the files of a run whose end is cut, in seconds.
+_ANSWER_S, _CUT_S = 1.0, 0.5
 _optional, _required = PARTS.optional, PARTS.required
 KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
 # How many rows are asked for where the last one is wanted.
@@ -460,7 +460,7 @@ def finish_while(lasts: Callable[[], bool], run: Any, finish: Callable[[], objec
     finally:
         if not is_done:  # also after an exception out of a signal's handler
             set_finished(run)
-            restart_service()
+            restart_service(_CUT_S)
     if not is_done:
         raise TimeoutError("the run was not sent in time")
     if errors:

@@ -1,0 +1,200 @@
+"""Ends that upload: an ordinary one waits as W&B's bare client does, and what a cut one leaves is sent later."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+from support.loopback import Fault
+from support.waiting import wait_until
+from support.wandb_server import WandbServer
+
+UPLOADS = jobs.PROGRAMS / "uploads.py"
+ALL = ["artifact", "model", "save", "media", "table"]
+# An upload takes longer than an end that is bounded: 5 s with kill_after_s=10.
+BOUNDED, SLOW_S = {"kill_after_s": 10}, 8.0
+ARTIFACTS = {"weights", "network", "run-r-table"}
+
+
+def start(server: WandbServer, directory: Path, **arguments: Any) -> jobs.Process:
+    return jobs.start([sys.executable, UPLOADS, json.dumps(arguments)], directory, server.environment)
+
+
+def send(server: WandbServer, directory: Path) -> jobs.Done:
+    command = [sys.executable, "-m", "flyteplugins_tracking", "send", *(directory / "wandb").glob("run-*")]
+    return jobs.run(command, directory, server.environment)
+
+
+def stored(server: WandbServer) -> dict[str, Any]:
+    """What the service has of the run: its values, its files but for those with times in them, and its end."""
+    run = server.run("r")
+    rows = [{key: value for key, value in row.items() if key[0] != "_" and key != "table"} for row in run.rows]
+    own = ("media/", "saved.txt")
+    files = {name: content for name, content in run.files.items() if name.startswith(own)}
+    return {"rows": rows, "files": files, "artifacts": run.committed, "state": run.state, "codes": run.exit_codes}
+
+
+@pytest.mark.parametrize(
+    "ends", ["return", pytest.param("raise", marks=pytest.mark.full), pytest.param("exit", marks=pytest.mark.full)]
+)
+def test_an_ordinary_end_uploads_what_the_bare_client_uploads_however_long_that_takes(tmp_path, ends):
+    with WandbServer() as of_bare, WandbServer() as of_ours:
+        of_bare.fault, of_ours.fault = (Fault.slow(SLOW_S, only="upload") for _ in range(2))
+        bare = start(of_bare, tmp_path / "bare", files=ALL, ends=ends, bare=True)
+        ours = start(of_ours, tmp_path / "ours", files=ALL, ends=ends, **BOUNDED)
+        done = [jobs.finish(process, tmp_path) for process in (bare, ours)]
+        assert stored(of_ours) == stored(of_bare), done[1].output
+        assert of_ours.run("r").committed.keys() == ARTIFACTS
+    assert done[0].returncode == done[1].returncode == {"return": 0, "raise": 1, "exit": 3}[ends]
+    assert "was not sent completely" not in done[1].output
+    assert not list((tmp_path / "ours" / "wandb").rglob("*.journal.*"))
+
+
+@pytest.mark.full
+def test_a_long_end_says_what_it_waits_for(tmp_path):
+    with WandbServer() as server:
+        server.fault = Fault.slow(40, only="upload")
+        done = jobs.finish(start(server, tmp_path, files=["artifact"]), tmp_path)
+        assert (server.run("r").state, server.run("r").committed.keys()) == ("finished", {"weights"}), done.output
+    assert done.returncode == 0
+    assert "W&B: run r: the end has waited 3" in done.output
+    assert "0.2 of 0.2 MB of files are uploaded; uploading artifact weights" in done.output
+
+
+@pytest.mark.parametrize("fault", [Fault.refuse(), pytest.param(Fault.status(503), marks=pytest.mark.full)])
+def test_an_upload_goes_on_after_an_outage_that_is_short(tmp_path, fault):
+    with WandbServer() as server:
+        with server.failing(Fault.mute(only="upload")) as stops:
+            process = start(server, tmp_path, files=ALL, kill_after_s=120)
+            server.wait_for(lambda: stops.hits > 2, 60)
+        with server.failing(fault):
+            wait_until(lambda: fault.kind == "refuse" or fault.hits, process)
+        done = jobs.finish(process, tmp_path)
+        assert stored(server)["artifacts"].keys() == ARTIFACTS, done.output
+        assert (len(stored(server)["rows"]), server.run("r").state, done.returncode) == (5, "finished", 0)
+
+
+def test_an_end_gives_up_on_a_service_that_is_away_and_all_is_sent_later(tmp_path):
+    with WandbServer() as server:
+        with server.failing(Fault.mute(only="upload")) as stops:
+            process = start(server, tmp_path, files=ALL, kill_after_s=6)
+            server.wait_for(lambda: stops.hits > 2, 60)
+            server.fault = Fault.mute()
+            done = jobs.finish(process, tmp_path)
+        assert "nothing has moved for 3 s (kill_after_s=6). Nothing is lost" in done.output
+        assert (done.returncode, server.run("r").state) == (0, "running")
+        assert_all_is_sent(server, tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "place"),
+    [
+        ("return", "main"),
+        pytest.param("raise", "main", marks=pytest.mark.full),
+        pytest.param("return", "thread", marks=pytest.mark.full),
+        pytest.param("return", "async", marks=pytest.mark.full),
+    ],
+)
+def test_a_sigterm_bounds_an_end_that_uploads_and_all_is_sent_later(tmp_path, ends, place):
+    """The function has returned: that is the run's status. The process ends by the signal."""
+    with WandbServer() as server:
+        with server.failing(Fault.mute(only="upload")) as stops:
+            process = start(server, tmp_path, files=ALL, ends=ends, place=place, **BOUNDED)
+            server.wait_for(lambda: stops.hits > 2, 60)
+            wait_until(lambda: ended(tmp_path), process)
+            process.send_signal(signal.SIGTERM)
+            done = jobs.finish(process, tmp_path)
+        assert "SIGTERM has come, which leaves it 5 s (kill_after_s=10). Nothing is lost" in done.output
+        assert done.returncode == (-signal.SIGTERM if place == "thread" else 143)
+        assert_all_is_sent(server, tmp_path, 0 if ends == "return" else 1)
+
+
+@pytest.mark.full
+def test_a_second_ctrl_c_ends_an_end_that_uploads_and_all_is_sent_later(tmp_path):
+    with WandbServer() as server:
+        with server.failing(Fault.mute(only="upload")) as stops:
+            process = start(server, tmp_path, files=ALL)
+            server.wait_for(lambda: stops.hits > 2, 60)
+            wait_until(lambda: ended(tmp_path), process)
+            while process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                time.sleep(1)
+            done = jobs.finish(process, tmp_path)
+        assert "its end was interrupted. Nothing is lost" in done.output
+        assert done.returncode in (-signal.SIGINT, 130)
+        assert_all_is_sent(server, tmp_path, 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", ["thread", "async"])
+def test_an_end_in_a_thread_and_of_an_async_function_is_an_ordinary_one_too(tmp_path, place):
+    with WandbServer() as server:
+        server.fault = Fault.slow(SLOW_S, only="upload")
+        done = jobs.finish(start(server, tmp_path, files=["artifact"], place=place, **BOUNDED), tmp_path)
+        assert (server.run("r").state, server.run("r").committed.keys()) == ("finished", {"weights"}), done.output
+
+
+@pytest.mark.full
+def test_the_primary_waits_while_another_node_of_its_run_uploads(tmp_path):
+    with WandbServer() as server:
+        server.fault = Fault.slow(SLOW_S, only="upload")
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{jobs.free_port()}"
+        launcher = [*jobs.torchrun("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"), endpoint]
+        arguments = {"files": [], "run_mode": "shared", **BOUNDED}
+        agents = [
+            jobs.start([*launcher, UPLOADS, json.dumps(arguments)], tmp_path, server.environment) for _ in range(2)
+        ]
+        output = "".join(jobs.finish(agent, tmp_path).output for agent in agents)
+        run = server.run("r")
+        assert (len(run.rows), run.rows_after_completion, run.exit_codes) == (6, 0, [0]), output
+        assert (run.state, run.committed.keys()) == ("finished", {"weights"})
+    assert "have not sent all their rows" not in output
+
+
+def ended(directory: Path) -> list[Path]:
+    """The journals of runs that end."""
+    return [path for path in (directory / "wandb").rglob("*.journal.*") if b'"exit_code"' in path.read_bytes()]
+
+
+def assert_all_is_sent(server: WandbServer, directory: Path, exit_code: int) -> None:
+    sent = send(server, directory)
+    run = server.run("r")
+    assert sent.returncode == 0, sent.output
+    assert (len(run.rows), run.committed.keys(), run.exit_codes[-1:]) == (5, ARTIFACTS, [exit_code]), sent.output
+    assert {"saved.txt"} < run.files.keys()
+    assert sum(name.startswith("media/") for name in run.files) == 2
+    assert run.committed["weights"] == {"weights.txt": (directory / "weights.txt").read_bytes()}
+    again = send(server, directory)
+    assert (again.returncode, len(server.run("r").rows), len(server.run("r").artifacts)) == (0, 5, len(run.artifacts))
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (ALL, "saved.txt, artifact weights, artifact network, artifact run-r-table"),
+        pytest.param(["save"], "saved.txt", marks=pytest.mark.full),
+    ],
+)
+def test_send_fails_and_names_what_is_not_on_this_disk_any_more(tmp_path, files, named):
+    with WandbServer() as server:
+        with server.failing(Fault.mute(only="upload")) as stops:
+            process = start(server, tmp_path, files=files, **BOUNDED)
+            server.wait_for(lambda: stops.hits, 60)
+            wait_until(lambda: ended(tmp_path), process)
+            process.kill()
+            jobs.finish(process, tmp_path)
+        shutil.rmtree(tmp_path / ".local" / "share" / "wandb" / "artifacts" / "staging", ignore_errors=True)
+        (tmp_path / "saved.txt").unlink()
+        for _ in range(2):
+            done = send(server, tmp_path)
+            assert done.returncode == 1, done.output
+            assert "W&B lacks and that are not on this disk" in done.output
+            assert f"not on this disk: {named}. Log them again" in done.output
+            assert (len(server.run("r").rows), server.run("r").committed) == (3 + 2 * (files == ALL), {})
