@@ -117,6 +117,22 @@ def test_a_sigterm_bounds_an_end_that_uploads_and_all_is_sent_later(tmp_path, en
 
 
 @pytest.mark.full
+def test_the_next_attempt_sends_the_artifacts_that_a_cut_end_has_left(tmp_path):
+    with WandbServer() as server:
+        with server.failing(Fault.mute(only="upload")) as stops:
+            process = start(server, tmp_path, files=["artifact", "model", "table"], **BOUNDED)
+            server.wait_for(lambda: stops.hits > 2, 60)
+            wait_until(lambda: ended(tmp_path), process)
+            process.send_signal(signal.SIGTERM)
+            jobs.finish(process, tmp_path)
+        done = jobs.finish(start(server, tmp_path, files=[]), tmp_path)
+        run = server.run("r")
+        assert (done.returncode, len(run.rows), run.committed.keys()) == (0, 4 + 3, ARTIFACTS), done.output
+        assert send(server, tmp_path).returncode == 0
+        assert len(server.run("r").artifacts) == len(run.artifacts)
+
+
+@pytest.mark.full
 def test_a_second_ctrl_c_ends_an_end_that_uploads_and_all_is_sent_later(tmp_path):
     with WandbServer() as server:
         with server.failing(Fault.mute(only="upload")) as stops:

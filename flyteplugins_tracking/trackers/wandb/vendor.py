@@ -593,7 +593,8 @@ def on_artifacts(run: Any, keep: Callable[[bytes], object]) -> None:
         deliver = type(interface)._deliver_artifact
 
         def delivered(request: Any) -> Any:
-            keep(request.artifact.SerializeToString())
+            with contextlib.suppress(Exception):  # then a warning at the run's end says that it is not kept
+                keep(request.artifact.SerializeToString())
             return deliver(interface, request)
 
         interface._deliver_artifact = delivered
