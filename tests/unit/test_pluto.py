@@ -77,6 +77,36 @@ def test_a_journal_posts_nothing_but_what_describes_its_own_run(monkeypatch):
     assert posted == [("/api/runs/tags/update", {"tags": ["a"], "runId": 7})]
 
 
+def test_while_a_file_is_uploaded_the_service_is_asked_whether_it_answers(monkeypatch, tmp_path):
+    """The end of a run waits for the file as long as it does."""
+    pytest.importorskip("httpx")
+    from flyteplugins_tracking.trackers.pluto import vendor
+    from flyteplugins_tracking.trackers.pluto.sink import PlutoSink
+    from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
+
+    settings = SimpleNamespace(http_proxy=None, https_proxy=None, insecure_disable_ssl=False)
+    sink = PlutoSink(SimpleNamespace(id=7, settings=settings), "x", Steps(MetricSanitizer("Pluto")))
+    folder = tmp_path / ".pluto" / vendor.name_of_directory("x", 0, 0)
+    folder.mkdir(parents=True)
+    (folder / "a.png").write_bytes(b"png")
+    answers, seen = [{}, None], []
+    monkeypatch.setattr(sink._service, "config_of", lambda _: answers[0])
+
+    def upload(*_: object) -> bool:
+        seen.append(sink.answers())
+        answers.pop(0)
+        seen.append(sink.answers())
+        return True
+
+    monkeypatch.setattr(vendor, "upload", upload)
+    line = {"call": vendor.FILE, "args": [str(folder), "a.png", {"log_name": "a"}], "kwargs": {}, "id": "x"}
+    assert not sink.answers()
+    sink.send([line], None)
+    answers.insert(0, {})
+    assert not sink.answers()
+    assert (seen, sink.has_files) == ([True, False], False)
+
+
 def _request(run_id: str) -> Any:
     from flyteplugins_tracking._rank.plan import RunPlan
     from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
