@@ -13,11 +13,12 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
-from flyteplugins_tracking._util import proc
+from flyteplugins_tracking._util import proc, threads
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.warn_once import WarnOnce
 
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 # The most nodes that the run shows one by one, and how many of them it shows in a larger job.
 _MOST_NODES, _WORST = 8, 3
 _MOST_GPUS = 16
+# How long a look at the GPUs is waited for, in seconds, and after how long it counts as one that hangs.
+_LOOK_S, _HANGS_S = 0.5, 5.0
+_THREAD = "flyteplugins_tracking.nvml"
 # The keys of a load.
 _KEY = re.compile(
     r"cpu|memory|net/(?:sent|recv)_mb_s|disk/(?:read|write)_mb_s|gpu/(?:\d|1[0-5])/(?:util|memory|power_w|temp_c)"
@@ -51,7 +55,8 @@ class LoadMeter:
         self._measured_at = 0.0
         self._counters: dict[tuple[str, str], dict[str, tuple[int, int]]] = {}
         self._nvml: Any = None
-        self._devices: list[Any] | None = None  # None before NVML was looked for
+        self._devices: list[tuple[int, Any]] | None = None  # None before NVML was looked for
+        self._look: tuple[Future[dict[str, float]], float] | None = None  # at the GPUs, and when it has begun
         self._warn_once = WarnOnce(logger)
 
     def measure(self) -> dict[str, float]:
@@ -62,19 +67,47 @@ class LoadMeter:
         now = time.monotonic()
         seconds, self._measured_at = now - self._measured_at, now
         values: dict[str, float] = {}
-        for measure in (self._cpu, self._memory, self._network, self._disks, self._gpus):
+        for measure in (self._cpu, self._memory, self._network, self._disks, self._looked_gpus):
             try:
                 values |= measure(seconds)
             except Exception as error:
-                self._warn(measure.__name__.strip("_"), error)
+                self._warn(measure.__name__.split("_")[-1], error)
         return {key: round(value, 2) for key, value in values.items() if math.isfinite(value)}
 
     def close(self) -> None:
-        """Let NVML go."""
-        if self._nvml is not None:
-            with suppress(Exception):
-                self._nvml.nvmlShutdown()
+        """Let NVML go, unless a call of it is still to return."""
+        if self._nvml is not None and self._look is None:
+            threads.run_with_timeout(_LOOK_S, self._shut_down, name=_THREAD)
         self._nvml, self._devices = None, []
+
+    def _shut_down(self) -> None:
+        with suppress(Exception):
+            self._nvml.nvmlShutdown()
+
+    def _looked_gpus(self, _: float) -> dict[str, float]:
+        """Return the load of the GPUs, of this call or the one before.
+
+        NVML may take seconds, or never return, as with a GPU that has fallen off the bus. So each look at it has a
+        thread of its own, and there is one at a time: the other duties of this thread do not wait for it.
+        """
+        if self._look is None:
+            if self._devices == []:
+                return {}
+            self._look = Future[dict[str, float]](), time.monotonic()
+            threads.run_with_timeout(_LOOK_S, self._look_at_gpus, self._look[0], name=_THREAD)
+        found, began_at = self._look
+        if found.done():
+            self._look = None
+            return found.result()
+        if time.monotonic() - began_at > _HANGS_S:
+            raise TimeoutError("NVML does not answer, and is asked no more until it does")
+        return {}
+
+    def _look_at_gpus(self, found: Future[dict[str, float]]) -> None:
+        try:
+            found.set_result(self._gpus())
+        except Exception as error:
+            found.set_exception(error)
 
     def _warn(self, title: str, error: Exception) -> None:
         kind, text = type(error).__name__, first_line(error)
@@ -138,7 +171,7 @@ class LoadMeter:
                     shares.append((int(used) - inactive) / int(limit))
         return {"memory": 100 * max(shares)} if shares else {}
 
-    def _gpus(self, _: float) -> dict[str, float]:
+    def _gpus(self) -> dict[str, float]:
         if self._devices is None:
             self._devices = []  # if it raises, it is not called again
             self._devices = self._open_gpus()
@@ -150,7 +183,7 @@ class LoadMeter:
             "power_w": lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
             "temp_c": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
         }
-        for number, gpu in enumerate(self._devices):
+        for number, gpu in self._devices:
             for name, read in readers.items():
                 try:
                     values[f"gpu/{number}/{name}"] = float(read(gpu))
@@ -158,7 +191,8 @@ class LoadMeter:
                     self._warn(f"gpus' {name}", error)
         return values
 
-    def _open_gpus(self) -> list[Any]:
+    def _open_gpus(self) -> list[tuple[int, Any]]:
+        """Return the GPUs that can be asked, each with its number."""
         try:
             pynvml: Any = importlib.import_module("pynvml")
         except ImportError:
@@ -168,7 +202,16 @@ class LoadMeter:
         except pynvml.NVMLError_LibraryNotFound:  # a machine without NVIDIA's driver
             return []
         self._nvml = pynvml
-        return [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())][:_MOST_GPUS]
+        found: dict[int, Any] = {}
+        failed: dict[int, Exception] = {}
+        for number in range(min(pynvml.nvmlDeviceGetCount(), _MOST_GPUS)):
+            try:
+                found[number] = pynvml.nvmlDeviceGetHandleByIndex(number)
+            except Exception as error:  # a GPU that has fallen off the bus
+                failed[number] = error
+        if failed:
+            self._warn(f"GPUs {', '.join(map(str, failed))}", next(iter(failed.values())))
+        return list(found.items())
 
 
 def _numbers(text: str) -> dict[str, int]:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import sys
+import threading
 import time
 from pathlib import Path
 from random import Random
@@ -229,6 +230,8 @@ class Nvml:
     def __init__(self, broken: str = "", error: type[Exception] = RuntimeError, gpus: int = 2) -> None:
         self.broken, self.error, self.gpus = broken, error, gpus
         self.calls: list[str] = []
+        self.lost: set[int] = set()  # the GPUs without a handle
+        self.hangs: dict[str, threading.Event] = {}
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("nvml"):
@@ -239,7 +242,11 @@ class Nvml:
         self.calls.append(name)
         if name == self.broken:
             raise self.error("Not Supported.")
+        if name in self.hangs:
+            self.hangs[name].wait()
         number = arguments[0] if arguments else 0
+        if name == "nvmlDeviceGetHandleByIndex" and number in self.lost:
+            raise RuntimeError("GPU is lost")
         return {
             "nvmlInit": None,
             "nvmlShutdown": None,
@@ -276,7 +283,7 @@ def test_each_gpu_has_its_values_and_nvml_is_let_go_at_the_end(machine, nvml):
     assert machine.after(1) == {}
 
 
-@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"])
+@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetCount"])
 def test_an_nvml_that_cannot_be_opened_is_asked_once_and_told_once(machine, nvml, caplog, name):
     fake = nvml(name)
     machine.cpu(idle=0, busy=0)
@@ -289,6 +296,58 @@ def test_an_nvml_that_cannot_be_opened_is_asked_once_and_told_once(machine, nvml
         "the run does not show the gpus of this node: RuntimeError: Not Supported"
     ]
     machine.meter.close()
+
+
+@pytest.mark.parametrize(("lost", "text"), [({0}, "GPUs 0"), ({1}, "GPUs 1"), ({0, 1}, "GPUs 0, 1")])
+def test_a_gpu_without_a_handle_costs_its_own_values_with_one_warning(machine, nvml, caplog, lost, text):
+    fake = nvml()
+    fake.lost = lost
+    expected = {key: value for gpu in (0, 1) if gpu not in lost for key, value in of_gpu(gpu).items()}
+    assert machine.meter.measure() == expected == machine.after(1)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the run does not show the {text} of this node: RuntimeError: GPU is lost"
+    ]
+
+
+@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetHandleByIndex", "nvmlDeviceGetTemperature"])
+def test_a_call_of_nvml_that_hangs_costs_the_gpus_alone_and_is_not_made_again(machine, nvml, caplog, monkeypatch, name):
+    monkeypatch.setattr("flyteplugins_tracking._job.node_load._LOOK_S", 0.01)
+    fake = nvml()
+    fake.hangs[name] = released = threading.Event()
+    machine.write("proc/meminfo", meminfo(100 * GIB, 60 * GIB))
+    assert [machine.meter.measure(), machine.after(1), machine.after(10), machine.after(10)] == [{"memory": 40.0}] * 4
+    assert fake.calls.count(name) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "the run does not show the gpus of this node: TimeoutError: NVML does not answer, and is asked no more until "
+        "it does"
+    ]
+    machine.meter.close()
+    assert "nvmlShutdown" not in fake.calls
+    released.set()
+    (thread,) = (one for one in threading.enumerate() if one.name.endswith("nvml"))
+    thread.join()
+
+
+def test_an_nvml_that_is_slow_is_shown_by_the_next_look(machine, nvml, caplog, monkeypatch):
+    monkeypatch.setattr("flyteplugins_tracking._job.node_load._LOOK_S", 0.01)
+    fake = nvml()
+    fake.hangs["nvmlInit"] = ready = threading.Event()
+    assert machine.meter.measure() == {}
+    (thread,) = (one for one in threading.enumerate() if one.name.endswith("nvml"))
+    ready.set()
+    thread.join()
+    assert machine.after(1) == {**of_gpu(0), **of_gpu(1)}
+    assert caplog.records == []
+    machine.meter.close()
+
+
+def test_an_end_of_nvml_that_hangs_is_not_waited_for(machine, nvml, monkeypatch):
+    fake = nvml()
+    machine.meter.measure()
+    fake.hangs["nvmlShutdown"] = released = threading.Event()
+    monkeypatch.setattr("flyteplugins_tracking._job.node_load._LOOK_S", 0.01)
+    machine.meter.close()
+    released.set()
 
 
 def test_a_machine_without_nvidias_driver_has_no_gpus_and_says_nothing(machine, nvml, caplog):
