@@ -55,8 +55,11 @@ class WandbServer(LoopbackServer):
         replaces: Whether it keeps the config and the summary of a run's last writer alone, and does not merge them by
             key. It is not known which of the two the service does.
         late: How many seconds late it counts a run's rows, and knows the last one: wandb's authors disagree on which.
+        old: How many seconds old its answers to `wandb.Api` are.
 
     Attributes:
+        operations: The names of the GraphQL operations that were asked for, in their order.
+        refused_operations: Those that are answered with an error.
         unknown_operations: The GraphQL operations that were asked for and are not spoken here. They got an error.
     """
 
@@ -67,12 +70,15 @@ class WandbServer(LoopbackServer):
         late: tuple[float, float] = (0.0, 0.0),
         rewinds: bool = False,
         replaces: bool = False,
+        old: float = 0.0,
     ) -> None:
         self._store = Store()
-        self._store.late, self._store.replaces = late, replaces
+        self._store.late, self._store.replaces, self._store.old = late, replaces, old
         super().__init__(_Handler, self._store.changed)
         self.key = key
         self.unknown_operations: list[str] = []
+        self.operations: list[str] = []
+        self.refused_operations: set[str] = set()
         self._operations = Operations(self._store, self.url, counts_on_upsert, rewinds)
 
     @property
@@ -98,6 +104,9 @@ class WandbServer(LoopbackServer):
         # `wandb.Api` before 0.28 asks `query { viewer { id } }` without a name.
         name = posted.get("operationName") or (match[1] if match else "Viewer" if "viewer" in posted["query"] else "")
         with self._changing():
+            self.operations.append(name)
+            if name in self.refused_operations:
+                return 200, {"data": None, "errors": [{"message": "made to fail"}]}
             try:
                 answer = self._operations.answer(name, posted.get("variables") or {})
             except RefusedError as refused:

@@ -12,6 +12,7 @@ The rules of the service that are kept here, because a client that breaks them l
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
 import itertools
 import json
@@ -70,6 +71,8 @@ class RecordedRun:
         senders: The ids of the processes at their other ends.
         late: How many seconds late the count of rows is, and the last row.
         replaces: Whether of several writers the last one's config and summary are kept alone.
+        old: How many seconds old the answers to look-ups are: `wandb.Api` reads what the run was then.
+        shown_until: A time of `time.monotonic` after which look-ups show no change; None to show all.
         stop_requested: Whether somebody has pressed the run's Stop button: a test sets it. The answer to a filestream
             request tells it.
     """
@@ -103,7 +106,10 @@ class RecordedRun:
     _has_default_writer: bool = field(default=False, repr=False)
     late: tuple[float, float] = (0.0, 0.0)
     replaces: bool = False
+    old: float = 0.0
+    shown_until: float | None = None
     _counted: list[tuple[float, int]] = field(default_factory=list, repr=False)
+    _past: list[tuple[float, RecordedRun, int]] = field(default_factory=list, repr=False)
     _preempting: bool = field(default=False, repr=False)
     _rows: dict[_Place, Row] = field(default_factory=dict, repr=False)
     _events: dict[_Place, str] = field(default_factory=dict, repr=False)
@@ -158,6 +164,7 @@ class RecordedRun:
         self.raw_config = config if self.replaces and config else {**self.raw_config, **config}
         if given.get("host"):  # only the upsert of `wandb.init` has it; a late change of the config opens nothing
             self.state, self._preempting = "running", False
+        self._note()
 
     def stream(self, posted: Mapping[str, Any], client: str) -> None:
         """Take the body of a filestream request, from the shared-mode writer `client` or from a default one: ""."""
@@ -172,6 +179,24 @@ class RecordedRun:
             self.state, self._preempting = "preempting", True
         if posted.get("complete"):
             self._complete(posted["exitcode"])
+        self._note()
+
+    def _note(self) -> None:
+        """Keep what look-ups show later."""
+        self._past.append((time.monotonic(), copy.copy(self), len(self._rows)))
+
+    @property
+    def shown(self) -> RecordedRun | None:
+        """The run as look-ups show it now; None if it was not there then."""
+        if not self.old and self.shown_until is None:
+            return self
+        until = time.monotonic() - self.old if self.shown_until is None else self.shown_until
+        past = [(run, count) for at, run, count in self._past if at <= until]
+        if not past:
+            return None
+        run = copy.copy(past[-1][0])
+        run._rows = dict(itertools.islice(self._rows.items(), past[-1][1]))
+        return run
 
     def _take(self, name: str, offset: int, lines: list[str], client: str) -> None:
         if name == HISTORY:
@@ -380,13 +405,14 @@ class Store:
 
     late: tuple[float, float] = (0.0, 0.0)
     replaces = False
+    old = 0.0
 
     def upsert(self, given: Mapping[str, Any]) -> tuple[RecordedRun, bool]:
         """Create or change the run that an UpsertBucket names. Also tells whether it is a new one."""
         key = (given.get("entity") or ENTITY, given.get("project") or PROJECT, given["name"])
         inserted = key not in self._runs
         run = self._runs.setdefault(key, RecordedRun(*key, name=f"recorded-{len(self._runs) + 1}", late=self.late))
-        run.replaces = self.replaces
+        run.replaces, run.old = self.replaces, self.old
         run.upsert(given)
         return run, inserted
 
@@ -639,19 +665,19 @@ class Operations:
 
     def SampledHistoryPage(self, given: Json) -> Json:
         """A page of `scan_history` with keys: it has all rows, as it asks for as many samples as steps."""
-        run, spec = self._store.get((given["entity"], given["project"], given["run"])), json.loads(given["spec"])
+        run, spec = self._shown(given, "run"), json.loads(given["spec"])
         steps = range(spec["minStep"], spec["maxStep"] + 1)
         page = run and [run.history(spec["samples"], spec["keys"], steps)]
         return self._of_project(given, run=run and {"sampledHistory": page})
 
     def RunParquetHistory(self, given: Json) -> Json:
         """Answer that no row was exported, and with the steps of those that can be read page by page."""
-        run = self._store.get((given["entity"], given["project"], given["runName"]))
+        run = self._shown(given, "runName")
         rows = run.history(len(run.rows), given.get("liveKeys", ())) if run else []
         return self._of_project(given, run=run and {"parquetHistory": {"parquetUrls": [], "liveData": rows}})
 
     def HistoryPage(self, given: Json) -> Json:
-        run = self._store.get((given["entity"], given["project"], given["run"]))
+        run = self._shown(given, "run")
         steps = range(given["minStep"], given["maxStep"])
         rows = [] if run is None else run.history(len(run.rows), (), steps)
         page = [json.dumps(row) for row in rows[: given["pageSize"]]]
@@ -663,7 +689,12 @@ class Operations:
         return {"project": content if asked in [(each.entity, each.project) for each in known] else None}
 
     def _asked(self, given: Json) -> RecordedRun | None:
-        return self._store.get((given["entity"], given["project"], given["name"]))
+        return self._shown(given, "name")
+
+    def _shown(self, given: Json, name: str) -> RecordedRun | None:
+        """The run of a look-up, whose id is the variable `name`."""
+        run = self._store.get((given["entity"], given["project"], given[name]))
+        return run and run.shown
 
     def _matching(self, given: Json, filters: Json) -> list[RecordedRun]:
         """The runs of the project that is asked for, as far as `filters` lets them through."""
