@@ -236,14 +236,24 @@ def check_roles(request: RunRequest, title: str, known: Any, found: Mapping[str,
         logger.warning(text, run, role, names)
 
 
-def missing_run_error(request: RunRequest, title: str, place: str) -> TrackerUnavailableError:
-    """Return the error for a role whose run its owner has not opened in time. `place` is where it was looked for."""
+def missing_run_error(request: RunRequest, title: str, place: str, refusal: str = "") -> TrackerUnavailableError:
+    """Return the error for a role that has not found its run.
+
+    Args:
+        request: The decorator's request for the run.
+        title: The service's name.
+        place: Where it was looked for.
+        refusal: Why the service does not let this job look; empty if the owner has not opened the run in time.
+    """
     config = request.config
+    why = (
+        f" within init_timeout_s={config.init_timeout_s:g}: the job with roles=[...] and the same id has not opened "
+        "it, or the server does not answer or does not let this job's key read it. Start that job, or pass a longer "
+        "init_timeout_s."
+    )
     return TrackerUnavailableError(
         f"{title}: role {config.role!r} has not found run {request.plan.run_id} of project "
-        f"{config.project or '(the default)'} at {place} within init_timeout_s={config.init_timeout_s:g}: the job with "
-        "roles=[...] and the same id has not opened it, or the server does not answer or does not let this job's key "
-        "read it. Start that job, or pass a longer init_timeout_s.",
+        f"{config.project or '(the default)'} at {place}{f': {refusal}' if refusal else why}",
         LOCAL_FILES,
     )
 

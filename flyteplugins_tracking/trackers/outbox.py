@@ -14,7 +14,7 @@ import shlex
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -40,8 +40,8 @@ _MOST_AT_ONCE = 1000
 MEMORY_BYTES = 32_000_000
 # The pauses between tries, in seconds. They are short at the end, which must notice that an outage is over.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 0.5, 8.0, 1.0
-# The pause between two tries to open a run, in seconds.
-_POLL_S = 0.1
+# The pauses between tries to open a run, or to find it, in seconds: each is twice as long as the one before.
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.25, 16.0
 # How many lines in a row the service may reject before it gets no more of a batch.
 _MOST_REJECTED = 5
 # The arguments that are addresses of servers, and Pluto's settings that are.
@@ -90,19 +90,31 @@ class RejectedError(Exception):
 def until(deadline: float, action: Callable[[], T]) -> T:
     """Call `action` until it returns a true value, at most until a time of `time.monotonic`. Returns its last value.
 
+    The last call is at the deadline.
+
     Raises:
         AwayError: The last call's, at the deadline or after its part of the time.
     """
-    began = time.monotonic()
+    began, waits = time.monotonic(), pauses()
     while True:
+        end = deadline
         try:
             result = action()
-            if result or time.monotonic() + _POLL_S > deadline:
+            if result or time.monotonic() + _FIRST_POLL_S > end:
                 return result
         except AwayError as error:
-            if time.monotonic() + _POLL_S > began + error.patience * (deadline - began):
+            end = began + error.patience * (deadline - began)
+            if time.monotonic() + _FIRST_POLL_S > end:
                 raise
-        time.sleep(_POLL_S)
+        time.sleep(min(next(waits), end - time.monotonic()))
+
+
+def pauses() -> Iterator[float]:
+    """Yield the pauses between tries. In a minute there are ten tries: a service may have many jobs that wait."""
+    pause_s = _FIRST_POLL_S
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
 
 class Sink(Protocol):

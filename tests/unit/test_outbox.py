@@ -448,3 +448,52 @@ def test_a_sigterm_ends_a_close_that_waits(tmp_path):
     assert results == [False]
     outbox.keep()
     assert len(stored(tmp_path)) == 1
+
+
+# The pauses between tries
+
+
+class Clock:
+    """Time that passes while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.now += seconds
+
+
+@pytest.mark.parametrize("limit_s", [15, 20, 30, 60])
+@pytest.mark.parametrize("takes_s", [0.0, 2.0])
+def test_who_waits_asks_at_most_ten_times_and_last_at_the_deadline(monkeypatch, limit_s, takes_s):
+    clock, asked = Clock(), []
+    monkeypatch.setattr(outboxes, "time", clock)
+
+    def ask() -> bool:
+        asked.append(clock.now - 100)
+        clock.sleep(takes_s)
+        return False
+
+    assert outboxes.until(100.0 + limit_s, ask) is False
+    assert len(asked) <= 10
+    assert limit_s - takes_s - 0.5 <= asked[-1] <= limit_s
+    waits = [later - earlier for earlier, later in itertools.pairwise(asked)]
+    assert waits[:-1] == sorted(waits[:-1])
+
+
+@pytest.mark.parametrize(("patience", "until_s"), [(0.0, 0.0), (0.5, 15.0), (1.0, 30.0)])
+def test_an_error_is_raised_after_its_part_of_the_time(monkeypatch, patience, until_s):
+    clock, asked = Clock(), []
+    monkeypatch.setattr(outboxes, "time", clock)
+
+    def ask() -> bool:
+        asked.append(clock.now - 100)
+        raise AwayError("away", patience)
+
+    with pytest.raises(AwayError):
+        outboxes.until(130.0, ask)
+    assert asked[-1] == pytest.approx(until_s, abs=0.5)

@@ -119,7 +119,8 @@ def _find(store: Store, request: RunRequest) -> Stored | None:
         try:
             stored = store.find(run_id)
         except Exception as error:
-            raise AwayError(cannot_write(store.place, error)) from error
+            is_refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
+            raise AwayError(cannot_write(store.place, error), 0.0 if is_refused else None) from error
         is_awaited = not request.plan.ends_run and (store.shows_config or request.plan.role is not None)
         return [stored] if stored is not None or not is_awaited else []
 
