@@ -46,6 +46,9 @@ class TrackioHandle(OutboxHandle):
         steps.last = max(steps.last, -1 if last_step is None else last_step)
         run.resumed = stored is not None and (request.plan.primary or last_step is not None)
         run.tracking, self.run = self, run
+        self._section = dict(run.config[request.plan.role]) if request.plan.role is not None else {}
+        run.config.update({key: value for key, value in self._section.items() if key != request.plan.role})  # for reads
+        self._found = dict(run.config)
         try:
             self._put_status("running", None, request.deadline - time.monotonic())
         except Exception as error:
@@ -74,6 +77,11 @@ class TrackioHandle(OutboxHandle):
 
     def end(self, exit_code: int) -> None:
         limit = self.end_limit()
+        until = time.monotonic() + self.request.config.finish_timeout_s
+        changed = {key: value for key, value in self.run.config.items() if self._found.get(key) != value}
+        if self.request.plan.role is not None and changed:
+            self._section.update(changed)
+            threads.call_within(self.request.config.finish_timeout_s, self._put_section, until - time.monotonic())
         ending = threading.Thread(target=vendor.finish, args=(self.run,), daemon=True)
         ending.start()
         self.close_outbox(exit_code, limit)
@@ -103,14 +111,18 @@ class TrackioHandle(OutboxHandle):
         place = f"TRACKIO_DIR={shlex.quote(default_directory())} " if is_chosen else ""
         return self.url or f"{place}trackio show --project {shlex.quote(self.run.project)}"
 
+    def _put_section(self, timeout_s: float) -> None:
+        """Put the config of this role into that of the run."""
+        role, store = self.request.plan.role, self._store
+        if isinstance(store, Database):
+            store.put_config(self.id, self.run.name, {str(role): self._section}, timeout_s, merges=True)
+        else:  # elsewhere, a config replaces that of other writers
+            self.tell_role({f"roles/{role}/config": json.dumps(self._section)})
+
     def _put_status(self, status: str, exit_code: int | None, timeout_s: float) -> None:
         plan, config, store = self.request.plan, self.run.config, self._store
         if plan.role is not None and exit_code is None:
-            section = config[plan.role]
-            if isinstance(store, Database):
-                store.put_config(self.id, self.run.name, {plan.role: section}, timeout_s, merges=True)
-            else:  # elsewhere, a config replaces that of other writers
-                self.tell_role({f"roles/{plan.role}/config": json.dumps(section)})
+            self._put_section(timeout_s)
         if not plan.ends_run:
             return
         own = {key: value for key, value in own_values(config).items() if key != EXIT_CODE}
