@@ -22,6 +22,9 @@ class RowBuffer:
 
     A shared run has one step counter, and the service drops rows with a lower step: another rank may be ahead. A row
     that is not committed must wait here: in the shared writer, another rank's row would be added to it.
+
+    Attributes:
+        next_step: The step of the next row, if rows that are logged without one are counted; else None.
     """
 
     def __init__(
@@ -39,7 +42,7 @@ class RowBuffer:
         self._prefix = prefix
         self._define_step: Callable[[], object] | None = define_step
         self._last_step: Any = None
-        self._next_step = next_step
+        self.next_step = next_step
         self._waiting = NextRow()  # values that are not committed
         self.logged = 0
         self._lock = threading.RLock()
@@ -57,7 +60,7 @@ class RowBuffer:
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
             return log(data)  # it raises, and says why
         row = {self._key(key): value for key, value in data.items()}
-        if self._next_step is not None:
+        if self.next_step is not None:
             step = self._counted(row.get(self._step_metric) if step is None else step)
         if step is not None:
             row[self._step_metric] = self._last_step = step
@@ -101,9 +104,9 @@ class RowBuffer:
     def _counted(self, step: Any) -> Any:
         """Return the step of a row: its own one, that of the values which wait for it, or the next one."""
         with self._lock:
-            step = self._waiting.waiting.get(self._step_metric, self._next_step) if step is None else step
+            step = self._waiting.waiting.get(self._step_metric, self.next_step) if step is None else step
             with suppress(TypeError, ValueError, OverflowError):
-                self._next_step = int(step) + 1
+                self.next_step = int(step) + 1
         return step
 
     def _define(self) -> None:

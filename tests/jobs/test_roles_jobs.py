@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -10,10 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support import jobs
 from support.backends import BACKENDS, Backend, WandbBackend
+from support.kills import kill_with_children
+from support.loopback import Fault
 from support.roles import Roles
 from support.vendors import skip_where_lost
 from support.wandb_server import WandbServer
@@ -227,6 +231,20 @@ def test_a_role_does_not_replace_a_value_of_the_owners_config(job):
     assert job.stored.config["lr"] == 3
 
 
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_a_role_of_trackio_reads_and_keeps_the_config_that_it_sets(job):
+    assert job.run(roles=ROLES, rows=1, arguments={"config": {"lr": 3}}).returncode == 0
+    calls = [
+        "requires(run.config['given'], run.config['lr'] - 2, 1)",
+        "run.config.update({'lr': 4, 't': 2})",
+        "requires(run.config['lr'], run.config['t'] + 2, 4)",
+    ]
+    done = job.run("rollout-0", rows=1, calls=calls, arguments={"config": {"given": 1}})
+    assert done.returncode == 0, done.output
+    assert (job.stored.config["lr"], job.stored.config["rollout-0"]) == (3, {"given": 1, "lr": 4, "t": 2})
+    assert job.stored.status == "finished"
+
+
 @default_for("trackio")
 def test_an_owner_that_logs_below_the_name_of_a_role_is_warned(job):
     done = job.run(roles=ROLES, rows=5, key="rollout-0/rank0")
@@ -399,7 +417,8 @@ def test_sigterm_ends_a_role_and_not_the_run(of_wandb):
 
 def test_what_a_role_does_with_the_run_object_is_its_own(of_wandb):
     job = of_wandb
-    owner = job.start(roles=ROLES, rows=5, step=True, ends="stop", calls=["run.summary.update({'best': 1})"])
+    more = {"calls": ["run.summary.update({'best': 1})"], "arguments": {"config": {"lr": 3}}}
+    owner = job.start(roles=ROLES, rows=5, step=True, ends="stop", **more)
     job.wait("open-owner", owner)
     calls = [
         "run.define_metric('*', step_metric='batch')",
@@ -410,11 +429,19 @@ def test_what_a_role_does_with_the_run_object_is_its_own(of_wandb):
         "run.config.update(__import__('argparse').Namespace(t=1))",
         "run.log({'rank0': 1000 + int(run.step)})",  # which W&B does not know for one writer of several
         "run.log({'rank0': run.summary.get('best')})",
+        "requires(run.summary['worst'], run.summary.worst, dict(run.summary)['worst'], 3)",
+        "requires('worst' in run.summary.keys(), run.summary.get('none', True), True)",
+        "requires(run.config['t'], run.config.t, run.config.get('t'), dict(run.config)['t'], 1)",
+        "requires(run.config['lr'], run.config['rollout-0']['t'] + 2, 3)",
+        "run.config.update({'t': 2, 'lr': 4})",
+        "requires(run.config['t'], run.config['lr'] - 2, 2)",
+        "run.config.__setitem__('t', 1)",
+        "requires(run.config['t'], 't' in run.config, run.config.get('given'), 1)",
         "run.log({'rank0': 3, 'step': 50})",
         "os.fork() or (run.log({'rank0': 4}), os._exit(0))",
         "os.wait()",
     ]
-    role = job.run("rollout-0", rows=0, calls=calls)
+    role = job.run("rollout-0", rows=0, calls=calls, arguments={"config": {"given": 1}})
     assert role.returncode == 0, role.output
     assert "has died" not in role.output
     job.go("stop")
@@ -423,10 +450,11 @@ def test_what_a_role_does_with_the_run_object_is_its_own(of_wandb):
     assert job.arrived("rollout-0") == Counter([1000, 2, 3, 4])
     assert run.summary["best"] == 1
     assert (run.summary["rollout-0/best"], run.summary["rollout-0/worst"]) == (2, 3)
-    assert run.config["rollout-0"] == {"t": 1}
+    assert run.config["rollout-0"] == {"t": 1, "lr": 4, "given": 1}
+    assert run.config["lr"] == 3
     assert [row["rollout-0/step"] for row in run.rows if row.get("rollout-0/rank0") == 3] == [50]
     (ended,) = (row for row in run.rows if "roles/rollout-0/exit_code" in row)
-    assert ended["roles/rollout-0/config"] == '{"t": 1}'
+    assert json.loads(ended["roles/rollout-0/config"]) == {"t": 1, "lr": 4, "given": 1}
 
 
 def test_columns_that_a_role_defines_are_its_own(of_wandb):
@@ -550,3 +578,138 @@ def test_a_slurm_array_has_a_role_for_each_task(of_wandb):
     assert job.finish(owner).returncode == 0
     for name in ("owner", "rollout-0", "rollout-1"):
         assert job.arrived(name) == job.logged(name)
+
+
+def test_a_role_counts_its_steps_on_if_the_summary_is_another_writers(tmp_path):
+    """Also after rows that it was given steps for, and after a kill."""
+    with WandbServer(replaces=True) as server:
+        job = Roles(WandbBackend(server), tmp_path)
+        owner = job.start(roles=ROLES, rows=600, ends="stop")
+        job.wait("logs-no-more-owner", owner)
+        assert job.run("rollout-0", rows=20).returncode == 0
+        assert job.run("rollout-0", rows=20, first=20).returncode == 0
+        (tmp_path / "logs-no-more-rollout-0").unlink()
+        killed = job.start("rollout-0", rows=20, first=40, ends="never")
+        job.wait("logs-no-more-rollout-0", killed)
+        job.kill("rollout-0", killed)
+        assert job.run("rollout-0", rows=20, first=60).returncode == 0
+        job.go("stop")
+        assert job.finish(owner).returncode == 0
+        (run,) = server.runs
+        steps = {row["rollout-0/rank0"]: row["rollout-0/step"] for row in run.rows if "rollout-0/rank0" in row}
+        assert steps == {number: number for number in range(80)}
+
+
+# A slow service, and one that refuses
+
+
+@pytest.mark.parametrize("backend", ["wandb", pytest.param("pluto", marks=pytest.mark.full)], indirect=True)
+def test_a_role_finds_its_run_at_a_service_that_answers_late(job):
+    owner = job.start(roles=ROLES, rows=3, ends="stop")
+    job.wait("open-owner", owner)
+    with job.server.failing(Fault.slow(1.5)):
+        role = job.start("rollout-0", rows=3, arguments={"init_timeout_s": 60}, ends="stop")
+        job.wait("open-rollout-0", role)
+    job.go("stop")
+    assert [job.finish(one).returncode for one in (role, owner)] == [0, 0]
+    assert job.arrived("rollout-0") == job.logged("rollout-0")
+
+
+@pytest.mark.parametrize("backend", ["wandb", pytest.param("pluto", marks=pytest.mark.full)], indirect=True)
+@pytest.mark.parametrize("status", [401, pytest.param(403, marks=pytest.mark.full)])
+def test_a_refusal_is_told_to_a_role_at_once(job, status):
+    assert job.run(roles=ROLES, rows=1).returncode == 0
+    with job.server.failing(Fault.status(status)) as fault:
+        refused = job.run("rollout-0", arguments={"init_timeout_s": 600})
+    assert refused.returncode == 1
+    assert "TrackerUnavailableError" in refused.output
+    assert "refuses the API key" in refused.output
+    assert "has not opened it" not in refused.output
+    assert 0 < fault.hits < 10  # the client itself asks again a few times
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["wandb", "pluto"], indirect=True)
+def test_a_role_that_waits_for_its_run_asks_at_most_ten_times(job):
+    missing = job.run("rollout-0", arguments={"init_timeout_s": 15})
+    assert missing.returncode == 1
+    server = job.server
+    asked = server.operations.count("Run") if job.backend.name == "wandb" else server.requests["/api/runs/resume"]
+    assert 3 < asked <= 10
+
+
+# A service whose answers are old
+
+
+def test_a_role_that_begins_when_its_owner_has_just_ended_leaves_the_run_ended(of_wandb):
+    """What W&B answers to the role is from before the owner's end, until a moment after the role's own end."""
+    job = of_wandb
+    owner = job.start(roles=ROLES, rows=3, ends="stop", how="exit 3")
+    job.wait("open-owner", owner)
+    (run,) = job.server.wait_for(lambda: [run for run in job.server.runs if "roles/owner/state" in run.summary])
+    run.shown_until = time.monotonic()
+    job.go("stop")
+    assert job.finish(owner).returncode == 3
+    role = job.start("rollout-0", rows=3)
+    job.server.wait_for(lambda: any("roles/rollout-0/exit_code" in row for row in run.rows))
+    asked = job.server.operations.count("RunSampledHistory")
+    job.server.wait_for(lambda: job.server.operations.count("RunSampledHistory") > asked)
+    run.shown_until = None
+    done = job.finish(role)
+    assert done.returncode == 0, done.output
+    assert "may be shown as running" not in done.output
+    assert (run.state, run.exit_codes) == ("failed", [3, 3])
+
+
+# Many rows that a kill has left
+
+
+def killed_with_rows_left(job, rows=3000):
+    """The owner, and a role that has logged many rows and was killed with its wandb-core; W&B has some of them."""
+    owner = job.start(roles=ROLES, rows=3, ends="stop")
+    job.wait("open-owner", owner)
+    role = job.start("rollout-0", rows=rows, ends="never", pause_s=0.001)
+    job.server.wait_for(lambda: sum(job.arrived("rollout-0").values()) > rows // 4, 120)
+    with job.server.failing(Fault.mute("filestream")):
+        job.wait("logs-no-more-rollout-0", role)
+        kill_with_children(int((job.directory / "pid-rollout-0").read_text()))
+        role.wait()
+    for name in ("open-rollout-0", "logs-no-more-rollout-0"):
+        (job.directory / name).unlink()
+    assert job.arrived("rollout-0") != job.logged("rollout-0")
+    return owner
+
+
+def test_a_role_asks_once_which_of_many_rows_have_arrived_and_sends_the_others(of_wandb):
+    job = of_wandb
+    owner = killed_with_rows_left(job)
+    job.server.operations.clear()
+    role = job.run("rollout-0", rows=10, first=10_000)
+    assert role.returncode == 0, role.output
+    assert job.server.operations.count("SampledHistoryPage") == 1
+    job.go("stop")
+    assert job.finish(owner).returncode == 0
+    assert job.arrived("rollout-0") == job.logged("rollout-0")
+
+
+def test_rows_that_a_kill_has_left_are_sent_beside_the_function(of_wandb):
+    """W&B does not say which rows it has before the function has begun; or never: then the command sends them."""
+    job = of_wandb
+    owner = killed_with_rows_left(job)
+    job.server.refused_operations |= {"SampledHistoryPage", "RunParquetHistory"}
+    failed = job.run("rollout-0", rows=10, first=10_000, arguments={"init_timeout_s": 20})
+    assert failed.returncode == 0, failed.output
+    (command,) = (line for line in failed.output.splitlines() if "rows that earlier attempts had logged" in line)
+    assert job.arrived("rollout-0") != job.logged("rollout-0")
+    role = job.start("rollout-0", rows=10, first=20_000, arguments={"init_timeout_s": 20}, ends="stop")
+    job.wait("logs-no-more-rollout-0", role)
+    job.server.refused_operations.clear()
+    job.server.wait_for(lambda: job.arrived("rollout-0") == job.logged("rollout-0"), 120)
+    job.go("stop")
+    assert [job.finish(one).returncode for one in (role, owner)] == [0, 0]
+    _, _, directory = command.partition("flyteplugins-tracking send ")
+    sent = job.send(Path(directory))
+    assert sent.returncode == 0, sent.output
+    for name in ("owner", "rollout-0"):
+        assert job.arrived(name) == job.logged(name)
+    assert job.stored.status == "finished"

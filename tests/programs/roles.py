@@ -44,6 +44,11 @@ def arguments() -> dict[str, Any]:
     return {"project": "rl", **given, **SETTINGS.get("arguments", {})}
 
 
+def require_equal(*values: Any) -> None:
+    if any(value != values[-1] for value in values):
+        raise AssertionError(f"{values} are not equal")
+
+
 @tracking_init(**arguments())
 def work() -> None:
     run = get_run()
@@ -51,7 +56,7 @@ def work() -> None:
         wait_for(f"logs-no-more-{NAME}")
         return
     for call in SETTINGS.get("calls", ()):
-        eval(call, {"run": run, "os": os, "tracking_init": tracking_init})
+        eval(call, {"run": run, "os": os, "tracking_init": tracking_init, "requires": require_equal})
     Path(f"open-{NAME}").touch()
     last = SETTINGS["first"] + SETTINGS["rows"]
     with Path(f"logged-{NAME}").open("a", buffering=1) as logged:

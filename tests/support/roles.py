@@ -58,7 +58,7 @@ class Roles:
 
     @property
     def server(self) -> Any:
-        """The recording server of W&B."""
+        """The recording server of W&B, or of Pluto."""
         return self.backend._server  # type: ignore[attr-defined]
 
     def send(self, *directories: Path) -> jobs.Done:

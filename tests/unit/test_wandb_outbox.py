@@ -469,3 +469,16 @@ def test_a_request_without_an_answer_may_have_arrived(log):
 def test_opening_does_not_wait_for_what_was_sent_long_ago(tmp_path, log):
     os.utime(log, (1, 1))
     outbox.await_count(tmp_path, "x", lambda: pytest.fail("W&B was asked"), float("inf"))
+
+
+def test_a_log_with_a_time_that_is_to_come_is_one_of_now(tmp_path, log, monkeypatch):
+    """The clock was set back since, or is another machine's."""
+    os.utime(log, (time.time() + 3600,) * 2)
+    assert outbox.age_s(log) == 0
+    now = [100.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], time=time.time, sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
+    monkeypatch.setattr(outbox, "time", clock)
+    outbox.await_count(tmp_path, "x", lambda: None, float("inf"))
+    assert 105 < now[0] < 108

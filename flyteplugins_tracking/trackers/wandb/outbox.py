@@ -30,7 +30,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,11 @@ logger = logging.getLogger(__name__)
 
 # The run's attributes that hold its `WandbOutbox`, and what keeps plain rows: see `log_kept`.
 OUTBOX, _PLAIN = "_flyteplugins_tracking_outbox", "_flyteplugins_tracking_plain_rows"
+# In the header of a journal with numbered rows: which numbers its own rows have; and the step of the role's last row
+# before those of this file.
+WRITER, ROLE_STEP = "writer", "role_step"
+# How many bits of a row's number are its count. A number has at most 53, as a float of JSON.
+_COUNT_BITS, _RANDOM_BITS = 32, 21
 _OFFLINE = "offline-"
 # The head of an artifact's record in a journal. That of a row has numbers.
 _ARTIFACT = b"artifact"
@@ -301,6 +306,11 @@ class Left:
         folders = [attempt.directory for attempt in self.online if attempt.journals]
         return {name: folder / "files" / name for folder in folders for name in datastore.saved_files(folder)}
 
+    @property
+    def directories(self) -> list[Path]:
+        """Where it is."""
+        return [attempt.directory for attempt in (*self.online, *self.offline)]
+
     def clear(self) -> None:
         """Remove it: the service has everything, or another journal."""
         for attempt in (*self.online, *self.offline):
@@ -330,6 +340,17 @@ def run_id_of(directory: Path) -> str:
 def column_of(role: str | None) -> str:
     """Return the column with the numbers of a role's rows, or of the owner's. See `roles`."""
     return f"roles/{role or OWNER}/row"
+
+
+def row_numbers(header: dict[str, Any]) -> Iterator[int]:
+    """Return the numbers of a journal's own rows, and say in its header which these are. No other journal has them."""
+    header[WRITER] = secrets.randbits(_RANDOM_BITS)
+    return count(header[WRITER] << _COUNT_BITS)
+
+
+def writer_of(number: int) -> int:
+    """Return which journal's own row has a number."""
+    return number >> _COUNT_BITS
 
 
 def is_offline(directory: Path) -> bool:
@@ -419,6 +440,7 @@ class WandbOutbox:
         first_step: The step of the first row that is not an earlier attempt's; None if it is not known.
         next_step: The step of the next row; None if other processes log into the run too.
         column: The column with the numbers of rows; None if they have none. See `roles`.
+        numbers: The numbers for rows.
     """
 
     first_step: int | None = None
@@ -441,6 +463,7 @@ class WandbOutbox:
         self.first_step = step = int(run.starting_step)
         self.next_step = step if has_one_writer else None
         header = {"place": self.place, "step": self.next_step, "first_step": step, **more}
+        self.numbers = row_numbers(header)
         self._journal = Journal(directory, f"owner-{secrets.token_hex(3)}", header)
         self._kept_artifacts: set[str] = set()  # the names of those whose files are on this disk
         keep_rows(run, self.put)
@@ -448,7 +471,8 @@ class WandbOutbox:
 
     def send(self, left: Left) -> int:
         """Log what earlier attempts have left, before the run gets other rows. Returns the number of rows."""
-        steps = self.send_rows(left, left.rows(int(self._run.starting_step)))
+        steps = self.log_rows(left, left.rows(int(self._run.starting_step)))
+        self.replace(left)
         if steps:
             # wandb-core reads each process's rows from a connection of its own, and drops one whose step it has passed:
             # a follower's or a child's new row must not overtake these.
@@ -460,9 +484,12 @@ class WandbOutbox:
             logger.warning(text, self.place.run_id, len(steps), steps[0], steps[-1], left.parent)
         return len(steps)
 
-    def send_rows(self, left: Left, rows: Iterable[Row]) -> list[int]:
-        """Log rows again that earlier attempts have left, and remove what these have left. Returns the rows' steps."""
-        steps = log_again(self._run, self._kind, rows, self._more["step_metric"], left.media)
+    def log_rows(self, left: Left, rows: Iterable[Row]) -> list[int]:
+        """Log rows again that earlier attempts have left. Returns their steps."""
+        return log_again(self._run, self._kind, rows, self._more["step_metric"], left.media)
+
+    def replace(self, left: Left) -> None:
+        """Remove what earlier attempts have left: W&B has it, or this journal."""
         if artifacts := [one for one in left.artifacts() if one.is_whole]:
             names = ", ".join(one.name for one in artifacts)
             logger.warning("W&B: run %s: sends artifacts again that W&B may lack: %s", self.place.run_id, names)
@@ -471,11 +498,19 @@ class WandbOutbox:
         self._sent = left
         if not self._journal.is_closed:
             left.clear()
-        return steps
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the run has not been opened again since."""
+        return of(self._run) is self
 
     def keep_since(self, since: int) -> None:
         """Keep a step of the run that it has before the first of its numbered rows, also of those that are sent."""
         self._journal.header["since"] = min(since, int(self._journal.header["since"]))
+
+    def keep_role_step(self, step: Any) -> None:
+        """Keep the step of a role's last row, also if its rows are mixed with those of earlier attempts."""
+        self._journal.header[ROLE_STEP] = step
 
     def for_guests(self) -> dict[str, Any]:
         """Return the values with which a rank that logs into this run keeps a journal beside this one."""
@@ -605,6 +640,10 @@ class NoOutbox(WandbOutbox):
         """Return all: it keeps none."""
         return list(uploading)
 
+    def keep_role_step(self, step: Any) -> None:
+        """Keep the step of a role's last row, also if its rows are mixed with those of earlier attempts."""
+        self._journal.header[ROLE_STEP] = step
+
     def for_guests(self) -> dict[str, Any]:
         """Have them keep nothing either."""
         return {"place": None, "directory": None, "column": None}
@@ -696,17 +735,21 @@ def saved_states(run: Any, role: str | None) -> list[str]:
     return [text for path in earlier if (text := own_text(path / _state_file(role), _LONGEST_STATE)) is not None]
 
 
-def guest_journal(of_owner: Mapping[str, Any], rank: int) -> Journal:
+def guest_journal(of_owner: Mapping[str, Any], rank: int) -> tuple[Journal, Iterator[int]]:
     """Return a journal for a rank that logs into the run of another process, in that one's directory.
 
     Args:
         of_owner: The owner's `WandbOutbox.for_guests()`.
         rank: The rank.
+
+    Returns:
+        The journal, and the numbers for its rows.
     """
-    if of_owner["directory"] is None:
-        return Journal.closed()
     header = {"place": of_owner["place"], "step": None}
-    return Journal(Path(of_owner["directory"]), f"guest-{rank}-{secrets.token_hex(3)}", header)
+    numbers = row_numbers(header)
+    if of_owner["directory"] is None:
+        return Journal.closed(), numbers
+    return Journal(Path(of_owner["directory"]), f"guest-{rank}-{secrets.token_hex(3)}", header), numbers
 
 
 def keep_rows(run: Any, keep: vendor.KeepRow, is_only: bool = False) -> bool:
@@ -781,8 +824,9 @@ def await_count(directory: Path, run_id: str, counts: Callable[[], tuple[int, in
     found = [path.joinpath(*_LOG) for path in directories_of(directory, run_id)]
     logs = [path for path in found if age_s(path) < _LATE_S]
     lines = max((acknowledged_lines(log) for log in logs), default=0)
+    until = min(deadline - _ASK_S, time.monotonic() + _LATE_S - min(map(age_s, logs), default=_LATE_S))
     while lines and not _is_right(counts(), lines):
-        if min(map(age_s, logs)) > _LATE_S or time.monotonic() + _ASK_S > deadline:
+        if time.monotonic() > until:
             return
         time.sleep(_ASK_S)
 
@@ -817,8 +861,11 @@ def _is_right(counts: tuple[int, int] | None, lines: int) -> bool:
 
 
 def age_s(path: Path) -> float:
-    """Return how long ago a file was written, in seconds; for one that is not there, as long as counts matter."""
+    """Return how long ago a file was written, in seconds; for one that is not there, as long as counts matter.
+
+    By its time, which a clock that is set, or another machine's, may have made one that is to come: that is now.
+    """
     try:
-        return time.time() - path.stat().st_mtime
+        return max(0.0, time.time() - path.stat().st_mtime)
     except OSError:
         return _LATE_S

@@ -12,8 +12,13 @@ It is not known whether W&B merges the configs, the definitions of columns and t
 of the last one. So each writer passes the config of all, and defines the columns of all roles. What must not be lost
 is a row too: `roles/NAME/state`, `roles/NAME/exit_code` and `roles/NAME/config`.
 
+What a process logs arrives in that order: wandb-core sends one request after the other. So the last one of its own
+rows that W&B has tells that it has all before that, and a look at the run's last rows is enough. The summary does not
+tell it: wandb-core may send that before the rows that it is of.
+
 A role's end does not end the run. If it comes after the owner's end, W&B shows the run as running again: then the role
-ends it once more, with the owner's exit code.
+ends it once more, with the owner's exit code. W&B's answers may be seconds old. One that has the role's own last row
+has the owner's end too, if that came before.
 """
 
 from __future__ import annotations
@@ -23,19 +28,22 @@ import json
 import logging
 import math
 import os
-import secrets
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.lock import locked
-from flyteplugins_tracking._util.proc import TERMINATED
+from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import check_roles, missing_run_error, status_of
 from flyteplugins_tracking.trackers.config import OWNER, ROLES, own_values
+from flyteplugins_tracking.trackers.outbox import how_to_send, pauses
 from flyteplugins_tracking.trackers.vendor_parts import known_faults
 from flyteplugins_tracking.trackers.wandb import forced_run_id, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row, rows
@@ -45,16 +53,17 @@ from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)
 
-# The run's attribute that holds the step of a role's first row.
-NEXT_STEP = "_flyteplugins_tracking_next_step"
-# How many bits of a row's number are its count. A number has at most 53, as a float of JSON.
-_COUNT_BITS, _RANDOM_BITS = 32, 21
-# How long a question to W&B may take, and how often a role asks for its run, in seconds.
+# The run's attributes that hold the step of a role's first row, and its `LeftRows`.
+NEXT_STEP, LEFT = "_flyteplugins_tracking_next_step", "_flyteplugins_tracking_left_rows"
+# How long a question to W&B may take, at least, and a shorter time, in seconds.
 _ASK_S, _POLL_S = 5.0, 0.5
 # The same where less time is left, and for a run with one writer; and how long it may take to end a run again.
 _SHORT_ASK_S, _END_AGAIN_S = 2.0, 5
-# How long rows may take to be found after their process was killed, in seconds: W&B counts 2 to 4 s late.
-_LATE_S = 6.0
+# How long rows may take to be found after their process was killed, in seconds: W&B counts 2 to 4 s late. And when
+# nothing is as late as that.
+_LATE_S, _OLD_S = 6.0, 12.0
+# How long the function waits for the rows that earlier attempts have left: if these come first, they are in order.
+_FIRST_S, _TICK_S = 8.0, 0.05
 
 
 def name_of(request: RunRequest) -> str:
@@ -67,11 +76,6 @@ def role_of(column: str) -> str:
     return column.split("/")[1]
 
 
-def row_numbers() -> Iterator[int]:
-    """Return the numbers of one process's rows. No other process has one of them."""
-    return itertools.count(secrets.randbits(_RANDOM_BITS) << _COUNT_BITS)
-
-
 # Before the run is opened
 
 
@@ -80,23 +84,31 @@ def look_up(request: RunRequest, place: Place, *, has_writers_elsewhere: bool) -
 
     Raises:
         ConfigError: The run has one writer, and this job is to share it; or it has roles, and this job is none.
-        TrackerUnavailableError: A role has waited `init_timeout_s` for its run.
+        TrackerUnavailableError: A role has waited `init_timeout_s` for its run, or W&B does not take its key.
     """
     config, role = request.config, request.plan.role
     is_chosen = config.id is not None or ("WANDB_RUN_ID" in os.environ and forced_run_id() is None)
     if request.plan.run_id is None or not (has_writers_elsewhere or (is_chosen and not any(known_faults("wandb")))):
         return None  # with such a fault, a process with one writer does without `wandb.Api`
+    reader, waits = vendor.Reader(place), pauses()
     while True:
         left_s = request.deadline - time.monotonic()
-        limit_s = max(_POLL_S, min(_ASK_S if has_writers_elsewhere else _SHORT_ASK_S, left_s))
-        found = vendor.stored_run(place, limit_s)
+        # The rest of the time is for the opening, and for another look if an answer is lost.
+        part_s = max(_ASK_S, left_s / 2) if has_writers_elsewhere else max(_SHORT_ASK_S, left_s / 3)
+        try:
+            found = reader.stored(max(_POLL_S, min(part_s, left_s)))
+        except PermissionError as error:
+            if role is None:  # the opening says so
+                return None
+            raise missing_run_error(request, "W&B", place.server, f"{error}.") from error
         if found is not None:
             check_roles(request, "W&B", own_values(found.config).get(ROLES), found.config)
+        left_s = request.deadline - time.monotonic()
         if found is not None or role is None:
             return found
         if left_s < _POLL_S:
             raise missing_run_error(request, "W&B", place.server)
-        time.sleep(_POLL_S)
+        time.sleep(min(next(waits), left_s - _POLL_S / 2))
 
 
 def config_beside(request: RunRequest, found: Stored, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,16 +125,24 @@ class Writer:
     """This job's part of a run with roles, on the rank that speaks for it."""
 
     def __init__(
-        self, run: Any, request: RunRequest, log: Callable[[Mapping[str, Any]], object], define: Callable[..., object]
+        self,
+        run: Any,
+        request: RunRequest,
+        log: Callable[[Mapping[str, Any]], int],
+        define: Callable[..., object],
+        next_step: Callable[[], int | None],
     ) -> None:
         """Define the columns of all roles, and tell that this one is running.
 
         Args:
             run: The open run.
             request: The decorator's request for it.
-            log: Logs a row with these keys.
+            log: Logs a row with these keys. Returns its number.
             define: Defines a column, as the run's method: again when the run is opened again.
+            next_step: Returns the step of the role's next row; None for the owner.
         """
+        self.opened()
+        self._next_step = next_step
         self._run, self._request, self._log = run, request, log
         self._role, self._name = request.plan.role, name_of(request)
         known = own_values(run.config).get(ROLES)
@@ -131,13 +151,19 @@ class Writer:
         self._told: Any = None  # the role's config in the last row that has it
         self.tell("running", {})
 
+    def opened(self) -> None:
+        """Note that the run has just been opened: if its owner had ended it, it is running again since then."""
+        self._opened_at = time.monotonic()
+
     def tell(self, state: str, more: Mapping[str, Any]) -> None:
         """Log the state of the role, and its config if that has changed: another writer may replace that of the run."""
         values = {"state": state, **more}
+        if (next_step := self._next_step()) is not None:
+            values["next_step"] = next_step
         section = dict(self._run.config).get(self._role) if self._role is not None else None
         if section and section != self._told:
             self._told, values["config"] = section, json.dumps(section, default=str)
-        self._log({f"roles/{self._name}/{key}": value for key, value in values.items()})
+        self._last_row = self._log({f"roles/{self._name}/{key}": value for key, value in values.items()})
 
     def end(self, exit_code: int) -> None:
         """Log the role's end, and pass what the configs of other writers have: W&B may keep the last one only."""
@@ -145,7 +171,7 @@ class Writer:
         found = None if self._run.offline else vendor.stored_run(Place.of(self._run), _ask_s(exit_code))
         if found is not None:
             current = dict(self._run.config)
-            others = {k: v for k, v in found.config.items() if not self._is_own(k, current) and current.get(k) != v}
+            others = {key: value for key, value in found.config.items() if not self._is_own(key, current)}
             if others:
                 update_config(self._run, others)
 
@@ -154,8 +180,12 @@ class Writer:
 
     def after_end(self, exit_code: int) -> None:
         """End the run again, if the owner had ended it before this role's last rows."""
-        if self._role is not None and not self._run.offline:
-            end_again(Place.of(self._run), self._role, _ask_s(exit_code))
+        if self._role is None or self._run.offline:
+            return
+        wait_s = 0.0 if exit_code in (INTERRUPTED, TERMINATED) else _LATE_S
+        is_recent = time.monotonic() < self._opened_at + _OLD_S
+        # An answer from before the opening would not have the owner's end.
+        end_again(Place.of(self._run), self._role, _ask_s(exit_code), self._last_row if is_recent else None, wait_s)
 
 
 def _ask_s(exit_code: int) -> float:
@@ -167,6 +197,7 @@ def _define(define: Callable[..., object], roles: Sequence[str]) -> None:
     define(outbox.column_of(None), hidden=True)
     for role in dict.fromkeys(roles):
         define(outbox.column_of(role), hidden=True)
+        define(_next_step_column(role), hidden=True)
         define(f"{role}/step", hidden=True)
         define(f"{role}/*", step_metric=f"{role}/step")
 
@@ -182,13 +213,21 @@ def leave_summary_to_roles(request: RunRequest, run: Any) -> None:
             del run.summary[key]
 
 
-def end_again(place: Place, role: str, ask_s: float = _ASK_S) -> None:
-    """End a run as its owner has ended it, if it is shown as running only because a role has written to it since."""
+def end_again(place: Place, role: str, ask_s: float = _ASK_S, last_row: int | None = None, wait_s: float = 0.0) -> None:
+    """End a run as its owner has ended it, if it is shown as running only because a role has written to it since.
+
+    Args:
+        place: The run.
+        role: The role.
+        ask_s: How long a question may take.
+        last_row: The number of the role's last row, if an answer that lacks it may be too old.
+        wait_s: How long to wait for an answer that has it.
+    """
     try:
-        found = vendor.stored_run(place, ask_s)
-        if found is None:
-            raise TrackerUnavailableError("W&B does not say whether the run has ended")
+        found, is_fresh = _fresh(place, role, ask_s, last_row, wait_s)
         exit_code = threads.call_within(ask_s, _exit_code_of_owner, found)
+        if exit_code is None and not is_fresh:
+            raise TrackerUnavailableError(f"W&B does not show the last row of role {role!r} yet")
         if exit_code is None:
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -204,6 +243,25 @@ def end_again(place: Place, role: str, ask_s: float = _ASK_S) -> None:
     except Exception:  # tracker errors must not change the training's outcome
         text = "W&B: run %s may be shown as running if its owner has ended it: W&B did not answer at role %r's end"
         logger.warning(text, place.run_id, role, exc_info=True)
+
+
+def _fresh(place: Place, role: str, ask_s: float, last_row: int | None, wait_s: float) -> tuple[Stored, bool]:
+    """Return what W&B has of the run, and whether that is new enough. Asks again if it is not.
+
+    Raises:
+        TrackerUnavailableError: W&B does not say.
+    """
+    reader, waits, deadline = vendor.Reader(place), pauses(), time.monotonic() + wait_s
+    while True:
+        found = reader.stored(ask_s)
+        if found is None:
+            raise TrackerUnavailableError("W&B does not say whether the run has ended")
+        columns = outbox.column_of(role), f"roles/{role}/state"
+        if last_row is None or last_row in threads.call_within(ask_s, found.values, *columns):
+            return found, True
+        if time.monotonic() > deadline:
+            return found, False
+        time.sleep(next(waits))
 
 
 def shared_settings(role: str, *, ends_run: bool) -> dict[str, Any]:
@@ -232,45 +290,217 @@ def column_in(attempt: AttemptOnDisk) -> str | None:
 
 
 class NumberedRows:
-    """The numbered rows that attempts of one role have left on this disk.
+    """The numbered rows that attempts of one writer have left on this disk.
 
     Attributes:
         left: The attempts.
         since: A step of the run that it had before their first row.
-        last_step: The role's last step in the rows that were read; -1 for none.
     """
 
     def __init__(self, left: Left, column: str) -> None:
-        """`column` is that of the rows' numbers."""
+        """Read them. `column` is that of the rows' numbers."""
         self.left, self._column = left, column
         self.attempts = [*left.online, *left.offline]
         journals = itertools.chain.from_iterable(attempt.journals for attempt in self.attempts)
         self.since = min((int(journal.header.get("since") or 0) for journal in journals), default=0)
-        self.last_step = -1
+        sources = itertools.chain.from_iterable(map(_sources, self.attempts))
+        self._writers = [_Writer(column, rows_of, own) for rows_of, own in sources]
+        self._known: set[int] = set()
 
-    def await_late(self, deadline: float = math.inf) -> None:
-        """Wait until rows are to be found that wandb-core has sent before it ended, at most until `deadline`."""
+    def late_s(self) -> float:
+        """Return for how long rows may still come to be found that wandb-core has sent before it ended."""
         logs = itertools.chain.from_iterable(one.directory.rglob("debug-internal.log") for one in self.attempts)
-        age_s = min(map(outbox.age_s, logs), default=_LATE_S)
-        time.sleep(max(0.0, min(_LATE_S - age_s, deadline - time.monotonic())))
+        return max(0.0, _LATE_S - min(map(outbox.age_s, logs), default=_LATE_S))
 
-    def lacking(self, arrived: Collection[int]) -> Iterator[Row]:
-        """Yield the rows whose numbers are not among those that have arrived. Each is yielded once."""
-        seen = set(arrived)
-        for row in itertools.chain.from_iterable(map(_rows_of, self.attempts)):
-            number, step = (row.values.get(key) for key in (self._column, f"{role_of(self._column)}/step"))
-            if isinstance(step, (int, float)):
-                self.last_step = max(self.last_step, int(step))
-            if isinstance(number, (int, float)) and int(number) not in seen:
-                seen.add(int(number))
-                yield row._replace(step=-1)
+    def look(self, arrived: Iterable[Iterable[int]]) -> None:
+        """Find out which rows W&B has.
+
+        It has what a process has logged, and what it has sent of earlier attempts, before a row of its own that it has.
+
+        Args:
+            arrived: The numbers of rows that it has, in parts, from the run's last rows back to `since`. They are read
+                until there is a row of each process.
+        """
+        known = self._known = set[int]()
+        for part in arrived:
+            known.update(part)
+            for writer in self._writers:
+                writer.look(known)
+            if all(writer.arrived for writer in self._writers):
+                break
+        for writer in self._writers:
+            known.update(itertools.islice(writer.numbers, writer.arrived))
+
+    def lacking(self) -> Iterator[Row]:
+        """Yield the rows that W&B lacks, each once."""
+        known = set(self._known)
+        for writer in self._writers:
+            if known.issuperset(writer.numbers):
+                continue
+            for number, row in writer.numbered():
+                if number not in known:
+                    known.add(number)
+                    yield row._replace(step=-1)
 
 
-def _rows_of(attempt: AttemptOnDisk) -> Iterator[Row]:
+class _Writer:
+    """What one process has left: its own rows, and those of earlier attempts that it has sent again.
+
+    Attributes:
+        numbers: The numbers of all these rows, in the order in which it has logged them.
+        arrived: How many of them W&B has, from the first one on.
+    """
+
+    def __init__(self, column: str, rows_of: Callable[[], Iterator[Row]], own: Collection[int]) -> None:
+        """Read them.
+
+        Args:
+            column: The column of their numbers.
+            rows_of: Returns the rows.
+            own: What tells the numbers of its own rows: see `outbox.writer_of`.
+        """
+        self._column, self._rows_of, self.arrived = column, rows_of, 0
+        self.numbers = [number for number, _ in self.numbered()]
+        self._own = {number: place for place, number in enumerate(self.numbers) if outbox.writer_of(number) in own}
+
+    def numbered(self) -> Iterator[tuple[int, Row]]:
+        """Yield the rows with their numbers."""
+        for row in self._rows_of():
+            number = row.values.get(self._column)
+            if isinstance(number, (int, float)):
+                yield int(number), row
+
+    def look(self, known: Set[int]) -> None:
+        """Find out how many have arrived, from the numbers of rows that have."""
+        self.arrived = 1 + max((self._own[number] for number in known & self._own.keys()), default=-1)
+
+
+def _sources(attempt: AttemptOnDisk) -> Iterator[tuple[Callable[[], Iterator[Row]], Collection[int]]]:
+    """Yield what gives the rows of each process of an attempt, and which of these are its own."""
+    own = [journal.header.get(outbox.WRITER) for journal in attempt.journals]
     if outbox.is_offline(attempt.directory):
-        yield from rows(attempt.directory)
-    for journal in attempt.journals:
-        yield from outbox.rows_of(journal, 0)
+        yield partial(rows, attempt.directory), [one for one in own if one is not None]
+    for journal, writer in zip(attempt.journals, own, strict=True):
+        yield partial(outbox.rows_of, journal, 0), () if writer is None else (writer,)
+
+
+def _last_step(attempts: Iterable[AttemptOnDisk], role: str) -> int:
+    """Return the last step of a role's rows; -1 for none. Of each journal, one file is read."""
+    steps = [-1]
+    for journal in itertools.chain.from_iterable(attempt.journals for attempt in attempts):
+        last = journal.segments()[-1]
+        values = [
+            last.header.get(outbox.ROLE_STEP),
+            *(row.values.get(f"{role}/step") for row in outbox.rows_of(last, 0)),
+        ]
+        steps += [int(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+    return max(steps)
+
+
+def numbers_at(place: Place, column: str, since: int) -> Iterator[list[int]]:
+    """Yield the numbers of a writer's rows that W&B has, in parts: see `NumberedRows.look`.
+
+    Raises:
+        TrackerUnavailableError: W&B does not say.
+    """
+    found = vendor.stored_run(place, _ASK_S)
+    if found is None:
+        raise TrackerUnavailableError(f"W&B does not say which rows it has of run {place.run_id}")
+    yield from ([int(number) for number in part] for part in found.values_backwards(column, since))
+
+
+class LeftRows:
+    """What earlier attempts of a writer have left on this disk, on its way to W&B: beside the function.
+
+    Attributes:
+        unsent: The directories with rows that W&B may lack.
+    """
+
+    def __init__(self, made: WandbOutbox, column: str, node: str | None) -> None:
+        """`made` is the open run's outbox. `node` is the node that the rows are of; None if the job has one writer."""
+        self._made, self._column, self._node = made, column, node
+        self.unsent: list[str] = []
+        self._count = 0
+        self._stopped, self._done = threading.Event(), threading.Event()
+
+    def start(self, timeout_s: float) -> int:
+        """Begin to send it, and wait for that for a moment. Returns the role's last step in it; -1 for none."""
+        left = self._found()
+        if not left.directories:
+            self._done.set()
+            return -1
+        last_step = _last_step([*left.online, *left.offline], role_of(self._column))
+        threading.Thread(target=self._run, name="flyteplugins_tracking.left", daemon=True).start()
+        self._done.wait(timeout_s)
+        return last_step
+
+    def finish(self, timeout_s: float, until: Callable[[], bool]) -> None:
+        """Wait until it is sent, until nothing has moved for a time, or something is so. Tells what is not sent."""
+        count, deadline = -1, 0.0
+        while not self._done.wait(_TICK_S) and not until():
+            if self._count != count:
+                count, deadline = self._count, time.monotonic() + timeout_s
+            if time.monotonic() > deadline:
+                break
+        self._stopped.set()
+        self._done.wait(_POLL_S)
+        if self.unsent:
+            text = "W&B: run %s: rows that earlier attempts had logged are not sent. To send them, run: %s"
+            logger.warning(text, self._made.place.run_id, how_to_send(self.unsent))
+
+    def _found(self) -> Left:
+        def is_to_send(attempt: AttemptOnDisk) -> bool:
+            if not attempt.journals or attempt.node != self._node or column_in(attempt) != self._column:
+                return False
+            return not outbox.is_offline(attempt.directory) or outbox.was_automatic(attempt)
+
+        return Left(self._made.place, self._made.directory.parent, is_to_send)
+
+    def _run(self) -> None:
+        made, parent = self._made, self._made.directory.parent
+        try:
+            # Two processes may have one role, by mistake: only one of them sends what the role has left.
+            with locked(parent / f"{made.place.run_id}.{self._node or role_of(self._column)}.lock", math.inf):
+                found = NumberedRows(self._found(), self._column)
+                self.unsent = [str(path) for path in found.left.directories]
+                if not self.unsent or self._send(found):
+                    self.unsent = []
+        except Exception:  # tracker errors must not change the training's outcome
+            text = "W&B: run %s: the rows that an earlier attempt has left in %s could not be sent"
+            logger.warning(text, made.place.run_id, parent, exc_info=True)
+        finally:
+            self._done.set()
+
+    def _send(self, found: NumberedRows) -> bool:
+        """Returns whether W&B, or this run's journal, has it all."""
+        made, waits = self._made, pauses()
+        made.keep_since(found.since)
+        pause_s = found.late_s()
+        while not self._stopped.wait(pause_s):
+            try:
+                found.look(numbers_at(made.place, self._column, found.since))
+                break
+            except Exception:
+                pause_s = next(waits)
+                logger.debug("W&B does not say which rows of run %s it has", made.place.run_id, exc_info=True)
+        count = len(made.log_rows(found.left, itertools.takewhile(self._goes_on, found.lacking())))
+        if not self._goes_on(None):
+            return False
+        made.replace(found.left)
+        if count:
+            text = "W&B: run %s: sent %d rows that earlier attempts had logged, and W&B lacked, from %s"
+            logger.warning(text, made.place.run_id, count, made.directory.parent)
+        return True
+
+    def _goes_on(self, _: Row | None) -> bool:
+        self._count += 1
+        return not self._stopped.is_set() and self._made.is_current
+
+
+def left_rows(run: Any) -> LeftRows | None:
+    """Return what is sent beside an open run; None if its rows have no numbers, or it is offline."""
+    found: LeftRows | None = vars(run).get(LEFT)
+    return found
 
 
 def send_left(request: RunRequest, run: Any, known: Stored | None) -> None:
@@ -281,54 +511,29 @@ def send_left(request: RunRequest, run: Any, known: Stored | None) -> None:
         run: The open run, before its methods are guarded. It gets the step of the role's first row.
         known: What W&B had of it before it was opened.
     """
-    column = outbox.of(run).column
-    last = None if known is None else known.summary.get(f"{request.plan.role}/step")
-    steps = [int(last)] if isinstance(last, (int, float)) else [-1]
+    column, last_step = outbox.of(run).column, -1
+    left_s = max(_POLL_S, request.deadline - time.monotonic())
     node = request.plan.label if request.config.run_mode == "shared" else None
     # Tasks that continue a run may be several on one disk: what they have left is sent by the task that calls them.
     if column is not None and not run.offline and (request.plan.primary or node is not None):
-        steps.append(_send_left(outbox.of(run), column, node, request.deadline))
-    vars(run)[NEXT_STEP] = 1 + max(steps)
+        vars(run)[LEFT] = LeftRows(outbox.of(run), column, node)
+        last_step = vars(run)[LEFT].start(min(_FIRST_S, left_s))
+    if request.plan.role is not None:
+        vars(run)[NEXT_STEP] = max(1 + last_step, _next_step(request.plan.role, known, left_s))
 
 
-def _send_left(made: WandbOutbox, column: str, node: str | None, deadline: float) -> int:
-    def is_to_send(attempt: AttemptOnDisk) -> bool:
-        if not attempt.journals or attempt.node != node or column_in(attempt) != column:
-            return False
-        return not outbox.is_offline(attempt.directory) or outbox.was_automatic(attempt)
-
-    def left_s() -> float:
-        return max(_POLL_S, deadline - time.monotonic())
-
-    parent, last_step = made.directory.parent, -1
-    try:
-        # Two processes may have one role, by mistake: only one of them sends what the role has left.
-        with locked(parent / f"{made.place.run_id}.{node or role_of(column)}.lock", left_s()):
-            found = NumberedRows(Left(made.place, parent, is_to_send), column)
-            if not found.attempts:
-                return -1
-            made.keep_since(found.since)
-            found.await_late(deadline)
-            arrived = threads.call_within(left_s(), numbers_at, made.place, column, found.since)
-            count = len(made.send_rows(found.left, found.lacking(arrived)))
-        last_step = found.last_step
-    except Exception:  # tracker errors must not change the training's outcome
-        text = "W&B: run %s: the rows that an earlier attempt has left in %s could not be sent"
-        logger.warning(text, made.place.run_id, parent, exc_info=True)
-        return last_step
-    if count:
-        text = "W&B: run %s: sent %d rows that earlier attempts had logged, and W&B lacked, from %s"
-        logger.warning(text, made.place.run_id, count, parent)
-    return last_step
+def _next_step(role: str, known: Stored | None, timeout_s: float) -> int:
+    """Return the step of a role's next row by what W&B has of its rows: the summary may be another writer's alone."""
+    if known is None:
+        return 0
+    last, following = (known.summary.get(name) for name in (f"{role}/step", _next_step_column(role)))
+    steps = [value + more for value, more in ((last, 1), (following, 0)) if isinstance(value, (int, float))]
+    with suppress(Exception):  # W&B does not say
+        columns = () if steps else ((f"{role}/step", 1), (_next_step_column(role), 0))
+        for column, more in columns:
+            steps += [more + value for value in threads.call_within(timeout_s, known.values, column)]
+    return int(max(steps, default=0))
 
 
-def numbers_at(place: Place, column: str, since: int) -> set[int]:
-    """Return the numbers of a role's rows that W&B has, from a step of the run on.
-
-    Raises:
-        TrackerUnavailableError: W&B does not say.
-    """
-    found = vendor.stored_run(place, _ASK_S)
-    if found is None:
-        raise TrackerUnavailableError(f"W&B does not say which rows it has of run {place.run_id}")
-    return {int(number) for number in found.all_values(column, since)}
+def _next_step_column(role: str) -> str:
+    return f"roles/{role}/next_step"

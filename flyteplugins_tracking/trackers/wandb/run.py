@@ -35,7 +35,10 @@ _CHANGING = ("name", "notes", "step", "tags")
 # The methods of a run's config and summary that change it, or that ask wandb-core.
 _CHANGES = {
     "config": ("__setitem__", "__setattr__", "update", "setdefaults", "update_locked", "merge_locked"),
-    "summary": ("__setitem__", "__setattr__", "__delitem__", "__getitem__", "update", "get", "keys"),
+    "summary": (
+        *("__setitem__", "__setattr__", "__delitem__", "__delattr__", "__getitem__", "__getattr__"),
+        *("update", "get", "keys"),
+    ),
 }
 # Those of the config that raise if a value is changed.
 _REFUSING = ("__setitem__", "__setattr__", "update")

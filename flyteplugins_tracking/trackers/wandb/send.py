@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import json
+import logging
 import shlex
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from flyteplugins_tracking.trackers.vendor_parts import numbers
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.outbox import AttemptOnDisk, Left, Place, WandbOutbox, attempt_at
+
+logger = logging.getLogger(__name__)
 
 # How long W&B may take to count the rows that it has got: it counts 2 to 4 s late.
 _CONFIRMED_S, _POLL_S = 30.0, 0.5
@@ -261,10 +264,15 @@ def _send_numbered(place: Place, directory: Path, column: str, described: Any) -
             f"{directory} was not sent: W&B has no run {place.run_id}, which {part} has joined. Send the directory of "
             f"the {other} first"
         )
-    rows.await_late()
+    late_s = rows.late_s()
+    if late_s:
+        text = "W&B: run %s: waiting %.0f s, as rows that were sent just now may not be found before"
+        logger.warning(text, place.run_id, late_s)
+        time.sleep(late_s)
 
     def lacking() -> Iterator[Row]:
-        return rows.lacking(() if found is None else roles.numbers_at(place, column, rows.since))
+        rows.look(() if found is None else roles.numbers_at(place, column, rows.since))
+        return rows.lacking()
 
     exit_code, count = None if joins else left.exit_code, 0
     is_open = found is None or (exit_code is not None and found.state == "running")

@@ -93,7 +93,6 @@ class SharedHandle(WandbHandle):
         self._rows = RowBuffer(step_metric, self.prefix, self._define_step, next_step)
         self._owners_keys = OwnersKeys("W&B", () if self.prefix else request.config.roles or ())
         self._column = outbox.of(run).column
-        self._numbers = roles.row_numbers()
         self._run_log, self._run_define = type(run).log, type(run).define_metric
         super().__init__(run, before, request, reopen)
         if role is not None:
@@ -119,9 +118,16 @@ class SharedHandle(WandbHandle):
         super().use(self._run_define, *args, **kwargs)
 
     def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._request.plan.role is not None and args:
-            args = (self._prefixed(args[0]), *args[1:])
-        return super().change_summary(method, *args, **kwargs)
+        if self._request.plan.role is None:
+            return super().change_summary(method, *args, **kwargs)
+        if method.__name__ == "keys":
+            return list(dict.fromkeys(key.removeprefix(self.prefix) for key in super().change_summary(method)))
+        name, *values = args or (kwargs.pop("key", None),)
+        if method.__name__ in ("__getitem__", "get"):  # what this role has set, and else what is in the run's summary
+            own, kind = self._prefixed(name), type(self.run.summary)
+            is_own = own in super().change_summary(getattr(kind, "__wrapped__", kind).keys)
+            return super().change_summary(method, own if is_own else name, *values, **kwargs)
+        return super().change_summary(method, self._prefixed(name), *values, **kwargs)
 
     def _prefixed(self, name: Any) -> Any:
         """Return a name of the function's with the prefix of its keys, or a mapping of such names."""
@@ -154,9 +160,14 @@ class SharedHandle(WandbHandle):
         self._rows.commit(self._log_row)
 
     def _log_row(self, row: dict[str, Any]) -> Any:
-        super().log(self._log_now, row if self._column is None else {**row, self._column: next(self._numbers)})
+        super().log(self._log_now, row if self._column is None else {**row, self._column: self._next_number()})
+
+    def _next_number(self) -> int:
+        return next(self._outbox.numbers)
 
     def _log_now(self, run: Any, row: Any, *_: Any) -> None:
+        if self._request.plan.role is not None:
+            self._outbox.keep_role_step(row.get(f"{self._request.plan.role}/step"))
         self._run_log(run, row)
 
     def _define_step(self) -> None:
@@ -174,7 +185,8 @@ class SharedHandle(WandbHandle):
         if request.plan.role is not None and not is_wandbs:
             section = dict(self.run.config).get(request.plan.role, {})
             section = {**changes, **section} if method.__name__ == "setdefaults" else {**section, **changes}
-            return self.change(update_config, {request.plan.role: section})
+            self.change(update_config, {request.plan.role: section})
+            return self._show_own_config()
         if request.plan.primary or is_wandbs:
             return super().change_config(method, *args, **kwargs)
         if request.info is not None:
@@ -188,6 +200,13 @@ class SharedHandle(WandbHandle):
         )
         self._warn_once("config", f"{text}. Change it in the calling task.", self.id)
         return vendor.set_config(self.run, changes)
+
+    def _show_own_config(self) -> None:
+        """Show the function the config of its role at the top of `run.config`, over the owner's. It is not sent so."""
+        role = self._request.plan.role
+        if role is not None:
+            section = dict(self.run.config).get(role, {})
+            vendor.set_config(self.run, {key: value for key, value in section.items() if key != role})
 
 
 class LeaderHandle(SharedHandle):
@@ -214,17 +233,18 @@ class LeaderHandle(SharedHandle):
         self._writer: roles.Writer | None = None  # if the run has roles, on the rank that speaks for its job
         super().__init__(run, before, request, reopen)
         self._take_callers_config()
+        self._show_own_config()
         if request.config.has_roles and request.plan.primary and self.files is not None:
-            self._writer = roles.Writer(self.run, request, self._log_own, self.define)
+            self._writer = roles.Writer(self.run, request, self._log_own, self.define, lambda: self._rows.next_step)
         if server is not None:
             server.on_request = self._answer_request
             self._publish()
 
-    def _log_own(self, row: Mapping[str, Any]) -> None:
-        """Log a row of this library's, also while the run ends."""
-        waiting = self._next_row.take() if self._request.plan.role else {}
-        numbered = {**waiting, **row, str(self._column): next(self._numbers)}
-        outbox.log_kept(self._run_log, self.run, numbered, None, True)
+    def _log_own(self, row: Mapping[str, Any]) -> int:
+        """Log a row of this library's, also while the run ends. Returns its number."""
+        waiting, number = self._next_row.take() if self._request.plan.role else {}, self._next_number()
+        outbox.log_kept(self._run_log, self.run, {**waiting, **row, str(self._column): number}, None, True)
+        return number
 
     def _take_callers_config(self) -> None:
         if self._request.info is None and not self._request.plan.primary:
@@ -250,6 +270,10 @@ class LeaderHandle(SharedHandle):
             )
             if self._offline and has_writers_elsewhere and self._request.plan.primary and self._request.info:
                 _log_merge_command(self.run)
+
+    def unsent(self) -> Sequence[str]:
+        left = roles.left_rows(self.run)
+        return [*super().unsent(), *(() if left is None else left.unsent)]
 
     def _await_followers(self, server: NodeServer, exit_code: int) -> None:
         """Wait for the followers, but not if this rank's function has raised: theirs may wait for this rank."""
@@ -280,6 +304,9 @@ class LeaderHandle(SharedHandle):
         if self._server is not None:
             self._server.suspend()
             self._lacks_rows = bool(self._server.unread)  # what is read later comes after the run's end
+        if (left := roles.left_rows(self.run)) is not None:
+            watch, is_stopped = self._request.watch, exit_code in (TERMINATED, INTERRUPTED)
+            left.finish(self._request.config.finish_timeout_s, until=lambda: is_stopped or watch.terminated)
         if self._writer is not None:
             self._writer.end(exit_code)
         super()._end(exit_code)
@@ -289,6 +316,9 @@ class LeaderHandle(SharedHandle):
     def _adopt(self, reopened: Any) -> None:
         super()._adopt(reopened)
         self._take_callers_config()
+        self._show_own_config()
+        if self._writer is not None:
+            self._writer.opened()
         if self._server is not None:
             self._server.forget_unread()  # the outbox has sent what their journals had
         self._publish()
@@ -337,7 +367,8 @@ class FollowerHandle(SharedHandle):
         # Whether a row was written since wandb-core was last asked, and whether the leader knows of unread ones.
         self._has_written = self._has_told = False
         self._patience_s = _ROW_WAIT_S
-        self._of_owner, self._journal = client.value, outbox.guest_journal(client.value, client.rank)
+        self._of_owner = client.value
+        self._journal, self._numbers = outbox.guest_journal(client.value, client.rank)
         super().__init__(run, before, request)
         self._column = client.value["column"]
         self._keep_rows()
@@ -449,7 +480,11 @@ class FollowerHandle(SharedHandle):
 
     def _begin_journal(self, of_owner: Mapping[str, Any]) -> None:
         self._journal.close()
-        self._of_owner, self._journal = of_owner, outbox.guest_journal(of_owner, self._client.rank)
+        self._of_owner = of_owner
+        self._journal, self._numbers = outbox.guest_journal(of_owner, self._client.rank)
+
+    def _next_number(self) -> int:
+        return next(self._numbers)
 
     def _keep_rows(self) -> None:
         """Keep this rank's rows beside the leader's, in the directory of the run."""

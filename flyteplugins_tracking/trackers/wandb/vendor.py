@@ -28,7 +28,7 @@ from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.files import is_own_file
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import variables
-from flyteplugins_tracking._util.text import without_credentials
+from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 
@@ -49,8 +49,8 @@ _MAY_BE_CUT = "an upload that takes longer than kill_after_s less 5 s is cut at 
 _ANSWER_S, _CUT_S = 1.0, 0.5
 _optional, _required = PARTS.optional, PARTS.required
 KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
-# How many rows are asked for where the last one is wanted.
-_SAMPLES = 500
+# How many rows are asked for where the last one is wanted; and where all are: first, and at most at once.
+_SAMPLES, _PAGE, _LONGEST_PAGE = 500, 1_000, 10_000
 # The methods that end the run. Version 0.19 has `join`.
 ENDINGS = ("finish", "join", "__exit__")
 # The functions of the module `wandb` that are methods of `wandb.run`.
@@ -679,9 +679,14 @@ class Stored(NamedTuple):
     summary: Mapping[str, Any] = {}
     run: Any = None
 
-    def values(self, column: str) -> list[Any]:
-        """Return values of a column in the order of their steps: at most 500, with the last one."""
-        rows = self.run.history(keys=[column], samples=_SAMPLES, pandas=False)
+    def values(self, column: str, *beside: str) -> list[Any]:
+        """Return values of a column in the order of their steps: at most 500, with the last one.
+
+        Args:
+            column: The column.
+            beside: Other columns that a row must have too.
+        """
+        rows = self.run.history(keys=[column, *beside], samples=_SAMPLES, pandas=False)
         return [row[column] for row in sorted(rows, key=lambda row: int(row["_step"]))]
 
     def lacks(self, names: list[str]) -> list[str]:
@@ -689,28 +694,76 @@ class Stored(NamedTuple):
         found = {file.name for file in self.run.files(names)} if names else set()
         return [name for name in names if name not in found]
 
-    def all_values(self, column: str, since: int) -> Iterator[Any]:
-        """Yield all values of a column, from a step on."""
-        return (row[column] for row in self.run.scan_history(keys=[column], min_step=since))
+    def values_backwards(self, column: str, since: int) -> Iterator[list[Any]]:
+        """Yield the values of a column in the last rows of the run, then in those before them, back to a step.
+
+        The first rows are as many as the service gives at once. Each time after that there are eight times as many.
+        """
+        end, size = self.last_step + 1, _PAGE
+        while end > since:
+            begin = max(since, end - size)
+            found = self.run.scan_history(
+                keys=[column], min_step=begin, max_step=end, page_size=min(size, _LONGEST_PAGE)
+            )
+            yield [row[column] for row in found]
+            end, size = begin, 8 * size
+
+
+class Reader:
+    """Reads what the service has of the run at an `outbox.Place`. Only the first time asks whose key it is, too."""
+
+    def __init__(self, place: Any) -> None:
+        self._place = place
+        self._api: Any = None
+
+    def stored(self, timeout_s: float = 10.0) -> Stored | None:
+        """Return what the service has of the run; None if it does not have it, or does not say.
+
+        Raises:
+            PermissionError: It does not take the key.
+        """
+        wandb: Any = importlib.import_module("wandb")
+        place = self._place
+
+        def ask() -> Stored:
+            if self._api is None:
+                named = {"entity": place.entity} if place.entity else {}
+                settings = {"base_url": _as_set_up(place.server), **named}
+                self._api = wandb.Api(settings, timeout=timeout_s, api_key=keys.get(place.server))
+            self._api.flush()
+            run = self._api.run(place.path)
+            known = getattr(run, "historyKeys", None)  # which `lastHistoryStep` asks for once more
+            last_step = run.lastHistoryStep if known is None else known.get("lastStep", -1)
+            return Stored(run.state, int(run.historyLineCount or 0), int(last_step), dict(run.config), run.summary, run)
+
+        try:
+            return threads.call_within(timeout_s, ask)  # the client has no limit for its repetitions
+        except (wandb.errors.Error, ValueError, OSError, *CHANGED) as error:
+            if _is_refusal(error):
+                raise PermissionError(
+                    f"the server refuses the API key ({first_line(error)}). Set WANDB_API_KEY to one that may use the "
+                    "project, or run `wandb login`"
+                ) from error
+            return None
+        finally:
+            ask_again_at_exit()
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether the service has refused the key. Without it, it is asked again."""
+    while error is not None:
+        answer = getattr(error, "response", None)  # of `requests` before 0.28
+        if {getattr(answer, "http_status", None), getattr(answer, "status_code", None)} & {401, 403}:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def stored_run(place: Any, timeout_s: float = 10.0) -> Stored | None:
-    """Return what the service has of the run at an `outbox.Place`; None if it does not have it, or does not say."""
-    wandb: Any = importlib.import_module("wandb")
-
-    def ask() -> Stored:
-        server = place.server
-        api = wandb.Api({"base_url": _as_set_up(server)}, timeout=timeout_s, api_key=keys.get(server))
-        run = api.run(place.path)
-        counts = int(run.historyLineCount or 0), int(run.lastHistoryStep)
-        return Stored(run.state, *counts, dict(run.config), run.summary, run)
-
-    try:
-        return threads.call_within(timeout_s, ask)  # the client has no limit for its repetitions
-    except (wandb.errors.Error, ValueError, OSError, *CHANGED):
-        return None
-    finally:
-        ask_again_at_exit()
+    """Return what `Reader.stored` returns; None, too, if the service does not take the key."""
+    with contextlib.suppress(PermissionError):
+        return Reader(place).stored(timeout_s)
+    return None
 
 
 def open_to_send(
