@@ -1,19 +1,23 @@
 """Weights & Biases. `wandb` is imported when a run is opened, and only then.
 
 Here are the tracker, and its rules for ids and addresses. In the room: opening a run (`open`), an open run (`run`), a
-run that several ranks share (`shared`), or nodes and jobs too (`roles`), rows that W&B may not have (`outbox`, `send`,
-`datastore`), the doctor's half (`diagnose`) and the private parts of `wandb` (`vendor`).
+`wandb.init` while it is open (`inner`), a run that several ranks share (`shared`), or nodes and jobs too (`roles`),
+rows that W&B may not have (`outbox`, `send`, `datastore`), the doctor's half (`diagnose`) and the private parts of
+`wandb` (`vendor`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_choice, check_no_password
+from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.modules import loaded, when_loaded
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, template_values
@@ -57,6 +61,16 @@ _CHOICES = {
     "resume": {"allow", "never", "must", "auto"},
     "reinit": {"default", "return_previous", "finish_previous", "create_new"},
 }
+
+
+class _Inactive(PerProcess):
+    """The ranks without a run whose functions run in this process."""
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+
+
+inactive = register(_Inactive())
 
 
 class WandbTracker(Tracker):
@@ -124,6 +138,21 @@ class WandbTracker(Tracker):
 
         return passed_on(run)
 
+    def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object]:  # noqa: ARG002
+        rank = 0 if info is None else info.rank
+        inactive.ranks.append(rank)
+        forget = when_loaded("wandb", _join_calls)
+
+        def undo() -> None:
+            forget()
+            inactive.ranks.remove(rank)
+            if not inactive.ranks and loaded("wandb") is not None:
+                from flyteplugins_tracking.trackers.wandb.inner import remove_without_effect
+
+                remove_without_effect()
+
+        return undo
+
     def diagnose(self) -> Diagnosis:
         from flyteplugins_tracking.trackers.wandb.diagnose import diagnose
 
@@ -133,6 +162,12 @@ class WandbTracker(Tracker):
         from flyteplugins_tracking.trackers.wandb.open import open_run
 
         return open_run(request)
+
+
+def _join_calls() -> None:
+    from flyteplugins_tracking.trackers.wandb.inner import join_calls
+
+    join_calls()
 
 
 def forced_run_id() -> str | None:

@@ -32,6 +32,7 @@ from flyteplugins_tracking.trackers.wandb import (
     check_characters,
     drop_empty_variables,
     forced_run_id,
+    inner,
     outbox,
     roles,
     vendor,
@@ -99,6 +100,7 @@ def open_run(request: RunRequest) -> Handle:
         ConfigError: W&B does not accept an argument or a variable.
     """
     drop_empty_variables()
+    inner.join_calls()
     check_characters("run id", request.plan.run_id, "an id")
     vendor.drop_unusable_service()
     with _ended_if_interrupted(request):
@@ -170,7 +172,7 @@ def _init(
             arguments.pop("resume", None)
             arguments["resume_from"] = f"{request.plan.run_id}?_step={rewind_to - 1}"
         if not _is_online(arguments):
-            run = wandb.init(**arguments)
+            run = vendor.init(**arguments)
             outbox.open_outbox(request, run, is_automatic)
             return run
         return _init_online(request, arguments)
@@ -190,8 +192,6 @@ def _init(
 
 
 def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
-    import wandb
-
     effective = vendor.effective_settings(arguments["settings"])
     if arguments.get("dir") is not None:
         effective.root_dir = arguments["dir"]
@@ -215,7 +215,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         before, known = set(directory.glob("run-*")), found or _earlier(request, place)
         try:
             with vendor.opening_within(viewer_s + settings.init_timeout + _INIT_GRACE_S):
-                run = wandb.init(**arguments)
+                run = vendor.init(**arguments)
         except BaseException:
             if request.config.if_unavailable == "degrade":
                 _remove_own(set(directory.glob(f"run-*-{arguments.get('id', '')}*")) - before)

@@ -512,6 +512,10 @@ class WandbOutbox:
         """Keep the step of a role's last row, also if its rows are mixed with those of earlier attempts."""
         self._journal.header[ROLE_STEP] = step
 
+    def add_writer(self) -> None:
+        """Note that wandb-core logs rows of TensorBoard too: the steps of this process's rows are not known then."""
+        self.next_step = self._journal.header["step"] = None
+
     def for_guests(self) -> dict[str, Any]:
         """Return the values with which a rank that logs into this run keeps a journal beside this one."""
         return {"place": self.place, "directory": str(self.directory), "column": self.column}
@@ -671,7 +675,7 @@ def open_outbox(request: RunRequest, run: Any, is_automatic: bool = False, found
     keeps = run.offline or has_writers_elsewhere or "resume_from" not in options
     if OUTBOX in vars(run) or not keeps or run.disabled:  # the first: another function has it open
         return
-    has_one_writer = not (is_shared or options.get("sync_tensorboard") or options.get("tensorboard"))
+    has_one_writer = not (is_shared or vendor.syncs_tensorboard())
     more: dict[str, Any] = {}
     if has_writers_elsewhere and (not run.offline or request.config.has_roles):
         since = 0 if found is None else found.last_step + 1

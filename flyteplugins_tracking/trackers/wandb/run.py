@@ -108,6 +108,21 @@ class WandbHandle(Handle):
             self._take_over()
 
     @property
+    def request(self) -> RunRequest:
+        """The decorator's request for this run."""
+        return self._request
+
+    @property
+    def is_parents(self) -> bool:
+        """Whether the process that has opened the run is a parent of this one."""
+        return os.getpid() != self._pid
+
+    @property
+    def warn_once(self) -> WarnOnce:
+        """Warns once about each subject."""
+        return self._warn_once
+
+    @property
     def files(self) -> str | None:
         return None if getattr(self.run, "disabled", False) else str(self.run.dir)
 

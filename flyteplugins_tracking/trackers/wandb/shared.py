@@ -43,7 +43,6 @@ primary waits for the other leaders through `trackers.barrier`.
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -644,7 +643,7 @@ def _open_as_follower(request: RunRequest) -> Handle:
 
 def _open_disabled(request: RunRequest) -> Handle:
     before = vendor.global_run()
-    return LeaderHandle(importlib.import_module("wandb").init(mode="disabled"), before, request)
+    return LeaderHandle(vendor.init(mode="disabled"), before, request)
 
 
 def _connect(request: RunRequest) -> NodeClient:

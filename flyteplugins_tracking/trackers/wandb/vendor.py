@@ -53,6 +53,8 @@ KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
 _SAMPLES, _PAGE, _LONGEST_PAGE = 500, 1_000, 10_000
 # The methods that end the run. Version 0.19 has `join`.
 ENDINGS = ("finish", "join", "__exit__")
+# The attribute of `wandb.init` with W&B's own function, once `inner` has put another one in its place.
+ORIGINAL = "_flyteplugins_tracking_original"
 # The functions of the module `wandb` that are methods of `wandb.run`.
 _GLOBALS = (
     *("config", "summary", "log", "save", "use_artifact", "log_artifact", "define_metric", "alert", "watch", "unwatch"),
@@ -378,6 +380,37 @@ def was_torn_down(run: Any, timeout_s: float) -> bool:
 
 
 # Runs
+
+
+def init(**arguments: Any) -> Any:
+    """Call W&B's own `wandb.init`, in spite of `inner.join_calls`."""
+    function = importlib.import_module("wandb").init
+    return getattr(function, ORIGINAL, function)(**arguments)
+
+
+def parse_config(config: Any, exclude: Any = None, include: Any = None) -> Mapping[str, Any]:
+    """Return the `config=` of `wandb.init` as a mapping. It may be the path of a file."""
+    helper: Any = importlib.import_module("wandb").helper
+    values: Mapping[str, Any] = helper.parse_config(config, exclude=exclude, include=include)
+    return values
+
+
+def syncs_tensorboard() -> bool:
+    """Whether W&B logs what is written for TensorBoard."""
+    return bool(importlib.import_module("wandb").patched["tensorboard"])
+
+
+def sync_tensorboard() -> None:
+    """Log what is written for TensorBoard to `wandb.run`, as `wandb.init(sync_tensorboard=True)` does."""
+    wandb: Any = importlib.import_module("wandb")
+    if not syncs_tensorboard():
+        wandb.tensorboard.patch()
+
+
+def monitor_gym() -> None:
+    """Log videos of Gym's environments to `wandb.run`, as `wandb.init(monitor_gym=True)` does."""
+    if not importlib.import_module("wandb").patched["gym"]:
+        importlib.import_module("wandb.integration.gym").monitor()
 
 
 def interface_of(run: Any) -> Any:
@@ -777,12 +810,11 @@ def open_to_send(
         directory: Where wandb keeps its files meanwhile.
         shared: The settings of W&B's shared mode, if the run has several writers.
     """
-    wandb: Any = importlib.import_module("wandb")
     names = ("x_disable_meta", "x_disable_stats", "x_disable_machine_info", "disable_git", "disable_code", "silent")
     server, quiet = _as_set_up(place.server), dict.fromkeys(names, True)
     settings = new_settings(base_url=server, console="off", api_key=keys.get(place.server), **quiet, **(shared or {}))
     with without_error_reports():
-        run = wandb.init(
+        run = init(
             id=place.run_id,
             project=place.project or None,
             entity=place.entity or None,

@@ -1,0 +1,166 @@
+"""`wandb.init` in a decorated function, as scripts and frameworks call it: it joins the function's run.
+
+The run gains what the call says and `tracking_init` does not: config, name, notes, tags. What places a run stays as it
+is: its project, its id, its group. W&B's own `init` is not called: it would make a directory for another run, and
+refuse `resume="must"` beside a run that is open.
+
+On a rank without a run, the call returns a run that does nothing. A call that asks for another run (`reinit=` is
+"create_new" or "finish_previous") and one in a forked child are W&B's own, on each rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from flyteplugins_tracking._util.modules import replace_function
+from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.trackers.wandb import inactive, outbox, vendor
+from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
+
+logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
+
+_DESCRIBING = ("config", "config_exclude_keys", "config_include_keys", "name", "notes", "tags")
+# These say how a run is opened, and change nothing in one that is open; or they have their effect in `_patch`.
+_OPENING = ("allow_val_change", "anonymous", "force", "reinit", "resume")
+_PATCHING = ("monitor_gym", "sync_tensorboard", "tensorboard")
+_ANOTHER = (True, "create_new", "finish_previous")
+# The arguments whose names as attributes of a run, or as its settings, are others.
+_SETTINGS = {"dir": "root_dir"}
+
+
+def join_calls() -> None:
+    """Have `wandb.init` join the runs of decorated functions from now on. Called when `wandb` is loaded."""
+    import wandb
+
+    if not hasattr(wandb.init, vendor.ORIGINAL):
+        replace_function(wandb.init, _joining(wandb.init))
+
+
+def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        given = {name: value for name, value in signature.bind(*args, **kwargs).arguments.items() if value is not None}
+        run, is_another = _latest_run(), _asks_for_another(given)
+        handle: WandbHandle | None = None if run is None else vars(run).get(HANDLE)
+        if handle is None or handle.is_parents:
+            is_off = inactive.ranks and not is_another and (run is None or run.disabled)
+            return _without_effect(original, given) if is_off else original(*args, **kwargs)
+        if run.disabled and is_another:  # the decorator's mode="disabled" is for all that its function does
+            return original(**{**given, "mode": "disabled"})
+        if is_another or (_setting(given, "mode") == "disabled" and not run.disabled):
+            return original(*args, **kwargs)
+        if not run.disabled:
+            _patch(run, given)
+        _describe(handle, given)
+        return run
+
+    setattr(init, vendor.ORIGINAL, original)
+    return init
+
+
+def _latest_run() -> Any:
+    """Return the run that W&B would return: the latest one that is open. An attached or disabled one is `wandb.run`."""
+    runs = vendor.open_runs()
+    return runs[-1] if runs else vendor.global_run()
+
+
+def _setting(given: Mapping[str, Any], name: str) -> Any:
+    """Return an argument that may be a setting too."""
+    settings = given.get("settings")
+    of_settings = settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
+    return given.get(name, of_settings)
+
+
+def _asks_for_another(given: Mapping[str, Any]) -> bool:
+    reinit = _setting(given, "reinit")
+    if reinit in (None, "default"):
+        reinit = vendor.session().settings.reinit  # a variable may set it
+    return reinit in _ANOTHER
+
+
+def _without_effect(original: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    rank = inactive.ranks[-1]
+    if rank < 2:  # one or two of the job's ranks say so
+        text = (
+            "W&B: rank %d has no run, so wandb.init() returns one that does nothing, as on all ranks without a run. "
+            "For a run of each rank, pass run_mode='new' to tracking_init, or reinit='create_new' to wandb.init"
+        )
+        _warn_once("rank", text, rank)
+    return original(**{**given, "mode": "disabled"})
+
+
+def remove_without_effect() -> None:
+    """Unset `wandb.run` if it does nothing, at the end of the function on a rank without a run."""
+    run = vendor.global_run()
+    if run is not None and run.disabled and HANDLE not in vars(run):
+        vendor.set_global_run(None)
+
+
+def _patch(run: Any, given: Mapping[str, Any]) -> None:
+    """Switch on what W&B's `init` does for frameworks, beside the run."""
+    if _setting(given, "sync_tensorboard") or given.get("tensorboard"):
+        vendor.sync_tensorboard()
+        outbox.of(run).add_writer()
+    if given.get("monitor_gym"):
+        vendor.monitor_gym()
+
+
+def _describe(handle: WandbHandle, given: Mapping[str, Any]) -> None:
+    """Add to the run what it does not have, and warn once about what has no effect."""
+    run, request = handle.run, handle.request
+    if not request.plan.primary:  # that rank's call describes the run
+        return
+    kept = list(_misplaced(run, given))
+    if "config" in given:
+        kept += _add_config(run, request.config.config, given)
+    if request.plan.ends_run:
+        for name in ("name", "notes"):
+            if given.get(name) and getattr(request.config, name) is None:
+                setattr(run, name, given[name])
+            elif given.get(name, "") not in ("", getattr(request.config, name)):
+                kept.append(f"{name}={given[name]!r}")
+        tags = given.get("tags") or ()
+        new = [tag for tag in ((tags,) if isinstance(tags, str) else tags) if tag not in (run.tags or ())]
+        if new:
+            run.tags = (*(run.tags or ()), *dict.fromkeys(new))
+    if kept and not run.disabled and (request.plan.first or request.plan.role is not None):
+        text = (
+            "W&B: wandb.init() in a decorated function returns the function's run %s, and adds what tracking_init does "
+            "not set. Without effect: %s. Pass these to tracking_init"
+        )
+        handle.warn_once("wandb.init", text, run.id, ", ".join(kept))
+
+
+def _add_config(run: Any, own: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    """Add the call's config to the run's. Yields the keys that the decorator has set to other values."""
+    values = vendor.parse_config(given["config"], given.get("config_exclude_keys"), given.get("config_include_keys"))
+    known = own if isinstance(own, Mapping) else {}
+    new = {key: value for key, value in values.items() if key not in known}
+    if new:
+        run.config.update(new, allow_val_change=True)
+    return (f"config[{key!r}]" for key in values if key in known and _differ(known[key], values[key]))
+
+
+def _misplaced(run: Any, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the other arguments that do not say what the run is."""
+    for name, value in given.items():
+        if name in (*_DESCRIBING, *_OPENING, *_PATCHING):
+            continue
+        if name == "settings":  # they may hold a key
+            yield "settings=..."
+        elif _differ(getattr(run, name, getattr(run.settings, _SETTINGS.get(name, name), None)), value):
+            yield f"{name}={value!r}"
+
+
+def _differ(one: Any, other: Any) -> bool:
+    try:
+        return bool(one != other)
+    except Exception:  # an array's elements
+        return True
