@@ -150,6 +150,33 @@ def test_autologging_is_the_ranks_own_that_has_a_run_and_a_group_ends_as_its_wor
     assert system[1] == set()
 
 
+def test_a_start_run_of_the_function_joins_its_run_and_describes_it(server, tmp_path):
+    agent = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+    done = jobs.run([*agent, SCRIPT, "starts", "starts"], tmp_path, environment(server))
+    assert done.returncode == 0, done.output
+    runs, children = by_id(server, "starts"), [run for run in server.runs("starts") if run.name == "child"]
+    assert set(runs) == {"auto", "kept", "shared", "failed-rank-0", "failed-rank-1", None}
+    described = {
+        name: (run.name, run.tags["mlflow.note.content"], run.tags["t"], run.status, run.values("x0"), run.values("x1"))
+        for name, run in runs.items()
+        if name in ("auto", "kept", "shared")
+    }
+    assert described == {
+        "auto": ("inner", "by the script", "0", "FINISHED", [1.0, 2.0], []),
+        "kept": ("outer", "outer", "0", "FINISHED", [1.0, 2.0], []),
+        "shared": ("inner", "by the script", "0", "FINISHED", [1.0, 2.0], [1.0, 2.0]),
+    }
+    assert [runs[f"failed-rank-{rank}"].status for rank in range(2)] == ["FAILED", "FAILED"]
+    parents = sorted(child.tags["mlflow.parentRunId"] for child in children)
+    assert parents == sorted(runs[name].run_id for name in ("auto", "kept", "shared", "shared"))
+    joined = {"is_own": True, "is_child": True, "is_joined_again": True}
+    assert [seen(tmp_path, rank) for rank in range(2)] == [
+        {**joined, "outside": f"outside-{rank}"} for rank in range(2)
+    ]
+    assert done.output.count("Without effect: experiment_id='0'. Pass these") == 1
+    assert done.output.count("Without effect: run_name='inner', description='by the script'. Pass these") == 1
+
+
 def test_autologging_that_the_function_turns_on_logs_to_its_run(server, bare_environment):
     import mlflow
     from sklearn.linear_model import LinearRegression

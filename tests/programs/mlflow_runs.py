@@ -186,6 +186,44 @@ def ranks(project: str) -> None:
     new(fails=False)
 
 
+def starts(project: str) -> None:
+    """Scripts that start their run themselves, as MLflow's examples do."""
+    global start_run  # as a script imports it at its top
+    import mlflow
+    from mlflow import start_run
+
+    from flyteplugins_tracking import get_distributed_info, get_run, tracking_init
+
+    rank = get_distributed_info()["rank"]
+
+    def script(**arguments: object) -> None:
+        run = get_run()
+        if run is None:
+            return
+        with mlflow.start_run(run_name="inner", tags={"t": rank}, description="by the script", **arguments) as started:
+            SEEN["is_own"] = started is run and mlflow.active_run() is run
+            mlflow.log_metric(f"x{rank}", 1.0)
+            with mlflow.start_run(nested=True, run_name="child") as child:
+                mlflow.log_metric("of_child", 1.0)
+            SEEN["is_child"] = child is not run
+        mlflow.end_run()
+        SEEN["is_joined_again"] = start_run() is run
+        mlflow.log_metric(f"x{rank}", 2.0, step=1)
+
+    tracking_init(tracker="mlflow", project=project, id="auto")(script)(experiment_id="0", log_system_metrics=True)
+    tracking_init(tracker="mlflow", project=project, id="kept", name="outer", notes="outer", tags=["a"])(script)()
+    tracking_init(tracker="mlflow", project=project, id="shared", run_mode="shared")(script)()
+
+    def fails() -> None:
+        with mlflow.start_run():
+            raise ValueError("made to fail")
+
+    with suppress(ValueError):
+        tracking_init(tracker="mlflow", project=project, id="failed", run_mode="new")(fails)()
+    with mlflow.start_run(run_name=f"outside-{rank}", experiment_id="0"):
+        SEEN["outside"] = mlflow.active_run().info.run_name
+
+
 def cost(project: str) -> None:
     """Time the import, the opening, a log, and the end of a run with 10,000 points."""
     started = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import posixpath
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.proc import set_variables
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
@@ -44,6 +46,8 @@ _STATE_TAG = "flyteplugins_tracking.state"
 _LONGEST_NAME = 250
 # The longest wait for the monitor's last sample, in seconds.
 _STOP_S = 2.0
+# The tags of a run's name and description: https://mlflow.org/docs/latest/ml/tracking/#system_tags
+_NAME_TAG, _NOTE_TAG = "mlflow.runName", "mlflow.note.content"
 # The calls of the run object that a run takes, by what they set.
 _SETTERS = {"log_params": "params", "log_param": "params", "set_tags": "tags", "set_tag": "tags"}
 
@@ -87,7 +91,9 @@ class MlflowHandle(OutboxHandle):
             activate(self.run, uri, opened.run.info.experiment_id, self.undo)
             if request.plan.primary:
                 self.set_params(params_of(request))
-            self._monitor = start_monitor(request, run_id, is_resumed=self.is_resumed)
+            self._monitor = start_monitor(
+                request, run_id, request.config.options.get("log_system_metrics"), self.is_resumed
+            )
         except BaseException:
             self.undo.close()
             self._send_end(1, _STATUS_S)
@@ -162,6 +168,37 @@ class MlflowHandle(OutboxHandle):
             self._other_params.update(others)
             self.set_values("set_tags", {PARAMS_TAG + key: value[:LONGEST_TAG] for key, value in others.items()})
         return {**values, **first}
+
+    def describe(self, given: Mapping[str, Any]) -> None:
+        """Add what a `mlflow.start_run` of the function says, and the decorator does not."""
+        config, plan, info, kept = self.request.config, self.request.plan, self.opened.run.info, []
+        if not plan.primary:  # that rank's call describes the run
+            return
+        tags = dict(given.get("tags") or {})
+        for name, own, tag in (("run_name", config.name, _NAME_TAG), ("description", config.notes, _NOTE_TAG)):
+            if given.get(name) and own is None and plan.ends_run:
+                tags[tag] = given[name]
+            elif given.get(name) not in (None, "", own):
+                kept.append(name)
+        if tags:
+            self.run.set_tags(tags)
+        if (
+            self._monitor is None
+            and given.get("log_system_metrics")
+            and config.options.get("log_system_metrics") is None
+        ):
+            self._monitor = start_monitor(self.request, info.run_id, True, self.is_resumed)
+        kept += [
+            name
+            for name in ("run_id", "experiment_id")
+            if str(given.get(name, getattr(info, name))) != getattr(info, name)
+        ]
+        if kept:
+            text = (
+                "MLflow: mlflow.start_run() in a decorated function returns the function's run %s, and adds what "
+                "tracking_init does not set. Without effect: %s. Pass these to tracking_init"
+            )
+            self._warn_once("start_run", text, self.id, ", ".join(f"{name}={given[name]!r}" for name in kept))
 
     def end(self, exit_code: int) -> None:
         limit = self.end_limit()
@@ -357,6 +394,7 @@ def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
     """Make `run` the active run of this thread, with its server and experiment. `undo` gets what undoes that."""
     vendor.leave_end_to_us(_is_open)
     vendor.replace_params(_accepted_params)
+    join_calls()
     _use_server(uri, undo)
     undo.callback(vendor.use_experiment(experiment_id))
     undo.callback(set_variables({"MLFLOW_RUN_ID": None}))  # mlflow.start_run(nested=True) would resume that run
@@ -370,6 +408,26 @@ def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
         stack[:] = [other for other in stack if other is not run]
 
     undo.callback(deactivate)
+
+
+@functools.lru_cache(maxsize=1)
+def join_calls() -> None:
+    """Have `mlflow.start_run` return the run of the decorated function, if it is the active one: MLflow raises then."""
+    import mlflow
+
+    original = mlflow.start_run
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def start_run(*args: Any, **kwargs: Any) -> Any:
+        given = {name: value for name, value in signature.bind(*args, **kwargs).arguments.items() if value is not None}
+        run = next(reversed(vendor.active_runs()), None)
+        if not isinstance(run, Logging) or given.get("nested"):
+            return original(*args, **kwargs)
+        run._handle.describe(given)
+        return run
+
+    replace_function(original, start_run)
 
 
 def _is_open(run_id: str) -> bool:
@@ -421,11 +479,11 @@ def use_credentials(key: str | None) -> Callable[[], object]:
     return set_variables(dict(zip(names, values, strict=True)))
 
 
-def start_monitor(request: RunRequest, run_id: str, *, is_resumed: bool) -> Any:
-    """Start the monitor of this node, if the user wants it and this rank runs it. Returns None if not."""
+def start_monitor(request: RunRequest, run_id: str, is_on: bool | None, is_resumed: bool) -> Any:
+    """Start the monitor of this node, if `is_on` and this rank runs it. Returns None if not."""
     from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
 
-    info, is_on = request.info, request.config.options.get("log_system_metrics")
+    info = request.info
     if is_on is None:
         is_on = MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get()
     if not is_on or not request.measures_node:
