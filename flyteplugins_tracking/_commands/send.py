@@ -1,6 +1,7 @@
 """`flyteplugins-tracking send DIRECTORY...`: send what local directories have and their services have not.
 
-With `--tracker NAME`, the runs are sent to another tracker, whose own variables say where that is.
+A directory is that of a run, or one with runs below it. With `--tracker NAME`, the runs are sent to another tracker,
+whose own variables say where that is.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from flyteplugins_tracking._commands.directories import SENT, has_unsent, is_run, named, search
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.files import is_own_file, own_text, replace_whole, touch_own
@@ -26,7 +29,6 @@ from flyteplugins_tracking.trackers.journal import (
     Line,
     StoredJournal,
     exit_code_in,
-    files_in,
     remove_torn,
     require_all_sent,
     stored,
@@ -42,8 +44,6 @@ from flyteplugins_tracking.trackers.outbox import (
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
-# The file that says of an empty directory that its run was sent.
-_SENT = "sent"
 # The arguments that are not of one tracker.
 _OF_EVERY_TRACKER = ("project", "name", "group", "tags", "notes", "config")
 # What the header of a run's journal has, with its types.
@@ -65,16 +65,56 @@ def main(arguments: list[str]) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     try:
-        if given.tracker is None:
-            texts = _send(given.directories, given.server)
-        else:
-            texts = _send_to(given.directories, given.tracker)
-        for text in texts:
+        is_wanted = has_unsent if given.tracker is None else is_run
+        found = _Directories.of(given.directories, is_wanted)
+        texts = _send(found.runs, given.server) if given.tracker is None else _send_to(found.runs, given.tracker)
+        for text in chain(found.texts, texts):
             sys.stdout.write(f"{text}\n")
+        found.require_all_seen()
     except (TrackingError, ValueError, OSError) as error:
         sys.stderr.write(f"cannot send: {error}\n")
         return 1
     return 0
+
+
+class _Directories(NamedTuple):
+    """The directories of runs in and below those that were given, and what is to be said of the others."""
+
+    runs: list[Path]
+    texts: list[str]
+    beyond: list[Path]
+
+    @classmethod
+    def of(cls, paths: Sequence[Path], is_wanted: Callable[[Path], bool]) -> _Directories:
+        runs, texts, beyond = dict[Path, Path](), [], list[Path]()
+        for path in paths:
+            if is_run(path) or not path.is_dir():
+                runs.setdefault(path.resolve(), path)
+                continue
+            found = search(path, is_wanted)
+            for run in found.runs:
+                runs.setdefault(run.resolve(), run)
+            beyond += found.beyond
+            if not found.runs and found.others:
+                texts.append(f"{path} has nothing that is not sent yet: looked at the {found.others} runs below it")
+            elif not found.runs:
+                places = f"looked for runs there and below, in {found.looked_at} directories"
+                texts.append(f"{path} has no rows, and nothing to send: {places}")
+            if found.of_others:
+                texts.append(f"left out, as another user's or not to be read: {named(found.of_others)}")
+        return cls(list(runs.values()), texts, beyond)
+
+    def require_all_seen(self) -> None:
+        """Name what was not looked at.
+
+        Raises:
+            TrackerUnavailableError: There is something.
+        """
+        if self.beyond:
+            text = (
+                "these directories are too deep or too many, and were not looked at: name them, or those of their runs"
+            )
+            raise TrackerUnavailableError(f"{text}: {named(self.beyond)}")
 
 
 def _send(paths: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
@@ -97,15 +137,8 @@ def _is_of_role(path: Path) -> bool:
 
 
 def _send_directory(path: Path, servers: Sequence[str]) -> str:
-    if _is_empty(path):
-        return f"{path} has no rows: nothing was logged there"
     run_id = _send_kept(path, servers)
     return f"{path} has nothing that is not sent yet" if run_id is None else f"sent {path} as run {run_id}"
-
-
-def _is_empty(directory: Path) -> bool:
-    """Whether a directory has nothing of any run: its process was killed before it had logged anything."""
-    return directory.is_dir() and not is_own_file(directory / _SENT) and not files_in(directory)
 
 
 def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
@@ -125,15 +158,17 @@ def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
     journals = _journals_in(directory)
     if any(journal.is_open() for journal in journals):
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
-    is_begun = is_own_file(directory / _SENT)
+    is_begun = is_own_file(directory / SENT)
     # A killed process whose rows have all arrived has left a journal without lines, and a run without an end.
     left = [journal for journal in journals if not is_begun or any(True for _ in journal.lines())]
     if not left and not is_begun:
-        raise ValueError(f"{directory} has nothing of a run")
+        raise ValueError(
+            f"{directory} has nothing of a run" if directory.is_dir() else f"{directory} is not a directory"
+        )
     for journal in left:
         for address in addresses_in(journal.header["arguments"]):
             require_server(directory, address, [*os.environ.values(), *servers])
-    touch_own(directory / _SENT)
+    touch_own(directory / SENT)
     kept_again = {directory}
     attempts, rejected = list(_attempts(left)), 0
     for attempt in attempts:

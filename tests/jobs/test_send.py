@@ -97,6 +97,50 @@ def test_rows_that_only_a_journal_has_are_sent_to_another_server_too(tmp_path):
     assert f"sent {directory}: W&B has the 7 rows" in done.output
 
 
+def test_a_directory_of_runs_means_all_runs_below_it(tmp_path):
+    """That of W&B, the working directory, that of other trackers' runs; runs that were sent are not sent again."""
+    directories = offline_runs(tmp_path / "outputs" / "2026-01-01", 5, 7)
+    job, elsewhere = directories[0].parents[1], tmp_path / "elsewhere"
+    kept = [kept_run(job / "tracking-offline" / f"trackio-{name}", "trackio", id=name) for name in ("a", "b")]
+    (job / "wandb" / "latest-run").unlink(missing_ok=True)
+    (job / "wandb" / "latest-run").symlink_to(directories[0])
+    for name in ("loop", "wandb"):
+        (elsewhere / name).parent.mkdir(exist_ok=True)
+        (elsewhere / name).symlink_to(elsewhere if name == "loop" else job / "wandb")
+    with WandbServer() as server:
+        env = {**server.environment, "TRACKIO_DIR": str(tmp_path / "trackio")}
+        missing = send(tmp_path, env, "output")
+        by_link = send(elsewhere, env, elsewhere)
+        assert [len(server.run(f"run-{number}").rows) for number in range(2)] == [5, 7]
+        done, requests = send(job, env, "."), server.run("run-0").requests
+        again = send(tmp_path, env, "outputs", job)
+        assert server.run("run-0").requests == requests
+    assert (by_link.returncode, done.returncode, again.returncode) == (0, 0, 0), by_link.output + done.output
+    for directory, rows in zip(directories, (5, 7), strict=True):
+        assert f"sent {directory}: W&B has the {rows} rows" in by_link.output
+    assert [f"sent {path.relative_to(job)} as run {path.name[-1]}" in done.output for path in kept] == [True, True]
+    assert "outputs has nothing that is not sent yet: looked at the 4 runs below it" in again.output
+    assert (missing.returncode, missing.output) == (1, "cannot send: output is not a directory\n")
+
+
+@needs_root
+def test_what_is_left_out_below_a_directory_is_named(tmp_path, capsys, monkeypatch):
+    (tmp_path / "theirs").mkdir()
+    kept_run(tmp_path / "theirs" / "run", "trackio")
+    (tmp_path / "link").symlink_to(tmp_path / "deep")
+    for path in (tmp_path / "theirs", tmp_path / "theirs" / "run", tmp_path / "link"):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+    assert main([str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert f"{tmp_path} has no rows, and nothing to send: looked for runs there and below, in 1 directories" in output
+    assert f"left out, as another user's or not to be read: {tmp_path / 'theirs'}" in output
+    kept_run(tmp_path.joinpath("deep", *"123456789", "run"), "trackio")
+    assert main([str(tmp_path)]) == 1
+    assert f"too deep or too many, and were not looked at: name them, or those of their runs: {tmp_path}" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.full
 def test_a_directory_with_a_file_that_cannot_be_read_is_not_called_sent(tmp_path):
     """All else of it is sent, and what other directories have."""

@@ -49,6 +49,11 @@ def is_run_directory(directory: Path) -> bool:
     return any(directory.glob("*.wandb"))
 
 
+def is_unsent(directory: Path) -> bool:
+    """Whether W&B's client has logged this run offline, and its file was not sent."""
+    return is_run_directory(directory) and outbox.is_offline(directory) and not outbox.is_synced(directory)
+
+
 def in_order(directories: Iterable[Path]) -> list[Path]:
     """Return directories in the order of their start, in which they are sent.
 
