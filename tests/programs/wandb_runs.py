@@ -87,6 +87,59 @@ def explicit_steps() -> None:
     train()
 
 
+def log_late(run: Any) -> None:
+    """A validation whose steps are epochs, ten results of an evaluation that come late, and steps that go on."""
+    for step in range(10):
+        run.log({"loss": step}, step=step)
+        if step % 5 == 4:
+            run.log({"val": step}, step=step // 5)
+    for step in range(10):
+        run.log({"eval/a": step, "loss": -1 - step}, step=step)
+        run.log({"eval/b": step}, step=step)
+    for step in (10, 11, 50):
+        run.log({"loss": step}, step=step)
+        run.log({"x": step}, step=step)
+    run.log({"loss": -99}, step=50 - 1)
+
+
+def log_in_order(run: Any) -> None:
+    for step in (0, 0, 1, 5, 5):
+        run.log({"loss": step}, step=step)
+    run.log({"x": 1})
+    run.log({"x": 2}, commit=False)
+    run.log({"x": 3}, step=9)
+
+
+def late_rows() -> None:
+    """The same rows with W&B's client alone and with the decorator."""
+    for log in (log_late, log_in_order):
+        run = wandb.init(project="tests", id=f"bare-{log.__name__}")
+        log(run)
+        run.finish()
+        tracking_init(project="tests", id=log.__name__)(lambda log=log: log(get_run()))()
+
+    @tracking_init(project="tests", id="defined")
+    def defined() -> None:
+        get_run().define_metric("eval/*", step_metric="epoch")
+        log_late(get_run())
+
+    defined()
+
+
+def speaks(number: str) -> None:
+    """An attempt, by its launcher's count and then as one that continues a run of that id."""
+
+    @tracking_init(project="tests", id=None if number == "restarts" else "spoken")
+    def train() -> None:
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] if number == "restarts" else number
+        print("this is attempt", attempt)
+        get_run().log({"x": 1})
+        if number == "restarts" and attempt == "0":
+            raise ValueError("made to fail")
+
+    train()
+
+
 def nested_new() -> None:
     """A function with a new run is called in one with a run."""
 

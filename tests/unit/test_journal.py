@@ -288,6 +288,10 @@ def rolled(first_step, *steps, next_step=None, rewind=None):
     handle = SimpleNamespace(
         first_step=lambda: state.first,
         next_step=lambda: state.next,
+        known_step=lambda: state.next,
+        has_definitions=True,
+        warn_once=lambda *_: None,
+        id="late",
         rewind=lambda step: rewind(state, step),
         run=SimpleNamespace(define_metric=lambda *_, **__: defined.append(1)),
     )
@@ -417,7 +421,7 @@ def test_a_job_that_goes_back_logs_at_the_next_steps():
 
 def test_a_job_that_goes_on_logs_as_it_says():
     assert rolled(100, 100, 101, None, 101) == (
-        [(100, None, None), (101, None, None), (None, None, None), (101, None, None)],
+        [(100, None, None), (101, None, None), (None, None, None), (102, 101, None)],
         0,
     )
 
@@ -439,7 +443,7 @@ def test_a_run_that_cannot_be_rewound_keeps_its_rows(caplog):
         asked.append(step)
         return "a reason"
 
-    assert rolled(100, 60, 61, 50, rewind=rewind) == ([(100, 60, 2), (101, 61, 2), (90, 50, 2)], 1)
+    assert rolled(100, 60, 61, 50, rewind=rewind) == ([(100, 60, 2), (101, 61, 2), (102, 50, 2)], 1)
     assert asked == [60]
     (record,) = caplog.records
     assert "and cannot be rewound: a reason. All rows are kept" in record.getMessage()

@@ -27,6 +27,7 @@ from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
 from flyteplugins_tracking.trackers.wandb import HOST, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.ending import Upload
+from flyteplugins_tracking.trackers.wandb.late import LateRows
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class WandbHandle(Handle):
         self._obstacle: str | None = None  # why the run was not rewound
         self._abandoned: list[str] = []  # the directories of wandb-cores that have died
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
+        self._drawn: dict[str, Callable[[], Any]] = {}  # as these are, by their keys
         self._next_row = NextRow()
         self._state_key = _STATE if request.plan.role is None else f"{_STATE}-{request.plan.role}"
         # The keys of the config that this attempt has not set yet, and an earlier one has.
@@ -399,7 +401,7 @@ class WandbHandle(Handle):
         vars(self.run)[HANDLE] = self
         guard_values(self.run)
         self._be_global()
-        for define in self._definitions:
+        for define in (*self._definitions, *self._drawn.values()):
             define()
         if not self.run.offline:
             # The new wandb-core sends what the old one had not, but of several writers not what was logged offline.
@@ -408,6 +410,22 @@ class WandbHandle(Handle):
 
     def _how_to_send_all(self) -> str:
         return f"To send what it has, run: {how_to_send(self._abandoned or [str(outbox.run_directory(self.run))])}"
+
+    @property
+    def has_definitions(self) -> bool:
+        """Whether the function, or a rollback, has defined how the run's columns are drawn."""
+        return bool(self._definitions)
+
+    def draw_over(self, key: str, column: str) -> None:
+        """Have W&B draw a key over a column. Rows without a value of the column get none."""
+        kind: Any = type(self.run).__mro__[1]
+        if key not in self._drawn and "*" not in key:
+            self._drawn[key] = lambda: kind.define_metric(self.run, key, step_metric=column, step_sync=False)
+            self._drawn[key]()
+
+    def known_step(self) -> int | None:
+        """The step of the run's current row; None if other processes log into the run too."""
+        return self._outbox.next_step
 
     def first_step(self) -> int:
         """The first step of this attempt: the run has those below it from earlier ones."""
@@ -434,17 +452,20 @@ class Rollback:
         self._column = request.config.step_metric
         self._restart_count = restart_count_of(request)
         self._distance = 0  # the same for all rows: calls of one step stay one row
+        self._late = LateRows(handle, self._column)
         self.rewinds = request.config.rollback == "rewind" and request.config.run_mode != "shared"
 
     def place(self, data: Any, step: Any) -> tuple[Any, Any]:
         """Return the row and the step with which W&B keeps them; the step is None if the user gives none."""
         if step is not None and not self._distance and step < self._handle.first_step():
             self._go_back(step)
-        if not self._distance or not isinstance(data, Mapping):  # for another type, wandb raises and says why
+        if not isinstance(data, Mapping) or (step is None and not self._distance):  # for another type, wandb says why
             return data, step
+        if not self._distance:
+            return self._late.place(data, step, step)
         columns = {} if step is None else {self._column: step}
         row = {**columns, RESTART_COUNT: self._restart_count, **data}
-        return row, None if step is None else step + self._distance
+        return row, None if step is None else self._late.place(row, step, step + self._distance)[1]
 
     def _go_back(self, step: int) -> None:
         next_step = self._handle.next_step()

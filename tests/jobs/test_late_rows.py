@@ -1,0 +1,52 @@
+"""What W&B's client alone drops or replaces, and a decorated function keeps: late rows."""
+
+from __future__ import annotations
+
+import pytest
+from support import jobs
+from support.wandb_server import WandbServer
+from support.wandb_store import RecordedRun
+
+pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
+RUNS = jobs.PROGRAMS / "wandb_runs.py"
+OWN = ("_timestamp", "_runtime")
+
+
+def rows(run: RecordedRun) -> list[dict[str, object]]:
+    return [{key: value for key, value in row.items() if key not in OWN} for row in run.rows]
+
+
+def of(run: RecordedRun, key: str, step: str = "_step") -> list[tuple[object, object]]:
+    """The points of a chart of a key over a step."""
+    return [(row[step], row[key]) for row in run.rows if key in row]
+
+
+def drawn_over(run: RecordedRun) -> dict[str, str]:
+    """The columns over which keys are drawn: see `MetricRecord` of wandb's protocol, by the numbers of its fields."""
+    metrics = run.raw_config["_wandb"]["value"].get("m", [])
+    by_number = {number: metric.get("1") for number, metric in enumerate(metrics, 1)}
+    return {metric.get("1") or metric["2"]: by_number[metric["5"]] for metric in metrics if "5" in metric}
+
+
+def test_a_row_at_a_lower_step_is_kept_with_its_step_in_a_column(tmp_path):
+    with WandbServer() as server:
+        done = jobs.python(tmp_path, RUNS, "late_rows", env=server.environment)
+        assert done.returncode == 0, done.output
+        bare, late, defined = (server.run(name) for name in ("bare-log_late", "log_late", "defined"))
+        assert rows(server.run("log_in_order")) == rows(server.run("bare-log_in_order"))
+    assert (of(bare, "val"), of(bare, "eval/a")) == ([], [(9, 9)])
+    assert of(late, "val", "global_step") == [(0, 4), (1, 9)]
+    assert of(late, "val") == [(4, 4), (9, 9)]
+    results = [(step, step) for step in range(10)]
+    assert (of(late, "eval/a", "global_step"), of(late, "eval/b", "global_step")) == (results, results)
+    # The training's own rows have their steps as soon as these are above those of the late rows.
+    losses = {step: loss for step, loss in of(late, "loss") if loss >= 0}
+    assert list(losses.values()) == [*range(10), 10, 11, 50]
+    assert [step for step in losses if step < 10] == list(range(10))
+    assert of(late, "loss")[-2:] == [(50, 50), (51, -99)]
+    assert of(late, "x", "_step")[-1] == (50, 50)
+    assert [row["loss"] for row in late.rows if row.get("x") == row.get("loss")] == [10, 11, 50]
+    # The keys that have only late rows are drawn over the column, and the function's own axes stay.
+    assert drawn_over(late) == dict.fromkeys(("val", "eval/a", "eval/b"), "global_step")
+    assert set(drawn_over(defined).values()) == {"epoch"}
+    assert done.output.count("W&B drops such rows, so it is kept") == 2
