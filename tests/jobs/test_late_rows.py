@@ -1,6 +1,8 @@
-"""What W&B's client alone drops or replaces, and a decorated function keeps: late rows."""
+"""What W&B's client alone drops or replaces, and a decorated function keeps: late rows, and the console of attempts."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 from support import jobs
@@ -50,3 +52,17 @@ def test_a_row_at_a_lower_step_is_kept_with_its_step_in_a_column(tmp_path):
     assert drawn_over(late) == dict.fromkeys(("val", "eval/a", "eval/b"), "global_step")
     assert set(drawn_over(defined).values()) == {"epoch"}
     assert done.output.count("W&B drops such rows, so it is kept") == 2
+
+
+def test_the_console_of_each_attempt_is_kept(tmp_path):
+    with WandbServer() as server:
+        agent = jobs.torchrun("--standalone", "--nproc-per-node=1", "--max-restarts=1", "--monitor-interval=0.1")
+        assert jobs.run([*agent, RUNS, "speaks", "restarts"], tmp_path, server.environment).returncode == 0
+        for number in ("0", "1"):
+            assert jobs.run([sys.executable, RUNS, "speaks", number], tmp_path, server.environment).returncode == 0
+        assert len(server.runs) == 2
+        for run in server.runs:
+            consoles = [content.decode() for name, content in sorted(run.files.items()) if "output" in name]
+            said = sorted(line[-1] for text in consoles for line in text.splitlines() if "this is attempt" in line)
+            assert said == ["0", "1"]
+            assert sum(name == "output.log" for name in run.files) == 1

@@ -198,6 +198,8 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
     directory, place = Path(effective.wandb_dir), _place(arguments, effective)
     has_writers_elsewhere = NodePart.of(request).has_writers_elsewhere
     found = roles.look_up(request, place, has_writers_elsewhere=has_writers_elsewhere)
+    if found is not None:
+        _keep_earlier_console(arguments["settings"], effective)
     if request.config.has_roles and not request.plan.ends_run and found is not None:
         arguments["config"] = roles.config_beside(request, found, arguments["config"])
     left_s = request.deadline - time.monotonic() - _INIT_GRACE_S
@@ -429,12 +431,19 @@ def _settings(mode: str | None, request: RunRequest) -> Any:
     # The second: a role that ends must see by then that the owner has started again.
     if _dies_with_pod(request) or request.config.roles is not None:
         vendor.set_default(settings, effective, "x_file_stream_transmit_interval", _PROMPT_S)
+    if request.is_retry:
+        _keep_earlier_console(settings, effective)
     info, is_online = request.info, (mode or effective.mode) not in _NOT_ONLINE
     has_others = is_online and info is not None and info.world_size > 1
     vendor.on_stop_request(settings, lambda: request.ask_to_stop(_interrupt), has_others=has_others)
     if is_online:
         _authenticate(settings, effective, request)
     return settings
+
+
+def _keep_earlier_console(settings: Any, effective: Any) -> None:
+    """Have the console be in a file with a name of its own: `output.log` takes the place of an earlier attempt's."""
+    vendor.set_default(settings, effective, "console_multipart", True)
 
 
 def _interrupt() -> None:
