@@ -33,7 +33,8 @@ def all_of_it():
     )
     for _ in range(2):
         run.log({"bool": True, "none": None, "nan": float("nan"), "zero_d": numpy.float32(0.5)})
-    seen["joined"] = trackio.init(project="another", config={"from_framework": 1}) is run
+    inits = {"from_framework": 1, "lr": 9, "status": "x", "_mine": 1}
+    seen["joined"] = trackio.init("another", "other", config=inits) is run
     trackio.finish()
     run.finish()
     trackio.alert("look", "here")

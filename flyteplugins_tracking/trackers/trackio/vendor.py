@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 import functools
-import logging
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.client import refuse_to_pickle
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
-
-logger = logging.getLogger(__name__)
 
 _LINES = "runs in files of JSON lines, for network file systems"
 PARTS = VendorParts(
@@ -147,14 +146,14 @@ def _join_frameworks_runs() -> None:
     from trackio.context_vars import current_run
 
     init, finish, own_class = trackio.init, trackio.finish, run_class()
+    signature = inspect.signature(init)
 
     @functools.wraps(init)
     def join(*args: Any, **kwargs: Any) -> Any:
         run = current_run.get()
         if not isinstance(run, own_class):
             return init(*args, **kwargs)
-        logger.info("Trackio: trackio.init() returns run %s, which is open", run.id)
-        run.config.update(kwargs.get("config") or {})
+        run.tracking.describe(signature.bind(*args, **kwargs).arguments)
         return run
 
     @functools.wraps(finish)
@@ -162,7 +161,8 @@ def _join_frameworks_runs() -> None:
         if not isinstance(current_run.get(), own_class):
             finish()
 
-    trackio.init, trackio.finish = join, leave
+    replace_function(init, join)
+    replace_function(finish, leave)
 
 
 # The run.
