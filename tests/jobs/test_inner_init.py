@@ -98,6 +98,7 @@ def test_an_inner_init_syncs_tensorboard(tmp_path):
     assert [row["loss"] for row in only.rows if "loss" in row] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.full
 def test_what_a_sweep_has_chosen_stays(tmp_path):
     with WandbServer() as server:
         run(server, tmp_path, "trials")

@@ -1,0 +1,81 @@
+"""A function that is called when a module is loaded, and one that takes another's place in all modules."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+
+import pytest
+
+from flyteplugins_tracking._util.modules import replace_function, when_loaded
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module that can be imported: it counts how often it is run."""
+    (tmp_path / "loaded_late.py").write_text(
+        "import sys\nsys.loaded_late = getattr(sys, 'loaded_late', 0) + 1\nx = 1\n"
+    )
+    (tmp_path / "broken_late.py").write_text("raise ValueError('made to fail')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    finders = sys.meta_path[:]
+    yield "loaded_late"
+    for name in ("loaded_late", "broken_late"):
+        sys.modules.pop(name, None)
+    vars(sys).pop("loaded_late", None)
+    assert sys.meta_path == finders
+
+
+def test_a_function_is_called_when_a_module_is_loaded_after_it_has_run(module):
+    called: list[object] = []
+    for number in range(2):
+        when_loaded(module, lambda number=number: called.append((number, sys.modules[module].x)))
+    assert called == []
+    importlib.import_module("colorsys")
+    importlib.import_module(module)
+    assert (sorted(called), sys.loaded_late) == ([(0, 1), (1, 1)], 1)
+    when_loaded(module, lambda: called.append("now"))()
+    assert called[2:] == ["now"]
+
+
+def test_what_is_taken_back_is_not_called(module):
+    called: list[object] = []
+    take_back = when_loaded(module, lambda: called.append(1))
+    take_back()
+    take_back()
+    importlib.import_module(module)
+    assert called == []
+
+
+def test_a_module_that_is_not_there_or_fails_raises_its_own_error(module):
+    called: list[object] = []
+    when_loaded("broken_late", lambda: called.append(1))
+    with pytest.raises(ValueError, match="made to fail"):
+        importlib.import_module("broken_late")
+    when_loaded("not_there_at_all", lambda: called.append(1))
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        importlib.import_module("not_there_at_all")
+    assert called == []
+
+
+def original() -> str:
+    return "original"
+
+
+bound_before = original
+
+
+def test_a_function_is_replaced_under_all_names_that_modules_have_for_it(monkeypatch):
+    before = original
+    here = sys.modules[__name__]
+    for name in ("original", "bound_before"):
+        monkeypatch.setattr(here, name, before)  # put back afterwards
+
+    def replacement() -> str:
+        return "replacement"
+
+    replacement.__module__, replacement.__qualname__ = before.__module__, before.__qualname__
+    replace_function(before, replacement)
+    assert (original(), bound_before(), before()) == ("replacement", "replacement", "original")
+    assert pickle.loads(pickle.dumps(replacement)) is replacement
