@@ -83,17 +83,21 @@ class _Directories(NamedTuple):
     runs: list[Path]
     texts: list[str]
     beyond: list[Path]
+    written: list[Path]
 
     @classmethod
     def of(cls, paths: Sequence[Path], is_wanted: Callable[[Path], bool]) -> _Directories:
-        runs, texts, beyond = dict[Path, Path](), [], list[Path]()
+        runs, texts, beyond, written = dict[Path, Path](), [], list[Path](), list[Path]()
         for path in paths:
             if is_run(path) or not path.is_dir():
                 runs.setdefault(path.resolve(), path)
                 continue
             found = search(path, is_wanted)
             for run in found.runs:
-                runs.setdefault(run.resolve(), run)
+                if wandb_files.may_be_written(run):
+                    written.append(run)
+                else:
+                    runs.setdefault(run.resolve(), run)
             beyond += found.beyond
             if not found.runs and found.others:
                 texts.append(f"{path} has nothing that is not sent yet: looked at the {found.others} runs below it")
@@ -102,14 +106,17 @@ class _Directories(NamedTuple):
                 texts.append(f"{path} has no rows, and nothing to send: {places}")
             if found.of_others:
                 texts.append(f"left out, as another user's or not to be read: {named(found.of_others)}")
-        return cls(list(runs.values()), texts, beyond)
+        return cls(list(runs.values()), texts, beyond, written)
 
     def require_all_seen(self) -> None:
-        """Name what was not looked at.
+        """Name what was not looked at, or not sent.
 
         Raises:
             TrackerUnavailableError: There is something.
         """
+        if self.written:
+            text = "these runs have no end, and were written to just now: send them later, or name them if killed"
+            raise TrackerUnavailableError(f"{text}: {named(self.written)}")
         if self.beyond:
             text = (
                 "these directories are too deep or too many, and were not looked at: name them, or those of their runs"

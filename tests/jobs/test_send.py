@@ -141,6 +141,22 @@ def test_what_is_left_out_below_a_directory_is_named(tmp_path, capsys, monkeypat
     )
 
 
+def test_a_run_that_the_bare_client_may_still_write_is_not_sent_unless_it_is_named(tmp_path):
+    """`wandb sync` marks its file as sent: what is logged later was lost."""
+    (directory,) = offline_runs(tmp_path, 5)
+    for journal in directory.glob("*.journal.*"):
+        journal.unlink()
+    (file,) = directory.glob("*.wandb")
+    file.write_bytes(file.read_bytes()[:-30])  # without its end
+    with WandbServer() as server:
+        below = send(tmp_path, server.environment, "wandb")
+        assert server.runs == []
+        named = send(tmp_path, server.environment, directory)
+        assert len(server.run("run-0").rows) == 5
+    assert (below.returncode, named.returncode) == (1, 0), below.output + named.output
+    assert "these runs have no end, and were written to just now: send them later, or name them" in below.output
+
+
 @pytest.mark.full
 def test_a_directory_with_a_file_that_cannot_be_read_is_not_called_sent(tmp_path):
     """All else of it is sent, and what other directories have."""

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _CONFIRMED_S, _POLL_S = 30.0, 0.5
 # The first version whose `sync` asks whether to send, unless it gets an option that older ones refuse.
 _ASKS_SINCE = "0.28.1"
+# How long ago W&B's client has written a file that it still writes, in seconds: it does so every 15 s.
+_WRITTEN_S = 30.0
 # The most bytes of what `wandb sync` keeps beside a file.
 _LONGEST_STATE = 4096
 # The command `wandb`. Unlike `python -m wandb`, it does not look for its module in the working directory.
@@ -52,6 +54,13 @@ def is_run_directory(directory: Path) -> bool:
 def is_unsent(directory: Path) -> bool:
     """Whether W&B's client has logged this run offline, and its file was not sent."""
     return is_run_directory(directory) and outbox.is_offline(directory) and not outbox.is_synced(directory)
+
+
+def may_be_written(directory: Path) -> bool:
+    """Whether W&B's client alone, which keeps no journal, may still log to a run: what it logs later would be lost."""
+    attempt, file = attempt_at(directory), datastore.file_in(directory)
+    is_new = file is not None and not attempt.journals and outbox.age_s(file) < _WRITTEN_S
+    return is_new and attempt.exit_code is None
 
 
 def in_order(directories: Iterable[Path]) -> list[Path]:
