@@ -42,7 +42,7 @@ def tracking_init(
     notes: str | None = None,
     config: Any = None,
     secret: Any = None,
-    if_unavailable: IfUnavailable = "raise",
+    if_unavailable: IfUnavailable = "degrade",
     init_timeout_s: float = 30.0,
     kill_after_s: float = 30.0,
     hang_timeout_s: float | None = None,
@@ -90,8 +90,10 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         config: The run's config: a mapping, a dataclass, a namespace, or anything like these, such as a Hydra config;
             or, for W&B, the path of a file. Values that JSON cannot hold are shown as text.
         secret: A flytekit `Secret`, or a callable without arguments that returns the API key. Read inside the worker.
-        if_unavailable: What happens if the service cannot be used at the start. "raise": a `TrackerUnavailableError`.
-            "degrade": the run is logged to local files, with one warning.
+        if_unavailable: What happens if the service is away at the start: no network, no answer in time, HTTP 429 or
+            5xx, a full quota. "degrade": the run is logged to local files, and one warning names them. The next attempt
+            that sees the files sends them, or `flyteplugins-tracking send` does. "raise": a `TrackerUnavailableError`.
+            A missing key, a refusal and a role that finds no run are errors in both cases.
         init_timeout_s: Seconds that opening the run may take.
         kill_after_s: Seconds that the launcher gives between SIGTERM and SIGKILL: 30 with torchrun, in Slurm (KillWait)
             and on Kubernetes (terminationGracePeriodSeconds). After SIGTERM, the run's end may take all but the last 5

@@ -348,8 +348,10 @@ def _trackers(only: str | None, asks: bool, found: list[Diagnostic]) -> list[dic
             found += [*diagnosis.diagnostics, *known_faults(tracker.package or name)]
         if answer:
             text = f"{tracker.title}: the server at {diagnosis.place} cannot be used: {answer}"
-            fix = "check its address and the network (a proxy by HTTPS_PROXY); or log to local files"
-            found.append(Diagnostic("error", text, f"{fix}: if_unavailable='degrade'"))
+            fix = (
+                "check its address and the network (a proxy by HTTPS_PROXY). While it is away, runs are in local files"
+            )
+            found.append(Diagnostic("error", text, fix))
     if not installed and not only:
         found.append(Diagnostic("error", "no tracker is installed", f'pip install "{_OWN}[{_DEFAULT}]"'))
     return states

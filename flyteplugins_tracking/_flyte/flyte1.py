@@ -193,7 +193,8 @@ class Flyte1Context(ExecutionContext):
                 return None
             expected = f"Secret(group={secret.group!r}, key={secret.key!r})"
             raise TrackerUnavailableError(
-                f"the secret {expected} is missing: add secret_requests=[{expected}] to the task"
+                f"the secret {expected} is missing: add secret_requests=[{expected}] to the task",
+                is_outage=False,
             ) from error
 
 

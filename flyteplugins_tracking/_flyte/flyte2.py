@@ -183,7 +183,8 @@ class Flyte2Context(ExecutionContext):
             return None
         raise TrackerUnavailableError(
             f"the secret with the key {secret.key!r} is missing: add secrets=flyte.Secret(key={secret.key!r}, "
-            "as_env_var=...) to the TaskEnvironment, and pass the same as secret="
+            "as_env_var=...) to the TaskEnvironment, and pass the same as secret=",
+            is_outage=False,
         )
 
 

@@ -188,7 +188,9 @@ def _secret_of(secret: Any, context: ExecutionContext) -> str | None:
         value = secret()
     except Exception as error:
         # The error's text may hold the key.
-        raise TrackerUnavailableError(f"secret= raised {type(error).__name__} and returned no API key") from None
+        text = f"secret= raised {type(error).__name__} and returned no API key"
+        raise TrackerUnavailableError(text, is_outage=False) from None
     if value is not None and not isinstance(value, str):
-        raise TrackerUnavailableError(f"secret= must return the API key as a string, got a {type(value).__name__}")
+        text = f"secret= must return the API key as a string, got a {type(value).__name__}"
+        raise TrackerUnavailableError(text, is_outage=False)
     return value

@@ -33,6 +33,7 @@ from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.record import replace
+from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -186,6 +187,7 @@ def _opened(tracker: Tracker, request: RunRequest) -> Handle:
     try:
         return tracker.open(request)
     except Exception as error:
+        raise_of_handler(error)
         if isinstance(error, TrackingError) or tracker.package is None or tracker.package in sys.modules:
             raise
         text = f"{tracker.package} cannot be imported: {type(error).__name__}: {error}"

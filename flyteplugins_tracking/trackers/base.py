@@ -331,7 +331,7 @@ class Tracker(Protocol):
         """Open this rank's run. If a run with its id exists, continue it.
 
         Raises:
-            TrackerUnavailableError: The service cannot be reached, or there is no key for it.
+            TrackerUnavailableError: The service is away; or, with `is_outage=False`, it refuses or there is no key.
         """
         ...
 

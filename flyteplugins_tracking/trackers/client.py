@@ -236,6 +236,11 @@ def check_roles(request: RunRequest, title: str, known: Any, found: Mapping[str,
         logger.warning(text, run, role, names)
 
 
+def degrades(request: RunRequest, error: TrackerUnavailableError) -> bool:
+    """Whether the run is logged to local files because of this error."""
+    return request.config.if_unavailable == "degrade" and error.is_outage
+
+
 def missing_run_error(request: RunRequest, title: str, place: str, refusal: str = "") -> TrackerUnavailableError:
     """Return the error for a role that has not found its run.
 
@@ -254,7 +259,7 @@ def missing_run_error(request: RunRequest, title: str, place: str, refusal: str 
     return TrackerUnavailableError(
         f"{title}: role {config.role!r} has not found run {request.plan.run_id} of project "
         f"{config.project or '(the default)'} at {place}{f': {refusal}' if refusal else why}",
-        LOCAL_FILES,
+        is_outage=False,
     )
 
 
@@ -303,6 +308,11 @@ def _is_own(key: str) -> bool:
     return key.startswith("_") or OWN in key.split(".")
 
 
+def dies_with_pod(request: RunRequest) -> bool:
+    """Whether files in the working directory are lost with this machine: it is a pod of Flyte's."""
+    return "flyte" in own_values(request.run_metadata)
+
+
 def new_id() -> str:
     """Return a random id, for a run whose id no other rank needs."""
     return f"run-{secrets.token_hex(4)}"
@@ -315,8 +325,13 @@ def status_of(exit_code: int) -> Status:
     return "killed" if exit_code in (INTERRUPTED, TERMINATED) else "failed"
 
 
-# How to do without a service: see `TrackerUnavailableError`.
+# How to do without a service that is away: see `TrackerUnavailableError`.
 LOCAL_FILES = "log to local files with if_unavailable='degrade'"
+# What the warning of a run in files says too where `dies_with_pod`.
+LOST_WITH_POD = (
+    " The disk of this pod goes with the pod. What is left when the function ends is copied to Flyte's storage. If the "
+    "pod is killed, it is lost, unless that directory is on a volume that is kept."
+)
 
 
 @contextmanager
@@ -349,7 +364,7 @@ def _end_interrupted(request: RunRequest, error: BaseException, end: Callable[[i
         logger.warning("%s: the run that was being opened could not be ended", request.plan.run_id, exc_info=True)
 
 
-def missing_key_error(title: str, fixes: str, alternative: str = LOCAL_FILES) -> TrackerUnavailableError:
+def missing_key_error(title: str, fixes: str, alternative: str = "") -> TrackerUnavailableError:
     """Return the error for a process without an API key.
 
     Args:
@@ -361,4 +376,5 @@ def missing_key_error(title: str, fixes: str, alternative: str = LOCAL_FILES) ->
         f"{title}: there is no API key for this process. {fixes}, or pass secret= to tracking_init (under flytekit, "
         "secret_requests= to the task too).",
         alternative,
+        is_outage=False,
     )

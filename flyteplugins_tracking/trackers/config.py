@@ -125,9 +125,11 @@ class TrackingConfig(Record):
     secret: Any = None
     """A flytekit `Secret`, or a callable without arguments that returns the API key. Read inside the worker."""
 
-    if_unavailable: IfUnavailable = "raise"
-    """What happens if the service cannot be used at the start. "raise": a `TrackerUnavailableError`. "degrade": the run
-    is logged to local files, with one warning."""
+    if_unavailable: IfUnavailable = "degrade"
+    """What happens if the service is away at the start: no network, no answer in time, HTTP 429 or 5xx, a full quota.
+    "degrade": the run is logged to local files, and one warning names them. The next attempt that sees the files sends
+    them, or `flyteplugins-tracking send` does. "raise": a `TrackerUnavailableError`. A missing key, a refusal and a
+    role that finds no run are errors in both cases."""
 
     init_timeout_s: float = 30.0
     """Seconds that opening the run may take."""

@@ -1,7 +1,7 @@
 """Runs whose lines go through an outbox, online too, so that what their service has not taken is kept on this disk.
 
-If the service cannot be used when a run is opened, and `if_unavailable="degrade"`, the outbox has no sink: the run is
-only kept. Its directory is sent later, by the next attempt of the job or by `flyteplugins-tracking send`.
+If the service is away when a run is opened, and `if_unavailable="degrade"`, the outbox has no sink: the run is only
+kept. Its directory is sent later, by the next attempt of the job or by `flyteplugins-tracking send`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import (
     LOCAL_FILES,
+    LOST_WITH_POD,
     ClientHandle,
     Run,
+    degrades,
+    dies_with_pod,
     ended_if_interrupted,
     restart_count_of,
     status_of,
@@ -335,10 +339,10 @@ class KeptHandle(OutboxHandle):
 
 
 def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], ClientHandle]) -> ClientHandle:
-    """Open the run by `open_run`. If the service cannot be used and `if_unavailable` allows it, open a local run.
+    """Open the run by `open_run`. If the service is away, open a local run, unless `if_unavailable` is "raise".
 
     Raises:
-        TrackerUnavailableError: The service cannot be used, and `if_unavailable` is "raise".
+        TrackerUnavailableError: The service is away and `if_unavailable` is "raise", or it refuses.
     """
     try:
         handle = open_run()
@@ -347,16 +351,22 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
                 handle.role_state("running")
             return handle
     except TrackerUnavailableError as error:
+        raise_of_handler(error)
         unavailable = error
     except (AwayError, RejectedError) as error:
-        unavailable = TrackerUnavailableError(f"{tracker.title} cannot be used: {error}. {error.fix}", LOCAL_FILES)
-    if request.config.if_unavailable == "raise":
+        raise_of_handler(error)
+        text, is_outage = f"{tracker.title} cannot be used: {error}. {error.fix}", error.is_outage
+        unavailable = TrackerUnavailableError(text, LOCAL_FILES if is_outage else "", is_outage=is_outage)
+    if not degrades(request, unavailable):
         raise unavailable
     kept = KeptHandle(request, tracker)
     if request.plan.primary or (request.node_leader is not None and request.leads_node):
         logger.warning(
-            "%s This run is logged to files. Send it when %s answers: %s",
-            unavailable,
+            "%s This run is logged to files in %s.%s The next attempt that finds them sends them. Or send them when %s "
+            "answers: %s",
+            unavailable.reason,
+            kept.directory(),
+            LOST_WITH_POD if dies_with_pod(request) else "",
             tracker.title,
             kept.how_to_send(kept.directory()),
         )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from flyteplugins_tracking._util.fork import PerProcess, register
+from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
@@ -44,6 +45,8 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _LAST_PAUSE_S = 0.5, 8.0, 1.0
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.25, 16.0
 # How many lines in a row the service may reject before it gets no more of a batch.
 _MOST_REJECTED = 5
+# The HTTP statuses below 500 that pass: a quota that has to be paid for, a time-out, too early, too many requests.
+_PASSING = frozenset({402, 408, 425, 429})
 # The arguments that are addresses of servers, and Pluto's settings that are.
 _ADDRESSES = (
     *("host", "tracking_uri", "registry_uri", "server_url", "base_url"),
@@ -61,16 +64,26 @@ _ADDRESS = re.compile(
 )
 
 
+def may_pass(status: int) -> bool:
+    """Whether an HTTP status is of an outage, and not a refusal: the server's trouble, too many requests, a full quota.
+
+    All trackers ask this function: see `TrackerUnavailableError.is_outage`.
+    """
+    return status >= 500 or status in _PASSING
+
+
 class AwayError(Exception):
     """The service cannot be used now. It may be usable later.
 
     Attributes:
         fix: What the user can check, as sentences.
         patience: For which part of the time that a run's opening may take it is worth trying again.
+        is_outage: See `TrackerUnavailableError`.
     """
 
     fix = ""
     patience = 1.0
+    is_outage = True
 
     def __init__(self, text: str, patience: float | None = None) -> None:
         super().__init__(text)
@@ -82,9 +95,11 @@ class RejectedError(Exception):
 
     Attributes:
         fix: What the user can check, as sentences.
+        is_outage: See `TrackerUnavailableError`.
     """
 
     fix = ""
+    is_outage = False
 
 
 def until(deadline: float, action: Callable[[], T]) -> T:
@@ -103,6 +118,7 @@ def until(deadline: float, action: Callable[[], T]) -> T:
             if result or time.monotonic() + _FIRST_POLL_S > end:
                 return result
         except AwayError as error:
+            raise_of_handler(error)
             end = began + error.patience * (deadline - began)
             if time.monotonic() + _FIRST_POLL_S > end:
                 raise

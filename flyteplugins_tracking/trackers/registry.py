@@ -111,7 +111,11 @@ def check_propagated(config: TrackingConfig) -> None:
 # The argument that requests each feature, and whether a config has it.
 _FEATURE_ARGUMENTS: dict[Feature, tuple[str, Callable[[TrackingConfig], bool]]] = {
     "shared": ("run_mode='shared'", lambda config: config.run_mode == "shared"),
-    "offline": ("if_unavailable='degrade'", lambda config: config.if_unavailable == "degrade"),
+    # By default, the error of a tracker that cannot do it is raised.
+    "offline": (
+        "if_unavailable='degrade'",
+        lambda config: config.if_unavailable == "degrade" and "if_unavailable" in config.given,
+    ),
     "config file": ("config= with the path of a file", lambda config: isinstance(config.config, str)),
     "download_logs": ("download_logs=True", lambda config: config.download_logs),
 }

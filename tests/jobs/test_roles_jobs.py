@@ -205,7 +205,7 @@ def test_a_job_that_must_not_write_to_a_run_changes_nothing(job):
     assert missing.returncode == 1
     for text in ("TrackerUnavailableError", "rollout-0", "grpo-42", "project rl"):
         assert text in missing.output
-    assert missing.output.count("log to local files") == 1
+    assert "log to local files" not in missing.output  # that is for an outage
     assert job.backend.runs("rl") == []
     assert job.run(rows=3).returncode == 0
     before = job.stored

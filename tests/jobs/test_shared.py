@@ -269,7 +269,7 @@ def test_a_follower_without_a_leader_raises(tmp_path):
 def test_the_neighbours_of_a_rank_that_cannot_open_the_run_do_not_wait(tmp_path):
     with job(tmp_path) as started, started.server.failing(Fault.refuse()):
         for rank in (1, 0):
-            env, settings = rank_alone(rank, init_timeout_s=5 if rank == 0 else 600)
+            env, settings = rank_alone(rank, init_timeout_s=5 if rank == 0 else 600, if_unavailable="raise")
             started.start(python(), env, **settings)
         found = started.outcome()
         assert "which local rank 0 of worker 0 opens for its node: W&B cannot be used" in found.output

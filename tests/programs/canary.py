@@ -21,7 +21,14 @@ logging.basicConfig(level=logging.DEBUG)
 SECRET: dict[str, Any] = {"variable": {}, "callable": {"secret": lambda: os.environ["MY_KEY"] + "\n"}}[sys.argv[1]]
 
 
-@tracking_init(project="tests", config={"lr": 1}, init_timeout_s=float(sys.argv[2]), kill_after_s=6, **SECRET)
+@tracking_init(
+    project="tests",
+    config={"lr": 1},
+    if_unavailable="raise",
+    init_timeout_s=float(sys.argv[2]),
+    kill_after_s=6,
+    **SECRET,
+)
 def train() -> None:
     get_run().log({"x": 1})
     Path("ready").touch()

@@ -118,7 +118,7 @@ def missing() -> None:
     """The service is not there: first an error, then, if the tracker can, a run in local files."""
     started = time.monotonic()
     try:
-        tracking_init(**SHARED, init_timeout_s=INIT_TIMEOUT_S)(log)(5)
+        tracking_init(**SHARED, init_timeout_s=INIT_TIMEOUT_S, if_unavailable="raise")(log)(5)
     except TrackingError as error:
         note(f"refused {type(error).__name__} {time.monotonic() - started:.1f}")
     if "degrade" in sys.argv:

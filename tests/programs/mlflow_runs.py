@@ -324,7 +324,8 @@ def unavailable(*uris: str) -> None:
         started = time.perf_counter()
         try:
             secret = {"secret": lambda: "user:the-password"}
-            tracking_init(tracker="mlflow", project="p", tracking_uri=uri, init_timeout_s=3, **secret)(lambda: None)()
+            tracking = {"project": "p", "tracking_uri": uri, "init_timeout_s": 3, "if_unavailable": "raise", **secret}
+            tracking_init(tracker="mlflow", **tracking)(lambda: None)()
         except TrackingError as error:
             SEEN[uri] = [type(error).__name__, str(error), time.perf_counter() - started]
     SEEN["variables"] = [name for name in os.environ if name.startswith("MLFLOW_TRACKING_")]

@@ -166,7 +166,7 @@ def end_with(error: type[BaseException]) -> None:
 
 def mute() -> None:
     """Meets a server that does not answer: first when a run starts, then when another run ends."""
-    tell(what="start", **logging_once(id="never", init_timeout_s=2))
+    tell(what="start", **logging_once(id="never", init_timeout_s=2, if_unavailable="raise"))
     (DIRECTORY / "started").touch()
     wait_for("serves")
 

@@ -112,7 +112,7 @@ def cannot_attach() -> None:
     if RANK == 1:
         wandb.attach = broken
 
-    @tracking_init(project="tests", run_mode="shared", id="attach", init_timeout_s=10)
+    @tracking_init(project="tests", run_mode="shared", id="attach", if_unavailable="raise", init_timeout_s=10)
     def train() -> None:
         get_run().log({"n": 1})
 

@@ -119,6 +119,7 @@ def tries_tokens() -> None:
             secret=lambda token=token: token,
             kill_after_s=6,
             init_timeout_s=20,
+            if_unavailable="raise",
             config={"lr": 0.1},
         )
         def train() -> None:

@@ -223,7 +223,9 @@ def arguments_of_wandb_core() -> None:
 def opened_again() -> None:
     """The run cannot be opened, which the file `refused` says; it is opened again when the file `back` is there."""
 
-    @tracking_init(project="tests", id="again", init_timeout_s=float(os.environ["INIT_TIMEOUT_S"]))
+    @tracking_init(
+        project="tests", id="again", if_unavailable="raise", init_timeout_s=float(os.environ["INIT_TIMEOUT_S"])
+    )
     def train() -> None:
         get_run().log({"x": 1})
 

@@ -64,8 +64,6 @@ MOST_METRICS, MOST_PARAMS = 1000, 100
 # The longest time for a request for which nobody waits, in seconds. The end of a run waits longer for its rows.
 _CALL_S = 20.0
 _SHORTEST_S = 0.5
-# The HTTP status codes that another try may change.
-_PASSING = frozenset({408, 425, 429})
 # MLflow's error codes for credentials, and those that no other try can change.
 _UNAUTHORIZED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 _FINAL = (
@@ -88,6 +86,7 @@ class UnauthorizedError(UnavailableError):
         "tracking_init."
     )
     patience = 0.0  # no other key will come
+    is_outage = False
 
 
 class RejectedError(outbox.RejectedError):
@@ -245,7 +244,7 @@ class Service:
         status = response.status_code
         if status in (401, 403):
             raise UnauthorizedError(f"{self.host} does not take the credentials (HTTP {status})")
-        if status >= 500 or status in _PASSING:
+        if outbox.may_pass(status):
             raise UnavailableError(f"{self.host} answers with HTTP {status}")
         try:
             answer = response.json()

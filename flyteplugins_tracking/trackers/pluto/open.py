@@ -17,6 +17,7 @@ from threading import Thread
 from typing import Any
 
 from flyteplugins_tracking._util.plain import finite
+from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
@@ -31,7 +32,7 @@ from flyteplugins_tracking.trackers.client import (
     status_of,
 )
 from flyteplugins_tracking.trackers.config import ROLES, own_values
-from flyteplugins_tracking.trackers.outbox import AwayError, until
+from flyteplugins_tracking.trackers.outbox import AwayError, may_pass, until
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.sink import REQUEST_S, Service
 from flyteplugins_tracking.trackers.pluto.vendor import Queue
@@ -45,6 +46,13 @@ class UnavailableError(AwayError):
     """The service cannot be used now."""
 
     fix = "Check PLUTO_API_KEY, the PLUTO_URL_* variables and the network."
+
+
+class RefusedError(UnavailableError):
+    """The service refuses the key, or the request."""
+
+    patience = 0.0
+    is_outage = False
 
 
 def open_op(request: RunRequest) -> tuple[Any, Queue]:
@@ -73,8 +81,10 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
     except BaseException as error:
         remove_directory(settings.dir)
         if isinstance(error, OSError):
+            raise_of_handler(error)
             raise TrackerUnavailableError(
-                f"Pluto cannot write its local files: {error}. Make room there, or set PLUTO_DIR to another directory."
+                f"Pluto cannot write its local files: {error}. Make room there, or set PLUTO_DIR to another directory.",
+                is_outage=not isinstance(error, PermissionError),
             ) from error
         raise
     _warn_about_ignored_name(op, request)
@@ -128,7 +138,8 @@ def _key(settings: Any, request: RunRequest) -> str | None:
     key = key.strip()  # the service refuses a trailing line end, and shows the key in the error
     if not key.isascii() or not key.isprintable() or " " in key:
         raise TrackerUnavailableError(
-            "Pluto: the API key has a space, or a character that is not printable ASCII. Check where it comes from."
+            "Pluto: the API key has a space, or a character that is not printable ASCII. Check where it comes from.",
+            is_outage=False,
         )
     return key
 
@@ -166,15 +177,14 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
             answer = service.post("/api/runs/resume", body, request.deadline - time.monotonic())
             status = answer.status_code
         except Exception as error:
+            raise_of_handler(error)
             kind = type(error).__name__
             raise UnavailableError(f"{kind}: {error}, {limit}", 0.1 if kind == "ConnectError" else 1.0) from None
-        if status in (401, 403):
-            raise UnavailableError(f"the service refuses the API key, {limit}", 0.0)
-        if status >= 300 and not (request.plan.ends_run and status == 404):
+        _check_status(status, limit)
+        if status == 404 and not request.plan.ends_run:
             if request.plan.role is not None:
                 return False
-            why = "the primary rank has not created the run" if status == 404 else f"HTTP {status}"
-            raise UnavailableError(f"{why}, {limit}")
+            raise UnavailableError(f"the primary rank has not created the run, {limit}")
         if status < 300:
             found = service.config_of(answer.json()["runId"], request.deadline - time.monotonic())
             if found is not None:
@@ -184,6 +194,15 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
 
     if not until(request.deadline, is_there):
         raise missing_run_error(request, "Pluto", settings.url_api)
+
+
+def _check_status(status: int, limit: str) -> None:
+    """Raise an HTTP status that is neither a success nor that of a run which is not there."""
+    if status in (401, 403):
+        raise RefusedError(f"the service refuses the API key, {limit}")
+    if status >= 300 and status != 404:
+        in_trouble = may_pass(status) or status == vendor.UNPROCESSABLE
+        raise (UnavailableError if in_trouble else RefusedError)(f"HTTP {status}, {limit}")
 
 
 def _init_in_time(request: RunRequest, settings: Any) -> Any:
@@ -201,7 +220,9 @@ def _init_in_time(request: RunRequest, settings: Any) -> Any:
             raise UnavailableError(f"{settings.url_api} has not answered within {limit}")
         error = opening.outcome.exception()
         if isinstance(error, (RuntimeError, ConnectionError)):  # the client has RuntimeErrors for the service's answers
-            raise UnavailableError(first_line(error)) from error
+            status = vendor.status_of_error(error)
+            is_away = status is None or may_pass(status)
+            raise (UnavailableError if is_away else RefusedError)(first_line(error)) from error
         return opening.outcome.result()
 
 

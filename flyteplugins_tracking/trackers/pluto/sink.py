@@ -8,11 +8,11 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.files import own_file_in
+from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import repeat_call
@@ -56,10 +56,12 @@ class Service:
         """Return the config of the run with this number at the service; None if the service does not say."""
         address, project = f"{self._settings.url_api}/api/runs/details/{number}", self._settings.project
         limit_s = max(_SHORTEST_S, min(REQUEST_S, timeout_s))
-        with suppress(Exception):
+        try:
             headers, query = vendor.request_headers(self._settings), {"projectName": project}
             config = self._client.get(address, params=query, headers=headers, timeout=limit_s).json().get("config")
             return dict(json.loads(config) if isinstance(config, str) else config or {})
+        except Exception as error:
+            raise_of_handler(error)
         return None
 
 

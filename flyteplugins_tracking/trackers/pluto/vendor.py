@@ -129,6 +129,16 @@ def clean(name: str) -> str:
     return str(cleaned(name))
 
 
+# The service's answer to what it cannot read, and also when it is in trouble.
+UNPROCESSABLE = 422
+
+
+def status_of_error(error: BaseException) -> int | None:
+    """Return the HTTP status because of which the client has raised this; None if there was no answer."""
+    status: int | None = getattr(error.__cause__, "status_code", None)
+    return status
+
+
 def request_headers(settings: Any) -> dict[str, str]:
     """Return the headers of the client's own requests."""
     return {

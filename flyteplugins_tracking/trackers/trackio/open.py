@@ -14,6 +14,7 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import (
     CHANGED,
+    LOCAL_FILES,
     changes,
     check_roles,
     ended_if_interrupted,
@@ -24,7 +25,7 @@ from flyteplugins_tracking.trackers.client import (
     status_of,
 )
 from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values
-from flyteplugins_tracking.trackers.outbox import AwayError, until
+from flyteplugins_tracking.trackers.outbox import until
 from flyteplugins_tracking.trackers.trackio import (
     EXIT_CODE,
     SPACE,
@@ -34,7 +35,7 @@ from flyteplugins_tracking.trackers.trackio import (
     vendor,
     without_token,
 )
-from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write
+from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write, is_outage
 from flyteplugins_tracking.trackers.trackio.store import Database, Inbox, Server, Store, Stored
 
 logger = logging.getLogger(__name__)
@@ -119,8 +120,7 @@ def _find(store: Store, request: RunRequest) -> Stored | None:
         try:
             stored = store.find(run_id)
         except Exception as error:
-            is_refused = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
-            raise AwayError(cannot_write(store.place, error), 0.0 if is_refused else None) from error
+            raise cannot_write(store.place, error) from error
         is_awaited = not request.plan.ends_run and (store.shows_config or request.plan.role is not None)
         return [stored] if stored is not None or not is_awaited else []
 
@@ -134,7 +134,8 @@ def _find(store: Store, request: RunRequest) -> Stored | None:
         f"Trackio: run {run_id} was not found in {store.place} within init_timeout_s="
         f"{request.config.init_timeout_s:g}: its primary rank has not opened it there. With several nodes, set "
         "TRACKIO_DIR to a directory that they all share, or log to a server (server_url=), or have a run for "
-        "each node (rank_scope='worker')."
+        "each node (rank_scope='worker').",
+        is_outage=isinstance(store, Server),
     )
 
 
@@ -150,7 +151,7 @@ def _local_store(project: str, request: RunRequest) -> Store:
         inbox.mkdir(exist_ok=True)
         return Inbox(inbox, Database(inbox.parent / f"{kept_as}.db"))
     except Exception as error:
-        raise AwayError(cannot_write(directory, error)) from error
+        raise cannot_write(directory, error) from error
 
 
 def _server(request: RunRequest) -> tuple[str | None, str | None]:
@@ -166,7 +167,8 @@ def _server(request: RunRequest) -> tuple[str | None, str | None]:
     token = token or os.environ.get("TRACKIO_WRITE_TOKEN")
     if not token:
         raise TrackerUnavailableError(
-            f"{address} wants a write token: pass secret=..., or set TRACKIO_WRITE_TOKEN. `trackio show` prints it."
+            f"{address} wants a write token: pass secret=..., or set TRACKIO_WRITE_TOKEN. `trackio show` prints it.",
+            is_outage=False,
         )
     return address, token
 
@@ -181,19 +183,23 @@ def _client(url: str, token: str | None, deadline: float) -> Any:
 
     try:
         timeout_s = max(0.5, min(_REQUEST_S, (deadline - time.monotonic()) / 3))
-        answer = httpx.get(f"{url}/version", timeout=timeout_s)
-        if not answer.is_success or "api_version" not in answer.json():
+        answer = httpx.get(f"{url}/version", timeout=timeout_s).raise_for_status()
+        if "api_version" not in answer.json():
             raise ValueError("it does not answer as a Trackio server does")
         client = vendor.remote_client(url, token, timeout_s)
         access = client.predict(api_name="/get_run_mutation_status")
     except Exception as error:
+        is_away = is_outage(error) and not isinstance(error, httpx.InvalidURL)
         raise TrackerUnavailableError(
             f"The Trackio server at {url} cannot be used: {error}. Check server_url=, TRACKIO_SERVER_URL and the "
-            "network, and that `trackio show --host 0.0.0.0` runs there."
+            "network, and that `trackio show --host 0.0.0.0` runs there.",
+            LOCAL_FILES if is_away else "",
+            is_outage=is_away,
         ) from error
     if not access.get("allowed"):
         raise TrackerUnavailableError(
             f"The Trackio server at {url} does not take the write token: check secret= or TRACKIO_WRITE_TOKEN. "
-            "`trackio show` prints it."
+            "`trackio show` prints it.",
+            is_outage=False,
         )
     return client

@@ -16,7 +16,7 @@ from flyteplugins_tracking.trackers.client import prefix_of, status_of
 from flyteplugins_tracking.trackers.config import OWN, own_values
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
-from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
+from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError, may_pass
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 from flyteplugins_tracking.trackers.trackio import EXIT_CODE, STATUS, default_directory, page_address, vendor
 from flyteplugins_tracking.trackers.trackio.store import Database, Store, Stored, text_of
@@ -52,7 +52,7 @@ class TrackioHandle(OutboxHandle):
         try:
             self._put_status("running", None, request.deadline - time.monotonic())
         except Exception as error:
-            raise AwayError(cannot_write(store.place, error)) from error
+            raise cannot_write(store.place, error) from error
         self.undo.callback(vendor.make_current(run))
 
     @property
@@ -204,9 +204,18 @@ class TrackioSink:
         }
 
 
-def cannot_write(place: str, error: Exception) -> str:
-    """Return the message for a directory or a server to which runs cannot be written."""
-    return (
+def cannot_write(place: str, error: Exception) -> AwayError:
+    """Return the error for a directory or a server to which runs cannot be written."""
+    away = AwayError(
         f"runs cannot be kept in {place}: {error}. Set TRACKIO_DIR to a directory that can be written, or log to a "
         "server (server_url=)"
     )
+    away.is_outage = is_outage(error)
+    away.patience = float(away.is_outage)
+    return away
+
+
+def is_outage(error: Exception) -> bool:
+    """Whether an error of a directory or a server is of an outage: see `TrackerUnavailableError`."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return not isinstance(error, (PermissionError, ValueError)) and (status is None or may_pass(status))

@@ -18,11 +18,19 @@ from flyteplugins_tracking._util.files import read_own
 from flyteplugins_tracking._util.fork import OwnLock, register
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
+from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.client import ended_if_interrupted, missing_key_error, run_config
-from flyteplugins_tracking.trackers.config import OWN, own_values
+from flyteplugins_tracking.trackers.client import (
+    LOST_WITH_POD,
+    degrades,
+    dies_with_pod,
+    ended_if_interrupted,
+    missing_key_error,
+    run_config,
+)
+from flyteplugins_tracking.trackers.config import OWN
 from flyteplugins_tracking.trackers.node_group import NodePart
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.vendor_parts import known_faults
@@ -41,7 +49,8 @@ from flyteplugins_tracking.trackers.wandb.run import WandbHandle, warn_of_change
 from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)
-_OFFLINE = "log offline with WANDB_MODE=offline or if_unavailable='degrade'"
+_OFFLINE = "log offline with WANDB_MODE=offline"
+_DEGRADED = f"{_OFFLINE} or if_unavailable='degrade'"
 # Runs are opened again at any time, by any thread. Reentrant: a signal's handler opens runs too.
 _opening = register(OwnLock())
 _NOT_ONLINE = ("offline", "disabled", "dryrun")
@@ -126,12 +135,12 @@ def open_in_this_process(request: RunRequest) -> Any:
     """Open the run in this process.
 
     Raises:
-        TrackerUnavailableError: It cannot be opened, and `if_unavailable` is "raise".
+        TrackerUnavailableError: It cannot be opened, and not be logged offline: see `degrades`.
     """
     try:
         run = _init(request)
     except TrackerUnavailableError as unavailable:
-        if request.config.if_unavailable == "raise":
+        if not degrades(request, unavailable):
             # wandb-core keeps the run's id, and would refuse it when the user tries again.
             vendor.restart_service()
         run = open_degraded(request, unavailable)
@@ -142,14 +151,19 @@ def open_in_this_process(request: RunRequest) -> Any:
 
 def open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) -> Any:
     """Open the run offline because of this error, or raise it."""
-    if request.config.if_unavailable == "raise":
+    if not degrades(request, unavailable):
         raise unavailable
     has_one_writer = request.config.run_mode != "shared" and not NodePart.of(request).has_writers_elsewhere
-    run = _init_offline(request, has_one_writer or request.config.has_roles)
+    is_automatic = has_one_writer or request.config.has_roles
+    run = _init_offline(request, is_automatic)
+    directory = str(outbox.run_directory(run))
     logger.warning(
-        "%s This run is logged offline. To send it when W&B is available, run: %s",
+        "%s This run is logged offline, in %s.%s%s To send it when W&B is available, run: %s",
         unavailable.reason,
-        how_to_send(str(outbox.run_directory(run))),
+        directory,
+        LOST_WITH_POD if _dies_with_pod(request) else "",
+        " The next attempt that finds it sends it." if is_automatic else "",
+        how_to_send(directory),
     )
     return run
 
@@ -178,14 +192,18 @@ def _init(
         return _init_online(request, arguments)
     except wandb.errors.UsageError:  # of an argument
         raise
-    except (wandb.errors.Error, ConnectionError, TimeoutError) as error:
+    except (wandb.errors.Error, OSError) as error:
+        raise_of_handler(error)
+        if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError)):
+            text = "Free space in that directory, or set WANDB_DIR to another one."
+            raise TrackerUnavailableError(
+                f"W&B cannot write its local files: {error}. {text}", is_outage=False
+            ) from error
+        text, is_outage = "Check WANDB_BASE_URL, the API key and the network.", vendor.is_outage(error)
         raise TrackerUnavailableError(
-            f"W&B cannot be used: {first_line(error)}. Check WANDB_BASE_URL, the API key and the network.",
-            _OFFLINE,
-        ) from error
-    except OSError as error:
-        raise TrackerUnavailableError(
-            f"W&B cannot write its local files: {error}. Free space in that directory, or set WANDB_DIR to another one."
+            f"W&B cannot be used: {first_line(error)}. {text}",
+            _DEGRADED if is_outage else _OFFLINE,
+            is_outage=is_outage,
         ) from error
     finally:
         vendor.ask_again_at_exit()
@@ -214,14 +232,8 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         elif request.config.has_roles and any(run.id == place.run_id for run in vendor.open_runs()):
             text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
             raise ConfigError(f"W&B: run {place.run_id} cannot be opened here: {text}")
-        before, known = set(directory.glob("run-*")), found or _earlier(request, place)
-        try:
-            with vendor.opening_within(viewer_s + settings.init_timeout + _INIT_GRACE_S):
-                run = vendor.init(**arguments)
-        except BaseException:
-            if request.config.if_unavailable == "degrade":
-                _remove_own(set(directory.glob(f"run-*-{arguments.get('id', '')}*")) - before)
-            raise
+        known = found or _earlier(request, place)
+        run = _init_client(request, arguments, directory, viewer_s + settings.init_timeout + _INIT_GRACE_S)
         outbox.open_outbox(request, run, found=found)
         if known is not None:
             warn_of_changes(run.id, known.config, {key: run.config.get(key) for key in arguments.get("config") or ()})
@@ -229,6 +241,17 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
             roles.leave_summary_to_roles(request, run)
             roles.send_left(request, run, found)
         return run
+
+
+def _init_client(request: RunRequest, arguments: dict[str, Any], directory: Path, limit_s: float) -> Any:
+    before = set(directory.glob("run-*"))
+    try:
+        with vendor.opening_within(limit_s):
+            return vendor.init(**arguments)
+    except BaseException as error:
+        if request.config.if_unavailable == "degrade" and vendor.is_outage(error):
+            _remove_own(set(directory.glob(f"run-*-{arguments.get('id', '')}*")) - before)
+        raise
 
 
 def _remove_own(directories: Iterable[Path]) -> None:
@@ -454,7 +477,7 @@ def _interrupt() -> None:
 def _dies_with_pod(request: RunRequest) -> bool:
     """Whether the next attempt cannot see this one's files: in a Flyte pod, unless the user has chosen their place."""
     is_chosen = "WANDB_DIR" in os.environ or request.config.options.get("dir") is not None
-    return "flyte" in own_values(request.run_metadata) and not is_chosen
+    return dies_with_pod(request) and not is_chosen
 
 
 def _given_settings(request: RunRequest) -> Any:

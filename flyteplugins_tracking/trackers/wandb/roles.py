@@ -95,19 +95,22 @@ def look_up(request: RunRequest, place: Place, *, has_writers_elsewhere: bool) -
         left_s = request.deadline - time.monotonic()
         # The rest of the time is for the opening, and for another look if an answer is lost.
         part_s = max(_ASK_S, left_s / 2) if has_writers_elsewhere else max(_SHORT_ASK_S, left_s / 3)
+        found, missing = None, missing_run_error(request, "W&B", place.server)
         try:
             found = reader.stored(max(_POLL_S, min(part_s, left_s)))
-        except PermissionError as error:
-            if role is None:  # the opening says so
+        except TrackerUnavailableError as error:
+            if not error.is_outage and role is None:  # the opening says so
                 return None
-            raise missing_run_error(request, "W&B", place.server, f"{error}.") from error
+            if not error.is_outage:
+                raise missing_run_error(request, "W&B", place.server, str(error)) from error
+            missing = error
         if found is not None:
             check_roles(request, "W&B", own_values(found.config).get(ROLES), found.config)
         left_s = request.deadline - time.monotonic()
         if found is not None or role is None:
             return found
         if left_s < _POLL_S:
-            raise missing_run_error(request, "W&B", place.server)
+            raise missing
         time.sleep(min(next(waits), left_s - _POLL_S / 2))
 
 

@@ -53,6 +53,7 @@ from contextlib import suppress
 from typing import Any
 
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
+from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
@@ -598,7 +599,8 @@ def _open_as_leader(request: RunRequest) -> Handle:
     except NodeServerExistsError:  # a process that this rank has started has the variables of the rank itself
         return _open(request)
     except NodeError as error:
-        raise TrackerUnavailableError(f"W&B: the ranks of this node cannot share a run: {error}.") from error
+        text = f"W&B: the ranks of this node cannot share a run: {error}."
+        raise TrackerUnavailableError(text, is_outage=False) from error
     try:
         return _open(request, server=server)
     except BaseException as error:
@@ -631,6 +633,7 @@ def _open_as_follower(request: RunRequest) -> Handle:
     except BaseException as error:
         client.leave()
         vendor.set_global_run(before)
+        raise_of_handler(error)
         if not isinstance(error, Exception):
             raise
         raise TrackerUnavailableError(
@@ -655,7 +658,8 @@ def _connect(request: RunRequest) -> NodeClient:
         raise TrackerUnavailableError(
             f"W&B: rank {info.rank} waited for run {request.planned_run_id}, which local rank {request.node_leader} of "
             f"worker {info.worker_index} opens for its node: {error}. Call the decorated function on every rank "
-            f"of the node; or pass a longer init_timeout_s than {config.init_timeout_s:g}."
+            f"of the node; or pass a longer init_timeout_s than {config.init_timeout_s:g}.",
+            is_outage=False,  # of which the leader would tell: it goes offline, and its followers with it
         ) from error
 
 

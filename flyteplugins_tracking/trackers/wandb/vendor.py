@@ -28,8 +28,10 @@ from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.files import is_own_file
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import variables
+from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.text import first_line, without_credentials
-from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.trackers.outbox import may_pass
 from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
 
 logger = logging.getLogger(__name__)
@@ -232,6 +234,9 @@ def ask_again_at_exit() -> None:
 
 
 def _tear_down_surely(connection: Any, tear_down: Callable[[int], int | None], exit_code: int) -> int | None:
+    exit_code = (
+        int(exit_code) & 0xFF
+    )  # that of `sys.exit(True)`, or of a number which no process ends with, would raise
     process = _process_of(connection)
     wait: Callable[..., int] = process.wait
 
@@ -379,6 +384,31 @@ def was_torn_down(run: Any, timeout_s: float) -> bool:
     return False
 
 
+# What the texts of wandb's errors have: the status of an answer that no other try can change, what W&B says in others,
+# and that a request was tried again until the time was over.
+_STATUS = re.compile(r"returned error (\d{3})")
+_REFUSED = re.compile(r"permission denied|not found|unauthori[sz]ed|forbidden", re.IGNORECASE)
+_TRIED_AGAIN = re.compile(r"while retrying|giving up after|timed out|deadline")
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether an error of `wandb.init` or `wandb.Api` is of an outage: see `TrackerUnavailableError`.
+
+    wandb says it in its texts alone. It raises an AuthenticationError also if the server does not answer.
+    """
+    text, wandb = str(error), importlib.import_module("wandb")
+    if status := _STATUS.search(text):
+        return may_pass(int(status[1]))
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (TimeoutError, ConnectionError)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    if _TRIED_AGAIN.search(text):
+        return True
+    return not isinstance(error, wandb.errors.AuthenticationError) and not _REFUSED.search(text)
+
+
 # Runs
 
 
@@ -434,6 +464,7 @@ def opening_within(timeout_s: float) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        raise_of_handler(error)
         if timer.finished.is_set():
             raise TimeoutError(f"the server has not answered within {timeout_s:.0f} s") from error
         raise
@@ -750,10 +781,10 @@ class Reader:
         self._api: Any = None
 
     def stored(self, timeout_s: float = 10.0) -> Stored | None:
-        """Return what the service has of the run; None if it does not have it, or does not say.
+        """Return what the service has of the run; None if it does not have it.
 
         Raises:
-            PermissionError: It does not take the key.
+            TrackerUnavailableError: It does not say; it is no outage if it does not take the key.
         """
         wandb: Any = importlib.import_module("wandb")
         place = self._place
@@ -772,12 +803,17 @@ class Reader:
         try:
             return threads.call_within(timeout_s, ask)  # the client has no limit for its repetitions
         except (wandb.errors.Error, ValueError, OSError, *CHANGED) as error:
+            raise_of_handler(error)
+            if "Could not find run" in str(error):
+                return None
             if _is_refusal(error):
-                raise PermissionError(
+                raise TrackerUnavailableError(
                     f"the server refuses the API key ({first_line(error)}). Set WANDB_API_KEY to one that may use the "
-                    "project, or run `wandb login`"
+                    "project, or run `wandb login`",
+                    is_outage=False,
                 ) from error
-            return None
+            text = f"W&B does not say whether there is run {place.run_id}: {first_line(error)}"
+            raise TrackerUnavailableError(text, is_outage=is_outage(error)) from error
         finally:
             ask_again_at_exit()
 
@@ -793,8 +829,8 @@ def _is_refusal(error: BaseException | None) -> bool:
 
 
 def stored_run(place: Any, timeout_s: float = 10.0) -> Stored | None:
-    """Return what `Reader.stored` returns; None, too, if the service does not take the key."""
-    with contextlib.suppress(PermissionError):
+    """Return what the service has of the run at an `outbox.Place`; None if it does not have it, or does not say."""
+    with contextlib.suppress(TrackerUnavailableError):
         return Reader(place).stored(timeout_s)
     return None
 

@@ -1,0 +1,155 @@
+"""A run that cannot be opened: an outage, a refusal, and an exception of the user's own that comes meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import backends, jobs
+from support.loopback import Fault
+from support.waiting import wait_for_file, wait_until
+from support.wandb_server import WandbServer
+
+PROGRAM = jobs.PROGRAMS / "unavailable.py"
+SERVERS = {name: getattr(backends, name) for name in ("wandb", "mlflow", "pluto", "trackio")}
+WATCHDOG = ["TimeoutError", "ConnectionResetError", "OwnError"]
+
+
+@pytest.fixture(
+    params=["wandb", *(pytest.param(name, marks=pytest.mark.full) for name in ("mlflow", "pluto", "trackio"))]
+)
+def service(request, tmp_path):
+    pytest.importorskip({"pluto": "wandb"}.get(request.param, request.param))
+    if request.param == "pluto" and not (Path(sys.prefix) / "pluto").exists():
+        pytest.skip("pluto-ml is not installed: make pluto")
+    with SERVERS[request.param](tmp_path) as backend:
+        yield backend
+
+
+def opened(service: Any, directory: Path, fault: Fault | None, **settings: Any) -> jobs.Done:
+    """The program, at a service that fails in this way at every request; with None, at one that does not."""
+    with away(service, fault) as addresses:
+        return jobs.run(command(service, 60 if fault is None else 10, **settings), directory, addresses)
+
+
+def command(service: Any, init_timeout_s: float, **settings: Any) -> list[Any]:
+    tracking = {"tracker": service.name, "init_timeout_s": init_timeout_s}
+    return [sys.executable, PROGRAM, json.dumps({"tracking": tracking, **settings})]
+
+
+@contextlib.contextmanager
+def away(service: Any, fault: Fault | None) -> Iterator[dict[str, str]]:
+    """The variables of a job whose service fails in this way."""
+    with contextlib.ExitStack() as failing:
+        addresses: dict[str, str] = {}
+        if fault is not None and service.name in ("mlflow", "trackio"):  # whose servers have no faults
+            server = failing.enter_context(WandbServer())
+            failing.enter_context(server.failing(fault))
+            token = {"TRACKIO_WRITE_TOKEN": "a-token-of-a-test"}
+            addresses = {"MLFLOW_TRACKING_URI": server.url, "TRACKIO_SERVER_URL": server.url, **token}
+        elif fault is not None:
+            failing.enter_context(service._server.failing(fault))
+        yield {**service.environment(), **addresses}
+
+
+@pytest.mark.parametrize("status", [403, *(pytest.param(one, marks=pytest.mark.full) for one in (400, 401))])
+def test_a_refusal_is_an_error_by_default(service, tmp_path, status):
+    done = opened(service, tmp_path, Fault.status(status))
+    assert done.returncode == 1, done.output
+    assert "BODY" not in done.output
+    assert "TrackerUnavailableError" in done.output
+    assert "degrade" not in done.output  # it would not help
+
+
+OUTAGES = [*map(Fault.status, (402, 429, 500)), Fault.refuse(), Fault.mute()]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [Fault.status(503), *(pytest.param(fault, marks=pytest.mark.full) for fault in OUTAGES)],
+    ids=lambda fault: f"{fault.kind} {fault.code}",
+)
+def test_the_rows_of_an_outage_are_sent_by_the_next_attempt(service, tmp_path, fault):
+    away = opened(service, tmp_path, fault)
+    assert away.returncode == 0, away.output
+    assert away.output.count("BODY True") == 1
+    (directory,) = set(re.findall(r"This run is logged (?:to files|offline,) in (\S+?)\. ", away.output))
+    assert "The next attempt that finds" in away.output
+    assert re.search(rf"flyteplugins-tracking send .*{re.escape(directory)}", away.output)
+    assert service.runs("tests") == []
+    back = opened(service, tmp_path, None)
+    assert back.returncode == 0, back.output
+    assert rows_of(service) == 2, back.output
+
+
+def test_what_a_signal_handler_raises_while_a_run_is_opened_stays_what_it_is(service, tmp_path):
+    fault = Fault.mute()
+    with away(service, fault) as env:
+        process = jobs.start(command(service, 40, watchdog=WATCHDOG), tmp_path, env)
+        wait_for_file(tmp_path / "pid", process)
+        for number in range(len(WATCHDOG)):
+            hits = fault.hits
+            (tmp_path / f"go-{number}").touch()
+            wait_until(lambda before=hits: fault.hits > before, process)
+            time.sleep(0.2)  # the client waits for the answer by now
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGALRM)
+            wait_for_file(tmp_path / f"called-{number}", process)
+        done = jobs.finish(process, tmp_path)
+    assert re.findall(r"WATCHDOG (\w+) (\w+)", done.output) == [(name, "True") for name in WATCHDOG], done.output
+    assert "BODY" not in done.output
+    assert done.returncode == 0
+
+
+def rows_of(service: Any) -> int:
+    """How many rows of the program its one run has at the service."""
+    if service.name == "trackio":
+        with closing(sqlite3.connect(service.directory / "tests.db")) as database:
+            rows: list[Any] = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics")]
+    else:
+        (run,) = service._server.runs("tests") if service.name == "mlflow" else service._server.runs
+        rows = run.rows
+    return len([row for row in rows if "x" in row])
+
+
+def failure_shown(service: Any) -> set[str]:
+    """The keys of a failure that the run has at its service."""
+    if service.name == "wandb":
+        (run,) = service._server.runs
+        return {key for key in run.summary if key.startswith("failure/")}
+    if service.name == "mlflow":
+        (stored,) = service._server.runs("tests")
+        return {key for key in stored.tags if key.startswith("failure/")}
+    (kept,) = service.runs("tests")
+    return {key for key, value in kept.config.items() if key.startswith("failure/") and value is not None}
+
+
+@pytest.mark.parametrize("away", ["never", pytest.param("first", marks=pytest.mark.full), "second"])
+def test_an_attempt_that_succeeds_shows_no_failure_of_an_earlier_one(service, tmp_path, away):
+    """Also if the service has been away at one of them: the rows of that one are sent later."""
+    fault = Fault.status(503)
+    failed = opened(service, tmp_path, fault if away == "first" else None, fails=True)
+    assert failed.returncode == 1, failed.output
+    if away != "first":
+        assert {"failure/type", "failure/message"} <= failure_shown(service)
+    done = opened(service, tmp_path, fault if away == "second" else None)
+    assert done.returncode == 0, done.output
+    if away == "second":
+        said = re.findall(r"(?:is available, run|answers): flyteplugins-tracking (.+)$", done.output, re.MULTILINE)
+        command = [sys.executable, "-m", "flyteplugins_tracking", *shlex.split(said[0])]
+        sent = jobs.run(command, tmp_path, service.environment())
+        assert sent.returncode == 0, sent.output
+    (run,) = service.runs("tests")
+    assert run.status == "finished"
+    assert failure_shown(service) == set()

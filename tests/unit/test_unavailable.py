@@ -1,0 +1,161 @@
+"""Which exceptions of an opening are the user's own, and which errors of services are outages."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+
+from flyteplugins_tracking import TrackerUnavailableError, tracking_init
+from flyteplugins_tracking._util.signals import critical_section, raise_of_handler
+from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.trackers import Tracker
+from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError, may_pass
+from flyteplugins_tracking.trackers.trackio.run import is_outage
+
+
+class Barks:
+    def __call__(self, *_: object) -> NoReturn:
+        raise OSError("mine")
+
+    def bark(self, signum: int, frame: Any) -> NoReturn:
+        raise TimeoutError("mine")
+
+
+def forgets(signum: int, frame: Any) -> NoReturn:
+    del signum, frame
+    raise ConnectionError("mine")
+
+
+def wraps(*given: Any) -> None:
+    forgets(*given)
+
+
+@pytest.fixture(autouse=True)
+def _handler():
+    before = signal.getsignal(signal.SIGALRM)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@critical_section(5.0)
+def in_section(translate: Callable[[Exception], None]) -> None:
+    try:
+        signal.raise_signal(signal.SIGALRM)
+        time.sleep(5)
+    except Exception as error:
+        translate(error)
+
+
+def as_it_is(error: Exception) -> None:
+    raise_of_handler(error)
+
+
+def chained(error: Exception) -> None:
+    """As clients do: as a cause, as a context, or as an argument alone."""
+    try:
+        try:
+            raise RuntimeError("of a client") from error
+        except RuntimeError:
+            raise ValueError("of another one") from None
+    except ValueError as last:
+        raise_of_handler(KeyError("the last", last))
+
+
+@pytest.mark.parametrize("translate", [as_it_is, chained])
+@pytest.mark.parametrize(
+    "handler",
+    [Barks(), Barks().bark, forgets, wraps, functools.partial(Barks.bark, None), lambda *given: Barks()(*given)],
+)
+def test_what_a_handler_has_raised_comes_out(handler, translate):
+    signal.signal(signal.SIGALRM, handler)
+    with pytest.raises(OSError, match="mine"):
+        in_section(translate)
+
+
+def test_what_a_handler_has_raised_before_the_section_stays_handled():
+    signal.signal(signal.SIGALRM, Barks())
+    try:
+        signal.raise_signal(signal.SIGALRM)
+    except OSError:
+        try:
+            raise TimeoutError("of the network")
+        except TimeoutError as error:
+            raise_of_handler(error)
+
+
+def test_an_exception_without_a_handler_stays_where_it_is():
+    raise_of_handler(None)
+    try:
+        raise TimeoutError("of the network")
+    except TimeoutError as error:
+        raise_of_handler(error)
+
+
+class Refuses(Tracker):
+    """A third party's tracker, which cannot be used."""
+
+    name, title = "refuses", "Refuses"
+    unsupported = {"offline": "it has no files"}  # noqa: RUF012
+
+    def __init__(self, is_outage: bool) -> None:
+        self._is_outage = is_outage
+
+    def open(self, request):
+        raise TrackerUnavailableError("made to fail", is_outage=self._is_outage)
+
+
+@pytest.mark.parametrize("is_outage", [True, False])
+def test_a_tracker_without_local_files_raises_by_default(is_outage):
+    with pytest.raises(TrackerUnavailableError, match="made to fail") as caught:
+        tracking_init(tracker=Refuses(is_outage), project="p")(lambda: None)()
+    assert caught.value.is_outage == is_outage
+
+
+def test_a_tracker_without_local_files_refuses_that_they_are_asked_for():
+    with pytest.raises(ConfigError, match="does not support if_unavailable='degrade': it has no files"):
+        tracking_init(tracker=Refuses(True), project="p", if_unavailable="degrade")(lambda: None)
+
+
+def test_the_statuses_of_an_outage():
+    assert [code for code in (400, 401, 402, 403, 404, 408, 409, 422, 425, 429, 500, 503) if may_pass(code)] == [
+        *(402, 408, 425, 429),
+        *(500, 503),
+    ]
+    assert (AwayError("x").is_outage, RejectedError("x").is_outage) == (True, False)
+
+
+def test_a_directory_without_permission_is_no_outage():
+    assert is_outage(OSError(28, "No space left on device"))
+    assert not is_outage(PermissionError(13, "Permission denied"))
+
+
+def test_wandbs_errors_are_told_apart():
+    wandb = pytest.importorskip("wandb")
+    from flyteplugins_tracking.trackers.wandb import vendor
+
+    outages = [
+        wandb.errors.CommError("context deadline exceeded\nwhile retrying: HTTP 503: not found"),
+        wandb.errors.CommError('context deadline exceeded\nwhile retrying: Post "http://x": connection refused'),
+        wandb.errors.CommError("POST http://x giving up after 1 attempt(s): context deadline exceeded"),
+        wandb.errors.CommError("Run initialization has timed out after 3.0 sec."),
+        wandb.errors.CommError("returned error 402: quota"),
+        TimeoutError("the server has not answered within 3 s"),
+        ConnectionError("x"),
+    ]
+    refusals = [
+        *(
+            wandb.errors.CommError(f"Failed to upsert bucket: returned error {code}: x")
+            for code in (400, 401, 403, 404)
+        ),
+        wandb.errors.AuthenticationError("WANDB_API_KEY invalid: API key must have 40+ characters, has 5."),
+        wandb.errors.CommError("permission denied"),
+    ]
+    away = wandb.errors.AuthenticationError("Failed to verify credentials: the service process is busy")
+    away.__cause__ = TimeoutError()
+    assert [vendor.is_outage(error) for error in (*outages, away)] == [True] * 8
+    assert [vendor.is_outage(error) for error in refusals] == [False] * 6
