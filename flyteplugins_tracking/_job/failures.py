@@ -24,7 +24,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._job.board import board_directory, from_text, is_torch_loaded, nearest_board, to_text
+from flyteplugins_tracking._job.board import (
+    Board,
+    DirectoryStore,
+    board_directory,
+    from_text,
+    is_torch_loaded,
+    nearest_board,
+    to_text,
+)
 from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
@@ -73,6 +81,8 @@ _POLL_S = 0.1
 # An exit code has 32 bits.
 _LARGEST_CODE = 2**31
 _ERROR_FILE, _LONGEST_ERROR_FILE = "TORCHELASTIC_ERROR_FILE", 1 << 22
+# The library's own key in them.
+_EXIT_CODE = "exit_code"
 
 
 @dataclass(frozen=True)
@@ -186,8 +196,8 @@ def announce_failure(error: BaseException, failure: Failure, info: DistributedIn
     """Tell the other ranks of the exception that leaves this rank's outermost decorated function."""
     if type(error).__name__ == _TERMINATION:
         return
-    if isinstance(error, Exception):
-        _write_error_file(failure, os.environ)
+    # Also of a SystemExit, for which `record` writes none: a rank that has not imported torch reads no other notice.
+    _write_error_file(failure, os.environ)
     _put_notice(failure, info)
 
 
@@ -236,7 +246,11 @@ def _write_error_file(failure: Failure, env: Mapping[str, str]) -> None:
     path = env.get(_ERROR_FILE)
     if not path:
         return
-    details = {"py_callstack": failure.traceback, "timestamp": str(int(time.time()))}
+    details = {
+        "py_callstack": failure.traceback,
+        "timestamp": str(int(time.time())),
+        **({} if failure.exit_code == 1 else {_EXIT_CODE: failure.exit_code}),
+    }
     message = {"message": {"message": f"{failure.type}: {failure.message}", "extraInfo": details}}
     with suppress(OSError), open(path, "x") as file:
         json.dump(message, file)
@@ -261,11 +275,12 @@ def _failure_of_file(path: Path, rank: int) -> Failure:
     message = parse_json(read_own(path, _LONGEST_ERROR_FILE).decode())["message"]
     kind, _, text = message["message"].partition(": ")
     stack = message["extraInfo"]["py_callstack"]
+    code = message["extraInfo"].get(_EXIT_CODE, 1)  # 1 of what `record` has written
     return Failure(
         rank=rank,
         type=kind,
         message=_clean_message(text),
-        exit_code=1,
+        exit_code=code if isinstance(code, int) and 0 < code < 256 else 1,
         traceback=_clean_traceback(stack),
         is_secondary=_sounds_secondary([kind.rpartition(".")[2]], text, stack),
         failed_at=path.stat().st_mtime,
@@ -301,6 +316,18 @@ class _Notices(Duty):
             for notice in notices  # the board may outlive an attempt
             if (notice.rank, notice.failed_at) not in withdrawn and notice.failed_at > self._started_at
         ]
+
+    def are_there(self) -> bool:
+        """Whether there are some, as far as that takes no connection to a store: the watch may have one."""
+        if self.board is not Duty.board:
+            run_with_timeout(_GRACE_S, self._read_connected)
+        elif self._info.launcher != "torchelastic" and self._directory.exists():
+            return Board(DirectoryStore(self._directory), _topic(False)).count("texts") > 0
+        return any(self._found.values())
+
+    def _read_connected(self) -> None:
+        with suppress(RuntimeError, OSError):
+            self.look()
 
     def next_wait_s(self) -> float:
         return _POLL_S
@@ -413,12 +440,42 @@ class FailureReader:
             self._verdict = self._judge(own, terminated_at)
             return self._verdict, self._verdict is not None
 
-    def _judge(self, own: Failure | None, terminated_at: float | None) -> Verdict | None:
+    def verdict_in_spite_of_success(self) -> tuple[Verdict | None, bool]:
+        """As `verdict`, for a rank that has succeeded: the job has failed all the same if another rank has before.
+
+        A job without such a rank does not wait. A rank whose caller handles its exception ends without an error, which
+        is waited for a moment.
+        """
+        info = self._info
+        if info is None or self._is_own_run or not self._is_another_failing(info):
+            return None, False
+        deadline = time.monotonic() + _GRACE_S
+        while self._siblings is not None and time.monotonic() < deadline:
+            running = self._siblings.running()
+            if all(failure.rank not in running for failure in self._announced(info)):  # this rank is not among them
+                break
+            time.sleep(_GRACE_POLL_S)
+        with self._lock:
+            if self._verdict is not None:
+                return self._verdict, False
+            self._verdict = self._judge(None, None, has_succeeded=True)
+            return self._verdict, self._verdict is not None
+
+    def _is_another_failing(self, info: DistributedInfo) -> bool:
+        return bool(
+            (self._siblings is not None and self._siblings.failures(None, with_unknown=False))
+            or _read_error_files(info, os.environ)
+            or (self._notices is not None and self._notices.are_there())
+        )
+
+    def _judge(
+        self, own: Failure | None, terminated_at: float | None, *, has_succeeded: bool = False
+    ) -> Verdict | None:
         if self._info is None or (self._is_own_run and own is not None and not own.is_secondary):
             return None if own is None else Verdict(own, 0)
         deadline = time.monotonic() + _GRACE_S
         while True:
-            failures = self._failures(self._info, own, terminated_at)
+            failures = self._failures(self._info, own, terminated_at, has_succeeded)
             cause = first_cause(failures)
             if cause is None or not cause.is_secondary or time.monotonic() > deadline:
                 break
@@ -427,14 +484,20 @@ class FailureReader:
         is_preempted = terminated_at is not None and all(failure.rank == self._info.rank for failure in failures)
         return None if cause is None or (cause.is_secondary and is_preempted) else Verdict(cause, len(failures) - 1)
 
-    def _failures(self, info: DistributedInfo, own: Failure | None, terminated_at: float | None) -> list[Failure]:
+    def _announced(self, info: DistributedInfo) -> list[Failure]:
+        return [*([] if self._notices is None else self._notices.read()), *_read_error_files(info, os.environ)]
+
+    def _failures(
+        self, info: DistributedInfo, own: Failure | None, terminated_at: float | None, has_succeeded: bool
+    ) -> list[Failure]:
         """Return the first failure of each rank, in their order."""
-        announced = [] if self._notices is None else self._notices.read()
-        others = [*announced, *_read_error_files(info, os.environ)]
-        failures = [failure for failure in others if not _is_after_sigterm(failure, terminated_at)]
+        failures = [failure for failure in self._announced(info) if not _is_after_sigterm(failure, terminated_at)]
         failures += [] if own is None else [own]
         if self._siblings is not None:
-            failures += self._siblings.failures(terminated_at)
+            # Of a rank that has returned, or may have, the caller has handled the exception.
+            returned = {info.rank, *self._siblings.returned()} if has_succeeded else set()
+            failures = [failure for failure in failures if failure.rank not in returned]
+            failures += self._siblings.failures(terminated_at, with_unknown=not has_succeeded)
         by_rank: dict[int, Failure] = {}
         for failure in failures:  # what a rank has announced itself says more than its exit
             by_rank.setdefault(failure.rank, failure)

@@ -132,11 +132,28 @@ class Siblings(Duty):
         self.descriptor = self._running.fileno()
         self._look_for_new()
 
-    def failures(self, terminated_at: float | None) -> list[Failure]:
-        """Return the siblings that may be why the job ends, in the order of their ends. See `Ended.is_cause`."""
+    def running(self) -> set[int]:
+        """Return the ranks that have not ended, of those that were found."""
+        self._read_ends()
+        return {rank for rank, _ in list(self._processes.values())}
+
+    def returned(self) -> set[int]:
+        """Return the ranks that have ended with status 0."""
+        return {ended.rank for ended in list(self._ended.values()) if ended.status == 0}
+
+    def failures(self, terminated_at: float | None, *, with_unknown: bool = True) -> list[Failure]:
+        """Return the siblings that may be why the job ends, in the order of their ends. See `Ended.is_cause`.
+
+        Args:
+            terminated_at: When SIGTERM came to this process; None if it has not.
+            with_unknown: Whether those count that may have returned: their status is unknown.
+        """
         self._read_ends()  # the watch may wait for its store
+        if not self._ended:
+            return []
         _, named = _named(self._info)  # by now, a rank may be there whose place a helper of the launcher's has had
         ranks = [ended for ended in list(self._ended.values()) if named.get(ended.rank, ended.pid) == ended.pid]
+        ranks = [ended for ended in ranks if with_unknown or ended.status is not None]
         failed = [ended for ended in ranks if ended.is_cause(terminated_at)]
         is_out_of_memory = proc.oom_kills() > self._oom_kills
         return [ended.failure(is_out_of_memory) for ended in failed]

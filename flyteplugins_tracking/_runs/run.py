@@ -350,9 +350,12 @@ class Run:
 
     def _verdict(self, exit_code: int, failure: Failure | None) -> int:
         """Keep with the run why its job has failed, and return the status of the rank that was first."""
-        if exit_code in (0, INTERRUPTED):
+        if exit_code == INTERRUPTED or (exit_code == 0 and not self.plan.primary):
             return exit_code
-        verdict, is_new = self.failures.verdict(failure, terminated_at())
+        if exit_code == 0:
+            verdict, is_new = self.failures.verdict_in_spite_of_success()
+        else:
+            verdict, is_new = self.failures.verdict(failure, terminated_at())
         if verdict is None:
             return exit_code
         if is_new and self.plan.primary:

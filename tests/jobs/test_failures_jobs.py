@@ -141,3 +141,46 @@ def test_a_rank_that_has_ended_before_it_was_looked_for_is_seen_until_its_parent
 def test_a_helper_that_has_ended_is_not_taken_for_a_rank_that_starts_later(tmp_path):
     done = jobs.python(tmp_path, jobs.PROGRAMS / "ended_sibling.py", "late")
     assert done.output == "[(1, 137)]\n"
+
+
+ONE_NODE = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=3")
+
+
+@pytest.mark.parametrize(
+    ("how", "run_mode", "expected"),
+    [
+        ("raise", "auto", (1, 1, "ValueError")),
+        ("sys.exit 0", "auto", (0, None, None)),
+        ("handled", "auto", (0, None, None)),
+        pytest.param("lingering", "auto", (1, 1, "ValueError"), marks=pytest.mark.full),
+        pytest.param("base", "auto", (1, 1, "Stop"), marks=pytest.mark.full),
+        pytest.param("sys.exit 7", "shared", (7, 1, "SystemExit"), marks=pytest.mark.full),
+        pytest.param("exit 7", "auto", (7, 1, "exit"), marks=pytest.mark.full),
+        pytest.param("kill", "auto", (137, 1, "SIGKILL"), marks=pytest.mark.full),
+        pytest.param("raise", "new", (0, None, None), marks=pytest.mark.full),
+    ],
+)
+def test_a_primary_that_returns_after_another_rank_has_failed_has_the_jobs_failure(tmp_path, how, run_mode, expected):
+    """Its agent has not seen the failure yet. A rank that exits with 0 has not failed, also if it has raised before."""
+    settings = {"winner": 0, "tracking": {"run_mode": run_mode, "id": jobs.RUN_ID}}
+    done = jobs.run([*ONE_NODE, *failing({"1": how}, **settings)], tmp_path)
+    assert (done.returncode == 0) == (how in ("sys.exit 0", "handled")), done.output
+    run = min(done.runs, key=lambda run: run.id)
+    assert failure(run) == expected, done.output
+
+
+@pytest.mark.parametrize(
+    ("how", "expected", "message"),
+    [
+        ("sys.exit no data left", (1, 1, "SystemExit"), "no data left"),
+        pytest.param("base", (1, 1, "Stop"), "made to stop", marks=pytest.mark.full),
+        pytest.param("sys.exit 7", (7, 1, "SystemExit"), "7", marks=pytest.mark.full),
+    ],
+)
+def test_what_a_rank_without_torch_says_at_its_end_arrives(tmp_path, how, expected, message):
+    torchrun = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+    done = jobs.run([*torchrun, *failing({"1": how}, tracking={"id": jobs.RUN_ID})], tmp_path)
+    assert done.returncode != 0
+    (run,) = done.runs
+    assert failure(run) == expected, done.output
+    assert run.summary["failure/message"] == message

@@ -1,8 +1,9 @@
 """A training whose ranks end as the argument, a JSON object, says: the others go on until they are ended, or 60 s.
 
-Keys: `how`: {rank: "raise", "exit 7", "interrupt" or "kill"}; `fail_attempts`: `how` holds for the attempts below it;
-`collectives`: whether each step has one; `while_opening`: whether a rank ends while rank 0 opens its run; `tracking`:
-the decorator's arguments.
+Keys: `how`: {rank: "raise", "exit 7", "interrupt", "kill", "sys.exit TEXT", "sys.exit 0", "handled", "base" or
+"lingering"}; `winner`: a rank that returns when all of them have ended so; `fail_attempts`: `how` holds for the
+attempts below it; `collectives`: whether each step has one; `while_opening`: whether a rank ends while rank 0 opens its
+run; `tracking`: the decorator's arguments.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def train() -> None:
         end(how)
     if SETTINGS.get("fail_attempts", 1) <= ATTEMPT:
         return
+    if SETTINGS.get("winner") == info.rank:
+        wait_for_failures()
+        return
     until = time.monotonic() + LONGEST_S
     while time.monotonic() < until and not Path(DIRECTORY, "over").exists():
         step()
@@ -46,6 +50,19 @@ def wait_for_all(rank: int, world_size: int) -> None:
     while len(list(DIRECTORY.glob(f"entered-{ATTEMPT}-*"))) < world_size:
         time.sleep(0.02)
     step()
+
+
+def wait_for_failures() -> None:
+    """Each rank that is to fail has left its function, or its process has ended."""
+    for rank in SETTINGS["how"]:
+        pid = Path(DIRECTORY, f"failing-{rank}")
+        while not pid.exists() or not (Path(DIRECTORY, f"left-{rank}").exists() or has_ended(pid.read_text())):
+            time.sleep(0.01)
+
+
+def has_ended(pid: str) -> bool:
+    stat = Path("/proc", pid, "stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def open_slowly() -> None:
@@ -80,9 +97,20 @@ def step() -> None:
     time.sleep(0.05)
 
 
+class Stop(BaseException):
+    """As pytest's own, for one."""
+
+
 def end(how: str) -> None:
-    if how == "raise":
+    pid = Path(DIRECTORY, f".failing-{os.environ['RANK']}")
+    pid.write_text(str(os.getpid()))
+    pid.rename(pid.with_name(pid.name[1:]))
+    if how in ("raise", "handled", "lingering"):
         raise ValueError("made to fail")
+    if how == "base":
+        raise Stop("made to stop")
+    if how.startswith("sys.exit "):
+        sys.exit({"0": 0, "7": 7}.get(how.removeprefix("sys.exit "), how.removeprefix("sys.exit ")))
     if how == "exit 7":
         os._exit(7)
     if how == "interrupt":
@@ -99,6 +127,13 @@ if __name__ == "__main__":
         open_slowly()
     try:
         tracking_init(**{"project": "tests", **SETTINGS.get("tracking", {})})(train)()
+    except ValueError:
+        if SETTINGS["how"].get(os.environ["RANK"]) != "handled":
+            raise
     finally:
+        if os.environ.get("RANK") in SETTINGS["how"]:
+            Path(DIRECTORY, f"left-{os.environ['RANK']}").touch()
+        if SETTINGS["how"].get(os.environ.get("RANK", "")) == "lingering":
+            time.sleep(3)
         if os.environ.get("OMPI_COMM_WORLD_RANK") == "0":
             Path(DIRECTORY, "over").touch()  # mpirun does not reach a rank that a shell has started
