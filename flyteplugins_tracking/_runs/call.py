@@ -52,6 +52,8 @@ _POLL_S = 0.005
 _LOST_CHILD = re.compile(
     r"DataLoader worker .*(?:Terminated|exited unexpectedly)|terminated abruptly|died with <Signals\.SIGTERM"
 )
+# click, and the packages whose exceptions are not subclasses of click's.
+_CLICKS = frozenset({"click", "typer", "asyncclick", "rich_click"})
 _DOCTOR = "To see what each rank detects, start this instead of the script: python -m flyteplugins_tracking"
 
 
@@ -431,11 +433,20 @@ def exit_code_of(error: BaseException, successes: tuple[type[BaseException], ...
         return 0
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
+    if _is_clicks(type(error)):
+        # click ends the process with it: `Exit`, `UsageError` and other `ClickException`s; an `Abort` has none.
+        code = getattr(error, "exit_code", 1)
+        return code & 0xFF if isinstance(code, int) else 1
     if isinstance(error, SystemExit):
         # https://docs.python.org/3/library/exceptions.html#SystemExit
         # The system keeps the lowest 8 bits of the code.
         return error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
     return 1
+
+
+def _is_clicks(kind: type[BaseException]) -> bool:
+    """Whether it is a class of click's exceptions, or of a package that has a copy of click. None is imported."""
+    return any(base.__module__.partition(".")[0] in _CLICKS for base in kind.__mro__)
 
 
 # The call of this thread or task.
