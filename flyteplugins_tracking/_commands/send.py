@@ -284,6 +284,8 @@ def _log_lines(handle: ClientHandle, lines: Iterable[Line]) -> None:
     for line in lines:
         if "row" in line:
             handle.write(line["row"], line["step"])
+        elif "event" in line and line["text"] is None:
+            handle.forget_event(line["event"], list(line["values"]))
         elif "event" in line:
             handle.record_event(line["event"], line["values"], line["text"])
         elif "call" in line:

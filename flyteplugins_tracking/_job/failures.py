@@ -357,6 +357,10 @@ class _Notices(Duty):
         return bool(texts)
 
 
+# The keys of a verdict in the run's summary.
+FAILURE_KEYS = ("failure/rank", "failure/host", "failure/type", "failure/message")
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Why a job has failed.
@@ -373,12 +377,7 @@ class Verdict:
     def summary(self) -> Mapping[str, Any]:
         """The values for the run's summary."""
         cause = self.cause
-        return {
-            "failure/rank": cause.rank,
-            "failure/host": cause.host,
-            "failure/type": cause.type,
-            "failure/message": cause.message,
-        }
+        return dict(zip(FAILURE_KEYS, (cause.rank, cause.host, cause.type, cause.message), strict=True))
 
     @property
     def text(self) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._job import progress
-from flyteplugins_tracking._job.failures import Failure, FailureReader
+from flyteplugins_tracking._job.failures import FAILURE_KEYS, Failure, FailureReader
 from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._rank.plan import RunPlan
@@ -357,6 +357,9 @@ class Run:
         else:
             verdict, is_new = self.failures.verdict(failure, terminated_at())
         if verdict is None:
+            if exit_code == 0:  # what the run's summary has is of an earlier attempt, which did not succeed
+                with self.warned("the run may show the failure of an earlier attempt"):
+                    self.handle.forget_event(self._prefix + "failure", [self._prefix + key for key in FAILURE_KEYS])
             return exit_code
         if is_new and self.plan.primary:
             rank = 0 if self.opener.info is None else self.opener.info.rank

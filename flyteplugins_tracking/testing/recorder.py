@@ -474,6 +474,11 @@ class _Handle(Handle):
         self._state.summary.update(values)
         self._state.texts[name] = text
 
+    def forget_event(self, name: str, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._state.summary.pop(key, None)
+        self._state.texts.pop(name, None)
+
     def save_state(self, text: str) -> None:
         self._state.saved_state = text
 

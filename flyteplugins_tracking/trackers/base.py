@@ -207,6 +207,15 @@ class Handle(Protocol):
         """
         return
 
+    def forget_event(self, name: str, keys: Sequence[str]) -> None:  # noqa: ARG002
+        """Remove what an earlier attempt has kept with `record_event`, as far as the service can. Called as that.
+
+        Args:
+            name: "failure", or of a role `roles/{role}/failure`: this attempt has succeeded.
+            keys: The keys of its values.
+        """
+        return
+
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Log these values with the run's next row, and not as a row of their own: the function counts its rows.
 

@@ -9,7 +9,7 @@ in. A line is one of
 
     {"row": {...}, "step": 3, "time": 1700000000.0}         a row; the step is null if the service counts
     {"call": "log_params", "args": [...], "kwargs": {...}}  a call of a method of the run object
-    {"event": "failure", "values": {...}, "text": "..."}    what the run tells of its job
+    {"event": "failure", "values": {...}, "text": "..."}    what the run tells of its job; null: nothing any more
     {"exit_code": 0}                                        the run's end
 """
 
@@ -394,7 +394,11 @@ def _is_line(value: Any) -> bool:
     match value:
         case {"row": dict(), "step": None | int() | float() as step, "time": int() | float() as time_s}:
             return 0 <= time_s < LATEST_S and abs(step or 0) < LARGEST_STEP
-        case {"call": str(), "args": list(), "kwargs": dict()} | {"event": str(), "values": dict(), "text": str()}:
+        case {"call": str(), "args": list(), "kwargs": dict()} | {
+            "event": str(),
+            "values": dict(),
+            "text": str() | None,
+        }:
             return True
         case {"exit_code": int(code)}:
             return abs(code) < _LARGEST_CODE
@@ -410,7 +414,7 @@ def exit_code_in(lines: Iterable[Line]) -> int:
 
 
 def event_values(line: Line) -> dict[str, Any]:
-    """Return what a run's summary gains by an event's line: its values, and its text."""
+    """Return what a run's summary gains by an event's line: its values, and its text. None is for what it loses."""
     return {**line["values"], f"{line['event']}/text": line["text"]}
 
 

@@ -98,6 +98,7 @@ class OutboxHandle(ClientHandle):
         self.undo = ExitStack()
         self._last: dict[str, Any] = {}
         self._left_in: str | None = None  # the directory of what was not sent in time
+        self._has_earlier = False  # whether attempts are sent that this machine has kept
         self._open_outbox()
 
     def tell_role(self, values: Mapping[str, Any]) -> None:
@@ -153,6 +154,10 @@ class OutboxHandle(ClientHandle):
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self.put({"event": name, "values": dict(values), "text": text})
+
+    def forget_event(self, name: str, keys: Sequence[str]) -> None:
+        if self._has_earlier or getattr(self.run, "resumed", True):  # who sends a kept run may have an earlier attempt
+            self.put({"event": name, "values": dict.fromkeys(keys), "text": None})
 
     def role_state(self, state: str, **more: Any) -> None:
         """Tell the state of this job's role, if it has one."""
@@ -214,6 +219,7 @@ class OutboxHandle(ClientHandle):
         who = f"{0 if request.plan.primary else 1}-rank-{rank}-{secrets.token_hex(3)}"
         name = f"{header['attempt']:04}-{int(time.time() * 1000):x}-{who}"
         earlier = self._find_earlier()
+        self._has_earlier |= bool(earlier)
         self._read(earlier)
         journal = Journal(Path(self.directory()), name, header)
         if request.earlier:  # `send`, which may be killed when it has removed them, and before the run has its end

@@ -269,7 +269,7 @@ class MlflowSink:
             self._service.log(self._run_id, points[first : first + vendor.MOST_METRICS])
         for line in lines:
             if "event" in line:
-                self._set("tags", {key: str(value)[-LONGEST_TAG:] for key, value in event_values(line).items()})
+                self._change_tags(event_values(line))
             elif line.get("call") in _SETTERS:
                 self._set(_SETTERS[line["call"]], _values_of(line))
             elif "call" in line:
@@ -279,6 +279,17 @@ class MlflowSink:
     def _points_of(self, line: Line) -> list[Point]:
         step, time_ms = self._steps.take(line["step"]), round(line["time"] * 1000)
         return [Point(key, value, time_ms, step) for key, value in self._metrics.of(line["row"]).items()]
+
+    def _change_tags(self, values: Mapping[str, Any]) -> None:
+        if new := {key: str(value)[-LONGEST_TAG:] for key, value in values.items() if value is not None}:
+            self._set("tags", new)
+            return
+
+        def remove(client: Any) -> None:
+            for key in client.get_run(self._run_id).data.tags.keys() & values.keys():
+                client.delete_tag(self._run_id, key)
+
+        self._service.ask(remove)
 
     def _set(self, kind: str, values: Mapping[str, str]) -> None:
         """Set params or tags. If the server rejects some, it gets them one by one: it takes all of them or none."""

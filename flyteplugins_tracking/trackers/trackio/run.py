@@ -97,6 +97,10 @@ class TrackioHandle(OutboxHandle):
         else:  # the config is sent with the owner's status
             self.tell_role({**values, f"{name}/text": text})
 
+    def forget_event(self, name: str, keys: Sequence[str]) -> None:
+        if self.request.plan.role is None:  # of a role, they are rows
+            super().forget_event(name, keys)
+
     def end(self, exit_code: int) -> None:
         limit = self.end_limit()
         until = time.monotonic() + self.request.config.finish_timeout_s
@@ -173,7 +177,10 @@ class TrackioSink:
             self._sends_config, self._last = False, entries[-1]
         for line in lines:
             if "event" in line:
-                self._run.config.update(event_values(line))  # which is sent with the status
+                values = event_values(line)
+                self._run.config.update(values)  # which is sent with the status
+                for key in [key for key, value in values.items() if value is None]:
+                    del self._run.config[key]
             elif line.get("call") == "alert":
                 self._run.alert(*line["args"], **line["kwargs"])
 

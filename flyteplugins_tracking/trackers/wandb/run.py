@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,10 @@ class WandbHandle(Handle):
             path.parent.mkdir(parents=True, exist_ok=True)  # that of a role
             replace_whole(path, text, 0o666)
             self.run.save(str(path), base_path=self.files, policy="now")
+
+    def forget_event(self, name: str, keys: Sequence[str]) -> None:  # noqa: ARG002 its file stays
+        with contextlib.suppress(Exception):  # its wandb-core may have died, or it is disabled
+            forget(self.run, keys)
 
     def save_state(self, text: str) -> None:
         state = f"{time.time():.3f} {text}"
@@ -580,6 +584,12 @@ def warn_of_changes(run_id: str, before: Mapping[str, Any], after: Mapping[str, 
     text = changes(before, after)
     if text:
         logger.warning(CHANGED, "W&B", run_id, text)
+
+
+def forget(run: Any, keys: Collection[str]) -> None:
+    """Remove keys from the summary that an earlier attempt has set."""
+    for key in set(keys).intersection(run.summary.keys()):
+        del run.summary[key]
 
 
 def _update_summary(run: Any, values: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from flyteplugins_tracking._job.failures import FAILURE_KEYS
 from flyteplugins_tracking._util.files import own_file_in, own_text
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.plain import flat
@@ -30,6 +31,7 @@ from flyteplugins_tracking.trackers.vendor_parts import numbers
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, roles, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 from flyteplugins_tracking.trackers.wandb.outbox import AttemptOnDisk, Left, Place, WandbOutbox, attempt_at
+from flyteplugins_tracking.trackers.wandb.run import forget
 
 logger = logging.getLogger(__name__)
 
@@ -324,6 +326,8 @@ def _opened(
         run = vendor.open_to_send(place, described, folder, shared)
         try:
             yield run
+            if exit_code == 0 and shared is None:
+                forget(run, FAILURE_KEYS)
             run.finish(exit_code=exit_code)
         except BaseException:
             wandb.teardown(1)
