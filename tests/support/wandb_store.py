@@ -162,7 +162,9 @@ class RecordedRun:
         self.tags = self.tags if given.get("tags") is None else list(given["tags"])
         config = json.loads(given.get("config") or "{}")
         self.raw_config = config if self.replaces and config else {**self.raw_config, **config}
-        if given.get("host"):  # only the upsert of `wandb.init` has it; a late change of the config opens nothing
+        # Only the upsert of `wandb.init` has a host, and that of a late name, with the entity and id of an answer.
+        is_late = bool(given.get("id") and given.get("entity")) and not self.completed
+        if given.get("host") and not is_late:
             self.state, self._preempting = "running", False
         self._note()
 
