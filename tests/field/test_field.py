@@ -1,0 +1,304 @@
+"""Scripts in the style of public projects: as a stranger writes them (`bare`), and moved as the docs say (`moved`).
+
+`diff -ru bare moved` is what the move costs. Each moved script goes through a whole training, an exception on rank 1, a
+SIGTERM to the launcher or to all processes of the job, and a SIGKILL of rank 1 with a restart. What the service has of
+it afterwards is compared with the tables below; that of a whole training also with what the bare script sends.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support import jobs
+from support.backends import EXAMPLES
+from support.mlflow_server import StoredRun, stored_runs
+from support.waiting import wait_until
+from support.wandb_server import WandbServer
+from support.wandb_store import RecordedRun
+
+FIELD = Path(__file__).parent
+PASSES, AT = 8, 4  # those of a whole training; and the one that fails, counted from 0
+# What the library adds to a config and to a summary, and what each job has otherwise.
+OURS = {"tracking_init", "_flyteplugins_tracking"}
+OF_A_JOB = {"output_dir"}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a job, and how it and its run must end.
+
+    Attributes:
+        model: What the model does: see `tiny.py`. A slow one is sent a SIGTERM.
+        restarts: How often the launcher may restart the job.
+        failure: The rank and the kind of the failure that the summary tells.
+    """
+
+    model: str = ""
+    restarts: int = 0
+    exit_codes: tuple[int, ...] = (0,)
+    state: str = "finished"
+    returncode: int = 0
+    failure: tuple[int | None, str | None] = (None, None)
+
+
+FAULTS = {
+    "none": Fault(),
+    "exception": Fault("raise", 0, (1,), "failed", 1, (1, "ArithmeticError")),
+    "sigterm": Fault("slow", 0, (143,), "preempted", 1),
+    "sigterm to all": Fault("slow", 0, (143,), "preempted", 1),
+    "sigkill": Fault("kill", 1, (137, 0)),
+}
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script, and what its run must have.
+
+    Attributes:
+        loss: A column of each row that a forward pass brings.
+        column: The column that counts these rows, or None for W&B's step;
+        steps: its values in a whole training;
+        again: and in what is trained after a restart, where that is not the whole training.
+        arguments: Those of a whole training.
+        long: And more, for one that does not end by itself.
+        config: Some of the config.
+        files: Files of the user's.
+        brief: The fault that the default tier has.
+        to_all: Whether it also meets a SIGTERM to all its processes: its DataLoader has workers.
+    """
+
+    loss: str
+    column: str | None
+    steps: range = range(PASSES)
+    again: range | None = None
+    arguments: tuple[str, ...] = ()
+    long: tuple[str, ...] = ("--steps=100000",)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    brief: str = "none"
+    to_all: bool = False
+
+    def values(self, run: RecordedRun) -> list[int]:
+        """What its column has in the rows of the forward passes."""
+        rows = sorted((row for row in run.rows if self.loss in row), key=lambda row: row["_step"])
+        if self.column is None:  # of an attempt that begins again, the run's steps go on, and its own are in a column
+            return [row.get("global_step", row["_step"]) for row in rows]
+        return [functools.reduce(dict.__getitem__, self.column.split("."), row) for row in rows]
+
+    def expected(self, fault: str, begun: int) -> list[list[int]]:
+        """What it may have; `begun` forward passes were begun, and the last one may have no row."""
+        whole = list(self.steps)
+        if fault == "none":
+            return [whole]
+        if fault == "exception":
+            return [whole[:AT]]
+        if fault == "sigkill":
+            return [whole[:AT] + list(self.again or self.steps)]
+        return [[self.steps.start + self.steps.step * i for i in range(rows)] for rows in (begun - 1, begun)]
+
+
+SCRIPTS = {
+    "module_level": Script(
+        "train/loss",
+        "iter",
+        long=("--max_iters=100000",),
+        config={"batch_size": 4, "backend": "gloo", "decay_lr": True},
+        brief="sigterm",
+    ),
+    "sixty_arguments": Script(
+        "train/loss",
+        "step",
+        again=range(AT, PASSES),  # it has a checkpoint
+        arguments=("--log-wandb", "--resume=latest"),
+        long=("--epochs=1000", "--steps-per-epoch=100"),
+        config={"distributed": True, "local_rank": 0, "wandb_notes": "", "std": [0.2, 0.2, 0.2], "device": "cpu"},
+        files=("params.txt",),
+        brief="sigkill",
+        to_all=True,
+    ),
+    "hydra_config": Script(
+        "train/loss",
+        "trainer.step",
+        long=("steps=100000",),
+        config={"checkpoint": "???", "tags": ["dev", "gpt"], "run_name": "train-gpt-lr0.01"},
+        brief="exception",
+    ),
+    "trainer_class/main": Script(
+        "train/loss", "iteration", long=("100000",), config={"data": {"samples": 64}}, brief="sigterm"
+    ),
+    "tensorboard_sync": Script(
+        "losses/value_loss",
+        "global_step",
+        range(16, 16 * PASSES + 1, 16),
+        long=("--num-updates=100000",),
+        config={"exp_name": "ppo", "wandb_entity": None, "world_size": 2, "device_ids": []},
+        brief="sigkill",
+    ),
+    "accelerate_tracking": Script(
+        "loss",
+        None,
+        arguments=("--cpu", "--with_tracking"),
+        long=("--num_epochs=100000",),
+        config={"lr": 2e-3, "batch_size": 4},
+        brief="exception",
+    ),
+    "hf_trainer": Script(
+        "train/loss", "train/global_step", range(1, PASSES + 1), long=("100000",), config={"logging_steps": 1}
+    ),
+    "lightning_fit": Script("train/loss", "trainer/global_step", long=("100000",), config={"hidden": 8, "lr": 0.01}),
+    "click_command": Script("loss", None, config={"lr": 0.01, "resume": None}, brief="sigkill"),
+}
+MLFLOW = Script("loss", None)
+
+
+def train(directory: Path, command: list[str], script: Script, fault: str, env: Mapping[str, str]) -> jobs.Done:
+    """Have a script on two ranks meet a fault."""
+    what = FAULTS[fault]
+    restarts = f"--max-restarts={what.restarts}"
+    launcher = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1", restarts)
+    variables = {
+        **env,
+        "FIELD_FAULT": what.model,
+        "FIELD_AT": str(AT),
+        "PYTHONPATH": jobs.search_path(FIELD),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # gloo, after a restart
+    }
+    is_slow = what.model == "slow"
+    job = jobs.start([*launcher, *command, *script.arguments, *(script.long if is_slow else ())], directory, variables)
+    if is_slow:
+        wait_until(lambda: passes(directory) > AT, job)
+        send_sigterm(job, to_all="all" in fault)
+    return jobs.finish(job, directory)
+
+
+def train_with_wandb(directory: Path, command: list[str], name: str, fault: str) -> tuple[jobs.Done, RecordedRun]:
+    """Also returns its run, the only one."""
+    with WandbServer() as server:
+        done = train(directory, command, SCRIPTS[name], fault, server.environment)
+        assert (len(server.runs), server.errors) == (1, []), done.output
+        return done, server.runs[0]
+
+
+def send_sigterm(job: jobs.Process, to_all: bool) -> None:
+    """As a supervisor does it: to the launcher, or as Slurm to all that it has started."""
+    launcher = psutil.Process(job.pid)
+    for process in [*(launcher.children(recursive=True) if to_all else []), launcher]:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+
+
+def passes(directory: Path) -> int:
+    """How many forward passes rank 0 of the first attempt has begun."""
+    path = directory / "passes-0-0"
+    return path.stat().st_size if path.exists() else 0
+
+
+def bare(name: str) -> list[str]:
+    return [str(FIELD / "bare" / f"{name}.py")]
+
+
+def moved(name: str) -> list[str]:
+    """The script, moved; one without a function stays as it is, and another one starts it."""
+    path = FIELD / "moved" / f"{name}.py"
+    return [str(path)] if path.exists() else [str(EXAMPLES / "tracked.py"), *bare(name)]
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        pytest.param(name, fault, marks=() if fault == script.brief else pytest.mark.full)
+        for name, script in SCRIPTS.items()
+        for fault in FAULTS
+        if fault != "sigterm to all" or script.to_all
+    ],
+)
+def test_a_moved_script_has_one_run_with_all_rows_and_its_true_end(tmp_path, name, fault):
+    script, what = SCRIPTS[name], FAULTS[fault]
+    done, run = train_with_wandb(tmp_path, moved(name), name, fault)
+    end = (done.returncode, run.exit_codes, run.state)
+    assert end == (what.returncode, list(what.exit_codes), what.state), done.output
+    assert script.values(run) in script.expected(fault, passes(tmp_path)), done.output
+    assert (run.rows_overwritten, run.rows_after_completion) == (0, 0)
+    assert {key: run.config.get(key) for key in script.config} == script.config
+    assert set(script.files) <= set(run.files)
+    assert (run.summary.get("failure/rank"), run.summary.get("failure/type")) == what.failure
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_moved_script_sends_what_the_bare_one_sends(tmp_path, name):
+    (_, was), (done, now) = (
+        train_with_wandb(tmp_path / form.__name__, form(name), name, "none") for form in (bare, moved)
+    )
+    assert done.returncode == 0, done.output
+    assert [row.keys() for row in now.rows] == [row.keys() for row in was.rows]
+    assert SCRIPTS[name].values(now) == SCRIPTS[name].values(was) == list(SCRIPTS[name].steps)
+    assert _without(now.config, OURS | OF_A_JOB) == _without(was.config, OF_A_JOB)
+    assert now.summary.keys() - OURS == was.summary.keys()
+    assert (set(now.tags), now.notes, now.exit_codes) == (set(was.tags), was.notes, [0])
+    assert set(was.files) <= set(now.files)
+
+
+def _without(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        ("none", "FINISHED"),
+        pytest.param("exception", "FAILED", marks=pytest.mark.full),
+        pytest.param("sigterm", "KILLED", marks=pytest.mark.full),
+        pytest.param("sigkill", "FINISHED", marks=pytest.mark.full),
+    ],
+)
+def test_a_moved_script_of_mlflow(tmp_path, fault, status):
+    done = train(tmp_path, moved("mlflow_example"), MLFLOW, fault, {"MLFLOW_TRACKING_URI": store_of(tmp_path)})
+    run = mlflow_run(tmp_path)
+    assert (done.returncode, run.status) == (FAULTS[fault].returncode, status), done.output
+    steps = [step for key, _, step, _ in sorted(run.rows, key=lambda row: row[3]) if key == "loss"]
+    assert steps in MLFLOW.expected(fault, passes(tmp_path)), done.output
+    assert (run.params["lr"], run.params["distributed"], run.name) == ("0.01", "False", "digits")
+    assert run.tags.get("done") == ("yes" if status == "FINISHED" else None)
+
+
+@pytest.mark.full
+def test_the_bare_script_of_mlflow(tmp_path):
+    done = train(tmp_path, bare("mlflow_example"), MLFLOW, "none", {"MLFLOW_TRACKING_URI": store_of(tmp_path)})
+    run = mlflow_run(tmp_path)
+    assert (done.returncode, run.status, run.name, len(run.values("loss"))) == (0, "FINISHED", "digits", PASSES)
+
+
+def store_of(directory: Path) -> str:
+    return f"sqlite:///{directory / 'mlflow.db'}"
+
+
+def mlflow_run(directory: Path) -> StoredRun:
+    (run,) = stored_runs(directory / "mlflow.db", "mlflow-example")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("form", "arguments", "code"),
+    [
+        (moved, ["--target=0"], 3),
+        pytest.param(moved, [], 0, marks=pytest.mark.full),
+        pytest.param(bare, [], 0, marks=pytest.mark.full),
+    ],
+)
+def test_a_command_of_typer_ends_with_its_own_exit_code(tmp_path, form, arguments, code):
+    with WandbServer() as server:
+        env = {**server.environment, "PYTHONPATH": jobs.search_path(FIELD)}
+        done = jobs.python(tmp_path, *form("typer_command"), *arguments, env=env)
+        (run,) = server.runs
+    assert (done.returncode, run.exit_codes) == (code, [code]), done.output
+    assert ["loss" in row for row in run.rows] == [True] * PASSES
+    assert (run.config["lr"], run.config["steps"]) == (0.01, PASSES)
