@@ -119,6 +119,11 @@ class MlflowServer:
         """The runs of an experiment, by its name."""
         return stored_runs(self._database, project)
 
+    def artifacts(self, run: StoredRun) -> Path:
+        """The folder of a run's artifacts."""
+        found = [*(self._directory / "artifacts").glob(f"*/{run.run_id}/artifacts")]
+        return found[0] if found else self._directory / "no artifacts"
+
 
 def stored_runs(database: Path, project: str) -> list[StoredRun]:
     """The runs of an experiment in MLflow's SQLite file, without MLflow."""

@@ -46,6 +46,24 @@ class RefusedError(Exception):
 
 
 @dataclass
+class RecordedArtifact:
+    """One version of an artifact, as its run has created it.
+
+    Attributes:
+        files: The MD5 of each file that was to be uploaded for it, by its name.
+        committed: Whether all of it was there: before that, the service shows it to nobody.
+    """
+
+    name: str
+    type: str
+    aliases: list[str] = field(default_factory=list)
+    digest: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    committed: bool = False
+
+
+@dataclass
 class RecordedRun:
     """One run, up to date with the last request.
 
@@ -62,6 +80,8 @@ class RecordedRun:
         files: Each uploaded file's last content, by name.
         artifacts: The names of the artifacts that were created.
         committed: The files of each artifact that was committed, by the artifact's name.
+        versions: These artifacts, by their ids.
+        alerts: The title, text and level of each alert.
         rows_after_completion: How many rows came when the run was over and no `wandb.init` had opened it again.
         rows_rewound: How many rows a RewindRun has dropped.
         rows_overwritten: How many rows took the place of a different one, which is lost.
@@ -96,6 +116,8 @@ class RecordedRun:
     files: dict[str, bytes] = field(default_factory=dict, repr=False)
     artifacts: list[str] = field(default_factory=list)
     committed: dict[str, dict[str, bytes]] = field(default_factory=dict, repr=False)
+    versions: dict[str, RecordedArtifact] = field(default_factory=dict, repr=False)
+    alerts: list[tuple[str, str, str]] = field(default_factory=list, repr=False)
     rows_after_completion: int = 0
     rows_rewound: int = 0
     rows_overwritten: int = 0
@@ -547,7 +569,10 @@ class Operations:
     def MarkRunFilesUploaded(self, _: Json) -> Json:
         return {"markRunFilesUploaded": {"success": True}}
 
-    def NotifyScriptableRunAlert(self, _: Json) -> Json:
+    def NotifyScriptableRunAlert(self, given: Json) -> Json:
+        run = self._store.get((given["entityName"], given["projectName"], given["runName"]))
+        if run is not None:
+            run.alerts = [*run.alerts, (given["title"], given["text"], given.get("severity") or "INFO")]
         return {"notifyScriptableRunAlert": {"success": True}}
 
     def ArtifactType(self, _: Json) -> Json:
@@ -558,11 +583,20 @@ class Operations:
         run = self._store.get((asked["entityName"], asked["projectName"], asked["runName"]))
         if run is not None:
             run.artifacts = [*run.artifacts, asked["artifactCollectionName"]]
+            version = RecordedArtifact(
+                asked["artifactCollectionName"],
+                asked["artifactTypeName"],
+                [alias["alias"] for alias in asked.get("aliases") or ()],
+                asked.get("digest", ""),
+                json.loads(asked.get("metadata") or "{}"),
+            )
+            run.versions = {**run.versions, asked["clientID"]: version}
             name, digest = asked["artifactCollectionName"], asked["digest"]
             known = self._store.committed.get((run.entity, run.project, name, digest))
             if known is None:
                 self._store.artifacts[asked["clientID"]] = run, name, digest, {}
             else:  # the service does not take the same artifact twice
+                version.committed = True
                 run.committed = {**run.committed, name: known}
                 committed = {
                     "id": asked["clientID"],
@@ -580,6 +614,9 @@ class Operations:
         return {"updateArtifactManifest": {"artifactManifest": self._manifest(given["artifactManifestID"])}}
 
     def CreateArtifactFiles(self, given: Json) -> Json:
+        for asked in given["input"]["artifactFiles"]:
+            for version in self._versions(asked["artifactID"]):
+                version.files = {**version.files, asked["name"]: asked["md5"]}
         nodes = [
             {
                 "storagePath": asked["name"],
@@ -596,6 +633,8 @@ class Operations:
         if run is not None:
             run.committed = {**run.committed, name: dict(files)}
             self._store.committed[run.entity, run.project, name, digest] = dict(files)
+        for version in self._versions(given["artifactID"]):
+            version.committed = True
         return {"commitArtifact": {"artifact": {"id": given["artifactID"], "digest": ""}}}
 
     def ClientIDMapping(self, given: Json) -> Json:
@@ -689,6 +728,9 @@ class Operations:
         """The requested fields of a project; null for one that has no run and no sweep."""
         asked, known = (given["entity"], given["project"]), [*self._store.runs, *self._store.sweeps]
         return {"project": content if asked in [(each.entity, each.project) for each in known] else None}
+
+    def _versions(self, artifact_id: str) -> list[RecordedArtifact]:
+        return [run.versions[artifact_id] for run in self._store.runs if artifact_id in run.versions]
 
     def _asked(self, given: Json) -> RecordedRun | None:
         return self._shown(given, "name")
