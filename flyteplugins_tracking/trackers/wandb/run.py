@@ -96,6 +96,7 @@ class WandbHandle(Handle):
         self._lacks_rows = False  # whether it may lack rows of other ranks, which their journals have
         self._rewind_to: int | None = None
         self._obstacle: str | None = None  # why the run was not rewound
+        self._told_status: int | None = None  # that of the function's own first `finish()`, which ends nothing
         self._abandoned: list[str] = []  # the directories of wandb-cores that have died
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
         self._drawn: dict[str, Callable[[], Any]] = {}  # as these are, by their keys
@@ -201,9 +202,14 @@ class WandbHandle(Handle):
         """Call one of the run's methods that end it, if this handle does.
 
         Frameworks call them while the function runs, Accelerate's `end_training()` for one. These calls do nothing: a
-        crash after such an end would be shown as a success.
+        crash after such an end would be shown as a success. A failure that the first of them tells is the run's, if the
+        function returns.
         """
-        return method(self.run, *args, **kwargs) if self._gate.is_ender else None
+        if self._gate.is_ender:
+            return method(self.run, *args, **kwargs)
+        if self._told_status is None:
+            self._told_status = vendor.status_of_end(method.__name__, *args, **kwargs)
+        return None
 
     def log(self, method: Callable[..., Any], data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> None:
         """Log a row. If the run was ended early, open it again first."""
@@ -300,6 +306,7 @@ class WandbHandle(Handle):
     def _end(self, exit_code: int) -> None:
         limit = self._end_limit()
         upload = Upload(self.run, limit)
+        exit_code = exit_code or self._told_status or 0
         try:
             # In the summary: a row of its own would take a step.
             waiting = {**self._next_row.take(), **self._state}
@@ -461,7 +468,8 @@ class Rollback:
 
     def place(self, data: Any, step: Any) -> tuple[Any, Any]:
         """Return the row and the step with which W&B keeps them; the step is None if the user gives none."""
-        if step is not None and not self._distance and step < self._handle.first_step():
+        # A run without an earlier attempt has no step below 0 to go back to: W&B drops such a row.
+        if step is not None and not self._distance and max(step, 0) < self._handle.first_step():
             self._go_back(step)
         if not isinstance(data, Mapping) or (step is None and not self._distance):  # for another type, wandb says why
             return data, step

@@ -539,6 +539,12 @@ def row_method(kind: Any) -> Callable[..., Any] | None:
     return None
 
 
+def status_of_end(method: str, *args: Any, **kwargs: Any) -> int:
+    """Return the status that a call of one of `ENDINGS` gives a run: by default 0."""
+    given = args[0] if args else kwargs.get("exit_code")
+    return int(given is not None) if method == "__exit__" else int(given or 0)
+
+
 def is_finished(run: Any) -> bool:
     """Whether the run has ended. Without it, a run counts as open."""
     return bool(getattr(run, "_is_finished", False))
