@@ -11,6 +11,7 @@ import ast
 import csv
 import itertools
 import re
+import runpy
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -177,12 +178,19 @@ def _link(argument: str) -> str:
     return f"[{title}]({page})"
 
 
+def _differences() -> str:
+    """The differences from the vendors' own clients: the list that the programs of `tests/parity` refer to."""
+    table: Callable[[], str] = runpy.run_path(str(ROOT / "tests" / "parity" / "differences.py"))["table"]
+    return table()
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "api": api.of_package,
     "api_testing": api.of_testing,
     "api_trackers": api.of_trackers,
     "arguments": _arguments,
     "costs": figures.costs,
+    "differences": _differences,
     "performance": figures.table,
     "supported": _supported,
     "versions": _versions,

@@ -1,0 +1,783 @@
+"""The programs with W&B. Each gets the run of `wandb.init`, or of `@tracking_init`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import datetime
+import decimal
+import enum
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import wandb
+from support import config_values
+
+from parity.table import TABLES, Program
+
+TABLE = TABLES["wandb"]
+log, use, configured, ranks = (TABLE.program(kind) for kind in ("log", "use", "config", "ranks"))
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """The type of what `act` raises."""
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__
+    return "accepted"
+
+
+# `log` and `step=`
+
+
+@log
+def scalars(run: Any) -> None:
+    run.log({"loss": 0.5, "epoch": 3})
+
+
+@log
+def rows_in_a_loop(run: Any) -> int:
+    for step in range(20):
+        run.log({"loss": 1 / (1 + step)})
+    return run.step
+
+
+@log
+def a_global_log(run: Any) -> None:
+    wandb.log({"loss": 1})
+    wandb.run.log({"loss": 2})
+
+
+@log
+def positional_arguments(run: Any) -> None:
+    run.log({"x": 1}, 5)
+    run.log({"x": 2}, 6, False)
+    run.log({"x": 3}, None, True)
+    run.log(data={"x": 4}, step=9, commit=True)
+
+
+@log
+def two_calls_for_a_row(run: Any) -> None:
+    run.log({"a": 1}, commit=False)
+    run.log({"b": 2})
+    run.log({"c": 3}, commit=False)
+    run.log({"c": 4}, commit=True)
+
+
+@log
+def a_last_row_without_commit(run: Any) -> None:
+    run.log({"a": 1})
+    run.log({"b": 2}, commit=False)
+
+
+@log
+def steps_with_gaps(run: Any) -> int:
+    for step in (0, 1, 10, 100):
+        run.log({"x": step}, step=step)
+    return run.step
+
+
+@log
+def a_step_in_several_calls(run: Any) -> None:
+    for step in (0, 5):
+        run.log({"a": step}, step=step)
+        run.log({"b": step}, step=step)
+        run.log({"a": -step}, step=step)
+
+
+@log
+def a_step_committed_twice(run: Any) -> None:
+    run.log({"a": 1}, step=1, commit=True)
+    run.log({"a": 2}, step=1, commit=True)
+    run.log({"a": 3}, step=2, commit=False)
+    run.log({"b": 3}, step=2)
+
+
+@log
+def lower_steps(run: Any) -> None:
+    for step in (5, 3, 6, 6, 0):
+        run.log({"x": step}, step=step)
+
+
+@log
+def a_negative_step_first(run: Any) -> None:
+    for step in (-1, 0, 1):
+        run.log({"x": step}, step=step)
+
+
+@log
+def some_with_steps(run: Any) -> None:
+    run.log({"x": 0})
+    run.log({"x": 1}, step=7)
+    run.log({"x": 2})
+    run.log({"x": 3}, step=20)
+    run.log({"x": 4})
+
+
+@log
+def a_step_below_the_own_count(run: Any) -> None:
+    for _ in range(5):
+        run.log({"x": 1})
+    run.log({"y": 1}, step=2)
+    run.log({"y": 2}, step=9)
+
+
+@log
+def steps_of_other_types(run: Any) -> list[str]:
+    import torch
+
+    steps = (np.int64(1), np.float32(2.0), 3.0, True, torch.tensor(5), None, "6", "seven", -1, 8.5, [9])
+    return [refusal(lambda i=i, step=step: run.log({"x": i}, step=step)) for i, step in enumerate(steps)]
+
+
+@log
+def a_huge_step(run: Any) -> None:
+    run.log({"x": 1}, step=2**40)
+    run.log({"x": 2}, step=2**40 + 1)
+
+
+@log
+def nested_mappings(run: Any) -> None:
+    run.log({"train": {"loss": 1.0, "by": {"layer": [1, 2], "head": 3}}, "empty": {}})
+    run.log({"train": {"loss": 2.0}, "train/loss": 3.0, "train.loss": 4.0})
+
+
+@log
+def mappings_of_other_types(run: Any) -> list[str]:
+    ordered, counted = collections.OrderedDict(x=1), collections.defaultdict(int, x=2)
+    others = (ordered, counted, collections.Counter("xx"), types.MappingProxyType({"x": 3}), collections.UserDict(x=4))
+    return [refusal(lambda other=other: run.log(other)) for other in others]
+
+
+@log
+def no_mapping(run: Any) -> list[str]:
+    others = (None, [("x", 1)], "x", 1, {1: 2}, {None: 3}, {("a", "b"): 4}, {"ok": 5})
+    return [refusal(lambda other=other: run.log(other)) for other in others]
+
+
+@log
+def nothing_to_log(run: Any) -> int:
+    run.log({})
+    run.log({"x": 1})
+    run.log({}, step=5)
+    run.log({})
+    return run.step
+
+
+@log
+def none_values(run: Any) -> None:
+    run.log({"x": None, "y": 1, "nested": {"x": None}})
+
+
+@log
+def not_finite(run: Any) -> None:
+    for value in (float("nan"), float("inf"), -float("inf"), np.float32("nan"), 0.0):
+        run.log({"x": value, "nested": {"x": value}, "listed": [value]})
+
+
+@log
+def numpy_scalars(run: Any) -> None:
+    run.log(
+        {name: getattr(np, name)(1) for name in ("float16", "float32", "float64", "int8", "int64", "uint8", "bool_")}
+    )
+    run.log({"zero_dimensions": np.array(2.5), "one_item": np.array([2.5]), "text": np.str_("text")})
+
+
+@log
+def numpy_arrays(run: Any) -> None:
+    run.log({"short": np.arange(3), "long": np.arange(100.0), "matrix": np.ones((2, 3)), "empty": np.array([])})
+
+
+@log
+def torch_scalars(run: Any) -> None:
+    import torch
+
+    loss = torch.tensor(1.5, requires_grad=True) * 2
+    run.log({"loss": loss, "half": torch.tensor(1.5, dtype=torch.bfloat16), "int": torch.tensor(3)})
+    run.log({"one_item": torch.ones(1), "bool": torch.tensor(True), "item": loss.item()})
+
+
+@log
+def torch_tensors(run: Any) -> None:
+    import torch
+
+    run.log({"short": torch.arange(3), "long": torch.arange(100.0), "matrix": torch.ones(2, 2)})
+    run.log({"parameter": torch.nn.Parameter(torch.ones(2, 2))})
+
+
+@log
+def histograms(run: Any) -> None:
+    run.log({"h": wandb.Histogram([1, 2, 2, 3])})
+    run.log({"h": wandb.Histogram(np_histogram=np.histogram([1, 2, 3], bins=4)), "other": 1})
+
+
+@log
+def lists_and_tuples(run: Any) -> None:
+    run.log({"list": [1, 2.5, "x", None], "tuple": (1, 2), "nested": [[1], [2, [3]]], "empty": []})
+    run.log({"of_mappings": [{"a": 1}, {"b": {"c": 2}}]})
+
+
+@log
+def booleans_and_texts(run: Any) -> None:
+    run.log({"yes": True, "no": False, "text": "a", "empty": "", "unicode": "Größe 漢字 🙂", "lines": "a\nb\0c"})
+
+
+@log
+def large_numbers(run: Any) -> None:
+    run.log(
+        {"big": 2**70, "negative": -(2**70), "max": 2**63 - 1, "tiny": 5e-324, "huge": 1.7e308, "precise": 0.1 + 0.2}
+    )
+
+
+@log
+def keys_of_all_kinds(run: Any) -> None:
+    for key in ("a/b/c", "a.b", "with space", "Größe", "漢字", "", "/", ".", "a\\.b", "k" * 300, "$x", "a:b", '"q"'):
+        run.log({key: 1})
+
+
+@log
+def keys_that_wandb_keeps(run: Any) -> None:
+    run.log({"_step": 7, "_timestamp": 1.0, "_runtime": 2.0, "_own": 3, "_wandb": 4, "x": 1})
+    run.log({"x": 2})
+
+
+@log
+def values_of_other_types(run: Any) -> list[str]:
+    class Colour(enum.Enum):
+        RED = 1
+
+    others = [datetime.datetime(2026, 1, 2), datetime.date(2026, 1, 2), decimal.Decimal("1.5"), {1, 2}, b"x", range(3)]
+    others += [Colour.RED, Path("a"), 1 + 2j, len, object, iter([1])]
+    return [refusal(lambda other=other: run.log({"x": other, "nested": {"y": other}})) for other in others]
+
+
+@log
+def an_object_without_a_text(run: Any) -> str:
+    return refusal(lambda: run.log({"x": object()}))
+
+
+@log
+def a_cycle(run: Any) -> str:
+    cycle: dict[str, Any] = {"x": 1}
+    cycle["self"] = cycle
+    return refusal(lambda: run.log(cycle))
+
+
+@log
+def a_row_that_changes_afterwards(run: Any) -> None:
+    row = {"x": 1, "list": [1], "nested": {"y": 1}}
+    for x in range(3):
+        row["x"], row["nested"]["y"] = x, x  # type: ignore[index]
+        run.log(row)
+        row["list"].append(x)  # type: ignore[attr-defined]
+    row["x"] = -1
+
+
+@log
+def a_wide_row(run: Any) -> None:
+    run.log({f"layer{i}/norm": i for i in range(2000)})
+
+
+@log
+def a_long_value(run: Any) -> None:
+    run.log({"text": "x" * 200_000, "list": list(range(5000))})
+
+
+@log
+def threads(run: Any) -> None:
+    def work(number: int) -> None:
+        for x in range(10):
+            run.log({f"thread{number}": x})
+
+    for number in range(3):  # in turn, so that the steps are the same each time
+        thread = threading.Thread(target=work, args=(number,))
+        thread.start()
+        thread.join()
+
+
+@log
+def a_thread_that_logs_globally(run: Any) -> None:
+    thread = threading.Thread(target=lambda: wandb.log({"x": 1}))
+    thread.start()
+    thread.join()
+
+
+@log
+def tasks_of_asyncio(run: Any) -> None:
+    async def work(number: int) -> None:
+        await asyncio.sleep(0)
+        run.log({"task": number})
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(work(number) for number in range(5)))
+
+    asyncio.run(all_of_them())
+
+
+@log
+def an_own_axis(run: Any) -> None:
+    run.define_metric("epoch")
+    run.define_metric("val/*", step_metric="epoch")
+    for epoch in range(3):
+        run.log({"train/loss": 1.0})
+        run.log({"val/loss": 0.5, "epoch": epoch})
+
+
+@log
+def summaries_of_metrics(run: Any) -> None:
+    for how in ("min", "max", "mean", "last", "first", "none", "min,max", "best"):
+        options = {"goal": "minimize"} if how == "best" else {}
+        refusal(lambda how=how, options=options: run.define_metric(f"by/{how}", summary=how, **options))
+    for value in (2.0, 1.0, 3.0):
+        run.log(
+            {f"by/{how}": value for how in ("min", "max", "mean", "last", "first", "none", "min,max", "best", "any")}
+        )
+
+
+@log
+def hidden_metrics(run: Any) -> None:
+    wandb.define_metric("secret", hidden=True, overwrite=True)
+    run.define_metric("*", step_metric="batch", step_sync=True)
+    for batch in range(3):
+        run.log({"secret": batch, "batch": batch * 10})
+    run.log({"secret": 5})
+
+
+@log
+def a_summary_beside_rows(run: Any) -> list[Any]:
+    run.summary["best"] = 0.9
+    run.log({"best": 0.1, "last": 1})
+    run.summary["best"] = 0.8
+    run.log({"last": 2})
+    return [run.summary["best"], run.summary.get("none"), "last" in run.summary.keys()]  # noqa: SIM118
+
+
+@log
+def a_refused_row_between_others(run: Any) -> str:
+    run.log({"x": 1})
+    answer = refusal(lambda: run.log("no row"))
+    run.log({"x": 2})
+    return answer
+
+
+@log
+def a_row_with_its_own_time(run: Any) -> None:
+    run.log({"x": 1, "_timestamp": 1_700_000_000.5})
+    run.log({"x": 2, "_timestamp": "yesterday"})
+
+
+# config, summary, metrics, alerts, files, media, the run's own fields
+
+
+@use
+def arguments_of_argparse(run: Any) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--distributed", action="store_true")
+    parser.add_argument("--restart-count", type=int, default=3)
+    parser.add_argument("--flyte", default="none")
+    parser.add_argument("--output-dir", type=Path, default=Path("out"))
+    parser.add_argument("--layers", nargs="*", default=[1, 2])
+    args = parser.parse_args([])
+    run.config.update(vars(args))
+    return {name: run.config[name] for name in ("lr", "distributed", "restart_count", "flyte", "layers")}
+
+
+@use
+def the_namespace_itself(run: Any) -> None:
+    run.config.update(argparse.Namespace(lr=0.1, layers=[1, 2], none=None))
+
+
+@use
+def config_by_items_and_attributes(run: Any) -> list[Any]:
+    run.config["a"] = 1
+    run.config.b = {"c": 2}
+    run.config.setdefaults({"a": 5, "d": 6})
+    wandb.config.update({"e": 7})
+    wandb.config.f = 8
+    return [run.config.a, run.config["b"], run.config.get("none", 3), "d" in run.config, len(dict(run.config)) >= 5]
+
+
+@use
+def config_that_changes(run: Any) -> list[str]:
+    run.config["lr"] = 1
+    answers = [refusal(lambda: run.config.update({"lr": 2})), refusal(lambda: run.config.__setitem__("lr", 3))]
+    run.config.update({"lr": 4}, allow_val_change=True)
+    return [*answers, refusal(lambda: run.config.__setattr__("lr", 5)), str(run.config["lr"])]
+
+
+@use
+def a_config_key_that_is_no_text(run: Any) -> list[str]:
+    return [
+        refusal(lambda key=key: run.config.update({key: 1})) for key in (1, None, ("a", "b"), "dotted.key", "a/b", "")
+    ]
+
+
+@use
+def summary_values(run: Any) -> list[Any]:
+    run.log({"x": 1})
+    run.summary["nested"] = {"a": {"b": 1}}
+    run.summary.update({"nested": {"c": 2}, "numpy": np.float32(1.5), "list": [1, 2]})
+    run.summary.other = 3
+    wandb.summary["global"] = 4
+    run.summary["gone"] = 5
+    del run.summary["gone"]
+    return [run.summary["nested"]["c"], run.summary["other"], run.summary.get("gone")]
+
+
+@use
+def alerts(run: Any) -> None:
+    run.alert("title", "text")
+    run.alert(title="low", text="accuracy", level=wandb.AlertLevel.WARN, wait_duration=300)
+    wandb.alert("global", "text", level="ERROR")
+
+
+@use
+def a_watched_model(run: Any) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    run.watch(model, log="all", log_freq=1)
+    for _ in range(2):
+        model(torch.ones(3, 2)).sum().backward()
+        run.log({"loss": 1})
+    run.unwatch(model)
+    wandb.watch(model, log_graph=True, log=None)
+    model(torch.ones(3, 2))
+
+
+@use
+def artifacts(run: Any) -> None:
+    folder = Path("dataset")
+    (folder / "inner").mkdir(parents=True, exist_ok=True)
+    (folder / "a.txt").write_text("a")
+    (folder / "inner" / "b.txt").write_text("b")
+    model = wandb.Artifact("model", "model", description="a model", metadata={"layers": 2})
+    model.add_file(str(folder / "a.txt"), name="weights.bin")
+    with model.new_file("note.txt") as file:
+        file.write("note")
+    run.log_artifact(model, aliases=["best", "epoch-1"])
+    data = wandb.Artifact("data", "dataset")
+    data.add_dir(str(folder))
+    data.add_reference("https://127.0.0.1:9/x", checksum=False)
+    wandb.log_artifact(data)
+
+
+@use
+def artifacts_by_path(run: Any) -> None:
+    Path("weights.bin").write_bytes(b"w" * 1000)
+    run.log_artifact("weights.bin", name="by-path", type="weights")
+    run.log_model("weights.bin", name="by-log-model", aliases=["v"])
+
+
+@use
+def a_table_in_an_artifact(run: Any) -> None:
+    artifact = wandb.Artifact("table-in", "tables")
+    artifact.add(wandb.Table(columns=["a"], data=[[1], [2]]), "rows")
+    run.log_artifact(artifact)
+
+
+@use
+def saved_files(run: Any) -> None:
+    for name in ("now.txt", "end.txt", "live.txt", "sub/a.ckpt", "sub/b.ckpt"):
+        Path("saved", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("saved", name).write_text(name)
+    run.save("saved/now.txt", policy="now", base_path="saved")
+    run.save("saved/end.txt", policy="end")
+    wandb.save("saved/live.txt")
+    run.save("saved/sub/*.ckpt", base_path="saved")
+    Path("saved/live.txt").write_text("changed")
+    Path(run.dir, "by-hand.txt").write_text("in the run's directory")
+
+
+@use
+def tables(run: Any) -> None:
+    run.log({"t": wandb.Table(columns=["a", "b"], data=[[1, "x"], [2, "y"]])})
+    table = wandb.Table(columns=["a"])
+    table.add_data(3)
+    wandb.log({"nested": {"t": table}, "x": 1})
+    run.log({"plot": wandb.plot.line(table, "a", "a", title="a line")})
+
+
+@use
+def a_frame_of_pandas(run: Any) -> None:
+    import pandas
+
+    frame = pandas.DataFrame({"a": [1, 2], "b": ["x", "y"]})
+    run.log({"frame": frame, "table": wandb.Table(dataframe=frame)})
+
+
+@use
+def pictures(run: Any) -> None:
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+    run.log({"one": wandb.Image(pixels, caption="first")})
+    run.log({"several": [wandb.Image(pixels), wandb.Image(pixels[::-1])], "x": 1})
+    run.log({"boxes": wandb.Image(pixels, boxes={"p": {"box_data": [_BOX], "class_labels": {0: "cat"}}})})
+    run.summary["last"] = wandb.Image(pixels)
+
+
+_BOX = {"position": {"minX": 0.1, "maxX": 0.2, "minY": 0.1, "maxY": 0.2}, "class_id": 0}
+
+
+@use
+def a_figure_of_matplotlib(run: Any) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure = pyplot.figure(figsize=(1, 1))
+    figure.add_subplot().plot([1, 2])
+    run.log({"figure": wandb.Image(figure)})
+    pyplot.close(figure)
+
+
+@use
+def text_and_sound(run: Any) -> None:
+    run.log({"html": wandb.Html("<b>bold</b>", inject=False)})
+    run.log({"sound": wandb.Audio(np.zeros(100, dtype=np.float32), sample_rate=1000, caption="silence")})
+    run.log({"object": wandb.Object3D(np.zeros((4, 3)))})
+
+
+@use
+def preempting(run: Any) -> None:
+    run.log({"x": 1})
+    wandb.mark_preempting()
+
+
+@use
+def logged_code(run: Any) -> None:
+    Path("code").mkdir(exist_ok=True)
+    Path("code/model.py").write_text("x = 1\n")
+    Path("code/readme.md").write_text("no code\n")
+    run.log_code("code", name="the-code")
+
+
+@use
+def names_tags_notes(run: Any) -> list[Any]:
+    run.name = "renamed"
+    run.notes = "a note"
+    run.tags = ("a", "b")
+    run.tags += ("c",)
+    return [
+        run.name,
+        run.notes,
+        list(run.tags),
+        run.id,
+        run.project,
+        run.group,
+        run.job_type,
+        run.resumed,
+        run.disabled,
+    ]
+
+
+@use
+def attributes_of_a_run(run: Any) -> list[Any]:
+    run.log({"x": 1})
+    is_the_global_one = wandb.run is not None and wandb.run.id == run.id
+    return [run.entity, run.path, run.sweep_id, run.offline, run.step, run.starting_step, is_the_global_one, bool(run)]
+
+
+@use
+def a_status_of_a_run(run: Any) -> str:
+    return type(run.status()).__name__
+
+
+@use
+def a_run_as_html(run: Any) -> bool:
+    return run.id in run.to_html() and run.id in str(run.url)
+
+
+@use
+def the_console(run: Any) -> None:
+    print("SAID on standard output")
+    print("SAID on standard error", file=sys.stderr)
+    os.write(1, b"SAID through the file descriptor\n")
+    print("SAID at the end without a newline", end="")
+
+
+@use
+def a_finish_at_the_end(run: Any) -> None:
+    run.log({"x": 1})
+    run.finish()
+
+
+@use
+def a_global_finish_twice(run: Any) -> None:
+    run.log({"x": 1})
+    wandb.finish()
+    wandb.finish()
+
+
+@TABLE.program("use", differs="own_end")
+def rows_after_the_finish(run: Any) -> str:
+    run.log({"x": 1})
+    run.finish()
+    return refusal(lambda: run.log({"x": 2}))
+
+
+@use
+def a_with_block(run: Any) -> None:
+    with run:
+        run.log({"x": 1})
+
+
+@use
+def an_old_join(run: Any) -> str:
+    return refusal(lambda: run.join())
+
+
+# what `wandb.init` takes
+
+
+def opening(name: str, /, differs: str = "", **options: Any) -> None:
+    def body(run: Any) -> None:
+        run.log({"x": 1})
+
+    TABLE.add(Program("open", name, body, lambda: options, differs))
+
+
+opening("a_name", name="a name")
+opening("no_name", name="", notes="", group="", tags=[])
+opening("all_texts", name="n", notes="two\nlines", group="g", job_type="train", tags=["a", "b"])
+opening("tags_of_other_types", tags=("a",))
+opening("one_tag", differs="one_tag", tags="abc")
+opening("a_unicode_name", name="Größe 漢字 🙂 / : .")
+opening("an_entity", entity="team")
+opening("a_config", config={"lr": 0.1, "nested": {"a": [1, {"b": 2}]}})
+opening("a_namespace_config", config=argparse.Namespace(lr=0.1))
+opening("an_empty_config", config={})
+opening("excluded_keys", config={"lr": 0.1, "secret": 1}, config_exclude_keys=["secret"])
+opening("included_keys", config={"lr": 0.1, "other": 1}, config_include_keys=["lr"])
+opening("a_directory", dir="elsewhere")
+opening("changes_are_allowed", allow_val_change=True, config={"lr": 1})
+opening("settings_as_a_mapping", settings={"x_disable_stats": True, "console": "off"})
+opening("settings_as_an_object", settings=wandb.Settings(x_disable_meta=True))
+opening("no_console", settings={"console": "off"})
+opening("code_is_saved", save_code=True)
+opening("resume_allowed", resume="allow")
+opening("disabled", mode="disabled")
+
+
+# two ranks under torchrun: a rank without a run gets None
+
+
+@ranks
+def the_first_rank_logs(run: Any) -> bool:
+    if run is not None:
+        for step in range(3):
+            run.log({"loss": step}, step=step)
+        run.summary["best"] = 1
+        run.config.update({"lr": 0.1})
+    return run is None
+
+
+@ranks
+def all_ranks_call_a_guarded_log(run: Any) -> bool:
+    for step in range(3):
+        if wandb.run is not None:
+            wandb.log({"loss": step})
+    return wandb.run is None
+
+
+@ranks
+def ranks_that_reduce(run: Any) -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    loss = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(loss)
+    if dist.get_rank() == 0:
+        wandb.log({"loss": loss})
+    dist.barrier()
+    dist.destroy_process_group()
+    return loss.item()
+
+
+@ranks
+def the_first_rank_finishes(run: Any) -> None:
+    if run is not None:
+        run.log({"x": 1})
+        wandb.finish()
+
+
+@ranks
+def a_rank_that_logs_without_a_run(run: Any) -> str:
+    return refusal(lambda: wandb.log({"x": 1}))
+
+
+@ranks
+def a_table_of_the_first_rank(run: Any) -> None:
+    if run is not None:
+        run.log({"t": wandb.Table(columns=["a"], data=[[1]])})
+        run.log_artifact(wandb.Artifact("of-rank-0", "model"))
+
+
+# values of the config, one by one: `tests/jobs/test_config_values.py` has those of `config=`
+
+VALUES = [case for case in config_values.VALUES if case.is_there and case.bare is not config_values.ENDLESS]
+
+
+@configured
+def values_by_update(run: Any) -> dict[str, str]:
+    return {case.name: refusal(lambda case=case: run.config.update({case.key: case.make()})) for case in VALUES}
+
+
+@configured
+def values_by_item(run: Any) -> dict[str, str]:
+    return {case.name: refusal(lambda case=case: run.config.__setitem__(case.key, case.make())) for case in VALUES}
+
+
+@configured
+def values_by_default(run: Any) -> dict[str, str]:
+    return {case.name: refusal(lambda case=case: wandb.config.setdefaults({case.key: case.make()})) for case in VALUES}
+
+
+@configured
+def values_that_are_read_again(run: Any) -> list[str]:
+    read = []
+    for case in VALUES:
+        with contextlib.suppress(Exception):
+            run.config[case.key] = case.make()
+            read.append(f"{case.name}: {type(run.config[case.key]).__name__}")
+    return read
+
+
+@configured
+def whole_configs(run: Any) -> list[str]:
+    """What `config.update` takes as a whole."""
+    import omegaconf
+
+    file = Path("config.yaml")
+    file.write_text("from_file:\n  value: 1\n")
+    cases = {case.name: case for case in VALUES}
+    names = ("Namespace", "dataclass", "mappingproxy", "UserDict", "list", "text", "None", "pydantic", "namedtuple")
+    others = [*(cases[name].make() for name in names), omegaconf.OmegaConf.create({"hydra": 1}), str(file)]
+    return [refusal(lambda other=other: run.config.update(other)) for other in others]
+
+
+def config_of(name: str, make: Callable[[], Any], differs: str = "") -> None:
+    TABLE.add(Program("config", name, lambda run: sorted(dict(run.config)), lambda: {"config": make()}, differs))
+
+
+def case_of(name: str) -> Callable[[], Any]:
+    return next(case.make for case in VALUES if case.name == name)
+
+
+config_of("a_namespace_as_config", lambda: argparse.Namespace(lr=0.1, layers=[1, 2]))
+config_of("a_dataclass_as_config", case_of("dataclass"))
+config_of("omegaconf_as_config", case_of("OmegaConf"), differs="config")
+config_of("pydantic_as_config", case_of("pydantic"), differs="config")
+config_of("no_config", lambda: None)

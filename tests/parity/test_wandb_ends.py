@@ -1,0 +1,24 @@
+"""The ends of programs with W&B: each is a process, and the run says how it ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from parity.compare import check, programs, run_both, wandb_sides
+from parity.table import table_of
+
+pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
+
+TABLE = table_of("wandb")
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory):
+    with wandb_sides(tmp_path_factory.mktemp("ends")) as sides:
+        yield sides
+
+
+@programs(TABLE, "end")
+def test_a_run_ends_as_with_the_bare_client(sides, program):
+    run_both(sides, "end", program.name)
+    check(sides, program)

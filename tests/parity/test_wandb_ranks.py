@@ -1,0 +1,36 @@
+"""Programs of two ranks with W&B, under torchrun: with the bare client, and under the decorator."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from support import jobs
+
+from parity.compare import Kinds, check, programs, run_both, wandb_sides
+from parity.table import table_of
+
+pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
+pytest.importorskip("torch")
+
+TABLE = table_of("wandb")
+
+TORCHRUN = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        yield Kinds(lambda: stack.enter_context(wandb_sides(tmp_path_factory.mktemp("ranks"))), launcher=TORCHRUN)
+
+
+@programs(TABLE, "ranks")
+def test_a_run_of_two_ranks_has_what_the_bare_client_gives_it(kinds, program):
+    check(kinds[program.kind], program)
+
+
+@programs(TABLE, "ranks end")
+def test_a_job_of_two_ranks_ends_as_with_the_bare_client(tmp_path, program):
+    with wandb_sides(tmp_path) as sides:
+        run_both(sides, "ranks end", program.name, launcher=TORCHRUN)
+        check(sides, program)
