@@ -102,7 +102,8 @@ class Stop(BaseException):
 
 
 def end(how: str) -> None:
-    pid = Path(DIRECTORY, f".failing-{os.environ['RANK']}")
+    info = get_distributed_info()
+    pid = Path(DIRECTORY, f".failing-{info and info.rank}")
     pid.write_text(str(os.getpid()))
     pid.rename(pid.with_name(pid.name[1:]))
     if how in ("raise", "handled", "lingering"):
