@@ -10,14 +10,16 @@ import json
 import math
 import re
 import sys
+from collections import UserString
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, ValuesView
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from flyteplugins_tracking.errors import ConfigError
 
-# The largest array that becomes a list, as in W&B; the longest range; and the longest text of another object.
-_LARGEST_ARRAY, _LONGEST_RANGE, _LONGEST_TEXT = 32, 1000, 10_000
+# The largest array that becomes a list, as in W&B; the longest sequence that may compute its items, such as a range or
+# a data set; and the longest text of another object.
+_LARGEST_ARRAY, _LONGEST_COMPUTED, _LONGEST_TEXT = 32, 10_000, 10_000
 # How deep values may be in each other. What is deeper is left out.
 _DEEPEST = 100
 # The largest int, in bits, that JSON's readers take for a number.
@@ -104,8 +106,8 @@ def _converted(value: Any, place: _Place, inside: tuple[int, ...]) -> Any:
     inside = (*inside, id(value))
     if mapping is not None:
         return _mapping(mapping, place, inside)
-    if isinstance(value, range) and len(value) > _LONGEST_RANGE:
-        return str(value)
+    if isinstance(value, Sequence) and not isinstance(value, (list, tuple)) and len(value) > _LONGEST_COMPUTED:
+        return _text(value)
     return [_plain(item, (place, number), inside) for number, item in enumerate(_items_of(value))]
 
 
@@ -275,6 +277,7 @@ _SCALARS: Sequence[tuple[Any, Callable[[Any], Any]]] = (
     (enum.Enum, _enum),
     ((bool, type(None)), lambda value: value),
     (str, _string),
+    (UserString, lambda value: _string(value.data)),  # a sequence of its own class
     (int, _integer),
     (float, float.__float__),
     ((bytes, bytearray, memoryview), lambda value: bytes(value).decode("utf-8", "replace")),

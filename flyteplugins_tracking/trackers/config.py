@@ -326,7 +326,7 @@ def _tags(value: Any) -> Any:
     if isinstance(value, bytes) or not isinstance(value, Iterable):
         return value
     tags = tuple(value)
-    given = tuple(tag for tag in tags if not isinstance(tag, str) or is_given(tag))
+    given = tuple(filter(is_given, tags))
     return given or (None if tags else ())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import collections.abc
 import dataclasses
 import datetime
 import decimal
@@ -137,6 +138,16 @@ class ConfigDict:
         return dict(self._fields)
 
 
+class Files(collections.abc.Sequence[str]):
+    """A data set that makes its items when they are asked for."""
+
+    def __len__(self) -> int:
+        return 10**12
+
+    def __getitem__(self, index: Any) -> Any:
+        return f"{index}.jpg"
+
+
 def training_step() -> None:
     """A function as a config's value."""
 
@@ -261,6 +272,7 @@ VALUES: tuple[Case, ...] = (
     Case("range", lambda: range(3), [0, 1, 2]),
     Case("deque", lambda: collections.deque([1, 2]), [1, 2]),
     Case("UserList", lambda: collections.UserList([1]), [1]),
+    Case("UserString", lambda: collections.UserString("ab"), REFUSED, "ab", _REFUSED),
     Case("keys", lambda: {"a": 1}.keys(), REFUSED, ["a"], _REFUSED),
     Case("values", lambda: {"a": 1}.values(), REFUSED, [1], _REFUSED),
     Case("iterator", lambda: iter([1]), [1], "builtins.list_iterator", _UNREAD),
@@ -430,4 +442,5 @@ VALUES: tuple[Case, ...] = (
     Case("deep", lambda: _deep(90), _deep(90)),
     Case("too deep", lambda: _deep(5000), REFUSED, ANY, _REFUSED),
     Case("long range", lambda: range(10**12), ENDLESS, "range(0, 1000000000000)", "bare W&B makes a list of it"),
+    Case("data set", Files, ENDLESS, f"{_HERE}.Files", "bare W&B makes a list of it"),
 )

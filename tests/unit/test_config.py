@@ -296,7 +296,8 @@ def test_an_empty_string_is_not_given(empty):
 
 
 @pytest.mark.parametrize(
-    ("tags", "kept"), [("a", ("a",)), (["a", "", " "], ("a",)), ({"a"}, ("a",)), ([], ()), ((), ()), (None, None)]
+    ("tags", "kept"),
+    [("a", ("a",)), (["a", "", " ", None], ("a",)), ([None], None), ({"a"}, ("a",)), ([], ()), ((), ()), (None, None)],
 )
 def test_empty_tags_are_left_out(tags, kept):
     assert TrackingConfig.from_arguments({"tags": tags}).tags == kept
