@@ -370,6 +370,11 @@ class Run:
         return _Unknown(self._calls, name, self.rank)
 
 
+def without_run(name: str) -> Any:
+    """Return what a client's call returns where no run is recorded: it takes all calls, and does nothing."""
+    return _Unknown([], name, 0)
+
+
 class _Unknown:
     """An attribute of a run, or of a call's result, whose calls are only recorded."""
 
@@ -386,6 +391,9 @@ class _Unknown:
         if name.startswith("_"):
             raise AttributeError(name)
         return _Unknown(self._calls, f"{self._name}.{name}", self._rank)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Do nothing, as in `run.config["lr"] = 0.1`."""
 
     def __enter__(self) -> _Unknown:
         return self

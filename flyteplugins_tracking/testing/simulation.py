@@ -30,6 +30,7 @@ from flyteplugins_tracking._util.checks import check_flag
 from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking.testing.openings import recorded_openings
 from flyteplugins_tracking.testing.recorder import RecordedRuns, RecordingTracker, Store
 
 # The base ids of simulated jobs, and of functions that are called outside a simulation.
@@ -165,7 +166,11 @@ def simulate(
     call_all = functools.partial(_in_threads, timeout_s=timeout_s) if in_threads else _one_by_one
     for stores in _recordings:
         stores.append(job.store)
-    with _without_variables_of_launchers(), override(job.doubles):  # in threads that do not inherit the context, too
+    with (
+        recorded_openings(),
+        _without_variables_of_launchers(),
+        override(job.doubles),
+    ):  # in threads that do not inherit the context, too
         attempts = [call_all(job.ranks(0, failures))]
         if not job.has_tracked:
             name = getattr(function, "__qualname__", function)
@@ -189,7 +194,7 @@ def recording() -> Iterator[RecordedRuns]:
     stores, context = [Store()], _SimulatedContext(base_id=_RECORDED, call_counts=Counter[str]())
     _recordings.append(stores)
     try:
-        with _without_variables_of_launchers(), override(_doubles(stores[0], lambda: context)):
+        with recorded_openings(), _without_variables_of_launchers(), override(_doubles(stores[0], lambda: context)):
             yield RecordedRuns(lambda: [run for store in list(stores) for run in store.read()])
     finally:
         _recordings[:] = [other for other in _recordings if other is not stores]

@@ -42,6 +42,7 @@ from flyteplugins_tracking.testing import RecordingTracker, pytest_plugin, recor
 from flyteplugins_tracking.trackers.config import TrackingConfig
 
 pytest_plugins = "pytester"
+FULL = pytest.mark.full
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "tests" / "programs"
@@ -564,3 +565,46 @@ def test_users_tests_pass_and_fail_under_pytest(pytester, monkeypatch):
     result.stdout.fnmatch_lines(
         ["FAILED test_tasks.py::test_that_fails -*", "FAILED test_tasks.py::test_that_fails_for_a_rank*"]
     )
+
+
+OPENINGS = [
+    ("wandb", "init", {"config": Namespace(lr=0.1, seed=3), "name": "inner", "notes": "by the script", "tags": "a"}),
+    pytest.param("trackio", "init", {"project": "p", "config": {"lr": 0.1, "seed": 3}, "name": "inner"}, marks=FULL),
+    pytest.param("mlflow", "start_run", {"run_name": "inner", "description": "d", "tags": {"t": 1}}, marks=FULL),
+]
+
+
+@pytest.mark.parametrize(("tracker", "name", "given"), OPENINGS)
+def test_a_clients_own_opening_returns_the_recorded_run_and_opens_none(
+    tracker, name, given, recorded_runs, tmp_path, monkeypatch
+):
+    client = pytest.importorskip(tracker)
+    monkeypatch.chdir(tmp_path)
+    opening = getattr(client, name)
+    others = []
+
+    @tracking_init(tracker=tracker, config={"lr": 0.2})
+    def train():
+        with getattr(client, name)(**given) as run:
+            run.log({"x": 1})
+            run.config["late"] = True
+        run.finish()
+        if get_run() is None:
+            run.config.update({"nowhere": 1})
+            others.append(run)
+        else:
+            assert run is get_run()
+        in_a_thread = threading.Thread(target=lambda: getattr(client, name)(**given).log({"x": 2}))
+        in_a_thread.start()
+        in_a_thread.join()
+
+    train()
+    job = simulate(train, 1, 2)
+    assert job.returned == (None, None)
+    for run in (recorded_runs[0], job.runs[0]):
+        expected = {"lr": 0.2, "late": True, **({} if tracker == "mlflow" else {"seed": 3})}
+        assert {key: value for key, value in run.config.items() if key != "tracking_init"} == expected
+        assert (run.name, run.exit_code, run.logged("x", 0)[0]) == ("inner", 0, 1)
+    assert (len(others), len(recorded_runs)) == (1, 2)
+    assert list(tmp_path.iterdir()) == []
+    assert getattr(client, name) is opening
