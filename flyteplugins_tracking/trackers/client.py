@@ -9,11 +9,12 @@ import logging
 import secrets
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
-from flyteplugins_tracking._util.plain import flat
+from flyteplugins_tracking._util.checks import is_given
+from flyteplugins_tracking._util.plain import flat, plain_config
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.secrets import is_secret_name, masked
 from flyteplugins_tracking._util.signals import critical_section
@@ -59,8 +60,9 @@ class Run:
         """Log a row at `step`: a mapping of keys to values."""
         self._handle.log(data, step)
 
-    def finish(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the run ends when the decorated function does."""
+    def finish(self, exit_code: Any = None, *_: Any, **__: Any) -> None:
+        """End nothing: the run ends when the decorated function does. See `ClientHandle.tell_end`."""
+        self._handle.tell_end(exit_code)
 
     def __reduce__(self) -> Any:
         refuse_to_pickle()
@@ -75,7 +77,10 @@ class ClientHandle(Handle):
         request: The decorator's request for this run.
         ends_run: Whether `end` sends the run's status to the service. The primary rank does. Another rank does when its
             rows are sent later and alone, to a service for which any attached rank makes the run active again.
+        vendors_keys: What keys of the config begin with that the client itself uses.
     """
+
+    vendors_keys: tuple[str, ...] = ()
 
     def __init__(self, request: RunRequest, title: str, values: MetricSanitizer | None = None) -> None:
         """Initialize the handle of a run that is open.
@@ -99,6 +104,7 @@ class ClientHandle(Handle):
         self._last_step: Any = None  # the last `step=` of a row
         self._warn_once = WarnOnce(logger)
         self._restart_count = restart_count_of(request) if request.plan.primary else 0
+        self._told_status: int | None = None  # that of the function's own first end of the run, which ends nothing
 
     @abstractmethod
     def write(self, row: Mapping[str, Any], step: Any, **kwargs: Any) -> None:
@@ -134,6 +140,43 @@ class ClientHandle(Handle):
         self._gate.row(lambda: self._write(row, step, kwargs))
         self.request.steps.row_logged(data, step)
 
+    def tell_end(self, exit_code: Any = None) -> None:
+        """Take a call of the function's that would end the run. A failure that the first tells is the run's own.
+
+        It is so if the function returns.
+        """
+        if self._told_status is None:
+            self._told_status = exit_code if isinstance(exit_code, int) else 0
+
+    def describe(self, call: str, given: Mapping[str, Any], placed: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the config of a call adds that would open a run, and returns this one: `trackio.init` for one.
+
+        Warn once about what has no effect: values that the decorator has set to others, and arguments that are not as
+        the run's, which are `placed`. The call of the primary rank describes the run.
+        """
+        config = self.request.config.config
+        known = config if isinstance(config, Mapping) else {}
+        if not self.request.plan.primary:
+            return {}
+        values = plain_config(given.get("config") or None)
+        new = {
+            key: value for key, value in values.items() if key not in known and not key.startswith(self.vendors_keys)
+        }
+        kept = [f"config[{key!r}]" for key in values if key not in new and known.get(key) != values[key]]
+        others = {name: value for name, value in given.items() if name in placed and is_given(value)}
+        kept += [f"{name}={value!r}" for name, value in others.items() if value != placed[name]]
+        self.warn_of_placed(call, kept)
+        return new
+
+    def warn_of_placed(self, call: str, kept: Sequence[str]) -> None:
+        """Warn once about arguments of such a call that have no effect."""
+        if kept:
+            text = (
+                "%s: %s() in a decorated function returns the function's run %s, and adds what tracking_init does not "
+                "set. Without effect: %s. Pass these to tracking_init"
+            )
+            self._warn_once(call, text, self._title, call, self.id, ", ".join(kept))
+
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         self._next_row.add(values)
 
@@ -159,7 +202,7 @@ class ClientHandle(Handle):
     def _end(self, exit_code: int) -> None:
         if self._next_row.waiting:  # for a next row that does not come
             self._write(self._next_row.take(), self.last_step, {})
-        self.end(exit_code)
+        self.end(exit_code or self._told_status or 0)
 
     def _write(self, row: Mapping[str, Any], step: Any, kwargs: Mapping[str, Any]) -> None:
         if step is not None:

@@ -192,6 +192,18 @@ def test_the_status_is_the_truth(singles):
     server, _, _ = singles
     assert server.run("KeyboardInterrupt").statuses == ["TERMINATED"]
     assert server.run("SystemExit").statuses == ["FAILED"]
+    assert server.run("told").statuses == ["FAILED"]  # by the function's first finish()
+
+
+def test_an_inner_init_joins_the_run_and_describes_it(singles):
+    server, done, told = singles
+    run = server.run("inner")
+    assert (told["inner"]["joined"], run.statuses, sorted(run.tags)) == (True, ["COMPLETED"], ["a", "own"])
+    assert [row["x"] for row in run.rows if "x" in row] == [1, 2]
+    config = {key: run.config.get(key) for key in ("lr", "path", "depth")}
+    assert config == {"lr": 0.1, "path": "/data", "depth": 2}
+    assert [other.name for other in server.runs if other.name in ("given", "child")] == []
+    assert done.output.count("Without effect: config['lr'], project='elsewhere', name='given'. Pass these to") == 1
 
 
 @pytest.fixture(scope="module")

@@ -155,8 +155,8 @@ def test_the_config_has_the_tags_and_notes(one_process):
     found = config(directory, "all")
     assert (found["lr"], found["nan"], found["tracking_init"]["tags"]) == (0.1, "NaN", ["t"])
     assert found["tracking_init"]["notes"] == "no"
-    assert (found["_Group"], found["from_framework"], found["status"], "_mine" in found) == ("g", 1, "finished", False)
-    kept = "config['lr'], config['status'], config['_mine'], project='another', name='other'"
+    assert (found["_Group"], found["from_framework"], found["status"], "_mine" in found) == ("g", 1, "x", False)
+    kept = "config['lr'], config['_mine'], project='another', name='other'"
     assert said.count(f"Without effect: {kept}. Pass these to tracking_init") == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import signal
@@ -160,12 +161,26 @@ def mlflow_sigterm(run: Any) -> None:
     threading.Event().wait(60)
 
 
-@TABLES["mlflow"].program("end", differs="own_end", is_full=True)
+@mlflow_end
 def mlflow_ends_as_failed(run: Any) -> None:
     import mlflow
 
     mlflow.log_metric("x", 1)
     mlflow.end_run("FAILED")
+
+
+@TABLES["mlflow"].program("end", is_full=True)
+def mlflow_ends_as_killed(run: Any) -> None:
+    import mlflow
+
+    mlflow.end_run("KILLED")
+    mlflow.end_run()
+
+
+@TABLES["mlflow"].program("end", is_full=True)
+def mlflow_with_block_whose_failure_is_handled(run: Any) -> None:
+    with contextlib.suppress(ValueError), run:
+        raise ValueError("in the block")
 
 
 # Trackio

@@ -142,6 +142,25 @@ def singles() -> None:
     tell(what="no key", **with_variables({"PLUTO_API_KEY": ""}))
     for error in (KeyboardInterrupt, SystemExit):
         end_with(error)
+    tracking_init(**PLUTO, id="inner", config={"lr": 0.1}, tags=["own"])(with_inner_init)()
+    tracking_init(**PLUTO, id="told")(lambda: (get_run().log({"x": 1}), get_run().finish(1), get_run().finish()))()
+
+
+def with_inner_init() -> None:
+    """A script's own `pluto.init`, with which it opens its run, ends it, and opens it again."""
+    import pluto
+    from pluto import init
+
+    run = init(project="elsewhere", name="given", config={"lr": 0.2, "path": Path("/data")}, tags="a")
+    pluto.log({"x": 1})
+    run.finish()
+    again = pluto.init(project="tests", config={"depth": 2})
+    again.log({"x": 2})
+    tell(what="inner", joined=run is again is get_run())
+    if pid := os.fork():
+        assert os.waitpid(pid, 0)[1] == 0
+    else:
+        os._exit(int(pluto.init(project="tests", name="child", settings={"mode": "noop"}) is run))
 
 
 def with_variables(variables: dict[str, str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from flyteplugins_tracking._util.modules import replace_function
-from flyteplugins_tracking._util.proc import set_variables
+from flyteplugins_tracking._util.proc import TERMINATED, set_variables
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking._util.threads import run_with_timeout
@@ -48,6 +48,8 @@ _LONGEST_NAME = 250
 _STOP_S = 2.0
 # The tags of a run's name and description: https://mlflow.org/docs/latest/ml/tracking/#system_tags
 _NAME_TAG, _NOTE_TAG = "mlflow.runName", "mlflow.note.content"
+# The exit codes that MLflow's names of ends stand for.
+_EXIT_CODES = {"FAILED": 1, "KILLED": TERMINATED}
 # The calls of the run object that a run takes, by what they set.
 _SETTERS = {"log_params": "params", "log_param": "params", "set_tags": "tags", "set_tag": "tags"}
 
@@ -169,7 +171,7 @@ class MlflowHandle(OutboxHandle):
             self.set_values("set_tags", {PARAMS_TAG + key: value[:LONGEST_TAG] for key, value in others.items()})
         return {**values, **first}
 
-    def describe(self, given: Mapping[str, Any]) -> None:
+    def join(self, given: Mapping[str, Any]) -> None:
         """Add what a `mlflow.start_run` of the function says, and the decorator does not."""
         config, plan, info, kept = self.request.config, self.request.plan, self.opened.run.info, []
         if not plan.primary:  # that rank's call describes the run
@@ -193,12 +195,7 @@ class MlflowHandle(OutboxHandle):
             for name in ("run_id", "experiment_id")
             if str(given.get(name, getattr(info, name))) != getattr(info, name)
         ]
-        if kept:
-            text = (
-                "MLflow: mlflow.start_run() in a decorated function returns the function's run %s, and adds what "
-                "tracking_init does not set. Without effect: %s. Pass these to tracking_init"
-            )
-            self._warn_once("start_run", text, self.id, ", ".join(f"{name}={given[name]!r}" for name in kept))
+        self.warn_of_placed("mlflow.start_run", [f"{name}={given[name]!r}" for name in kept])
 
     def end(self, exit_code: int) -> None:
         limit = self.end_limit()
@@ -386,8 +383,9 @@ class Logging(Run):
         role = self._handle.request.plan.role
         return values if role is None else {f"{role}/{key}": value for key, value in values.items()}
 
-    def __exit__(self, *_: object) -> None:
-        """Do nothing, as `finish`."""
+    def __exit__(self, kind: object = None, *_: object) -> None:
+        """End nothing, as `finish`."""
+        self.finish(int(kind is not None))
 
 
 @functools.lru_cache(maxsize=1)
@@ -435,18 +433,19 @@ def join_calls() -> None:
         run = next(reversed(vendor.active_runs()), None)
         if not isinstance(run, Logging) or given.get("nested"):
             return original(*args, **kwargs)
-        run._handle.describe(given)
+        run._handle.join(given)
         return run
 
     replace_function(original, start_run)
 
 
-def _is_open(run_id: str) -> bool:
-    """Whether the run is open here. `mlflow.end_run()` has just taken such a run off its stack: put it back."""
+def _is_open(run_id: str, status: str) -> bool:
+    """Whether the run is open here. `mlflow.end_run(status)` has just taken such a run off its stack: put it back."""
     is_open = False
     for run, stack in tuple(_open):
         if run.info.run_id == run_id:
             is_open = True
+            run.finish(_EXIT_CODES.get(status))
             if run not in stack:
                 stack.append(run)
                 _warn_once(

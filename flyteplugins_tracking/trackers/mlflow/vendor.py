@@ -453,15 +453,15 @@ def _set_terminated(client: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def leave_end_to_us(is_ours: Callable[[str], bool]) -> None:
+def leave_end_to_us(is_ours: Callable[[str, str], bool]) -> None:
     """Have MLflow's client leave the status of the library's open runs: frameworks and `mlflow.end_run` set it."""
     from mlflow import MlflowClient
 
     original = MlflowClient.set_terminated
 
     @functools.wraps(original)
-    def set_terminated(self: Any, run_id: str, *args: Any, **kwargs: Any) -> Any:
-        return None if is_ours(run_id) else original(self, run_id, *args, **kwargs)
+    def set_terminated(self: Any, run_id: str, status: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return None if is_ours(run_id, str(status)) else original(self, run_id, status, *args, **kwargs)
 
     MlflowClient.set_terminated = set_terminated
 

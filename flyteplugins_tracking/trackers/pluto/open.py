@@ -273,13 +273,11 @@ def end_op(op: Any, request: RunRequest, exit_code: int | None) -> None:
 
 def _init(request: RunRequest, settings: Any) -> Any:
     """Call `pluto.init`."""
-    import pluto
-
     options = request.config.options
     arguments = {name: value for name, value in options.items() if name in _PASSED_ON and value is not None}
     # The client's reports on itself: without a network, the process's end waits for them.
     os.environ.setdefault("PLUTO_DISABLE_TELEMETRY", "1")
-    op = pluto.init(
+    op = vendor.init(
         dir=settings.dir,
         settings=settings,
         run_id=request.plan.run_id,

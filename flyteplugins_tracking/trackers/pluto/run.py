@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
@@ -104,7 +105,10 @@ class PlutoHandle(OutboxHandle):
         if isinstance(self._sink, PlutoSink) and (not request.plan.ends_run or self.run.resumed):
             self._continue_steps(request)
         self.run.log = self._log
-        self.run.finish = self.run.close = _do_nothing
+        self.run.finish, self.run.close = self._finish, _do_nothing
+        vendor.join_calls(_join)
+        _open.handles.append(self)
+        self.undo.callback(lambda: _open.handles.remove(self))
         if not request.plan.ends_run:
             for name in ("update_config", "add_tags", "remove_tags"):
                 setattr(self.run, name, functools.partial(self._leave_to_primary, name))
@@ -134,6 +138,20 @@ class PlutoHandle(OutboxHandle):
         """Log a row: the `log` of the run object. The client itself does nothing with `commit`."""
         self.log(data, step, timestamp=timestamp)
 
+    def _finish(self, code: Any = None) -> None:
+        """End nothing: the `finish` of the run object."""
+        self.tell_end(vendor.status_of_end(code))
+
+    def join(self, given: Mapping[str, Any]) -> Any:
+        """Add the config and the tags of a `pluto.init` of the function, and return the run."""
+        run, name = self.run, self.request.config.name or self.id
+        new = self.describe("pluto.init", given, {"project": run.settings.project, "name": name, "run_id": self.id})
+        if new:
+            run.update_config(new)
+        if given.get("tags") and self.request.plan.primary and self.request.plan.ends_run:
+            run.add_tags(given["tags"])
+        return run
+
     def _leave_to_primary(self, name: str, *_: Any, **__: Any) -> None:
         if self.request.info is not None and self.request.plan.role is None:
             raise ConfigError(
@@ -145,6 +163,21 @@ class PlutoHandle(OutboxHandle):
         """Change a role's section of the config, which the service replaces as a whole."""
         known[str(self.request.plan.role)].update(config)
         self._queue.post_config(known)
+
+
+class _Open(PerProcess):
+    """The runs that are open in this process, the latest one last."""
+
+    def __init__(self) -> None:
+        self.handles: list[PlutoHandle] = []
+
+
+_open = register(_Open())
+
+
+def _join(given: Mapping[str, Any]) -> Any:
+    """Return the run of the decorated function for a `pluto.init`; None if this process has none."""
+    return _open.handles[-1].join(given) if _open.handles else None
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

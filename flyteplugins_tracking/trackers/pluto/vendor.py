@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import logging
 import os
@@ -19,7 +20,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from flyteplugins_tracking._util.files import is_own_directory
+from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.plain import finite
+from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking.trackers.journal import Line
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
@@ -127,6 +130,34 @@ def clean(name: str) -> str:
     """Return a key, or a project's name, as the client sends it."""
     cleaned = str if name.isascii() and name.isprintable() else PARTS.get("pluto.util:get_char") or str
     return str(cleaned(name))
+
+
+def init(**arguments: Any) -> Any:
+    """Call the client's own `pluto.init`, in spite of `join_calls`."""
+    import pluto
+
+    return inspect.unwrap(pluto.init)(**arguments)
+
+
+@functools.cache
+def join_calls(join: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Have `pluto.init` return the run with which `join` answers to its arguments, if that is not None."""
+    import pluto
+
+    original = pluto.init
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def joining(*args: Any, **kwargs: Any) -> Any:
+        run = join(signature.bind(*args, **kwargs).arguments)
+        return original(*args, **kwargs) if run is None else run
+
+    replace_function(original, joining)
+
+
+def status_of_end(code: Any = None) -> int:
+    """Return the exit code for which the client's `finish(code)` stands."""
+    return TERMINATED if code in (signal.SIGINT, signal.SIGTERM) else int(code or 0)
 
 
 # The service's answer to what it cannot read, and also when it is in trouble.

@@ -75,9 +75,9 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
 
 def _end_interrupted(request: RunRequest, store: Store, run: Any, exit_code: int, limit_s: float) -> None:
     """Tell the status of a run that is being opened, if that was written: on a server, it comes with the first row."""
-    if request.plan.ends_run and isinstance(store, Database) and store.find(run.id) is not None:
-        values = {STATUS: status_of(exit_code), EXIT_CODE: exit_code}
-        store.put_config(run.id, run.name, values, limit_s, merges=True)
+    if request.plan.ends_run and isinstance(store, Database) and (stored := store.find(run.id)) is not None:
+        values = {**own_values(stored.config), STATUS: status_of(exit_code), EXIT_CODE: exit_code}
+        store.put_config(run.id, run.name, {OWN: values}, limit_s, merges=True)
 
 
 def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str | None, client: Any) -> Any:

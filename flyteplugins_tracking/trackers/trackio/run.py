@@ -34,6 +34,7 @@ class TrackioHandle(OutboxHandle):
         "%(title)s: %(what)s of run %(id)s could not be written to %(place)s: %(why)s. %(kept)s "
         "Send them later: %(command)s"
     )
+    vendors_keys = ("_",)
 
     def __init__(self, request: RunRequest, tracker: Tracker, run: Any, store: Store, stored: Stored | None) -> None:
         self._store = store
@@ -69,27 +70,11 @@ class TrackioHandle(OutboxHandle):
         for prepared in self.run.prepared(row, at):
             self.put_row(prepared, at)
 
-    def describe(self, given: Mapping[str, Any]) -> None:
-        """Add the config of a `trackio.init` of the function, without what the decorator and Trackio itself set."""
-        own, role, config = self.request.config.config, self.request.plan.role, self.run.config
-        if not self.request.plan.primary:  # that rank's call describes the run
-            return
-        known = {STATUS, EXIT_CODE, *(own if isinstance(own, Mapping) else ())}
-        values = given.get("config") or {}
-        new = {key: value for key, value in values.items() if key not in known and not str(key).startswith("_")}
+    def join(self, given: Mapping[str, Any]) -> None:
+        """Add the config of a `trackio.init` of the function."""
+        role, config = self.request.plan.role, self.run.config
+        new = self.describe("trackio.init", given, {"project": self.run.project, "name": self.run.name})
         (config if role is None else config.setdefault(role, {})).update(new)
-        kept = [f"config[{key!r}]" for key in values if key not in new]
-        kept += [
-            f"{name}={given[name]!r}"
-            for name in ("project", "name")
-            if given.get(name) not in (None, getattr(self.run, name))
-        ]
-        if kept:
-            text = (
-                "Trackio: trackio.init() in a decorated function returns the function's run %s, and adds the config "
-                "that tracking_init does not set. Without effect: %s. Pass these to tracking_init"
-            )
-            self._warn_once("trackio.init", text, self.id, ", ".join(kept))
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         if self.request.plan.role is None:

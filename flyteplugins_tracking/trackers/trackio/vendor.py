@@ -153,7 +153,7 @@ def _join_frameworks_runs() -> None:
         run = current_run.get()
         if not isinstance(run, own_class):
             return init(*args, **kwargs)
-        run.tracking.describe(signature.bind(*args, **kwargs).arguments)
+        run.tracking.join(signature.bind(*args, **kwargs).arguments)
         return run
 
     @functools.wraps(finish)
