@@ -88,6 +88,8 @@ def test_an_inner_init_in_many_situations(tmp_path):
         "child": ({"child": True}, [1], [0]),
     }
     assert runs["in_a_thread"].name == "of-thread"
+    assert done.output.count("was opened before the decorated function") == 1
+    assert "W&B: run mine was opened before" in done.output
 
 
 def test_an_inner_init_syncs_tensorboard(tmp_path):

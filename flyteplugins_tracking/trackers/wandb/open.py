@@ -45,7 +45,7 @@ from flyteplugins_tracking.trackers.wandb import (
     roles,
     vendor,
 )
-from flyteplugins_tracking.trackers.wandb.run import WandbHandle, warn_of_changes
+from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle, warn_of_changes
 from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,22 @@ def open_run(request: RunRequest) -> Handle:
     inner.join_calls()
     check_characters("run id", request.plan.run_id, "an id")
     vendor.drop_unusable_service()
+    _warn_of_open_run(request)
     with _ended_if_interrupted(request):
         return _open_run(request)
+
+
+def _warn_of_open_run(request: RunRequest) -> None:
+    """Tell about a run that the script has opened before the function, which gets none of the function's rows."""
+    run = vendor.global_run()
+    is_scripts = run is not None and not run.disabled and HANDLE not in vars(run) and not vendor.is_finished(run)
+    if is_scripts and request.plan.primary:
+        logger.warning(
+            "W&B: run %s was opened before the decorated function, which has a run of its own, and wandb.log() in the "
+            "function goes to that. For one run, remove wandb.init(), or call it in the function: there it returns the "
+            "function's run, and adds its config",
+            run.id,
+        )
 
 
 def _ended_if_interrupted(request: RunRequest) -> AbstractContextManager[None]:
