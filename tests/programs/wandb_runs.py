@@ -102,6 +102,14 @@ def log_late(run: Any) -> None:
     run.log({"loss": -99}, step=50 - 1)
 
 
+def log_late_keys(run: Any) -> None:
+    """Training and evaluation have keys in common, and one is the name of the library's column."""
+    for step in range(6):
+        run.log({"loss": step, "epoch": step, "global_step": 10 * step}, step=step)
+        if step % 2:
+            run.log({"val": step - 1, "epoch": step - 1, "global_step": 10 * step - 10}, step=step - 1)
+
+
 def log_in_order(run: Any) -> None:
     for step in (0, 0, 1, 5, 5):
         run.log({"loss": step}, step=step)
@@ -112,7 +120,7 @@ def log_in_order(run: Any) -> None:
 
 def late_rows() -> None:
     """The same rows with W&B's client alone and with the decorator."""
-    for log in (log_late, log_in_order):
+    for log in (log_late, log_late_keys, log_in_order):
         run = wandb.init(project="tests", id=f"bare-{log.__name__}")
         log(run)
         run.finish()

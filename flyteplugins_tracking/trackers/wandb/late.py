@@ -22,6 +22,7 @@ class LateRows:
         self._in_column: tuple[int, Any] = (-1, None)  # the last place whose step is in the column, and that step
         self._in_order: set[str] = set()  # the keys of rows that are not late
         self._current: tuple[int, set[str]] = (-1, set())  # the place of the last such row, and the keys that it has
+        self._late: tuple[int, set[str]] = (-1, set())  # and of the last late one
 
     def place(self, row: Mapping[str, Any], step: Any, place: Any) -> tuple[Mapping[str, Any], Any]:
         """Return a row and the step at which W&B keeps it.
@@ -34,7 +35,9 @@ class LateRows:
         current = self._handle.known_step()
         if current is None:  # others log into the run too
             return row, place
-        if place >= current:
+        at, late_keys = self._late
+        meets_late = at == current and not late_keys.isdisjoint(row)  # its values would replace those of a late row
+        if place > current or (place == current and not meets_late):
             self._last = max(self._last, step)
             self._in_order.update(row)
             if self._current[0] != place:
@@ -45,8 +48,9 @@ class LateRows:
             return row, place
         has_column = self._in_column[0] == current and self._in_column[1] != step
         has_key = self._current[0] == current and not self._current[1].isdisjoint(row)
-        place = current + 1 if has_column or has_key else current
+        place = current + 1 if has_column or has_key or place == current else current
         self._in_column = (place, step)
+        self._late = (place, {self._column, *row} | (late_keys if at == place else set()))
         if step < self._last:
             self._define(row, step)
         self._last = max(self._last, step)
