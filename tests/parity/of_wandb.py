@@ -94,7 +94,7 @@ def a_step_in_several_calls(run: Any) -> None:
         run.log({"a": -step}, step=step)
 
 
-@log
+@TABLE.program("log", differs="late_rows")
 def a_step_committed_twice(run: Any) -> None:
     run.log({"a": 1}, step=1, commit=True)
     run.log({"a": 2}, step=1, commit=True)
@@ -102,7 +102,7 @@ def a_step_committed_twice(run: Any) -> None:
     run.log({"b": 3}, step=2)
 
 
-@log
+@TABLE.program("log", differs="late_rows")
 def lower_steps(run: Any) -> None:
     for step in (5, 3, 6, 6, 0):
         run.log({"x": step}, step=step)
@@ -123,7 +123,7 @@ def some_with_steps(run: Any) -> None:
     run.log({"x": 4})
 
 
-@log
+@TABLE.program("log", differs="late_rows")
 def a_step_below_the_own_count(run: Any) -> None:
     for _ in range(5):
         run.log({"x": 1})

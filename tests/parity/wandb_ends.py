@@ -37,11 +37,6 @@ def returns(run: Any) -> None:
     run.log({"x": 1})
 
 
-@full_end
-def returns_a_number(run: Any) -> int:
-    return 3
-
-
 @end
 def raises(run: Any) -> NoReturn:
     run.log({"x": 1})
@@ -54,16 +49,6 @@ def raises_with_a_cause(run: Any) -> NoReturn:
         raise OSError("the cause")
     except OSError as error:
         raise OwnError("made to fail") from error
-
-
-@full_end
-def raises_deep_inside(run: Any) -> None:
-    def recurse(depth: int) -> None:
-        if not depth:
-            raise RecursionError("deep")
-        recurse(depth - 1)
-
-    recurse(50)
 
 
 @full_end
@@ -84,11 +69,6 @@ def raises_a_base_exception(run: Any) -> NoReturn:
 @end
 def sys_exit_0(run: Any) -> NoReturn:
     sys.exit(0)
-
-
-@full_end
-def sys_exit_without_a_code(run: Any) -> NoReturn:
-    sys.exit()
 
 
 @end
@@ -120,11 +100,6 @@ def sys_exit_negative(run: Any) -> NoReturn:
 @differs("exit_code")
 def sys_exit_256(run: Any) -> NoReturn:
     sys.exit(256)
-
-
-@differs("exit_code")
-def sys_exit_300(run: Any) -> NoReturn:
-    sys.exit(300)
 
 
 @full_end
@@ -259,16 +234,6 @@ def a_generator_that_is_closed(run: Any) -> None:
 
 
 @full_end
-def a_generator_that_is_left(run: Any) -> NoReturn:
-    def rows() -> Iterator[int]:
-        yield 1
-
-    generator = rows()
-    next(generator)
-    raise OwnError("made to fail")
-
-
-@full_end
 def asyncio_that_raises(run: Any) -> None:
     async def fail() -> None:
         await asyncio.sleep(0)
@@ -303,11 +268,6 @@ def asyncio_that_is_cancelled(run: Any) -> None:
 def click_exit(run: Any) -> NoReturn:
     """A command of click, which turns its own exceptions into exit codes."""
     _click(run, lambda: click.get_current_context().exit(3))
-
-
-@full_end
-def click_returns(run: Any) -> NoReturn:
-    _click(run, lambda: None)
 
 
 @full_end

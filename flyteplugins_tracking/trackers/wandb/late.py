@@ -33,7 +33,7 @@ class LateRows:
             place: The step at which it belongs in the run.
         """
         current = self._handle.known_step()
-        if current is None:  # others log into the run too
+        if current is None or place < 0:  # others log into the run too; or W&B says that there is no such step
             return row, place
         at, late_keys = self._late
         meets_late = at == current and not late_keys.isdisjoint(row)  # its values would replace those of a late row
