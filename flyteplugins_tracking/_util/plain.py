@@ -26,8 +26,6 @@ _DEEPEST = 100
 _LARGEST_INT_BITS = 1023
 # Where an object is in memory: it differs in each process, and says nothing.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-# What no conversion changes. Strings and ints may have to be.
-_AS_IS = frozenset({float, bool, type(None)})
 # Where a value is in a config, for messages: the place of what it is in, and its key there.
 _Place = Any
 _NO_CONFIGS = (str, bytes, Sequence, Set, FunctionType, BuiltinFunctionType, MethodType)
@@ -84,8 +82,6 @@ def _attributes_of(config: object) -> Mapping[str, Any] | None:
 
 def _plain(value: Any, place: _Place, inside: tuple[int, ...]) -> Any:
     """Return a value as plain values. `inside` are the objects that it is in."""
-    if type(value) in _AS_IS:
-        return value
     try:
         return _converted(value, place, inside)
     except ConfigError:
@@ -138,46 +134,36 @@ def _key(key: Any) -> str:
 
 
 def _item_of(values: Any, key: Any) -> Any:
-    """Return the value of a key or an index. One that cannot be read becomes a text."""
+    """Return the value of a key or an index; for one that cannot be read a text, as OmegaConf has it: "???"."""
+    omegaconf: Any = sys.modules.get("omegaconf")
     try:
         return values[key]
     except Exception as error:
-        return _unresolved(values, key, error)
-
-
-def _unresolved(values: Any, key: Any, error: Exception) -> str:
-    """Return what OmegaConf has for a value that it cannot resolve: "???" for a missing one."""
-    omegaconf: Any = sys.modules.get("omegaconf")
-    if omegaconf is not None and omegaconf.OmegaConf.is_config(values):
-        try:
-            return str(omegaconf.OmegaConf.to_container(values, resolve=False)[key])
-        except Exception:
-            return "???"
-    return f"(cannot be read: {type(error).__name__})"
+        if omegaconf is None or not omegaconf.OmegaConf.is_config(values):
+            return f"(cannot be read: {type(error).__name__})"
+    try:
+        return str(omegaconf.OmegaConf.to_container(values, resolve=False)[key])
+    except Exception:
+        return "???"
 
 
 def _items_of(value: Any) -> Iterable[Any]:
     if isinstance(value, Sequence):
         return [_item_of(value, number) for number in range(len(value))]
     if isinstance(value, Set):  # in an order that is the same in each process, and so after a restart
-        return sorted(value, key=lambda item: (type(item).__name__, item if _is_number(item) else _text(item)))
+        return sorted(
+            value, key=lambda item: (type(item).__name__, item if isinstance(item, (int, float)) else _text(item))
+        )
     return list(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 def _array(value: Any, place: _Place, inside: tuple[int, ...]) -> Any:
     """Return a scalar or an array of NumPy, torch or JAX as a number or a list. A large one becomes its text."""
-    try:
-        is_time = getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M")
-        if not is_time and math.prod(getattr(value, "shape", ())) <= _LARGEST_ARRAY:
-            items = value.tolist()
-            return _text(value) if type(items) is type(value) else _plain(items, place, inside)
-    except Exception:  # a tensor without data
+    is_time = getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M")
+    if is_time or math.prod(getattr(value, "shape", ())) > _LARGEST_ARRAY:
         return _text(value)
-    return _text(value)
+    items = value.tolist()  # raises for a tensor without data
+    return _text(value) if type(items) is type(value) else _plain(items, place, inside)
 
 
 def _mapping_of(value: Any) -> Any:
@@ -195,36 +181,29 @@ def _has_items(value: Any) -> bool:
     return has_items and not callable(value) and not hasattr(kind, "shape")
 
 
-def _fields_of_dataclass(value: Any) -> dict[str, Any]:
-    from dataclasses import fields  # it is loaded
-
-    return _present(value, [field.name for field in fields(value)])
-
-
-def _present(value: Any, names: Iterable[str]) -> dict[str, Any]:
+def _present(value: Any, fields: Iterable[Any]) -> dict[str, Any]:
     """Return the attributes that are there: a field may have no value."""
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {field.name: getattr(value, field.name) for field in fields if hasattr(value, field.name)}
 
 
-def _namespaces() -> tuple[type, ...]:
-    argparse = sys.modules.get("argparse")
-    return () if argparse is None else (argparse.Namespace,)
+def _is_namespace(kind: type) -> bool:
+    return issubclass(kind, (SimpleNamespace, getattr(sys.modules.get("argparse"), "Namespace", SimpleNamespace)))
 
 
 # What tells by its class that it has fields, and how they are read. A dataclass may also be a mapping.
 _WITH_FIELDS: Sequence[tuple[Callable[[type], bool], Callable[[Any], Any]]] = (
-    (lambda kind: hasattr(kind, "__dataclass_fields__"), _fields_of_dataclass),
     (
-        lambda kind: hasattr(kind, "__attrs_attrs__"),
-        lambda value: _present(value, [field.name for field in type(value).__attrs_attrs__]),
+        lambda kind: hasattr(kind, "__dataclass_fields__"),
+        lambda value: _present(value, sys.modules["dataclasses"].fields(value)),
     ),
+    (lambda kind: hasattr(kind, "__attrs_attrs__"), lambda value: _present(value, type(value).__attrs_attrs__)),
     (  # pydantic 2 and 1
         lambda kind: hasattr(kind, "__pydantic_fields__") or hasattr(kind, "__fields_set__"),
         lambda value: {**vars(value), **(getattr(value, "__pydantic_extra__", None) or {})},
     ),
     (lambda kind: issubclass(kind, tuple) and hasattr(kind, "_asdict"), lambda value: value._asdict()),
     (lambda kind: hasattr(kind, "flag_values_dict"), lambda value: value.flag_values_dict()),  # absl
-    (lambda kind: issubclass(kind, (SimpleNamespace, *_namespaces())), vars),
+    (_is_namespace, vars),
 )
 
 
