@@ -258,6 +258,7 @@ class Left:
         attempts = [attempt for attempt in found if not attempt.is_open() and is_to_send(attempt)]
         self.online = [attempt for attempt in attempts if not is_offline(attempt.directory)]
         self.offline = [attempt for attempt in attempts if is_offline(attempt.directory)]
+        self.attempts = [*self.online, *self.offline]
 
     @property
     def exit_code(self) -> int | None:
@@ -302,18 +303,13 @@ class Left:
         return list(found.values())
 
     def saved_files(self) -> dict[str, Path]:
-        """Return the files that attempts online have saved, by their names: the latest of each name."""
+        """Return the folders of files that attempts online have saved, by the files' names: the latest of each name."""
         folders = [attempt.directory for attempt in self.online if attempt.journals]
-        return {name: folder / "files" / name for folder in folders for name in datastore.saved_files(folder)}
-
-    @property
-    def directories(self) -> list[Path]:
-        """Where it is."""
-        return [attempt.directory for attempt in (*self.online, *self.offline)]
+        return {name: folder / "files" for folder in folders for name in datastore.saved_files(folder)}
 
     def clear(self) -> None:
         """Remove it: the service has everything, or another journal."""
-        for attempt in (*self.online, *self.offline):
+        for attempt in self.attempts:
             attempt.clear()
 
 
@@ -638,15 +634,7 @@ class NoOutbox(WandbOutbox):
     """The outbox of a run of which no attempt can send again what another one has logged. It keeps nothing."""
 
     def __init__(self) -> None:
-        self._journal = Journal.closed()
-
-    def unkept_artifacts(self, uploading: Iterable[str]) -> list[str]:
-        """Return all: it keeps none."""
-        return list(uploading)
-
-    def keep_role_step(self, step: Any) -> None:
-        """Keep the step of a role's last row, also if its rows are mixed with those of earlier attempts."""
-        self._journal.header[ROLE_STEP] = step
+        self._journal, self._kept_artifacts = Journal.closed(), set()
 
     def for_guests(self) -> dict[str, Any]:
         """Have them keep nothing either."""

@@ -303,16 +303,15 @@ class NumberedRows:
     def __init__(self, left: Left, column: str) -> None:
         """Read them. `column` is that of the rows' numbers."""
         self.left, self._column = left, column
-        self.attempts = [*left.online, *left.offline]
-        journals = itertools.chain.from_iterable(attempt.journals for attempt in self.attempts)
+        journals = itertools.chain.from_iterable(attempt.journals for attempt in left.attempts)
         self.since = min((int(journal.header.get("since") or 0) for journal in journals), default=0)
-        sources = itertools.chain.from_iterable(map(_sources, self.attempts))
+        sources = itertools.chain.from_iterable(map(_sources, left.attempts))
         self._writers = [_Writer(column, rows_of, own) for rows_of, own in sources]
         self._known: set[int] = set()
 
     def late_s(self) -> float:
         """Return for how long rows may still come to be found that wandb-core has sent before it ended."""
-        logs = itertools.chain.from_iterable(one.directory.rglob("debug-internal.log") for one in self.attempts)
+        logs = itertools.chain.from_iterable(one.directory.rglob("debug-internal.log") for one in self.left.attempts)
         return max(0.0, _LATE_S - min(map(outbox.age_s, logs), default=_LATE_S))
 
     def look(self, arrived: Iterable[Iterable[int]]) -> None:
@@ -429,10 +428,10 @@ class LeftRows:
     def start(self, timeout_s: float) -> int:
         """Begin to send it, and wait for that for a moment. Returns the role's last step in it; -1 for none."""
         left = self._found()
-        if not left.directories:
+        if not left.attempts:
             self._done.set()
             return -1
-        last_step = _last_step([*left.online, *left.offline], role_of(self._column))
+        last_step = _last_step(left.attempts, role_of(self._column))
         threading.Thread(target=self._run, name="flyteplugins_tracking.left", daemon=True).start()
         self._done.wait(timeout_s)
         return last_step
@@ -465,7 +464,7 @@ class LeftRows:
             # Two processes may have one role, by mistake: only one of them sends what the role has left.
             with locked(parent / f"{made.place.run_id}.{self._node or role_of(self._column)}.lock", math.inf):
                 found = NumberedRows(self._found(), self._column)
-                self.unsent = [str(path) for path in found.left.directories]
+                self.unsent = [str(attempt.directory) for attempt in found.left.attempts]
                 if not self.unsent or self._send(found):
                     self.unsent = []
         except Exception:  # tracker errors must not change the training's outcome
