@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flyteplugins_tracking._util.files import is_own_directory, is_own_file
-from flyteplugins_tracking._util.text import printable
+from flyteplugins_tracking._util.text import listed
+from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.journal import files_in
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
@@ -21,25 +21,6 @@ _HIDDEN = (".wandb",)
 _SHOWN = 5
 
 
-@dataclass
-class Search:
-    """What was found in and below a directory.
-
-    Attributes:
-        runs: The directories of runs that are wanted.
-        others: How many other runs were found.
-        looked_at: How many directories were looked at.
-        of_others: The directories that were not looked at, since they are another user's or cannot be read.
-        beyond: Those that are too deep, or too many.
-    """
-
-    runs: list[Path] = field(default_factory=list)
-    others: int = 0
-    looked_at: int = 0
-    of_others: list[Path] = field(default_factory=list)
-    beyond: list[Path] = field(default_factory=list)
-
-
 def is_run(directory: Path) -> bool:
     """Whether a directory is that of a run, of any tracker."""
     return wandb_files.is_run_directory(directory) or is_own_file(directory / SENT) or bool(files_in(directory))
@@ -50,43 +31,86 @@ def has_unsent(directory: Path) -> bool:
     return bool(files_in(directory)) or wandb_files.is_unsent(directory)
 
 
-def search(directory: Path, is_wanted: Callable[[Path], bool]) -> Search:
-    """Look for the runs below a directory. Links of this user are followed to directories of this user."""
-    found, known, waiting = Search(), {directory.resolve()}, [(directory, 0)]
-    while waiting:
-        path, depth = waiting.pop()
-        found.looked_at += 1
-        for child in _directories_in(path, found):
+class Found:
+    """The directories of runs in and below those that were given.
+
+    Attributes:
+        runs: Those to send, by where they are.
+        texts: What is to be said of the directories that have none.
+    """
+
+    def __init__(self, paths: Sequence[Path], is_wanted: Callable[[Path], bool]) -> None:
+        """Look for them. Below a given directory, those count that are wanted."""
+        self.runs: dict[Path, Path] = {}
+        self.texts: list[str] = []
+        self._looked_at = 0  # below the present one of the given directories
+        self._of_others: list[Path] = []  # another user's, or not to be read
+        self._beyond: list[Path] = []  # too deep, or too many
+        self._written: list[Path] = []  # a process may still log there
+        for path in paths:
+            if is_run(path) or not path.is_dir():
+                self.runs.setdefault(path.resolve(), path)
+            else:
+                self._look_below(path, is_wanted)
+
+    def _look_below(self, path: Path, is_wanted: Callable[[Path], bool]) -> None:
+        self._looked_at, self._of_others = 0, []
+        runs = list(self._runs_below(path, {path.resolve()}, depth=0))
+        wanted = [run for run in runs if is_wanted(run)]
+        for run in wanted:
+            if wandb_files.may_be_written(run):
+                self._written.append(run)
+            else:
+                self.runs.setdefault(run.resolve(), run)
+        if runs and not wanted:
+            self.texts.append(f"{path} has nothing that is not sent yet: looked at the {len(runs)} runs below it")
+        elif not runs:
+            places = f"looked for runs there and below, in {self._looked_at} directories"
+            self.texts.append(f"{path} has no rows, and nothing to send: {places}")
+        if self._of_others:
+            self.texts.append(f"left out, as another user's or not to be read: {_named(self._of_others)}")
+
+    def _runs_below(self, path: Path, known: set[Path], depth: int) -> Iterator[Path]:
+        """Yield the runs below a directory. Links of this user are followed to directories of this user."""
+        for child in self._directories_in(path):
             resolved = child.resolve()
             if resolved in known:
                 continue
             known.add(resolved)
             if not (is_own_directory(resolved) and child.lstat().st_uid == os.geteuid()):
-                found.of_others.append(child)
+                self._of_others.append(child)
                 continue
             child = resolved if child.is_symlink() else child
             if is_run(child):
-                is_sought = is_wanted(child)
-                found.runs += [child] if is_sought else []
-                found.others += not is_sought
+                yield child
             elif depth == _DEEPEST or len(known) > _MOST:
-                found.beyond.append(child)
+                self._beyond.append(child)
             else:
-                waiting.append((child, depth + 1))
-    return found
+                yield from self._runs_below(child, known, depth + 1)
+
+    def _directories_in(self, path: Path) -> list[Path]:
+        self._looked_at += 1
+        try:
+            with os.scandir(path) as entries:
+                names = sorted(entry.name for entry in entries if entry.is_dir())
+        except OSError:
+            self._of_others.append(path)
+            return []
+        return [path / name for name in names if name in _HIDDEN or not name.startswith(".")]
+
+    def require_all_seen(self) -> None:
+        """Name what was not looked at, or not sent.
+
+        Raises:
+            TrackerUnavailableError: There is something.
+        """
+        if self._written:
+            text = "these runs have no end, and were written to just now: send them later, or name them if killed"
+            raise TrackerUnavailableError(f"{text}: {_named(self._written)}")
+        if self._beyond:
+            text = "these directories are too deep or too many, and were not looked at"
+            raise TrackerUnavailableError(f"{text}: name them, or those of their runs: {_named(self._beyond)}")
 
 
-def _directories_in(path: Path, found: Search) -> Iterator[Path]:
-    try:
-        with os.scandir(path) as entries:
-            names = sorted(entry.name for entry in entries if entry.is_dir())
-    except OSError:
-        found.of_others.append(path)
-        return
-    yield from (path / name for name in names if name in _HIDDEN or not name.startswith("."))
-
-
-def named(paths: list[Path]) -> str:
-    """Return the first ones of some paths in words."""
-    shown = ", ".join(printable(str(path)) for path in paths[:_SHOWN])
-    return f"{shown} and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else shown
+def _named(paths: Sequence[Path]) -> str:
+    return listed([str(path) for path in paths], _SHOWN)

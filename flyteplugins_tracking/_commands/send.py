@@ -11,12 +11,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from flyteplugins_tracking._commands.directories import SENT, has_unsent, is_run, named, search
+from flyteplugins_tracking._commands.directories import SENT, Found, has_unsent, is_run
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.files import is_own_file, own_text, replace_whole, touch_own
@@ -65,9 +65,9 @@ def main(arguments: list[str]) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     try:
-        is_wanted = has_unsent if given.tracker is None else is_run
-        found = _Directories.of(given.directories, is_wanted)
-        texts = _send(found.runs, given.server) if given.tracker is None else _send_to(found.runs, given.tracker)
+        found = Found(given.directories, has_unsent if given.tracker is None else is_run)
+        runs = list(found.runs.values())
+        texts = _send(runs, given.server) if given.tracker is None else _send_to(runs, given.tracker)
         for text in chain(found.texts, texts):
             sys.stdout.write(f"{text}\n")
         found.require_all_seen()
@@ -75,53 +75,6 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"cannot send: {error}\n")
         return 1
     return 0
-
-
-class _Directories(NamedTuple):
-    """The directories of runs in and below those that were given, and what is to be said of the others."""
-
-    runs: list[Path]
-    texts: list[str]
-    beyond: list[Path]
-    written: list[Path]
-
-    @classmethod
-    def of(cls, paths: Sequence[Path], is_wanted: Callable[[Path], bool]) -> _Directories:
-        runs, texts, beyond, written = dict[Path, Path](), [], list[Path](), list[Path]()
-        for path in paths:
-            if is_run(path) or not path.is_dir():
-                runs.setdefault(path.resolve(), path)
-                continue
-            found = search(path, is_wanted)
-            for run in found.runs:
-                if wandb_files.may_be_written(run):
-                    written.append(run)
-                else:
-                    runs.setdefault(run.resolve(), run)
-            beyond += found.beyond
-            if not found.runs and found.others:
-                texts.append(f"{path} has nothing that is not sent yet: looked at the {found.others} runs below it")
-            elif not found.runs:
-                places = f"looked for runs there and below, in {found.looked_at} directories"
-                texts.append(f"{path} has no rows, and nothing to send: {places}")
-            if found.of_others:
-                texts.append(f"left out, as another user's or not to be read: {named(found.of_others)}")
-        return cls(list(runs.values()), texts, beyond, written)
-
-    def require_all_seen(self) -> None:
-        """Name what was not looked at, or not sent.
-
-        Raises:
-            TrackerUnavailableError: There is something.
-        """
-        if self.written:
-            text = "these runs have no end, and were written to just now: send them later, or name them if killed"
-            raise TrackerUnavailableError(f"{text}: {named(self.written)}")
-        if self.beyond:
-            text = (
-                "these directories are too deep or too many, and were not looked at: name them, or those of their runs"
-            )
-            raise TrackerUnavailableError(f"{text}: {named(self.beyond)}")
 
 
 def _send(paths: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
@@ -143,20 +96,12 @@ def _is_of_role(path: Path) -> bool:
     return any(isinstance(one, dict) and one.get("role") is not None for one in arguments)
 
 
-def _send_directory(path: Path, servers: Sequence[str]) -> str:
-    run_id = _send_kept(path, servers)
-    return f"{path} has nothing that is not sent yet" if run_id is None else f"sent {path} as run {run_id}"
-
-
-def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
-    """Send a run from its directory, and remove what is sent.
+def _send_directory(directory: Path, servers: Sequence[str]) -> str:
+    """Send a run from its directory, and remove what is sent. Returns what was sent, in words.
 
     Args:
         directory: The directory.
         servers: The servers that may get the keys of this process, besides those that its variables name.
-
-    Returns:
-        The id of the run; None if all was sent before.
 
     Raises:
         TrackerUnavailableError: Not everything was sent, since the service still cannot be used, for one.
@@ -191,7 +136,9 @@ def _send_kept(directory: Path, servers: Sequence[str]) -> str | None:
         raise TrackerUnavailableError(
             f"{directory} was sent, but for {rejected} rows that the service rejects: the files are kept as *.bad"
         )
-    return str(left[0].header["id"]) if left else None
+    return (
+        f"sent {directory} as run {left[0].header['id']}" if left else f"{directory} has nothing that is not sent yet"
+    )
 
 
 def _remove_empty(directory: Path) -> None:
