@@ -37,8 +37,6 @@ _PATIENCE_S = 30.0
 # How much of the time for a run's end has passed when a signal interrupts its opening, and is left for the process's.
 _PASSED_S = 6.0
 
-# The message with `changes`.
-CHANGED = "%s: run %s: this attempt changes the config that an earlier one has set: %s"
 # How much of a change of the config a message shows: values, and characters of each.
 _MOST_CHANGES, _LONGEST_VALUE = 10, 60
 
@@ -319,26 +317,28 @@ def run_config(request: RunRequest) -> dict[str, Any]:
     return values if role is None else {role: values}
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return which values of a run's config an attempt changes, for a message; empty if it changes none.
+def warn_of_changes(
+    title: str, run_id: str | None, before: Mapping[str, Any], after: Mapping[str, Any], more: str = ""
+) -> None:
+    """Tell which values of an earlier attempt's config are changed. `more` follows, as a sentence.
 
     Each is shown with its old and its new value, unless that may be a secret.
     """
     old = flat(before)
-    pairs = [(key, old[key], value) for key, value in flat(after).items() if key in old]
-    texts = [_change(key, *values) for key, *values in pairs if _differ(*values) and not _is_own(key)]
-    more = f", and {len(texts) - _MOST_CHANGES} more" if len(texts) > _MOST_CHANGES else ""
-    return masked(", ".join(texts[:_MOST_CHANGES]) + more)
+    pairs = [(key, old[key], value) for key, value in flat(after).items() if key in old and not _is_own(key)]
+    texts = [_change(key, *values) for key, *values in pairs if _differ(*values)]
+    if len(texts) > _MOST_CHANGES:
+        texts[_MOST_CHANGES:] = [f"and {len(texts) - _MOST_CHANGES} more"]
+    if texts:
+        text = "%s: run %s: this attempt changes the config that an earlier one has set: %s%s"
+        logger.warning(text, title, run_id, masked(", ".join(texts)), more)
 
 
 def _change(key: str, *values: Any) -> str:
     is_secret = is_secret_name(key) and any(isinstance(value, str) for value in values)
-    return f"{key}: {' -> '.join('***' if is_secret else _short(value) for value in values)}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
+    texts = ["***" if is_secret else repr(value) for value in values]
+    short = [text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..." for text in texts]
+    return f"{key}: {' -> '.join(short)}"
 
 
 def _differ(old: Any, new: Any) -> bool:
@@ -349,6 +349,16 @@ def _differ(old: Any, new: Any) -> bool:
 def _is_own(key: str) -> bool:
     """Whether a value is a service's or this library's, which tells the attempts apart."""
     return key.startswith("_") or OWN in key.split(".")
+
+
+def warn_of_ignored(warn_once: WarnOnce, title: str, call: str, run_id: str, ignored: Sequence[str]) -> None:
+    """Tell once what a vendor's call in a decorated function, which returns the function's run, does not change."""
+    if ignored:
+        text = (
+            "%s: %s() in a decorated function returns the function's run %s, and adds what tracking_init does not set. "
+            "Without effect: %s. Pass these to tracking_init"
+        )
+        warn_once(call, text, title, call, run_id, ", ".join(ignored))
 
 
 def dies_with_pod(request: RunRequest) -> bool:

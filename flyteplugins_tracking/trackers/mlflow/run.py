@@ -21,7 +21,7 @@ from flyteplugins_tracking._util.text import has_credentials, without_credential
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import CHANGED, Run, changes, prefix_of
+from flyteplugins_tracking.trackers.client import Run, prefix_of, warn_of_changes
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import run_page, vendor
@@ -165,8 +165,8 @@ class MlflowHandle(OutboxHandle):
         known = {**first, **self._other_params}
         others = {key: texts[key] for key in first if texts[key] != known[key]}
         if others:
-            text = "Params keep their first values: the tags %s* have those of this attempt"
-            logger.warning(f"{CHANGED}. {text}", self._title, self.id, changes(known, others), PARAMS_TAG)
+            text = f". Params keep their first values: the tags {PARAMS_TAG}* have those of this attempt"
+            warn_of_changes(self._title, self.id, known, others, text)
             self._other_params.update(others)
             self.set_values("set_tags", {PARAMS_TAG + key: value[:LONGEST_TAG] for key, value in others.items()})
         return {**values, **first}

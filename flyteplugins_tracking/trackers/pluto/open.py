@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any
@@ -22,14 +21,13 @@ from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import (
-    CHANGED,
-    changes,
     check_roles,
     ended_if_interrupted,
     missing_key_error,
     missing_run_error,
     run_config,
     status_of,
+    warn_of_changes,
 )
 from flyteplugins_tracking.trackers.config import ROLES, own_values
 from flyteplugins_tracking.trackers.outbox import AwayError, may_pass, until
@@ -88,7 +86,8 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
             ) from error
         raise
     _warn_about_ignored_name(op, request)
-    _warn_about_changes(queue.found, request)
+    if request.plan.primary:
+        warn_of_changes("Pluto", request.plan.run_id, queue.found, finite(run_config(request)))
     if request.plan.role is not None:
         queue.post_config(run_config(request))
     if request.plan.ends_run and request.config.notes is not None:  # the client has no call for that
@@ -302,12 +301,6 @@ def _metadata(request: RunRequest) -> dict[str, Any]:
     if group and not any(tag.startswith("group:") for tag in tags):  # the service takes one group
         tags.append(f"group:{group}")
     return {"name": config.name or request.plan.run_id, "config": finite(run_config(request)), "tags": tags}
-
-
-def _warn_about_changes(before: Mapping[str, Any], request: RunRequest) -> None:
-    text = changes(before, finite(run_config(request))) if request.plan.primary else ""
-    if text:
-        logger.warning(CHANGED, "Pluto", request.plan.run_id, text)
 
 
 def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:

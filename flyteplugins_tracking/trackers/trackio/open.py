@@ -13,9 +13,7 @@ from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import (
-    CHANGED,
     LOCAL_FILES,
-    changes,
     check_roles,
     ended_if_interrupted,
     missing_run_error,
@@ -23,6 +21,7 @@ from flyteplugins_tracking.trackers.client import (
     prefix_of,
     run_config,
     status_of,
+    warn_of_changes,
 )
 from flyteplugins_tracking.trackers.config import OWN, ROLES, own_values
 from flyteplugins_tracking.trackers.outbox import until
@@ -85,8 +84,8 @@ def _new_run(request: RunRequest, project: str, stored: Stored | None, url: str 
     describes = request.plan.ends_run
     known = {} if stored is None else stored.config
     given = run_config(request)
-    if is_primary and (text := changes(known, given)):
-        logger.warning(CHANGED, "Trackio", request.plan.run_id, text)
+    if is_primary:
+        warn_of_changes("Trackio", request.plan.run_id, known, given)
     # Trackio has no other place for these.
     own = {"tags": None if config.tags is None else list(config.tags), "notes": config.notes} if describes else {}
     own = {**own_values(known), **own_values(given), **{key: value for key, value in own.items() if value is not None}}

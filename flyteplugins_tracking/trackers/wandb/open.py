@@ -29,6 +29,7 @@ from flyteplugins_tracking.trackers.client import (
     ended_if_interrupted,
     missing_key_error,
     run_config,
+    warn_of_changes,
 )
 from flyteplugins_tracking.trackers.config import OWN
 from flyteplugins_tracking.trackers.node_group import NodePart
@@ -45,7 +46,7 @@ from flyteplugins_tracking.trackers.wandb import (
     roles,
     vendor,
 )
-from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle, warn_of_changes
+from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 from flyteplugins_tracking.trackers.wandb.vendor import Stored
 
 logger = logging.getLogger(__name__)
@@ -250,7 +251,8 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         run = _init_client(request, arguments, directory, viewer_s + settings.init_timeout + _INIT_GRACE_S)
         outbox.open_outbox(request, run, found=found)
         if known is not None:
-            warn_of_changes(run.id, known.config, {key: run.config.get(key) for key in arguments.get("config") or ()})
+            after = {key: run.config.get(key) for key in arguments.get("config") or ()}
+            warn_of_changes("W&B", run.id, known.config, after)
         if has_writers_elsewhere:
             roles.leave_summary_to_roles(request, run)
             roles.send_left(request, run, found)

@@ -20,7 +20,7 @@ from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import first_line, listed, without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.client import CHANGED, RESTART_COUNT, changes, restart_count_of, run_config
+from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of, run_config, warn_of_changes
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
@@ -61,6 +61,8 @@ class WandbHandle(Handle):
     Attributes:
         is_shared: Whether other ranks log into the run too.
         prefix: Goes before the function's keys.
+        warn_once: Warns once about each subject.
+        warn_once: Warns once about each subject.
     """
 
     is_shared = False
@@ -91,7 +93,7 @@ class WandbHandle(Handle):
             on_death=self._on_death,
             hint=self._how_to_send_all,
         )
-        self._warn_once = WarnOnce(logger)
+        self.warn_once = WarnOnce(logger)
         self._timed_out = False
         self._lacks_rows = False  # whether it may lack rows of other ranks, which their journals have
         self._rewind_to: int | None = None
@@ -119,11 +121,6 @@ class WandbHandle(Handle):
     def is_parents(self) -> bool:
         """Whether the process that has opened the run is a parent of this one."""
         return os.getpid() != self._pid
-
-    @property
-    def warn_once(self) -> WarnOnce:
-        """Warns once about each subject."""
-        return self._warn_once
 
     @property
     def files(self) -> str | None:
@@ -262,7 +259,7 @@ class WandbHandle(Handle):
         self._of_earlier.difference_update(keys)
         if keys:
             update_config(run, {key: changes_now[key] for key in keys})
-            warn_of_changes(self.id, before, {key: run.config[key] for key in keys})
+            warn_of_changes("W&B", self.id, before, {key: run.config[key] for key in keys})
 
     def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the summary."""
@@ -585,13 +582,6 @@ def update_config(run: Any, values: Mapping[str, Any]) -> None:
     """Change the config of a run, at any time."""
     kind: Any = type(run.config)
     getattr(kind, "__wrapped__", kind).update(run.config, values, allow_val_change=True)
-
-
-def warn_of_changes(run_id: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Tell which values of an earlier attempt's config are changed."""
-    text = changes(before, after)
-    if text:
-        logger.warning(CHANGED, "W&B", run_id, text)
 
 
 def forget(run: Any, keys: Collection[str]) -> None:

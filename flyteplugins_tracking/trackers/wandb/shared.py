@@ -198,7 +198,7 @@ class SharedHandle(WandbHandle):
         text = (
             "W&B: run %s belongs to the task that has called this one: this task's changes of its config are not sent"
         )
-        self._warn_once("config", f"{text}. Change it in the calling task.", self.id)
+        self.warn_once("config", f"{text}. Change it in the calling task.", self.id)
         return vendor.set_config(self.run, changes)
 
     def _show_own_config(self) -> None:
@@ -493,7 +493,7 @@ class FollowerHandle(SharedHandle):
             vendor.on_artifacts(self.run, lambda data: self._journal.add(outbox.record_of_artifact(data)))
 
     def _warn_of_end(self) -> None:
-        self._warn_once(
+        self.warn_once(
             "gone",
             "W&B: rank %d cannot log to run %s any more: local rank %d of its node, which writes the run, has ended it "
             "or was killed. What this rank logs from now on is lost, unless the job is restarted on this machine.",
