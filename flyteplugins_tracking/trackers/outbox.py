@@ -85,8 +85,10 @@ class AwayError(Exception):
     patience = 1.0
     is_outage = True
 
-    def __init__(self, text: str, patience: float | None = None) -> None:
+    def __init__(self, text: str, patience: float | None = None, *, is_outage: bool = True) -> None:
         super().__init__(text)
+        if not is_outage:
+            self.is_outage, self.patience = False, 0.0
         self.patience = self.patience if patience is None else patience
 
 

@@ -46,13 +46,6 @@ class UnavailableError(AwayError):
     fix = "Check PLUTO_API_KEY, the PLUTO_URL_* variables and the network."
 
 
-class RefusedError(UnavailableError):
-    """The service refuses the key, or the request."""
-
-    patience = 0.0
-    is_outage = False
-
-
 def open_op(request: RunRequest) -> tuple[Any, Queue]:
     """Create the run, or attach to it.
 
@@ -198,10 +191,10 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
 def _check_status(status: int, limit: str) -> None:
     """Raise an HTTP status that is neither a success nor that of a run which is not there."""
     if status in (401, 403):
-        raise RefusedError(f"the service refuses the API key, {limit}")
+        raise UnavailableError(f"the service refuses the API key, {limit}", is_outage=False)
     if status >= 300 and status != 404:
         in_trouble = may_pass(status) or status == vendor.UNPROCESSABLE
-        raise (UnavailableError if in_trouble else RefusedError)(f"HTTP {status}, {limit}")
+        raise UnavailableError(f"HTTP {status}, {limit}", is_outage=in_trouble)
 
 
 def _init_in_time(request: RunRequest, settings: Any) -> Any:
@@ -220,8 +213,7 @@ def _init_in_time(request: RunRequest, settings: Any) -> Any:
         error = opening.outcome.exception()
         if isinstance(error, (RuntimeError, ConnectionError)):  # the client has RuntimeErrors for the service's answers
             status = vendor.status_of_error(error)
-            is_away = status is None or may_pass(status)
-            raise (UnavailableError if is_away else RefusedError)(first_line(error)) from error
+            raise UnavailableError(first_line(error), is_outage=status is None or may_pass(status)) from error
         return opening.outcome.result()
 
 

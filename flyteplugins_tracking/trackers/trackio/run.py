@@ -198,13 +198,11 @@ class TrackioSink:
 
 def cannot_write(place: str, error: Exception) -> AwayError:
     """Return the error for a directory or a server to which runs cannot be written."""
-    away = AwayError(
+    return AwayError(
         f"runs cannot be kept in {place}: {error}. Set TRACKIO_DIR to a directory that can be written, or log to a "
-        "server (server_url=)"
+        "server (server_url=)",
+        is_outage=is_outage(error),
     )
-    away.is_outage = is_outage(error)
-    away.patience = float(away.is_outage)
-    return away
 
 
 def is_outage(error: Exception) -> bool:

@@ -141,15 +141,13 @@ class WandbTracker(Tracker):
     def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object]:  # noqa: ARG002
         rank = 0 if info is None else info.rank
         inactive.ranks.append(rank)
-        forget = when_loaded("wandb", _join_calls)
+        forget = when_loaded("wandb", lambda: _inner().join_calls())
 
         def undo() -> None:
             forget()
             inactive.ranks.remove(rank)
             if not inactive.ranks and loaded("wandb") is not None:
-                from flyteplugins_tracking.trackers.wandb.inner import remove_without_effect
-
-                remove_without_effect()
+                _inner().remove_without_effect()
 
         return undo
 
@@ -164,10 +162,10 @@ class WandbTracker(Tracker):
         return open_run(request)
 
 
-def _join_calls() -> None:
-    from flyteplugins_tracking.trackers.wandb.inner import join_calls
+def _inner() -> Any:
+    from flyteplugins_tracking.trackers.wandb import inner
 
-    join_calls()
+    return inner
 
 
 def forced_run_id() -> str | None:

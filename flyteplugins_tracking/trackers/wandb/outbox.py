@@ -259,6 +259,7 @@ class Left:
         self.online = [attempt for attempt in attempts if not is_offline(attempt.directory)]
         self.offline = [attempt for attempt in attempts if is_offline(attempt.directory)]
         self.attempts = [*self.online, *self.offline]
+        self.journals = [journal for attempt in self.attempts for journal in attempt.journals]
 
     @property
     def exit_code(self) -> int | None:

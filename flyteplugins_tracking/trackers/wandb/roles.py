@@ -302,11 +302,9 @@ class NumberedRows:
 
     def __init__(self, left: Left, column: str) -> None:
         """Read them. `column` is that of the rows' numbers."""
-        self.left, self._column = left, column
-        journals = itertools.chain.from_iterable(attempt.journals for attempt in left.attempts)
-        self.since = min((int(journal.header.get("since") or 0) for journal in journals), default=0)
-        sources = itertools.chain.from_iterable(map(_sources, left.attempts))
-        self._writers = [_Writer(column, rows_of, own) for rows_of, own in sources]
+        self.left = left
+        self.since = min((int(one.header.get("since") or 0) for one in left.journals), default=0)
+        self._writers = [_Writer(column, *source) for attempt in left.attempts for source in _sources(attempt)]
         self._known: set[int] = set()
 
     def late_s(self) -> float:
@@ -326,12 +324,9 @@ class NumberedRows:
         known = self._known = set[int]()
         for part in arrived:
             known.update(part)
-            for writer in self._writers:
-                writer.look(known)
-            if all(writer.arrived for writer in self._writers):
+            if all(writer.arrived(known) for writer in self._writers):
                 break
-        for writer in self._writers:
-            known.update(itertools.islice(writer.numbers, writer.arrived))
+        known.update(*[writer.numbers[: writer.arrived(known)] for writer in self._writers])
 
     def lacking(self) -> Iterator[Row]:
         """Yield the rows that W&B lacks, each once."""
@@ -350,7 +345,6 @@ class _Writer:
 
     Attributes:
         numbers: The numbers of all these rows, in the order in which it has logged them.
-        arrived: How many of them W&B has, from the first one on.
     """
 
     def __init__(self, column: str, rows_of: Callable[[], Iterator[Row]], own: Collection[int]) -> None:
@@ -361,7 +355,7 @@ class _Writer:
             rows_of: Returns the rows.
             own: What tells the numbers of its own rows: see `outbox.writer_of`.
         """
-        self._column, self._rows_of, self.arrived = column, rows_of, 0
+        self._column, self._rows_of = column, rows_of
         self.numbers = [number for number, _ in self.numbered()]
         self._own = {number: place for place, number in enumerate(self.numbers) if outbox.writer_of(number) in own}
 
@@ -372,9 +366,9 @@ class _Writer:
             if isinstance(number, (int, float)):
                 yield int(number), row
 
-    def look(self, known: Set[int]) -> None:
-        """Find out how many have arrived, from the numbers of rows that have."""
-        self.arrived = 1 + max((self._own[number] for number in known & self._own.keys()), default=-1)
+    def arrived(self, known: Set[int]) -> int:
+        """Return how many of the rows W&B has, from the first one on, by the numbers of rows that it has."""
+        return 1 + max((self._own[number] for number in known & self._own.keys()), default=-1)
 
 
 def _sources(attempt: AttemptOnDisk) -> Iterator[tuple[Callable[[], Iterator[Row]], Collection[int]]]:
@@ -386,17 +380,14 @@ def _sources(attempt: AttemptOnDisk) -> Iterator[tuple[Callable[[], Iterator[Row
         yield partial(outbox.rows_of, journal, 0), () if writer is None else (writer,)
 
 
-def _last_step(attempts: Iterable[AttemptOnDisk], role: str) -> int:
+def _last_step(left: Left, role: str) -> int:
     """Return the last step of a role's rows; -1 for none. Of each journal, one file is read."""
-    steps = [-1]
-    for journal in itertools.chain.from_iterable(attempt.journals for attempt in attempts):
-        last = journal.segments()[-1]
-        values = [
-            last.header.get(outbox.ROLE_STEP),
-            *(row.values.get(f"{role}/step") for row in outbox.rows_of(last, 0)),
-        ]
-        steps += [int(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
-    return max(steps)
+    values = []
+    for last in (journal.segments()[-1] for journal in left.journals):
+        values.append(last.header.get(outbox.ROLE_STEP))
+        values += [row.values.get(f"{role}/step") for row in outbox.rows_of(last, 0)]
+    steps = [int(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+    return max(steps, default=-1)
 
 
 def numbers_at(place: Place, column: str, since: int) -> Iterator[list[int]]:
@@ -431,7 +422,7 @@ class LeftRows:
         if not left.attempts:
             self._done.set()
             return -1
-        last_step = _last_step(left.attempts, role_of(self._column))
+        last_step = _last_step(left, role_of(self._column))
         threading.Thread(target=self._run, name="flyteplugins_tracking.left", daemon=True).start()
         self._done.wait(timeout_s)
         return last_step
