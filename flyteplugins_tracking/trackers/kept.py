@@ -20,18 +20,8 @@ from typing import Any
 from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import (
-    LOCAL_FILES,
-    LOST_WITH_POD,
-    ClientHandle,
-    Run,
-    degrades,
-    dies_with_pod,
-    ended_if_interrupted,
-    restart_count_of,
-    status_of,
-)
 from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.journal import LATEST_S, Journal, Line, StoredJournal, encode, stored
 from flyteplugins_tracking.trackers.outbox import AwayError, Outbox, RejectedError, Sink, how_to_send
@@ -54,7 +44,7 @@ REPEATED = frozenset(
 _STATUS_S, _STATUS_SHARE = 3.0, 0.25
 
 
-class OutboxHandle(ClientHandle):
+class OutboxHandle(client.ClientHandle):
     """An open run whose lines go through an outbox.
 
     A tracker implements `end_run`, and gives a sink.
@@ -175,7 +165,7 @@ class OutboxHandle(ClientHandle):
     def close_outbox(self, exit_code: int, limit: EndLimit) -> None:
         """Send all lines, and then the status, as long as `limit` lasts. What is left stays in files."""
         reserve_s = min(_STATUS_S, limit.left_s * _STATUS_SHARE)
-        self.role_state(status_of(exit_code), exit_code=exit_code)
+        self.role_state(client.status_of(exit_code), exit_code=exit_code)
         self._outbox.put({"exit_code": exit_code})
         is_sent = self._outbox.close(limit, reserve_s)
         is_complete = self._sink is not None and self._send_end(exit_code, limit.left_s) and is_sent
@@ -272,7 +262,7 @@ class OutboxHandle(ClientHandle):
         logger.warning(self.left_text, values)
 
 
-class KeptRun(Run):
+class KeptRun(client.Run):
     """The object that `get_run` returns for a run that is only kept. Calls on it are made when the run is sent."""
 
     def __init__(self, handle: KeptHandle) -> None:
@@ -344,7 +334,9 @@ class KeptHandle(OutboxHandle):
             logger.warning(text, self._title, self.id, *counts, self._outbox.directory)
 
 
-def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], ClientHandle]) -> ClientHandle:
+def open_or_keep(
+    request: RunRequest, tracker: Tracker, open_run: Callable[[], client.ClientHandle]
+) -> client.ClientHandle:
     """Open the run by `open_run`. If the service is away, open a local run, unless `if_unavailable` is "raise".
 
     Raises:
@@ -352,7 +344,7 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
     """
     try:
         handle = open_run()
-        with ended_if_interrupted(request, lambda exit_code, _: handle.finish(exit_code)):
+        with client.ended_if_interrupted(request, lambda exit_code, _: handle.finish(exit_code)):
             if isinstance(handle, OutboxHandle):
                 handle.role_state("running")
             return handle
@@ -362,8 +354,8 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
     except (AwayError, RejectedError) as error:
         raise_of_handler(error)
         text, is_outage = f"{tracker.title} cannot be used: {error}. {error.fix}", error.is_outage
-        unavailable = TrackerUnavailableError(text, LOCAL_FILES if is_outage else "", is_outage=is_outage)
-    if not degrades(request, unavailable):
+        unavailable = TrackerUnavailableError(text, client.LOCAL_FILES if is_outage else "", is_outage=is_outage)
+    if not client.degrades(request, unavailable):
         raise unavailable
     kept = KeptHandle(request, tracker)
     if request.plan.primary or (request.node_leader is not None and request.leads_node):
@@ -372,7 +364,7 @@ def open_or_keep(request: RunRequest, tracker: Tracker, open_run: Callable[[], C
             "answers: %s",
             unavailable.reason,
             kept.directory(),
-            LOST_WITH_POD if dies_with_pod(request) else "",
+            client.LOST_WITH_POD if client.dies_with_pod(request) else "",
             tracker.title,
             kept.how_to_send(kept.directory()),
         )
@@ -391,7 +383,7 @@ def _header(request: RunRequest, tracker: Tracker, run_id: str) -> dict[str, Any
         "id": run_id,
         "group": request.plan.group,
         "primary": request.plan.primary,
-        "attempt": restart_count_of(request),
+        "attempt": client.restart_count_of(request),
         "arguments": {**arguments, "run_mode": "auto", "if_unavailable": "raise", "rank_prefix": False},
         "run_metadata": dict(request.run_metadata),
     }

@@ -19,16 +19,8 @@ from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking.errors import TrackerUnavailableError
+from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest
-from flyteplugins_tracking.trackers.client import (
-    check_roles,
-    ended_if_interrupted,
-    missing_key_error,
-    missing_run_error,
-    run_config,
-    status_of,
-    warn_of_changes,
-)
 from flyteplugins_tracking.trackers.config import ROLES, own_values
 from flyteplugins_tracking.trackers.outbox import AwayError, may_pass, until
 from flyteplugins_tracking.trackers.pluto import vendor
@@ -80,9 +72,9 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
         raise
     _warn_about_ignored_name(op, request)
     if request.plan.primary:
-        warn_of_changes("Pluto", request.plan.run_id, queue.found, finite(run_config(request)))
+        client.warn_of_changes("Pluto", request.plan.run_id, queue.found, finite(client.run_config(request)))
     if request.plan.role is not None:
-        queue.post_config(run_config(request))
+        queue.post_config(client.run_config(request))
     if request.plan.ends_run and request.config.notes is not None:  # the client has no call for that
         queue.post("notes/update", {"notes": request.config.notes[:1000]})
     return op, queue
@@ -124,7 +116,7 @@ def _key(settings: Any, request: RunRequest) -> str | None:
     """Return the key: the user's secret, a variable, or the one that `pluto login` has stored."""
     key = request.read_secret() or vendor.key_of(settings) or _stored_key()
     if not key and not request.may_prompt:
-        raise missing_key_error("Pluto", "Run `pluto login`, set PLUTO_API_KEY")
+        raise client.missing_key_error("Pluto", "Run `pluto login`, set PLUTO_API_KEY")
     if not key:
         return None
     key = key.strip()  # the service refuses a trailing line end, and shows the key in the error
@@ -180,12 +172,12 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
         if status < 300:
             found = service.config_of(answer.json()["runId"], request.deadline - time.monotonic())
             if found is not None:
-                check_roles(request, "Pluto", own_values(found).get(ROLES), found)
+                client.check_roles(request, "Pluto", own_values(found).get(ROLES), found)
                 queue.found = found
         return True
 
     if not until(request.deadline, is_there):
-        raise missing_run_error(request, "Pluto", settings.url_api)
+        raise client.missing_run_error(request, "Pluto", settings.url_api)
 
 
 def _check_status(status: int, limit: str) -> None:
@@ -205,7 +197,7 @@ def _init_in_time(request: RunRequest, settings: Any) -> Any:
     """
     opening = _Opening(request, settings)
     opening.start()
-    with ended_if_interrupted(request, opening.end):
+    with client.ended_if_interrupted(request, opening.end):
         wait([opening.outcome], max(0.0, request.deadline - time.monotonic()))
         if opening.outcome.cancel():
             limit = f"init_timeout_s={request.config.init_timeout_s:g}"
@@ -259,7 +251,7 @@ def end_op(op: Any, request: RunRequest, exit_code: int | None) -> None:
         type(op).close(op)
     else:
         # The client's own codes, and not what the handle makes of its methods.
-        type(op).finish(op, signal.SIGTERM if status_of(exit_code) == "killed" else exit_code)
+        type(op).finish(op, signal.SIGTERM if client.status_of(exit_code) == "killed" else exit_code)
 
 
 def _init(request: RunRequest, settings: Any) -> Any:
@@ -292,7 +284,7 @@ def _metadata(request: RunRequest) -> dict[str, Any]:
     config, tags, group = request.config, list(request.config.tags or ()), request.group
     if group and not any(tag.startswith("group:") for tag in tags):  # the service takes one group
         tags.append(f"group:{group}")
-    return {"name": config.name or request.plan.run_id, "config": finite(run_config(request)), "tags": tags}
+    return {"name": config.name or request.plan.run_id, "config": finite(client.run_config(request)), "tags": tags}
 
 
 def _warn_about_ignored_name(op: Any, request: RunRequest) -> None:

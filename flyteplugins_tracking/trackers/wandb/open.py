@@ -21,16 +21,8 @@ from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
+from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
-from flyteplugins_tracking.trackers.client import (
-    LOST_WITH_POD,
-    degrades,
-    dies_with_pod,
-    ended_if_interrupted,
-    missing_key_error,
-    run_config,
-    warn_of_changes,
-)
 from flyteplugins_tracking.trackers.config import OWN
 from flyteplugins_tracking.trackers.node_group import NodePart
 from flyteplugins_tracking.trackers.outbox import how_to_send
@@ -133,7 +125,7 @@ def _warn_of_open_run(request: RunRequest) -> None:
 
 def _ended_if_interrupted(request: RunRequest) -> AbstractContextManager[None]:
     end = functools.partial(vendor.end_interrupted, request.plan.run_id, vendor.open_runs())
-    return ended_if_interrupted(request, end)
+    return client.ended_if_interrupted(request, end)
 
 
 def _open_run(request: RunRequest) -> Handle:
@@ -155,18 +147,18 @@ def open_in_this_process(request: RunRequest) -> Any:
     try:
         run = _init(request)
     except TrackerUnavailableError as unavailable:
-        if not degrades(request, unavailable):
+        if not client.degrades(request, unavailable):
             # wandb-core keeps the run's id, and would refuse it when the user tries again.
             vendor.restart_service()
         run = open_degraded(request, unavailable)
     if isinstance(request.config.config, str) and request.plan.primary:
-        run.config.update(run_config(request), allow_val_change=True)
+        run.config.update(client.run_config(request), allow_val_change=True)
     return run
 
 
 def open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) -> Any:
     """Open the run offline because of this error, or raise it."""
-    if not degrades(request, unavailable):
+    if not client.degrades(request, unavailable):
         raise unavailable
     has_one_writer = request.config.run_mode != "shared" and not NodePart.of(request).has_writers_elsewhere
     is_automatic = has_one_writer or request.config.has_roles
@@ -176,7 +168,7 @@ def open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) -> 
         "%s This run is logged offline, in %s.%s%s To send it when W&B is available, run: %s",
         unavailable.reason,
         directory,
-        LOST_WITH_POD if _dies_with_pod(request) else "",
+        client.LOST_WITH_POD if _dies_with_pod(request) else "",
         " The next attempt that finds it sends it." if is_automatic else "",
         how_to_send(directory),
     )
@@ -252,7 +244,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         outbox.open_outbox(request, run, found=found)
         if known is not None:
             after = {key: run.config.get(key) for key in arguments.get("config") or ()}
-            warn_of_changes("W&B", run.id, known.config, after)
+            client.warn_of_changes("W&B", run.id, known.config, after)
         if has_writers_elsewhere:
             roles.leave_summary_to_roles(request, run)
             roles.send_left(request, run, found)
@@ -438,7 +430,7 @@ def _is_joined(request: RunRequest) -> bool:
 
 def _run_description(request: RunRequest) -> dict[str, Any]:
     config = request.config
-    values = config.config if isinstance(config.config, str) else run_config(request)
+    values = config.config if isinstance(config.config, str) else client.run_config(request)
     if request.plan.role is not None:
         return {"config": values}
     return {"name": config.name, "tags": config.tags, "notes": config.notes, "config": values}
@@ -446,7 +438,7 @@ def _run_description(request: RunRequest) -> dict[str, Any]:
 
 def _mark(request: RunRequest) -> dict[str, Any]:
     """Return what the owner's other ranks pass: the primary may look for the run when one of them has made it."""
-    return {} if request.config.roles is None else {"config": {OWN: run_config(request)[OWN]}}
+    return {} if request.config.roles is None else {"config": {OWN: client.run_config(request)[OWN]}}
 
 
 def _id_arguments(request: RunRequest) -> dict[str, Any]:
@@ -493,7 +485,7 @@ def _interrupt() -> None:
 def _dies_with_pod(request: RunRequest) -> bool:
     """Whether the next attempt cannot see this one's files: in a Flyte pod, unless the user has chosen their place."""
     is_chosen = "WANDB_DIR" in os.environ or request.config.options.get("dir") is not None
-    return dies_with_pod(request) and not is_chosen
+    return client.dies_with_pod(request) and not is_chosen
 
 
 def _given_settings(request: RunRequest) -> Any:
@@ -524,4 +516,4 @@ def _authenticate(settings: Any, effective: Any, request: RunRequest) -> None:
         settings.api_key = key.strip()  # W&B refuses a key with a line end, and prints it in its message
         vendor.keys[without_credentials(host)] = key.strip()
     elif not request.may_prompt and not vendor.has_credentials(host):
-        raise missing_key_error("W&B", "Run `wandb login`, set WANDB_API_KEY", _OFFLINE)
+        raise client.missing_key_error("W&B", "Run `wandb login`, set WANDB_API_KEY", _OFFLINE)
