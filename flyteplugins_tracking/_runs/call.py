@@ -29,6 +29,7 @@ from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.signals import critical_section
+from flyteplugins_tracking._util.text import causes
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest as RunRequest
 from flyteplugins_tracking.trackers.config import TrackingConfig
@@ -400,16 +401,10 @@ class CallEnd:
         self._call.__exit__(kind, error, traceback)
 
 
-def _may_be_of_sigterm(error: BaseException | None) -> bool:
+def _may_be_of_sigterm(error: BaseException) -> bool:
     """Whether an exception, or one that it comes from, says that another process of this one has been terminated."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        # The end of a pipe to a child; and what torch, `concurrent.futures` and `subprocess` say.
-        if isinstance(error, (EOFError, ConnectionError)) or _LOST_CHILD.search(str(error)):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    # The end of a pipe to a child; and what torch, `concurrent.futures` and `subprocess` say.
+    return any(isinstance(one, (EOFError, ConnectionError)) or _LOST_CHILD.search(str(one)) for one in causes(error))
 
 
 # The failures that this process has announced as the end of its rank.

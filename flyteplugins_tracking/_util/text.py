@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 # All but tabs and line ends: a terminal obeys some of them. And what UTF-8 cannot encode, which no service takes.
@@ -68,6 +68,15 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     """Return names as a list in words, and at most so many of them."""
     more = [f"and {len(names) - most} more"] if len(names) > most else []
     return ", ".join([*map(printable, names[:most]), *more])
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error, and those that it comes from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
 
 
 def first_line(error: BaseException | str) -> str:

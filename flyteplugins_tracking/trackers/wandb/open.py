@@ -423,11 +423,6 @@ def _drop_run_description(arguments: dict[str, Any]) -> None:
     vendor.set_required(arguments["settings"], **empty, run_tags=())
 
 
-def _is_joined(request: RunRequest) -> bool:
-    """Whether the run belongs to the task that has called this one."""
-    return request.info is None and not request.plan.primary
-
-
 def _run_description(request: RunRequest) -> dict[str, Any]:
     config = request.config
     values = config.config if isinstance(config.config, str) else client.run_config(request)
@@ -499,8 +494,8 @@ def _given_settings(request: RunRequest) -> Any:
     elif users is not None:
         settings.update_from_settings(users)
     host = request.config.options.get(HOST)
-    if _is_joined(request) and host:
-        settings.base_url = host  # the server that has the caller's run
+    if host and request.info is None and not request.plan.primary:
+        settings.base_url = host  # the server that has the run: it belongs to the task that has called this one
     elif host and "base_url" not in settings.model_fields_set and not os.environ.get("WANDB_BASE_URL"):
         server = api_of(host)
         if server is not None:

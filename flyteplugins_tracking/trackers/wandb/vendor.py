@@ -29,7 +29,7 @@ from flyteplugins_tracking._util.files import is_own_file
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.signals import raise_of_handler
-from flyteplugins_tracking._util.text import first_line, without_credentials
+from flyteplugins_tracking._util.text import causes, first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.outbox import may_pass
 from flyteplugins_tracking.trackers.vendor_parts import CHANGED, VendorParts
@@ -173,17 +173,12 @@ def restart_service(limit_s: float = _LAST_RECORDS_S, exit_code: int = 1) -> boo
             process = _process_of(connection)
             if process.poll() is None and open_runs():
                 return False
-            threads.run_with_timeout(limit_s, _tear_down, connection, exit_code)
+            _end_within(limit_s, lambda: connection.teardown(exit_code))
             process.kill()
         os.environ.pop("WANDB_SERVICE", None)
         current._connection = None
         return True
     return False
-
-
-def _tear_down(connection: Any, exit_code: int) -> None:
-    with contextlib.suppress(Exception):  # wandb-core was killed
-        connection.teardown(exit_code)
 
 
 def end_interrupted(run_id: str | None, before: list[Any], exit_code: int, limit_s: float) -> None:
@@ -211,7 +206,7 @@ def end_interrupted(run_id: str | None, before: list[Any], exit_code: int, limit
 
 
 def _end_within(limit_s: float, end: Callable[[], object]) -> None:
-    with contextlib.suppress(Exception):  # W&B does not answer
+    with contextlib.suppress(Exception):  # W&B does not answer, or wandb-core was killed
         threads.call_within(limit_s, end)
 
 
@@ -234,9 +229,7 @@ def ask_again_at_exit() -> None:
 
 
 def _tear_down_surely(connection: Any, tear_down: Callable[[int], int | None], exit_code: int) -> int | None:
-    exit_code = (
-        int(exit_code) & 0xFF
-    )  # that of `sys.exit(True)`, or of a number which no process ends with, would raise
+    exit_code = int(exit_code) & 0xFF  # that of `sys.exit(True)`, or of a larger number, would raise
     process = _process_of(connection)
     wait: Callable[..., int] = process.wait
 
@@ -399,12 +392,7 @@ def is_outage(error: BaseException) -> bool:
     text, wandb = str(error), importlib.import_module("wandb")
     if status := _STATUS.search(text):
         return may_pass(int(status[1]))
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, (TimeoutError, ConnectionError)):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    if _TRIED_AGAIN.search(text):
+    if _TRIED_AGAIN.search(text) or any(isinstance(one, (TimeoutError, ConnectionError)) for one in causes(error)):
         return True
     return not isinstance(error, wandb.errors.AuthenticationError) and not _REFUSED.search(text)
 
@@ -824,14 +812,11 @@ class Reader:
             ask_again_at_exit()
 
 
-def _is_refusal(error: BaseException | None) -> bool:
+def _is_refusal(error: BaseException) -> bool:
     """Whether the service has refused the key. Without it, it is asked again."""
-    while error is not None:
-        answer = getattr(error, "response", None)  # of `requests` before 0.28
-        if {getattr(answer, "http_status", None), getattr(answer, "status_code", None)} & {401, 403}:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    answers = [getattr(one, "response", None) for one in causes(error)]
+    # The second is of `requests`, before 0.28.
+    return any(getattr(answer, name, 0) in (401, 403) for answer in answers for name in ("http_status", "status_code"))
 
 
 def stored_run(place: Any, timeout_s: float = 10.0) -> Stored | None:
