@@ -29,7 +29,6 @@ _MOST_NODES, _WORST = 8, 3
 _MOST_GPUS = 16
 # How long a look at the GPUs is waited for, in seconds, and after how long it counts as one that hangs.
 _LOOK_S, _HANGS_S = 0.5, 5.0
-_THREAD = "flyteplugins_tracking.nvml"
 # The keys of a load.
 _KEY = re.compile(
     r"cpu|memory|net/(?:sent|recv)_mb_s|disk/(?:read|write)_mb_s|gpu/(?:\d|1[0-5])/(?:util|memory|power_w|temp_c)"
@@ -77,12 +76,9 @@ class LoadMeter:
     def close(self) -> None:
         """Let NVML go, unless a call of it is still to return."""
         if self._nvml is not None and self._look is None:
-            threads.run_with_timeout(_LOOK_S, self._shut_down, name=_THREAD)
+            with suppress(Exception):
+                threads.call_within(_LOOK_S, self._nvml.nvmlShutdown)
         self._nvml, self._devices = None, []
-
-    def _shut_down(self) -> None:
-        with suppress(Exception):
-            self._nvml.nvmlShutdown()
 
     def _looked_gpus(self, _: float) -> dict[str, float]:
         """Return the load of the GPUs, of this call or the one before.
@@ -94,7 +90,7 @@ class LoadMeter:
             if self._devices == []:
                 return {}
             self._look = Future[dict[str, float]](), time.monotonic()
-            threads.run_with_timeout(_LOOK_S, self._look_at_gpus, self._look[0], name=_THREAD)
+            threads.run_with_timeout(_LOOK_S, self._look_at_gpus, self._look[0], name="flyteplugins_tracking.nvml")
         found, began_at = self._look
         if found.done():
             self._look = None

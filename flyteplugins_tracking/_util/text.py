@@ -65,7 +65,7 @@ def in_words(kind: str, numbers: Sequence[int]) -> str:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """Return names as a list in words, and at most so many of them."""
+    """Return names as a list in words: the first `most` of them, and how many more there are."""
     more = [f"and {len(names) - most} more"] if len(names) > most else []
     return ", ".join([*map(printable, names[:most]), *more])
 

@@ -99,7 +99,8 @@ class Database(Store):
             connection.execute(
                 "INSERT INTO configs (run_id, run_name, config, created_at) VALUES (?, ?, ?, ?) "
                 "ON CONFLICT (run_id) DO UPDATE SET config = excluded.config",
-                (run_id, name, json.dumps(finite(values)), text_of(time.time())),  # as Trackio has NaN,
+                # Trackio itself keeps NaN and infinities as text.
+                (run_id, name, json.dumps(finite(values)), text_of(time.time())),
             )
 
 

@@ -215,7 +215,8 @@ def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
     row: Row | None = None
     for entry in chain.from_iterable(segment.entries() for segment in segments):
         head, _, data = entry.data.partition(b"\n")
-        if not data or head == _ARTIFACT:  # the first: the run's end
+        is_end = not data
+        if is_end or head == _ARTIFACT:
             continue
         step, is_placed = map(int, head.split())
         values = json.loads(data) if data.startswith(b"{") else vendor.parse_row(data)
@@ -300,7 +301,7 @@ class Left:
 
     def artifacts(self) -> list[vendor.KeptArtifact]:
         """Return the artifacts that attempts online have logged, each once."""
-        found = {(one.name, one.record.client_id): one for attempt in self.online for one in attempt.artifacts()}
+        found = {(one.record.name, one.record.client_id): one for attempt in self.online for one in attempt.artifacts()}
         return list(found.values())
 
     def saved_files(self) -> dict[str, Path]:
@@ -438,6 +439,7 @@ class WandbOutbox:
         next_step: The step of the next row; None if other processes log into the run too.
         column: The column with the numbers of rows; None if they have none. See `roles`.
         numbers: The numbers for rows.
+        kept_artifacts: The names of artifacts that `send` can send: this disk has copies of their files.
     """
 
     first_step: int | None = None
@@ -462,7 +464,7 @@ class WandbOutbox:
         header = {"place": self.place, "step": self.next_step, "first_step": step, **more}
         self.numbers = row_numbers(header)
         self._journal = Journal(directory, f"owner-{secrets.token_hex(3)}", header)
-        self._kept_artifacts: set[str] = set()  # the names of those whose files are on this disk
+        self.kept_artifacts: set[str] = set()
         keep_rows(run, self.put)
         vendor.on_artifacts(run, self._put_artifact)
 
@@ -488,7 +490,7 @@ class WandbOutbox:
     def replace(self, left: Left) -> None:
         """Remove what earlier attempts have left: W&B has it, or this journal."""
         if artifacts := [one for one in left.artifacts() if one.is_whole]:
-            names = ", ".join(one.name for one in artifacts)
+            names = ", ".join(one.record.name for one in artifacts)
             logger.warning("W&B: run %s: sends artifacts again that W&B may lack: %s", self.place.run_id, names)
             for one in artifacts:  # this run's journal has them then
                 one.send(self._run)
@@ -506,7 +508,7 @@ class WandbOutbox:
         self._journal.header["since"] = min(since, int(self._journal.header["since"]))
 
     def keep_role_step(self, step: Any) -> None:
-        """Keep the step of a role's last row, also if its rows are mixed with those of earlier attempts."""
+        """Keep the step of a role's last row, even if its rows are mixed with those of earlier attempts."""
         self._journal.header[ROLE_STEP] = step
 
     def add_writer(self) -> None:
@@ -539,15 +541,11 @@ class WandbOutbox:
         """Keep the status with which the run is ended now: it may not be sent in time."""
         self._journal.add(encode({"exit_code": exit_code}), is_last=True)
 
-    def unkept_artifacts(self, uploading: Iterable[str]) -> list[str]:
-        """Return which artifacts of these names `send` could not send: this disk has no copies of their files."""
-        return [name for name in uploading if name not in self._kept_artifacts]
-
     def _put_artifact(self, data: bytes) -> None:
         self._journal.add(record_of_artifact(data))
         one = vendor.KeptArtifact.of(data)
         if one.is_whole and not self._journal.is_closed:
-            self._kept_artifacts.add(one.name)
+            self.kept_artifacts.add(one.record.name)
 
     @property
     def unkept_rows(self) -> int:
@@ -635,7 +633,7 @@ class NoOutbox(WandbOutbox):
     """The outbox of a run of which no attempt can send again what another one has logged. It keeps nothing."""
 
     def __init__(self) -> None:
-        self._journal, self._kept_artifacts = Journal.closed(), set()
+        self._journal, self.kept_artifacts = Journal.closed(), set()
 
     def for_guests(self) -> dict[str, Any]:
         """Have them keep nothing either."""

@@ -343,7 +343,8 @@ class WandbHandle(Handle):
     def _warn_of_rest(self, upload: Upload, why: str) -> None:
         """Say why something was not sent, and whether it is on this disk, and `send` can send it."""
         self._timed_out = True
-        unkept, artifacts = self._outbox.unkept_rows, self._outbox.unkept_artifacts(upload.artifacts)
+        unkept, kept = self._outbox.unkept_rows, self._outbox.kept_artifacts
+        artifacts = [name for name in upload.artifacts if name not in kept]
         lost = [f"{unkept} rows could not be kept: those that W&B has not got are lost"] if unkept else []
         if artifacts:
             lost.append(f"Artifacts that are not kept, and have to be logged again: {listed(artifacts)}")

@@ -250,7 +250,7 @@ class _Files:
         Raises:
             TrackerUnavailableError: W&B does not have everything.
         """
-        names = [*self._lacking, *(f"artifact {one.name}" for one in self._unsent)]
+        names = [*self._lacking, *(f"artifact {one.record.name}" for one in self._unsent)]
         if names:
             outbox.keep_artifacts(directory, self._place, self._unsent)
             raise TrackerUnavailableError(

@@ -51,7 +51,7 @@ _MAY_BE_CUT = "an upload that takes longer than kill_after_s less 5 s is cut at 
 _ANSWER_S, _CUT_S = 1.0, 0.5
 _optional, _required = PARTS.optional, PARTS.required
 KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
-# How many rows are asked for where the last one is wanted; and where all are: first, and at most at once.
+# How many rows are asked for where the last one is wanted; and where all are, with the first question and at most.
 _SAMPLES, _PAGE, _LONGEST_PAGE = 500, 1_000, 10_000
 # The methods that end the run. Version 0.19 has `join`.
 ENDINGS = ("finish", "join", "__exit__")
@@ -645,7 +645,10 @@ def on_rows(run: Any, keep: KeepRow, is_only: bool = False) -> bool:
 
 
 def on_artifacts(run: Any, keep: Callable[[bytes], object]) -> None:
-    """Call `keep` with each artifact, serialized, before wandb-core gets it. Without it, such are not sent again."""
+    """Call `keep` with each artifact, serialized, before wandb-core gets it.
+
+    Without it, an artifact is not sent again.
+    """
     with _optional("artifacts that are not sent at a kill are lost"):
         interface = interface_of(run)
         deliver = type(interface)._deliver_artifact
@@ -662,12 +665,10 @@ class KeptArtifact(NamedTuple):
     """An artifact that was logged.
 
     Attributes:
-        name: Its name.
-        record: What wandb-core gets.
+        record: What wandb-core gets, with its name.
         is_whole: Whether this disk has all its files. The client makes copies, which it removes when W&B has them.
     """
 
-    name: str
     record: Any
     is_whole: bool
 
@@ -686,7 +687,7 @@ class KeptArtifact(NamedTuple):
             if entry.local_path and not is_own_file(copies / Path(entry.local_path).name):
                 is_whole = False
             entry.local_path = entry.local_path and str(copies / Path(entry.local_path).name)
-        return cls(record.name, record, is_whole)
+        return cls(record, is_whole)
 
     def send(self, run: Any) -> Any:
         """Give it to the wandb-core of an open run. Returns what `was_sent` takes."""
