@@ -9,7 +9,7 @@ import logging
 import secrets
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
@@ -349,16 +349,6 @@ def _differ(old: Any, new: Any) -> bool:
 def _is_own(key: str) -> bool:
     """Whether a value is a service's or this library's, which tells the attempts apart."""
     return key.startswith("_") or OWN in key.split(".")
-
-
-def warn_of_ignored(warn_once: WarnOnce, title: str, call: str, run_id: str, ignored: Sequence[str]) -> None:
-    """Tell once what a vendor's call in a decorated function, which returns the function's run, does not change."""
-    if ignored:
-        text = (
-            "%s: %s() in a decorated function returns the function's run %s, and adds what tracking_init does not set. "
-            "Without effect: %s. Pass these to tracking_init"
-        )
-        warn_once(call, text, title, call, run_id, ", ".join(ignored))
 
 
 def dies_with_pod(request: RunRequest) -> bool:
