@@ -40,7 +40,7 @@ from flyteplugins_tracking._util.files import read_own
 from flyteplugins_tracking._util.modules import is_own
 from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import parse_json
-from flyteplugins_tracking._util.threads import run_with_timeout
+from flyteplugins_tracking._util.threads import call_within, run_with_timeout
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._job.siblings import Siblings
@@ -320,14 +320,11 @@ class _Notices(Duty):
     def are_there(self) -> bool:
         """Whether there are some, as far as that takes no connection to a store: the watch may have one."""
         if self.board is not Duty.board:
-            run_with_timeout(_GRACE_S, self._read_connected)
+            with suppress(RuntimeError, OSError):  # the last: a timeout too
+                call_within(_GRACE_S, self.look)
         elif self._info.launcher != "torchelastic" and self._directory.exists():
             return Board(DirectoryStore(self._directory), _topic(False)).count("texts") > 0
         return any(self._found.values())
-
-    def _read_connected(self) -> None:
-        with suppress(RuntimeError, OSError):
-            self.look()
 
     def next_wait_s(self) -> float:
         return _POLL_S
@@ -424,7 +421,9 @@ class FailureReader:
         """Stop watching."""
         WATCH.remove(*filter(None, (self._siblings, self._notices)))
 
-    def verdict(self, own: Failure | None, terminated_at: float | None) -> tuple[Verdict | None, bool]:
+    def verdict(
+        self, own: Failure | None, terminated_at: float | None, *, has_succeeded: bool = False
+    ) -> tuple[Verdict | None, bool]:
         """Return why the job ends, and whether this is the first time that it is known.
 
         It is None if no rank has failed, as far as this one can read.
@@ -432,33 +431,31 @@ class FailureReader:
         Args:
             own: The failure of this rank.
             terminated_at: When SIGTERM came to this process, in seconds of `time.monotonic`; None if it has not.
+            has_succeeded: Whether this rank has. The job has failed all the same if another rank has before.
         """
+        if has_succeeded and not self._has_another_failed():
+            return None, False
         with self._lock:
             if self._verdict is not None:
                 return self._verdict, False
-            self._verdict = self._judge(own, terminated_at)
+            self._verdict = self._judge(own, terminated_at, has_succeeded)
             return self._verdict, self._verdict is not None
 
-    def verdict_in_spite_of_success(self) -> tuple[Verdict | None, bool]:
-        """As `verdict`, for a rank that has succeeded: the job has failed all the same if another rank has before.
+    def _has_another_failed(self) -> bool:
+        """Whether another rank may have failed. A job without such a rank does not wait.
 
-        A job without such a rank does not wait. A rank whose caller handles its exception ends without an error, which
-        is waited for a moment.
+        A rank whose caller handles its exception ends without an error, which is waited for a moment.
         """
         info = self._info
         if info is None or self._is_own_run or not self._is_another_failing(info):
-            return None, False
+            return False
         deadline = time.monotonic() + _GRACE_S
         while self._siblings is not None and time.monotonic() < deadline:
             running = self._siblings.running()
             if all(failure.rank not in running for failure in self._announced(info)):  # this rank is not among them
                 break
             time.sleep(_GRACE_POLL_S)
-        with self._lock:
-            if self._verdict is not None:
-                return self._verdict, False
-            self._verdict = self._judge(None, None, has_succeeded=True)
-            return self._verdict, self._verdict is not None
+        return True
 
     def _is_another_failing(self, info: DistributedInfo) -> bool:
         return bool(
@@ -467,9 +464,7 @@ class FailureReader:
             or (self._notices is not None and self._notices.are_there())
         )
 
-    def _judge(
-        self, own: Failure | None, terminated_at: float | None, *, has_succeeded: bool = False
-    ) -> Verdict | None:
+    def _judge(self, own: Failure | None, terminated_at: float | None, has_succeeded: bool) -> Verdict | None:
         if self._info is None or (self._is_own_run and own is not None and not own.is_secondary):
             return None if own is None else Verdict(own, 0)
         deadline = time.monotonic() + _GRACE_S

@@ -352,12 +352,11 @@ class Run:
         """Keep with the run why its job has failed, and return the status of the rank that was first."""
         if exit_code == INTERRUPTED or (exit_code == 0 and not self.plan.primary):
             return exit_code
-        if exit_code == 0:
-            verdict, is_new = self.failures.verdict_in_spite_of_success()
-        else:
-            verdict, is_new = self.failures.verdict(failure, terminated_at())
+        has_succeeded = exit_code == 0
+        terminated = None if has_succeeded else terminated_at()
+        verdict, is_new = self.failures.verdict(failure, terminated, has_succeeded=has_succeeded)
         if verdict is None:
-            if exit_code == 0:  # what the run's summary has is of an earlier attempt, which did not succeed
+            if has_succeeded:  # what the run's summary has is of an earlier attempt, which did not succeed
                 with self.warned("the run may show the failure of an earlier attempt"):
                     self.handle.forget_event(self._prefix + "failure", [self._prefix + key for key in FAILURE_KEYS])
             return exit_code
