@@ -38,6 +38,13 @@ class UnavailableError(AwayError):
     fix = "Check PLUTO_API_KEY, the PLUTO_URL_* variables and the network."
 
 
+class RefusedError(UnavailableError):
+    """The service refuses the key, or the request."""
+
+    patience = 0.0
+    is_outage = False
+
+
 def open_op(request: RunRequest) -> tuple[Any, Queue]:
     """Create the run, or attach to it.
 
@@ -183,10 +190,10 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
 def _check_status(status: int, limit: str) -> None:
     """Raise an HTTP status that is neither a success nor that of a run which is not there."""
     if status in (401, 403):
-        raise UnavailableError(f"the service refuses the API key, {limit}", is_outage=False)
+        raise RefusedError(f"the service refuses the API key, {limit}")
     if status >= 300 and status != 404:
         in_trouble = may_pass(status) or status == vendor.UNPROCESSABLE
-        raise UnavailableError(f"HTTP {status}, {limit}", is_outage=in_trouble)
+        raise (UnavailableError if in_trouble else RefusedError)(f"HTTP {status}, {limit}")
 
 
 def _init_in_time(request: RunRequest, settings: Any) -> Any:
@@ -205,7 +212,8 @@ def _init_in_time(request: RunRequest, settings: Any) -> Any:
         error = opening.outcome.exception()
         if isinstance(error, (RuntimeError, ConnectionError)):  # the client has RuntimeErrors for the service's answers
             status = vendor.status_of_error(error)
-            raise UnavailableError(first_line(error), is_outage=status is None or may_pass(status)) from error
+            is_away = status is None or may_pass(status)
+            raise (UnavailableError if is_away else RefusedError)(first_line(error)) from error
         return opening.outcome.result()
 
 

@@ -301,13 +301,18 @@ class Left:
 
     def artifacts(self) -> list[vendor.KeptArtifact]:
         """Return the artifacts that attempts online have logged, each once."""
-        found = {(one.record.name, one.record.client_id): one for attempt in self.online for one in attempt.artifacts()}
+        found = {(one.name, one.record.client_id): one for attempt in self.online for one in attempt.artifacts()}
         return list(found.values())
 
     def saved_files(self) -> dict[str, Path]:
-        """Return the folders of files that attempts online have saved, by the files' names: the latest of each name."""
+        """Return the files that attempts online have saved, by their names: the latest of each name."""
         folders = [attempt.directory for attempt in self.online if attempt.journals]
-        return {name: folder / "files" for folder in folders for name in datastore.saved_files(folder)}
+        return {name: folder / "files" / name for folder in folders for name in datastore.saved_files(folder)}
+
+    @property
+    def directories(self) -> list[Path]:
+        """Where it is."""
+        return [attempt.directory for attempt in (*self.online, *self.offline)]
 
     def clear(self) -> None:
         """Remove it: the service has everything, or another journal."""
@@ -490,7 +495,7 @@ class WandbOutbox:
     def replace(self, left: Left) -> None:
         """Remove what earlier attempts have left: W&B has it, or this journal."""
         if artifacts := [one for one in left.artifacts() if one.is_whole]:
-            names = ", ".join(one.record.name for one in artifacts)
+            names = ", ".join(one.name for one in artifacts)
             logger.warning("W&B: run %s: sends artifacts again that W&B may lack: %s", self.place.run_id, names)
             for one in artifacts:  # this run's journal has them then
                 one.send(self._run)
@@ -545,7 +550,7 @@ class WandbOutbox:
         self._journal.add(record_of_artifact(data))
         one = vendor.KeptArtifact.of(data)
         if one.is_whole and not self._journal.is_closed:
-            self.kept_artifacts.add(one.record.name)
+            self.kept_artifacts.add(one.name)
 
     @property
     def unkept_rows(self) -> int:

@@ -197,8 +197,8 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any) -> str
     """Open the run, log what W&B lacks of it, and end it. If that is killed, its rows are in a directory beside."""
     if left.is_open:
         raise TrackerUnavailableError(f"a process is writing to run {place.run_id}: wait for its end")
-    found, exit_code = vendor.stored_run(place), left.exit_code
-    files = _Files(left, found)
+    found, exit_code, files = vendor.stored_run(place), left.exit_code, _Files(left)
+    files.ask(found)
     # A run that nobody has ended may be continued by a job elsewhere.
     is_ended = found is not None and (found.state != "running" or exit_code is None)
     text = f"W&B has all of {directory}: run {place.run_id}"
@@ -223,26 +223,28 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any) -> str
 class _Files:
     """The files and artifacts of attempts that were online, and did not send everything."""
 
-    def __init__(self, left: Left, found: vendor.Stored | None) -> None:
-        """`found` is what W&B has of the run: its files are left out."""
+    def __init__(self, left: Left) -> None:
         self._place, self._artifacts, self._saved = left.place, left.artifacts(), left.saved_files()
-        self._names = list(self._saved) if found is None else found.lacks(list(self._saved))
-        self._lacking: list[str] = []
-        self._unsent: list[vendor.KeptArtifact] = []
+        self._lacking: list[vendor.KeptArtifact | str] = []
 
     def __bool__(self) -> bool:
-        return bool(self._artifacts or self._names)
+        return bool(self._artifacts or self._saved)
+
+    def ask(self, found: vendor.Stored | None) -> None:
+        """Leave out the files that W&B has."""
+        names = list(self._saved) if found is None else found.lacks(list(self._saved))
+        self._saved = {name: self._saved[name] for name in names}
 
     def send(self, run: Any) -> None:
         """Send them with an open run."""
-        for name in self._names:
-            folder = self._saved[name]
-            if own_file_in(folder, name) is None:
+        for name, path in self._saved.items():
+            files = path.parents[len(Path(name).parts) - 1]
+            if own_file_in(files, name) is None:
                 self._lacking.append(name)
             else:
-                run.save(glob.escape(str(folder / name)), base_path=str(folder), policy="now")
+                run.save(glob.escape(str(path)), base_path=str(files), policy="now")
         # One after the other, as they were logged: the last one of a name is the latest.
-        self._unsent = [one for one in self._artifacts if not vendor.was_sent(one.send(run))]
+        self._lacking += [one for one in self._artifacts if not vendor.was_sent(one.send(run))]
 
     def require_sent(self, directory: Path) -> None:
         """Keep the artifacts that could not be sent, so that it is said again.
@@ -250,13 +252,14 @@ class _Files:
         Raises:
             TrackerUnavailableError: W&B does not have everything.
         """
-        names = [*self._lacking, *(f"artifact {one.record.name}" for one in self._unsent)]
-        if names:
-            outbox.keep_artifacts(directory, self._place, self._unsent)
-            raise TrackerUnavailableError(
-                f"{directory} was sent, but for files and artifacts that W&B lacks and that are not on this disk: "
-                f"{listed(names)}. Log them again, or remove the directory to give them up"
-            )
+        if not self._lacking:
+            return
+        outbox.keep_artifacts(directory, self._place, [one for one in self._lacking if not isinstance(one, str)])
+        names = [one if isinstance(one, str) else f"artifact {one.name}" for one in self._lacking]
+        raise TrackerUnavailableError(
+            f"{directory} was sent, but for files and artifacts that W&B lacks and that are not on this disk: "
+            f"{listed(names)}. Log them again, or remove the directory to give them up"
+        )
 
 
 def _send_numbered(place: Place, directory: Path, column: str, described: Any) -> str:
@@ -267,7 +270,8 @@ def _send_numbered(place: Place, directory: Path, column: str, described: Any) -
     """
     role, found, joins = roles.role_of(column), vendor.stored_run(place), _joins(directory)
     left = Left(place, directory.parent, lambda other: other.directory == directory)
-    rows, files = roles.NumberedRows(left, column), _Files(left, found)
+    rows, files = roles.NumberedRows(left, column), _Files(left)
+    files.ask(found)
     if found is None and joins:
         part, other = f"role {role!r}", "job with roles=[...]"
         if role == OWNER:

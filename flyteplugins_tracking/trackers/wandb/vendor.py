@@ -665,10 +665,12 @@ class KeptArtifact(NamedTuple):
     """An artifact that was logged.
 
     Attributes:
-        record: What wandb-core gets, with its name.
+        name: Its name.
+        record: What wandb-core gets.
         is_whole: Whether this disk has all its files. The client makes copies, which it removes when W&B has them.
     """
 
+    name: str
     record: Any
     is_whole: bool
 
@@ -687,7 +689,7 @@ class KeptArtifact(NamedTuple):
             if entry.local_path and not is_own_file(copies / Path(entry.local_path).name):
                 is_whole = False
             entry.local_path = entry.local_path and str(copies / Path(entry.local_path).name)
-        return cls(record, is_whole)
+        return cls(record.name, record, is_whole)
 
     def send(self, run: Any) -> Any:
         """Give it to the wandb-core of an open run. Returns what `was_sent` takes."""
