@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -60,16 +60,21 @@ def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decor
     return flyte1.adapt_function(tracked, decorator)
 
 
-def loaded_sdks() -> Iterator[Any]:
-    """Yield the module `flyte2` or `flyte1` of each SDK that the user's code has loaded."""
+def loaded_sdks() -> Sequence[Any]:
+    """Return the module `flyte2` or `flyte1` of each SDK that the user's code has loaded.
+
+    No generator: Python ignores what a handler of the program's raises while one is closed.
+    """
+    sdks: list[Any] = []
     if "flyte" in sys.modules:
         from flyteplugins_tracking._flyte import flyte2
 
-        yield flyte2
+        sdks.append(flyte2)
     if "flytekit" in sys.modules:
         from flyteplugins_tracking._flyte import flyte1
 
-        yield flyte1
+        sdks.append(flyte1)
+    return sdks
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -92,9 +97,11 @@ def current_context() -> ExecutionContext:
     Raises:
         ConfigError: The propagated arguments are malformed.
     """
-    contexts = (sdk.current_context() for sdk in loaded_sdks())
-    context: ExecutionContext | None = next(filter(None, contexts), None)
-    return context or ProcessContext(propagated=propagation.read(propagation.CONFIG, None))
+    for sdk in loaded_sdks():
+        context: ExecutionContext | None = sdk.current_context()
+        if context is not None:
+            return context
+    return ProcessContext(propagated=propagation.read(propagation.CONFIG, None))
 
 
 def propagated(key: str) -> dict[str, Any]:
