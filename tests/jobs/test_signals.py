@@ -158,12 +158,16 @@ def test_a_log_that_was_fetched_before_the_signal_works_after_it(tmp_path, log):
 def test_a_run_whose_wandb_core_was_terminated_first_is_sent_and_ended_by_a_new_one(
     tmp_path, signals_rank, exit_code, state
 ):
-    """As by DeepSpeed's launcher, when a peer fails."""
+    """As by DeepSpeed's launcher, when a peer fails. What the function has said just before is not sent by then."""
     with WandbServer() as server:
         done = trained(tmp_path, "core_first", "200", signals_rank, env=server.environment)
         (run,) = server.runs
         assert (done.returncode, run.exit_codes, run.state) == (exit_code, [exit_code], state), done.output
-        assert [row["x"] for row in run.rows] == list(range(200))
+        assert [row.get("x") for row in run.rows] == [*range(200), None]
+        assert {key: run.config.get(key) for key in ("a", "nested", "c")} == {"a": 1, "nested": {"b": 2}, "c": 3}
+        assert {key: run.summary[key] for key in ("best", "x", "late")} == {"best": 3.5, "x": -1, "late": 2}
+        assert (run.name, run.notes, run.tags) == ("named", "noted", ["tagged"])
+        assert "checkpoint.txt" in run.files
         assert str(tmp_path / "wandb") in done.output  # in the warning
 
 

@@ -66,8 +66,17 @@ def core_first(rows: str, signals_rank: str) -> None:
     def train() -> None:
         import wandb
 
+        run = get_run()
         for x in range(int(rows)):
-            get_run().log({"x": x})
+            run.log({"x": x})
+        run.config.update({"a": 1, "nested": {"b": 2}})
+        run.config["c"] = 3
+        run.summary["best"] = 3.5
+        run.summary.update({"x": -1, "late": 1})
+        run.log({"late": 2})
+        run.name, run.notes, run.tags = "named", "noted", ("tagged",)
+        Path("checkpoint.txt").write_text("x")
+        run.save("checkpoint.txt")
         core = wandb.sdk.wandb_setup.singleton().ensure_service()._proc._process
         core.terminate()
         core.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import inspect
 import json
 import logging
@@ -41,8 +42,11 @@ _CHANGES = {
         *("update", "get", "keys"),
     ),
 }
-# Those of the config that raise if a value is changed.
-_REFUSING = ("__setitem__", "__setattr__", "update")
+# Those that set values; of the config, they raise if a value is changed.
+_SETTING = ("__setitem__", "__setattr__", "update")
+_NOT_SET = object()
+# How long W&B may take to say which files it has when the run is opened again, in seconds.
+_ASK_S = 2.0
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
 HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
 # The key of `save_state` in the summary, before the role's name: W&B's pages do not show keys that begin with "_".
@@ -102,6 +106,8 @@ class WandbHandle(Handle):
         self._abandoned: list[str] = []  # the directories of wandb-cores that have died
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
         self._drawn: dict[str, Callable[[], Any]] = {}  # as these are, by their keys
+        # And what the function has said about the run: a wandb-core that dies may not have sent it.
+        self._said: dict[str, dict[str, Any]] = {"config": {}, "summary": {}, "run": {}, "files": {}}
         self._next_row = NextRow()
         self._state_key = _STATE if request.plan.role is None else f"{_STATE}-{request.plan.role}"
         # The keys of the config that this attempt has not set yet, and an earlier one has.
@@ -217,6 +223,8 @@ class WandbHandle(Handle):
         self._request.watch.before_row()
         self._request.steps.row_logged(data, step)
         if isinstance(data, dict):  # a copy: the row may be held, and the function may use its dictionary again
+            for key in self._said["summary"].keys() & data.keys():
+                del self._said["summary"][key]  # the row's value comes later
             data = {**self._next_row.take(), **data} if self._next_row.waiting else dict(data)
 
         def row() -> None:
@@ -233,22 +241,31 @@ class WandbHandle(Handle):
         if method.__name__ == "define_metric":
             self._definitions.append(lambda: method(self.run, *args, **kwargs))
             self._keep_step_column(*args, **kwargs)
-        return self._gate.call(lambda: method(self.run, *args, **kwargs))
+        result = self._gate.call(lambda: method(self.run, *args, **kwargs))
+        if method.__name__ == "save" and isinstance(result, list):
+            self._said["files"].update({os.path.relpath(path, self.run.dir): path for path in result})
+        return result
 
     def change(self, accessor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Use a property or callback that can change the run. If the run was ended early, open it again first."""
         if os.getpid() != self._pid:
             return accessor(self.run, *args, **kwargs)
+        if accessor.__name__ in _CHANGING and args:
+            self._said["run"][accessor.__name__] = args[0]
         return self._gate.call(lambda: accessor(self.run, *args, **kwargs), while_ending=True)
 
     def change_config(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the config that changes it."""
 
         def change(run: Any, *given: Any, **named: Any) -> Any:
-            if self._of_earlier and method.__name__ in _REFUSING and named.get("allow_val_change") is not False:
+            if self._of_earlier and method.__name__ in _SETTING and named.get("allow_val_change") is not False:
                 self._change_of_earlier(run, vendor.config_changes(method.__name__, *given, **named))
             # Of the run's present config: a run that is opened again has another one.
-            return method(run.config, *given, **named)
+            before = dict(run.config)
+            result = method(run.config, *given, **named)
+            now = dict(run.config)
+            self._said["config"].update({key: now[key] for key in now if before.get(key, _NOT_SET) is not now[key]})
+            return result
 
         return self.change(change, *args, **kwargs)
 
@@ -263,6 +280,10 @@ class WandbHandle(Handle):
 
     def change_summary(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the summary."""
+        if method.__name__ in _SETTING:
+            self._said["summary"].update(vendor.config_changes(method.__name__, *args, **kwargs))
+        elif method.__name__ in ("__delitem__", "__delattr__"):
+            self._said["summary"].pop(*args, None)
         result = self.change(lambda run, *given, **named: method(run.summary, *given, **named), *args, **kwargs)
         return () if result is None and method.__name__ == "keys" else result
 
@@ -412,10 +433,31 @@ class WandbHandle(Handle):
         self._be_global()
         for define in (*self._definitions, *self._drawn.values()):
             define()
+        self._say_again()
         if not self.run.offline:
             # The new wandb-core sends what the old one had not, but of several writers not what was logged offline.
             offline = (path for path in map(Path, self._abandoned) if outbox.is_offline(path))
             self._abandoned = [str(path) for path in offline if not outbox.is_synced(path)]
+
+    def _say_again(self) -> None:
+        """Have the run have what the function has said about it, and the files that it has saved."""
+        said, kind = self._said, type(self.run).__mro__[1]
+        try:
+            for name, value in said["run"].items():
+                setattr(self.run, name, value)
+            if said["config"]:
+                update_config(self.run, said["config"])
+            if said["summary"]:
+                _update_summary(self.run, said["summary"])
+            if said["files"] and not self.run.offline:
+                found = vendor.stored_run(outbox.Place.of(self.run), _ASK_S)
+                for name in list(said["files"]) if found is None else found.lacks(list(said["files"])):
+                    path = Path(said["files"][name])
+                    folder = str(path.parents[len(Path(name).parts) - 1])
+                    kind.save(self.run, glob.escape(str(path)), base_path=folder, policy="now")
+        except Exception:
+            text = "W&B: run %s is open again, and may lack config, summary or files that were set or saved before"
+            logger.warning(text, self.id, exc_info=True)
 
     def _how_to_send_all(self) -> str:
         return f"To send what it has, run: {how_to_send(self._abandoned or [str(outbox.run_directory(self.run))])}"
