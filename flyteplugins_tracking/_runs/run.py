@@ -30,10 +30,10 @@ from flyteplugins_tracking._runs.request import plan_of, request_of
 from flyteplugins_tracking._runs.sigterm import ForkMask, LoopWatcher, MainThreadWatcher
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import OwnLock, register
+from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.record import replace
-from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
@@ -187,7 +187,7 @@ def _opened(tracker: Tracker, request: RunRequest) -> Handle:
     try:
         return tracker.open(request)
     except Exception as error:
-        raise_of_handler(error)
+        HANDLERS.raise_errors()
         if isinstance(error, TrackingError) or tracker.package is None or tracker.package in sys.modules:
             raise
         text = f"{tracker.package} cannot be imported: {type(error).__name__}: {error}"

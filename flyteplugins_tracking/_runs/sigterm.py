@@ -361,7 +361,7 @@ class SigtermWatcher(PerProcess):
         if self._wakeup is not None:
             self._wakeup.forward(bytes([signum]))
         if callable(handler.previous):
-            handler.previous(signum, frame)
+            HANDLERS.call(handler.previous, signum, frame)
         else:
             self._end_process(is_first)
         self._effect = Effect.DONE

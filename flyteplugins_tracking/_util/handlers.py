@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -41,9 +42,11 @@ class _Handlers(PerProcess):
     Attributes:
         patience_s: How long signals wait at most, if there is a thread that calls `hurry` then. After that the handlers
             run. What they raise comes out at once, or at the end of the section.
+        interrupted_at: When the first SIGINT of the section came, in seconds of `time.monotonic`; None if none has.
     """
 
     patience_s = 0.0
+    interrupted_at: float | None = None
 
     def __init__(self) -> None:
         self._sections: set[object] = set()
@@ -53,7 +56,7 @@ class _Handlers(PerProcess):
         self._errors: list[BaseException] = []  # what is to come out at the section's end
         self._is_late = False
         self._keeps_errors = False
-        self._interrupts = 0
+        self.interrupted_at = None
 
     def after_fork_in_child(self) -> None:
         """Put the handlers back. The section, and the signals that wait, are the parent's."""
@@ -77,7 +80,7 @@ class _Handlers(PerProcess):
             return None
         try:
             if not self._sections:
-                self._is_late, self._keeps_errors, self._interrupts = False, False, 0
+                self._is_late, self._keeps_errors, self.interrupted_at = False, False, None
             self.patience_s = patience_s
             self._keeps_errors |= keeps_errors
             self._sections.add(section)
@@ -109,7 +112,7 @@ class _Handlers(PerProcess):
             self._restore()  # while the signals of those that are not put back yet wait
         finally:
             try:
-                self.patience_s = 0.0
+                self.patience_s, self.interrupted_at = 0.0, None
                 self._sections.discard(section)
                 self._call_waiting()
             finally:
@@ -143,18 +146,37 @@ class _Handlers(PerProcess):
         self._hurried.discard(signum)
         if is_hurried and self._waiting.pop(signum, None) is None:
             return  # it was called when the section ended
-        self._interrupts += signum == signal.SIGINT and not is_hurried
-        if not self._sections or (signum == signal.SIGINT and self._interrupts > 1):
-            handler(signum, frame)
+        is_interrupt = signum == signal.SIGINT and not is_hurried
+        is_second = is_interrupt and self.interrupted_at is not None
+        if is_interrupt and self._sections:
+            self.interrupted_at = self.interrupted_at or time.monotonic()
+        if not self._sections or is_second or (self._is_late and not self._keeps_errors):
+            self.call(handler, signum, frame)
         elif not self._is_late:
             self._waiting.setdefault(signum, (handler, frame))
         else:
             try:
                 handler(signum, frame)
             except BaseException as error:
-                if not self._keeps_errors:
-                    raise
                 self._errors.append(error)
+
+    def call(self, handler: Handler, signum: int, frame: FrameType | None) -> None:
+        """Call a handler at once. What it raises in an opening comes out at its end too, whatever a client makes of it.
+
+        A user's handler may raise any exception, also one that a client raises if its server does not answer, which is
+        an outage: a watchdog's TimeoutError, an OSError.
+        """
+        try:
+            handler(signum, frame)
+        except BaseException as error:
+            if self._sections and not self._keeps_errors:
+                self._errors.append(error)
+            raise
+
+    def raise_errors(self) -> None:
+        """Raise what a handler has raised in the opening. Called where a client's is translated or dropped."""
+        if self._errors and not self._keeps_errors and threading.current_thread() is threading.main_thread():
+            raise self._errors[0]
 
     # Recursions: a handler that has been put back may raise at any point of these, and the rest is done nevertheless.
 

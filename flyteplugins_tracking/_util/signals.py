@@ -15,14 +15,12 @@ import select
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _patience_s: dict[CodeType, float] = {}
-# The flag of a function with `*args`: `inspect`, which names it, takes 7 ms to import.
-_VARARGS = 0x04
 
 
 def critical_section(patience_s: float) -> Callable[[F], F]:
@@ -43,43 +41,6 @@ def critical_section(patience_s: float) -> Callable[[F], F]:
 def patience_s(code: CodeType) -> float:
     """Return the seconds that a signal waits at most for the function of this code; 0 if it is not marked."""
     return _patience_s.get(code, 0.0)
-
-
-def raise_of_handler(error: BaseException | None) -> None:
-    """Raise what a signal handler has raised in a critical section, if `error` is that, or has come of it.
-
-    A user's handler may raise any exception, also one that a client raises if its server does not answer: a watchdog's
-    TimeoutError, an OSError. It must leave the section as it is, and is no outage. Called where exceptions of vendors'
-    clients are translated or dropped.
-    """
-    known: list[BaseException] = [] if error is None else [error]
-    for one in known:  # it grows; urllib3 keeps what it has caught as an argument alone
-        frames = one.__traceback__
-        while frames is not None:
-            if _is_handlers(frames.tb_frame) and _is_in_section(frames.tb_frame):
-                raise one
-            frames = frames.tb_next
-        causes = (one.__cause__, one.__context__, *one.args)
-        known += [cause for cause in causes if isinstance(cause, BaseException) and cause not in known]
-
-
-def _is_handlers(frame: FrameType) -> bool:
-    """Whether it is the frame of a signal handler. Only the interpreter gives a function its own caller's frame."""
-    code = frame.f_code
-    named = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _VARARGS)
-    given = [frame.f_locals.get(name) for name in code.co_varnames[:named]]
-    if any(value is frame.f_back for one in given for value in (one if isinstance(one, tuple) else (one,))):
-        return frame.f_back is not None
-    # It may have deleted its argument.
-    installed = (signal.getsignal(number) for number in signal.valid_signals())
-    return any(code is getattr(getattr(one, "__func__", one), "__code__", None) for one in installed)
-
-
-def _is_in_section(frame: FrameType | None) -> bool:
-    """Whether it was called in a critical section: the exception that the user handles just now may be older."""
-    while frame is not None and not patience_s(frame.f_code):
-        frame = frame.f_back
-    return frame is not None
 
 
 class WakeupFd:

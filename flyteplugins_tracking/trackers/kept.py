@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from flyteplugins_tracking._util.signals import raise_of_handler
+from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
@@ -349,10 +349,10 @@ def open_or_keep(
                 handle.role_state("running")
             return handle
     except TrackerUnavailableError as error:
-        raise_of_handler(error)
+        HANDLERS.raise_errors()
         unavailable = error
     except (AwayError, RejectedError) as error:
-        raise_of_handler(error)
+        HANDLERS.raise_errors()
         text, is_outage = f"{tracker.title} cannot be used: {error}. {error.fix}", error.is_outage
         unavailable = TrackerUnavailableError(text, client.LOCAL_FILES if is_outage else "", is_outage=is_outage)
     if not client.degrades(request, unavailable):

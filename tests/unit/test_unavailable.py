@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import pytest
 
 from flyteplugins_tracking import TrackerUnavailableError, tracking_init
-from flyteplugins_tracking._util.signals import critical_section, raise_of_handler
+from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers import Tracker
+from flyteplugins_tracking.trackers import Handle, RunRequest, Tracker
 from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError, may_pass
 from flyteplugins_tracking.trackers.trackio.run import is_outage
 
@@ -42,58 +42,74 @@ def _handler():
     signal.signal(signal.SIGALRM, before)
 
 
-@critical_section(5.0)
-def in_section(translate: Callable[[Exception], None]) -> None:
-    try:
-        signal.raise_signal(signal.SIGALRM)
-        time.sleep(5)
-    except Exception as error:
-        translate(error)
+class Opens(Tracker):
+    """A third party's tracker, whose client does something with what comes out of its wait for the service."""
+
+    name, title = "opens", "Opens"
+
+    def __init__(self, client: Callable[[Exception], object]) -> None:
+        self.client, self.runs = client, list[EndedRun]()
+
+    def open(self, request: RunRequest) -> Handle:
+        HANDLERS._is_late = True  # as after 5 s
+        try:
+            signal.raise_signal(signal.SIGALRM)
+            time.sleep(5)
+        except Exception as error:
+            self.client(error)
+        self.runs.append(EndedRun(str(request.plan.run_id)))
+        return self.runs[-1]
 
 
-def as_it_is(error: Exception) -> None:
-    raise_of_handler(error)
+class EndedRun(Handle):
+    def __init__(self, run_id: str) -> None:
+        self.id, self.run, self.exit_codes = run_id, self, list[int]()
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_codes.append(exit_code)
 
 
-def chained(error: Exception) -> None:
+def translates(error: Exception) -> None:
     """As clients do: as a cause, as a context, or as an argument alone."""
     try:
-        try:
-            raise RuntimeError("of a client") from error
-        except RuntimeError:
-            raise ValueError("of another one") from None
-    except ValueError as last:
-        raise_of_handler(KeyError("the last", last))
+        raise RuntimeError("of a client") from error
+    except RuntimeError:
+        raise ConnectionError("of another one") from None
 
 
-@pytest.mark.parametrize("translate", [as_it_is, chained])
+def drops(_: Exception) -> None:
+    """As a client does that tries again."""
+
+
+def asks(_: Exception) -> None:
+    """As code of the library does, before it translates."""
+    HANDLERS.raise_errors()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("client", [translates, drops, asks])
 @pytest.mark.parametrize(
     "handler",
     [Barks(), Barks().bark, forgets, wraps, functools.partial(Barks.bark, None), lambda *given: Barks()(*given)],
 )
-def test_what_a_handler_has_raised_comes_out(handler, translate):
+def test_what_a_handler_raises_in_an_opening_comes_out_and_the_run_has_failed(handler, client):
+    tracker = Opens(client)
+
+    @tracking_init(tracker=tracker, project="tests")
+    def train() -> None:
+        raise AssertionError
+
     signal.signal(signal.SIGALRM, handler)
     with pytest.raises(OSError, match="mine"):
-        in_section(translate)
+        train()
+    assert [run.exit_codes for run in tracker.runs] == ([[1]] if client is drops else [])
 
 
-def test_what_a_handler_has_raised_before_the_section_stays_handled():
+def test_what_a_handler_has_raised_before_the_opening_stays_handled():
     signal.signal(signal.SIGALRM, Barks())
-    try:
+    with pytest.raises(OSError, match="mine"):
         signal.raise_signal(signal.SIGALRM)
-    except OSError:
-        try:
-            raise TimeoutError("of the network")
-        except TimeoutError as error:
-            raise_of_handler(error)
-
-
-def test_an_exception_without_a_handler_stays_where_it_is():
-    raise_of_handler(None)
-    try:
-        raise TimeoutError("of the network")
-    except TimeoutError as error:
-        raise_of_handler(error)
+    HANDLERS.raise_errors()
 
 
 class Refuses(Tracker):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._util.files import own_file_in
-from flyteplugins_tracking._util.signals import raise_of_handler
+from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import repeat_call
@@ -60,8 +60,8 @@ class Service:
             headers, query = vendor.request_headers(self._settings), {"projectName": project}
             config = self._client.get(address, params=query, headers=headers, timeout=limit_s).json().get("config")
             return dict(json.loads(config) if isinstance(config, str) else config or {})
-        except Exception as error:
-            raise_of_handler(error)
+        except Exception:
+            HANDLERS.raise_errors()
         return None
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from flyteplugins_tracking._util.files import read_own
 from flyteplugins_tracking._util.fork import OwnLock, register
+from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
-from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
@@ -200,7 +200,7 @@ def _init(
     except wandb.errors.UsageError:  # of an argument
         raise
     except (wandb.errors.Error, OSError) as error:
-        raise_of_handler(error)
+        HANDLERS.raise_errors()
         if isinstance(error, OSError) and not isinstance(error, (ConnectionError, TimeoutError)):
             text = "Free space in that directory, or set WANDB_DIR to another one."
             raise TrackerUnavailableError(

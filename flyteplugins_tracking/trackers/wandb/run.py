@@ -283,7 +283,7 @@ class WandbHandle(Handle):
         if method.__name__ in _SETTING:
             self._said["summary"].update(vendor.config_changes(method.__name__, *args, **kwargs))
         elif method.__name__ in ("__delitem__", "__delattr__"):
-            self._said["summary"].pop(*args, None)
+            self._said["summary"].pop(args[0], None)
         result = self.change(lambda run, *given, **named: method(run.summary, *given, **named), *args, **kwargs)
         return () if result is None and method.__name__ == "keys" else result
 
@@ -441,7 +441,8 @@ class WandbHandle(Handle):
 
     def _say_again(self) -> None:
         """Have the run have what the function has said about it, and the files that it has saved."""
-        said, kind = self._said, type(self.run).__mro__[1]
+        said = self._said
+        kind: Any = type(self.run).__mro__[1]
         try:
             for name, value in said["run"].items():
                 setattr(self.run, name, value)

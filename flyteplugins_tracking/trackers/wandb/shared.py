@@ -52,8 +52,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
-from flyteplugins_tracking._util.signals import raise_of_handler
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.barrier import WriterBarrier
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
@@ -633,7 +633,7 @@ def _open_as_follower(request: RunRequest) -> Handle:
     except BaseException as error:
         client.leave()
         vendor.set_global_run(before)
-        raise_of_handler(error)
+        HANDLERS.raise_errors()
         if not isinstance(error, Exception):
             raise
         raise TrackerUnavailableError(
