@@ -2,7 +2,7 @@
 
 An ordinary end waits as the vendor's bare client does, while the service takes data. If nothing moves for
 `finish_timeout_s`, the service is away, and the rest stays on this disk. After a SIGTERM, `kill_after_s` bounds the
-end, also one that has begun before.
+end, also one that has begun before; and after Ctrl-C in an end, which a second one stops at once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from flyteplugins_tracking._util.handlers import HANDLERS
 
 if TYPE_CHECKING:
     from flyteplugins_tracking.trackers.base import SigtermWatch
@@ -57,7 +59,7 @@ class EndLimit:
         self._asking: threading.Thread | None = None
         self._title, self._run_id = title, run_id
         self._config, self._watch = config, watch
-        self._limit_s = config.finish_timeout_s
+        self._limit_s, self._has_told = config.finish_timeout_s, False
         self._began = self._moved_at = self._grown_at = self._said_at = time.monotonic()
 
     def moved(self) -> None:
@@ -71,12 +73,17 @@ class EndLimit:
         return self._watch.terminated_at is not None
 
     @property
+    def _signalled_at(self) -> float | None:
+        """When the signal came that bounds the end; None if none has."""
+        return self._watch.terminated_at or HANDLERS.interrupted_at
+
+    @property
     def until(self) -> float:
         """When the end is over if nothing moves, in seconds of `time.monotonic`."""
-        terminated_at = self._watch.terminated_at
-        if terminated_at is None:
+        signalled_at = self._signalled_at
+        if signalled_at is None:
             return self._moved_at + self._limit_s
-        begins, killed_at = max(self._began, terminated_at), terminated_at + self._config.kill_after_s
+        begins, killed_at = max(self._began, signalled_at), signalled_at + self._config.kill_after_s
         if begins > killed_at:  # nobody has killed
             return begins + self._limit_s
         latest = killed_at - _MARGIN * (self._config.kill_after_s - self._limit_s)
@@ -90,9 +97,10 @@ class EndLimit:
     @property
     def why(self) -> str:
         """Why the end is over, in messages."""
-        if self._watch.terminated_at is None:
+        if self._signalled_at is None:
             return f"nothing has moved for {self._config.finish_limit}"
-        return f"SIGTERM has come, which leaves it {self._config.finish_limit}"
+        name = "Ctrl-C" if self._watch.terminated_at is None else "SIGTERM"
+        return f"{name} has come, which leaves it {self._config.finish_limit}"
 
     def lasts(self) -> bool:
         """Whether there is time left. Says now and then what the end waits for."""
@@ -100,6 +108,10 @@ class EndLimit:
         if now > self._moved_at + self._limit_s / 3 and now < self._grown_at + _STILL_S:
             self._ask()
         lasts = self.left_s > 0
+        if lasts and HANDLERS.interrupted_at is not None and not self._has_told:
+            self._has_told = True
+            text = "%s: run %s: its end may take %.0f s from here on. To stop it at once, press Ctrl-C again"
+            logger.warning(text, self._title, self._run_id, self.left_s)
         if lasts and now > self._said_at + _SAY_S:
             self._said_at, left = now, self.left()
             text = "%s: run %s: the end has waited %.0f s for the service to take what is left%s"

@@ -94,25 +94,28 @@ def test_an_end_gives_up_on_a_service_that_is_away_and_all_is_sent_later(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("ends", "place"),
+    ("ends", "place", "sent"),
     [
-        ("return", "main"),
-        pytest.param("raise", "main", marks=pytest.mark.full),
-        pytest.param("return", "thread", marks=pytest.mark.full),
-        pytest.param("return", "async", marks=pytest.mark.full),
+        ("return", "main", "SIGTERM"),
+        pytest.param("raise", "main", "SIGTERM", marks=pytest.mark.full),
+        pytest.param("return", "thread", "SIGTERM", marks=pytest.mark.full),
+        pytest.param("return", "async", "SIGTERM", marks=pytest.mark.full),
+        pytest.param("return", "main", "Ctrl-C", marks=pytest.mark.full),
     ],
 )
-def test_a_sigterm_bounds_an_end_that_uploads_and_all_is_sent_later(tmp_path, ends, place):
+def test_a_signal_bounds_an_end_that_uploads_and_all_is_sent_later(tmp_path, ends, place, sent):
     """The function has returned: that is the run's status. The process ends by the signal."""
     with WandbServer() as server:
         with server.failing(Fault.mute(only="upload")) as stops:
             process = start(server, tmp_path, files=ALL, ends=ends, place=place, **BOUNDED)
             server.wait_for(lambda: stops.hits > 2, 60)
             wait_until(lambda: ended(tmp_path), process)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM if sent == "SIGTERM" else signal.SIGINT)
             done = jobs.finish(process, tmp_path)
-        assert "SIGTERM has come, which leaves it 5 s (kill_after_s=10). Nothing is lost" in done.output
-        assert done.returncode == (-signal.SIGTERM if place == "thread" else 143)
+        assert f"{sent} has come, which leaves it 5 s (kill_after_s=10). Nothing is lost" in done.output
+        assert ("To stop it at once, press Ctrl-C again" in done.output) == (sent == "Ctrl-C")
+        by_signal = -signal.SIGTERM if place == "thread" else 143
+        assert done.returncode == (by_signal if sent == "SIGTERM" else -signal.SIGINT)
         assert_all_is_sent(server, tmp_path, 0 if ends == "return" else 1)
 
 

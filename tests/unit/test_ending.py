@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking.trackers import ending
 from flyteplugins_tracking.trackers.base import Unwatched
 from flyteplugins_tracking.trackers.config import TrackingConfig
@@ -66,6 +67,22 @@ def test_a_sigterm_bounds_an_end_that_has_begun_and_one_that_begins(clock, began
     clock.now = start + until + 0.5
     assert not limit.lasts()
     assert limit.why.startswith("SIGTERM has come")
+
+
+def test_ctrl_c_in_an_end_bounds_it_and_is_told_once(clock, monkeypatch, caplog):
+    limit, start = limit_of(), clock.now
+    monkeypatch.setattr(HANDLERS, "interrupted_at", start + 20)
+    clock.now = start + 21
+    for _ in range(2):
+        limit.moved()
+        assert limit.lasts()
+    assert [record.message for record in caplog.records] == [
+        "A service: run x: its end may take 24 s from here on. To stop it at once, press Ctrl-C again"
+    ]
+    clock.now = start + 46
+    limit.moved()
+    assert not limit.lasts()
+    assert limit.why.startswith("Ctrl-C has come")
 
 
 def test_with_little_time_before_the_kill_there_is_some_for_the_end(clock):
