@@ -28,7 +28,7 @@ def start(server: WandbServer, directory: Path, **arguments: Any) -> jobs.Proces
 
 
 def send(server: WandbServer, directory: Path) -> jobs.Done:
-    command = [sys.executable, "-m", "flyteplugins_tracking", "send", *(directory / "wandb").glob("run-*")]
+    command = [sys.executable, "-m", "flyteplugins_tracking", "send", *(directory / "wandb").glob("*run-*")]
     return jobs.run(command, directory, server.environment)
 
 
@@ -194,6 +194,40 @@ def assert_all_is_sent(server: WandbServer, directory: Path, exit_code: int) -> 
     assert (again.returncode, len(server.run("r").rows), len(server.run("r").artifacts)) == (0, 5, len(run.artifacts))
 
 
+def test_the_next_attempt_sends_the_files_that_were_logged_offline_in_an_outage(tmp_path):
+    with WandbServer() as server:
+        with server.failing(Fault.status(503)):
+            away = jobs.finish(start(server, tmp_path, files=ALL, init_timeout_s=8), tmp_path)
+        assert "The next attempt that finds it sends it" in away.output
+        done = jobs.finish(start(server, tmp_path, files=[]), tmp_path)
+        run = server.run("r")
+        assert (done.returncode, len(run.rows), run.committed.keys()) == (0, 5 + 3, ARTIFACTS), done.output
+        assert {"saved.txt"} < run.files.keys()
+        assert sum(name.startswith("media/") for name in run.files) == 2
+
+
+@pytest.mark.parametrize("how", ["taken", "gone", pytest.param("refused", marks=pytest.mark.full)])
+def test_send_looks_for_the_files_of_a_run_that_was_offline(tmp_path, how):
+    """`wandb sync` ends with 0 in any case."""
+    names = "artifact weights", "artifact network", "artifact run-r-table", "saved.txt"
+    with WandbServer() as server:
+        offline = {**server.environment, "WANDB_MODE": "offline"}
+        jobs.run([sys.executable, UPLOADS, json.dumps({"files": ALL})], tmp_path, offline)
+        if how == "gone":
+            shutil.rmtree(tmp_path / ".local" / "share" / "wandb" / "artifacts" / "staging")
+            (tmp_path / "saved.txt").unlink()
+        server.fault = Fault.status(403, only="upload") if how == "refused" else None
+        sent = [send(server, tmp_path)]
+        server.fault = None
+        sent.append(send(server, tmp_path))
+        assert [done.returncode for done in sent] == {"taken": [0, 0], "gone": [1, 1], "refused": [1, 0]}[how], sent
+        assert how == "taken" or all(name in sent[0].output for name in names), sent[0].output
+        run, arrives = server.run("r"), how != "gone"
+        assert (len(run.rows), run.state, run.exit_codes[-1]) == (5, "finished", 0)
+        assert (run.committed.keys(), "saved.txt" in run.files) == (ARTIFACTS if arrives else set(), arrives)
+        assert sum(name.startswith("media/") for name in run.files) == 2
+
+
 @pytest.mark.parametrize(
     ("files", "named"),
     [
@@ -214,6 +248,5 @@ def test_send_fails_and_names_what_is_not_on_this_disk_any_more(tmp_path, files,
         for _ in range(2):
             done = send(server, tmp_path)
             assert done.returncode == 1, done.output
-            assert "W&B lacks and that are not on this disk" in done.output
-            assert f"not on this disk: {named}. Log them again" in done.output
+            assert f"files and artifacts that W&B lacks: {named}. They are not on this disk" in done.output
             assert (len(server.run("r").rows), server.run("r").committed) == (3 + 2 * (files == ALL), {})

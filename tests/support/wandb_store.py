@@ -580,7 +580,7 @@ class Operations:
 
     def CreateArtifact(self, given: Json) -> Json:
         asked = given["input"]
-        run = self._store.get((asked["entityName"], asked["projectName"], asked["runName"]))
+        run = self._store.get((asked["entityName"] or ENTITY, asked["projectName"], asked["runName"]))
         if run is not None:
             run.artifacts = [*run.artifacts, asked["artifactCollectionName"]]
             version = RecordedArtifact(

@@ -60,11 +60,17 @@ def rows(directory: Path) -> Iterator[Row]:
 
 
 def saved_files(directory: Path) -> list[str]:
-    """Return the names of the files that were saved for the run, but for those of rows. They are below "files"."""
+    """Return the names of the files that were saved for the run, also of those of rows. They are below "files"."""
     file = file_in(directory)
     parsed = map(vendor.parse_record, records(file)) if file is not None else ()
-    names = [item.path for kind, record in parsed if kind == "files" for item in record.files]
-    return [name for name in dict.fromkeys(names) if not name.startswith("media/")]
+    return list(dict.fromkeys(item.path for kind, record in parsed if kind == "files" for item in record.files))
+
+
+def artifacts(directory: Path) -> Iterator[bytes]:
+    """Yield the artifacts of a run that was logged offline, serialized."""
+    file = file_in(directory)
+    parsed = map(vendor.parse_record, records(file)) if file is not None else ()
+    yield from (record.SerializeToString() for kind, record in parsed if kind == "artifact")
 
 
 def exit_code(directory: Path) -> int | None:

@@ -152,11 +152,15 @@ class AttemptOnDisk:
         return {row.time for row in self.rows()} if self.journals else set()
 
     def artifacts(self) -> Iterator[vendor.KeptArtifact]:
-        """Yield the artifacts that its processes have logged."""
-        for entry in chain.from_iterable(journal.entries() for journal in self.journals):
-            head, _, data = entry.data.partition(b"\n")
-            if head == _ARTIFACT:
-                yield vendor.KeptArtifact.of(data)
+        """Yield the artifacts that its processes have logged, and W&B may lack."""
+        entries = chain.from_iterable(journal.entries() for journal in self.journals)
+        kept = (entry.data.partition(b"\n") for entry in entries)
+        in_file = datastore.artifacts(self.directory) if self.is_unsent_file() else ()
+        yield from map(vendor.KeptArtifact.of, chain((data for head, _, data in kept if head == _ARTIFACT), in_file))
+
+    def is_unsent_file(self) -> bool:
+        """Whether it was logged offline, and its file is not sent."""
+        return is_offline(self.directory) and not is_synced(self.directory)
 
     @property
     def node(self) -> str | None:
@@ -300,14 +304,14 @@ class Left:
                 step = row.step + distance + 1
 
     def artifacts(self) -> list[vendor.KeptArtifact]:
-        """Return the artifacts that attempts online have logged, each once."""
-        found = {(one.name, one.record.client_id): one for attempt in self.online for one in attempt.artifacts()}
-        return list(found.values())
+        """Return the artifacts that attempts have logged, each once."""
+        logged = chain.from_iterable(attempt.artifacts() for attempt in (*self.online, *self.offline))
+        return list({(one.name, one.record.client_id): one for one in logged}.values())
 
-    def saved_files(self) -> dict[str, Path]:
-        """Return the files that attempts online have saved, by their names: the latest of each name."""
-        folders = [attempt.directory for attempt in self.online if attempt.journals]
-        return {name: folder / "files" / name for folder in folders for name in datastore.saved_files(folder)}
+    def saved_files(self, attempts: Iterable[AttemptOnDisk]) -> dict[str, Path]:
+        """Return where the files are that attempts have saved, by their names: the latest of each name."""
+        folders = [one.directory for one in attempts if one.journals or one.is_unsent_file()]
+        return {name: folder / "files" for folder in folders for name in datastore.saved_files(folder)}
 
     @property
     def directories(self) -> list[Path]:
@@ -420,6 +424,14 @@ def log_again(run: Any, kind: Any, rows: Iterable[Row], step_metric: str | None,
     return steps
 
 
+def save_again(run: Any, kind: Any, files: Path, name: str) -> bool:
+    """Have a file that an attempt has saved be uploaded with this run. Returns False if this disk lacks it."""
+    path = own_file_in(files, name)
+    if path is not None:
+        kind.save(run, glob.escape(str(path)), base_path=str(files), policy="now")
+    return path is not None
+
+
 def _save_media(run: Any, kind: Any, media: Sequence[Path], value: Any) -> None:
     """Have the files of a value, such as an image, be uploaded with this run."""
     if isinstance(value, str):
@@ -494,14 +506,24 @@ class WandbOutbox:
 
     def replace(self, left: Left) -> None:
         """Remove what earlier attempts have left: W&B has it, or this journal."""
+        run, run_id, offline = self._run, self.place.run_id, left.offline
         if artifacts := [one for one in left.artifacts() if one.is_whole]:
             names = ", ".join(one.name for one in artifacts)
-            logger.warning("W&B: run %s: sends artifacts again that W&B may lack: %s", self.place.run_id, names)
+            logger.warning("W&B: run %s: sends artifacts again that W&B may lack: %s", run_id, names)
             for one in artifacts:  # this run's journal has them then
-                one.send(self._run)
+                one.send(run)
+        # Of what was saved online, W&B has all but the last seconds'. The files of rows went with them.
+        saved = [one for one in left.saved_files(offline).items() if not one[0].startswith("media/")]
+        lacking = [name for name, files in saved if not save_again(run, self._kind, files, name)]
+        lost = [one for attempt in offline for one in attempt.artifacts() if not one.is_whole]
         self._sent = left
         if not self._journal.is_closed:
             left.clear()
+        if lacking or lost:
+            keep_artifacts(offline[-1].directory, left.place, lost)
+            names = ", ".join([*lacking, *(f"artifact {one.name}" for one in lost)])
+            text = "W&B: run %s: files that were logged offline are not on this disk any more. Log them again: %s"
+            logger.warning(text, run_id, names)
 
     @property
     def is_current(self) -> bool:

@@ -5,7 +5,6 @@ wandb's own `sync` refuses the directory of a run that was online, or appends al
 
 from __future__ import annotations
 
-import glob
 import json
 import logging
 import shlex
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._job.failures import FAILURE_KEYS
-from flyteplugins_tracking._util.files import own_file_in, own_text
+from flyteplugins_tracking._util.files import own_text
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.plain import flat
 from flyteplugins_tracking._util.text import listed, without_credentials
@@ -114,12 +113,14 @@ def send(directory: Path, servers: Sequence[str]) -> str:
         require_all_sent(directory)
         return text
     was_sent = outbox.is_synced(directory)
+    files = _Files(Left(left.place, directory.parent, lambda other: other.directory == directory))
     # An attempt online that was killed may have logged a part of the rows. `wandb sync` would send all of them.
     rows = 0 if described is None or attempt.times() & left.times() else _sync(directory, place)
     missing = sum(1 for _ in (attempt.missing() if outbox.is_synced(directory) else attempt.rows()))
     if missing:
         _send_rest(place, left, attempt, described)
     attempt.remove_journals()
+    files.send_rest(place, directory)
     require_all_sent(directory)
     if was_sent and not missing:
         return f"{directory} has nothing that is not sent yet"
@@ -221,10 +222,14 @@ def _send_rows(place: Place, left: Left, directory: Path, described: Any) -> str
 
 
 class _Files:
-    """The files and artifacts of attempts that were online, and did not send everything."""
+    """The files and artifacts of attempts that did not send everything."""
 
     def __init__(self, left: Left) -> None:
-        self._place, self._artifacts, self._saved = left.place, left.artifacts(), left.saved_files()
+        self._place, self._artifacts, self._saved = (
+            left.place,
+            left.artifacts(),
+            left.saved_files((*left.online, *left.offline)),
+        )
         self._lacking: list[vendor.KeptArtifact | str] = []
 
     def __bool__(self) -> bool:
@@ -237,14 +242,20 @@ class _Files:
 
     def send(self, run: Any) -> None:
         """Send them with an open run."""
-        for name, path in self._saved.items():
-            files = path.parents[len(Path(name).parts) - 1]
-            if own_file_in(files, name) is None:
-                self._lacking.append(name)
-            else:
-                run.save(glob.escape(str(path)), base_path=str(files), policy="now")
+        kind = type(run)
+        self._lacking += [name for name, files in self._saved.items() if not outbox.save_again(run, kind, files, name)]
         # One after the other, as they were logged: the last one of a name is the latest.
         self._lacking += [one for one in self._artifacts if not vendor.was_sent(one.send(run))]
+
+    def send_rest(self, place: Place, directory: Path) -> None:
+        """Send what `wandb sync` has not: it does not tell. W&B takes no artifact twice."""
+        found = vendor.stored_run(place) if self else None
+        self.ask(found)
+        if found is not None and self:
+            exit_code = datastore.exit_code(directory)
+            with _opened(place, {}, _STATES.get(found.state, 1) if exit_code is None else exit_code) as run:
+                self.send(run)
+        self.require_sent(directory)
 
     def require_sent(self, directory: Path) -> None:
         """Keep the artifacts that could not be sent, so that it is said again.
@@ -252,14 +263,24 @@ class _Files:
         Raises:
             TrackerUnavailableError: W&B does not have everything.
         """
+        self._lacking += self._not_taken()
         if not self._lacking:
             return
         outbox.keep_artifacts(directory, self._place, [one for one in self._lacking if not isinstance(one, str)])
         names = [one if isinstance(one, str) else f"artifact {one.name}" for one in self._lacking]
         raise TrackerUnavailableError(
-            f"{directory} was sent, but for files and artifacts that W&B lacks and that are not on this disk: "
-            f"{listed(names)}. Log them again, or remove the directory to give them up"
+            f"{directory} was sent, but for files and artifacts that W&B lacks: {listed(names)}. They are not on this "
+            "disk, or W&B does not take them. Log them again, or remove the directory to give them up"
         )
+
+    def _not_taken(self) -> list[str]:
+        """Return the files that were sent just now, and that W&B has not got."""
+        sent, until = [name for name in self._saved if name not in self._lacking], time.monotonic() + _CONFIRMED_S
+        while sent and ((found := vendor.stored_run(self._place)) is None or (sent := found.lacks(sent))):
+            if time.monotonic() > until:
+                break
+            time.sleep(_POLL_S)
+        return sent
 
 
 def _send_numbered(place: Place, directory: Path, column: str, described: Any) -> str:

@@ -752,7 +752,8 @@ class Stored(NamedTuple):
 
     def lacks(self, names: list[str]) -> list[str]:
         """Return which of these files it has not got."""
-        found = {file.name for file in self.run.files(names)} if names else set()
+        parts = [names[start : start + _SAMPLES] for start in range(0, len(names), _SAMPLES)]
+        found = {file.name for part in parts for file in self.run.files(part, per_page=_SAMPLES)}
         return [name for name in names if name not in found]
 
     def values_backwards(self, column: str, since: int) -> Iterator[list[Any]]:
