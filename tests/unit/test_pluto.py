@@ -196,3 +196,13 @@ def test_a_log_of_the_client_on_a_full_disk_prints_nothing_that_it_would_capture
     finally:
         for handler in (ours, users):
             log.removeHandler(handler)
+
+
+@pytest.mark.parametrize("text", ["<html>Please sign in</html>", "", "[]", "{}", '{"runId": null}', "null"])
+def test_an_answer_of_something_else_than_pluto_is_a_refusal(text):
+    httpx = pytest.importorskip("httpx")
+    from flyteplugins_tracking.trackers.pluto.open import RefusedError, _number_in
+
+    assert _number_in(httpx.Response(200, text='{"runId": 7}'), "at x") == 7
+    with pytest.raises(RefusedError, match="not as Pluto answers: check the address, at x"):
+        _number_in(httpx.Response(200, text=text), "at x")

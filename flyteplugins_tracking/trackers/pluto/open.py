@@ -177,7 +177,7 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
                 return False
             raise UnavailableError(f"the primary rank has not created the run, {limit}")
         if status < 300:
-            found = service.config_of(answer.json()["runId"], request.deadline - time.monotonic())
+            found = service.config_of(_number_in(answer, limit), request.deadline - time.monotonic())
             if found is not None:
                 client.check_roles(request, "Pluto", own_values(found).get(ROLES), found)
                 queue.found = found
@@ -185,6 +185,14 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
 
     if not until(request.deadline, is_there):
         raise client.missing_run_error(request, "Pluto", settings.url_api)
+
+
+def _number_in(answer: Any, limit: str) -> int:
+    """Return the number of a run that the service has found. What does not have it is a login page, for one."""
+    try:
+        return int(answer.json()["runId"])
+    except (ValueError, KeyError, TypeError):
+        raise RefusedError(f"HTTP {answer.status_code}, but not as Pluto answers: check the address, {limit}") from None
 
 
 def _check_status(status: int, limit: str) -> None:
@@ -210,7 +218,8 @@ def _init_in_time(request: RunRequest, settings: Any) -> Any:
             limit = f"init_timeout_s={request.config.init_timeout_s:g}"
             raise UnavailableError(f"{settings.url_api} has not answered within {limit}")
         error = opening.outcome.exception()
-        if isinstance(error, (RuntimeError, ConnectionError)):  # the client has RuntimeErrors for the service's answers
+        # The client has RuntimeErrors for the service's answers.
+        if isinstance(error, (RuntimeError, ConnectionError, json.JSONDecodeError)):
             status = vendor.status_of_error(error)
             is_away = status is None or may_pass(status)
             raise (UnavailableError if is_away else RefusedError)(first_line(error)) from error
