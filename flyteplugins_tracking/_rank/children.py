@@ -42,7 +42,7 @@ class _Fork:
     """
 
     def __init__(self) -> None:
-        self.variables: Mapping[str, str] = dict(os.environ)
+        self.variables: Mapping[str, str] = proc.environment()
         self.group = default_group()
         self.parent_is_child = _birth.fork is not None or _multiprocessing_parent() is not None
 

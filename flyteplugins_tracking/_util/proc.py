@@ -42,6 +42,11 @@ def variables(values: Mapping[str, str | None]) -> Iterator[None]:
         put_back()
 
 
+def environment() -> dict[str, str]:
+    """Return this process's variables. `os.environ` itself raises a KeyError if another thread unsets one meanwhile."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+
+
 def machine() -> str:
     """Return a string that identifies this machine until it is started again."""
     return read("/proc/sys/kernel/random/boot_id") + os.uname().nodename

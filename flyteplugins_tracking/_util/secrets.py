@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from urllib.parse import quote, unquote
 
+from flyteplugins_tracking._util.proc import environment
 from flyteplugins_tracking._util.text import CREDENTIALS
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
@@ -64,9 +64,10 @@ def masked(text: str, *, with_forms: bool = True) -> str:
             sentences.
     """
     # A key with a line end around it is printed without that.
-    keys = {value.strip() for name, value in os.environ.items() if is_secret_name(name)}
+    variables = environment()
+    keys = {value.strip() for name, value in variables.items() if is_secret_name(name)}
     values = {key for key in keys if len(key) >= _SHORTEST}
-    for value in os.environ.values():
+    for value in variables.values():
         found = CREDENTIALS.search(value)
         password = (found[0][:-1].partition(":")[2] or found[0][:-1]) if found else ""
         values |= {form for form in (password, unquote(password)) if len(form) >= _SHORTEST}

@@ -18,6 +18,7 @@ from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking._util.checks import check_choice, check_no_password
 from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.modules import loaded, when_loaded
+from flyteplugins_tracking._util.proc import environment
 from flyteplugins_tracking._util.text import without_credentials
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker, template_values
@@ -175,8 +176,8 @@ def forced_run_id() -> str | None:
 
 def drop_empty_variables() -> None:
     """Have W&B's variables that are empty, as templates leave them, count as not set: wandb refuses some of them."""
-    for name in [name for name, value in os.environ.items() if name.startswith("WANDB_") and not value.strip()]:
-        del os.environ[name]
+    for name in [name for name, value in environment().items() if name.startswith("WANDB_") and not value.strip()]:
+        os.environ.pop(name, None)
 
 
 def check_characters(subject: str, text: str | None, place: str) -> None:
