@@ -92,9 +92,7 @@ def test_a_lock_of_a_module_is_in_an_object_that_a_child_renews():
             continue
         for name, value in vars(importlib.import_module(each.name)).items():
             is_own = type(value).__module__.startswith("flyteplugins_tracking") and not isinstance(value, PerProcess)
-            if any(
-                isinstance(part, locks)
-                for part in [value, *(getattr(value, "__dict__", {}).values() if is_own else ())]
-            ):
+            parts = value if isinstance(value, tuple) else vars(value).values() if is_own else ()
+            if any(isinstance(part, locks) for part in [value, *parts]):
                 found.append(f"{each.name}.{name}")
     assert found == []
