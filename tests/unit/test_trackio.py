@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
+import socket
+import threading
+import time
 
 import pytest
 
-from flyteplugins_tracking import ConfigError, tracking_init
+from flyteplugins_tracking import ConfigError, TrackerUnavailableError, tracking_init
 from flyteplugins_tracking._rank.plan import Page
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 from flyteplugins_tracking.trackers.trackio import INIT_ARGUMENTS, TRACKER
@@ -92,3 +96,27 @@ def test_links_lead_to_the_server_if_there_is_one(monkeypatch, arguments, variab
     wanted = TrackingConfig.from_arguments({"tracker": "trackio", **arguments})
     assert TRACKER.page(wanted, page) == address
     assert TOKEN not in json.dumps(dict(TRACKER.link(wanted, None)))
+
+
+def test_an_answer_that_drips_is_an_outage_in_time():
+    """The client's own limit is for each part of an answer."""
+    pytest.importorskip("httpx")
+    from flyteplugins_tracking.trackers.trackio.open import _client
+
+    is_over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            with contextlib.suppress(OSError), connection:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+                while not is_over.wait(0.1):
+                    connection.sendall(b" ")
+
+        threading.Thread(target=drip, daemon=True).start()
+        try:
+            with pytest.raises(TrackerUnavailableError, match="cannot be used: not within") as caught:
+                _client(f"http://127.0.0.1:{listener.getsockname()[1]}", "token", time.monotonic() + 2)
+        finally:
+            is_over.set()
+    assert caught.value.is_outage

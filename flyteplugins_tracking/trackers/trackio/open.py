@@ -9,6 +9,7 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
+from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
@@ -180,13 +181,18 @@ def _client(url: str, token: str | None, deadline: float) -> Any:
     """
     import httpx
 
-    try:
-        timeout_s = max(0.5, min(_REQUEST_S, (deadline - time.monotonic()) / 3))
+    timeout_s = max(0.5, min(_REQUEST_S, (deadline - time.monotonic()) / 3))
+
+    def ask() -> tuple[Any, Any]:
         answer = httpx.get(f"{url}/version", timeout=timeout_s).raise_for_status()
         if "api_version" not in answer.json():
             raise ValueError("it does not answer as a Trackio server does")
         client = vendor.remote_client(url, token, timeout_s)
-        access = client.predict(api_name="/get_run_mutation_status")
+        return client, client.predict(api_name="/get_run_mutation_status")
+
+    try:
+        # `timeout_s` is for each part of an answer: one that drips would last for ever.
+        client, access = threads.call_within(3 * timeout_s, ask)
     except Exception as error:
         is_away = is_outage(error) and not isinstance(error, httpx.InvalidURL)
         raise TrackerUnavailableError(
