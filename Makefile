@@ -64,9 +64,9 @@ bench: $(INSTALLED)
 drawings: $(INSTALLED)
 	$(BIN)/python docs/modes/draw.py
 
-# The pictures of docs/pictures, from real jobs: all of them, or PICTURES="doctor flyte". apt-get install chromium
+# The pictures of docs/pictures, from real jobs: all of them, or PICTURES="doctor".
 pictures: $(INSTALLED)
-	@$(INSTALL) pyte playwright pillow -c constraints.txt
+	@$(INSTALL) pyte -c constraints.txt
 	PYTHONPATH=tests:examples $(BIN)/python docs/pictures/make.py $(PICTURES)
 
 # The copies of examples in the docs, the references, the figures, and the arguments of tracking_init.

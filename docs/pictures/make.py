@@ -1,29 +1,22 @@
-"""Makes the pictures of the docs from real jobs: `make pictures`, or `python docs/pictures/make.py doctor flyte`.
+"""Makes the pictures of the docs from real jobs: `make pictures`, or `python docs/pictures/make.py doctor`.
 
-It needs Chromium. Each picture is a function of this file, which writes `NAME.svg`, or PNG files for the light and the
-dark page, and for a phone.
+Each picture is a function of this file, which writes `NAME.svg`, and `NAME-phone.svg` for a phone.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import browser
 import terminal
-from support import flyte1_pods, jobs
-from support.wandb_server import WandbServer
+from support import jobs
 
 FOLDER = Path(__file__).parent
 # Terminals for a page of 1280 pixels, which has 688 for a picture, and for a phone, in columns and rows.
 SIZES = {"": (98, 27), "-phone": (50, 28)}
-# Windows for the same.
-WINDOWS = {"": (760, 500), "-phone": (390, 500)}
-# The endings of the names of their files.
-BOTH_SCHEMES: Mapping[browser.Scheme, str] = {"light": "-light", "dark": "-dark"}
 # As srun and a usual sbatch script set them, for rank 0 of 2 nodes with 4 ranks each.
 SLURM = {
     "SLURM_JOB_ID": "4711",
@@ -82,36 +75,12 @@ def failed(directory: Path) -> None:
         _draw(f"failed{suffix}", "A job of four ranks fails, and its log names the rank", record, "$")
 
 
-def flyte(directory: Path) -> None:
-    """The tab "Tracking" in the deck of a Flyte task with four ranks."""
-    with WandbServer() as server:
-        env = {**server.environment, "PYTHONPATH": jobs.search_path(FOLDER)}
-        done = flyte1_pods.run("train_in_flyte", directory, module="flyte_job", **env)
-        assert done.returncode == 0, done.output
-    deck = directory / "out" / "deck.html"
-
-    def tab(page: Any) -> Any:
-        page.get_by_text("Tracking", exact=True).first.click()
-        page.get_by_text("llm-7b-rank-3").wait_for()
-        return page.locator("body")
-
-    _photograph("flyte", deck.as_uri(), tab, {"light": ""})  # Flyte's page has no dark colours
-
-
 def _draw(name: str, title: str, record: Callable[[terminal.Theme], Any], begin: str = "") -> None:
     screens = {theme.name: (record(theme), theme) for theme in (terminal.LIGHT, terminal.DARK)}
     (FOLDER / f"{name}.svg").write_text(terminal.svg(title, screens, begin))
 
 
-def _photograph(
-    name: str, address: str, prepare: Callable[[Any], Any], schemes: Mapping[browser.Scheme, str] = BOTH_SCHEMES
-) -> None:
-    for suffix, size in WINDOWS.items():
-        for scheme, ending in schemes.items():
-            browser.picture(address, FOLDER / f"{name}{suffix}{ending}.png", size, scheme, prepare)
-
-
-PICTURES: dict[str, Callable[[Path], None]] = {"doctor": doctor, "failed": failed, "flyte": flyte}
+PICTURES: dict[str, Callable[[Path], None]] = {"doctor": doctor, "failed": failed}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -14,8 +14,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flyteplugins_tracking._flyte.context import Decorator, class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, Page, pages
@@ -24,9 +23,6 @@ from flyteplugins_tracking._runs.context import ExecutionContext, Task
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.registry import find_tracker
-
-if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +100,7 @@ def function_of(task: Any, advice: str) -> tuple[Callable[..., Any], NodeRequest
 def adapt_task(task: Any, _: NodeRequest | None, wrap: Callable[[Any, Task], Any], decorator: Decorator) -> Any:
     """Put `wrap` around the function of `task`, and return the same task."""
     timeout = task.metadata.timeout  # a timedelta, or None
-    has_deck = task.enable_deck if hasattr(task, "enable_deck") else not task.disable_deck  # before 1.15
-    tracked = wrap(task.task_function, Task(None, has_deck, timeout_s=timeout.total_seconds() if timeout else None))
+    tracked = wrap(task.task_function, Task(None, timeout.total_seconds() if timeout else None))
     task._task_function = _adapted(tracked, _link(decorator.config, task))
     return task
 
@@ -156,7 +151,6 @@ def current_context() -> Flyte1Context:
         run_metadata={} if execution is None else _run_metadata(execution),
         on_cluster=execution is not None,
         can_persist=is_pod,
-        has_report=runs_a_task and _has_deck(flytekit.current_context()),
         can_publish_files=runs_a_task,
         success_exceptions=(sys.modules["flytekit.core.base_task"].IgnoreOutputs,),
     )
@@ -164,13 +158,6 @@ def current_context() -> Flyte1Context:
 
 class Flyte1Context(ExecutionContext):
     """A process in which flytekit is loaded: a task's pod, a local execution, or a script."""
-
-    can_render_report: bool = True
-
-    def render_report(self, run: Run, exit_code: int, summary: Mapping[str, Any]) -> None:
-        from flyteplugins_tracking._flyte import report
-
-        report.show_run(_show, run, exit_code, summary)
 
     def persist(self, directory: str) -> str:
         """Copy a local directory below the raw output prefix, and return its address."""
@@ -196,16 +183,6 @@ class Flyte1Context(ExecutionContext):
                 f"the secret {expected} is missing: add secret_requests=[{expected}] to the task",
                 is_outage=False,
             ) from error
-
-
-def _show(title: str, html: str) -> None:
-    """Add to the deck of this title: flytekit shows only the last deck of a title. The task shows those of rank 0."""
-    flytekit = sys.modules["flytekit"]
-    for deck in flytekit.current_context().decks:
-        if deck.name == title:
-            deck.append(html)
-            return
-    flytekit.Deck(title, html)
 
 
 def _runs_a_task(flytekit: Any) -> bool:
@@ -288,10 +265,3 @@ def _pickle_like_a_function_for_cloudpickle() -> None:
         return function.by_value()
 
     cloudpickle.CloudPickler.dispatch_table[TaskFunction] = reduce
-
-
-def _has_deck(context: Any) -> bool:
-    """Whether the task may have a deck. Before 1.15, its context does not say so, and shows no report without one."""
-    with suppress(AssertionError):
-        return bool(getattr(context, "enable_deck", False))
-    return True

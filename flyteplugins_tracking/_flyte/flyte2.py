@@ -26,7 +26,6 @@ from flyteplugins_tracking.trackers.config import TrackingConfig, merged
 from flyteplugins_tracking.trackers.registry import find_tracker, propagated_to
 
 if TYPE_CHECKING:
-    from flyteplugins_tracking._runs.run import Run
     from flyteplugins_tracking.trackers.base import Tracker
 
 _TASK = "flyte._task.AsyncFunctionTaskTemplate"
@@ -95,7 +94,7 @@ def function_of(task: Any, advice: str) -> tuple[Callable[..., Any], NodeRequest
 
 def adapt_task(task: Any, workers: NodeRequest | None, wrap: Callable[[Any, Task], Any], decorator: Decorator) -> Any:
     """Put `wrap` around the function of `task`, add its links, and return the same task."""
-    task.func = wrap(task.func, Task(workers is not None, task.report, timeout_s=_timeout_s(task)))
+    task.func = wrap(task.func, Task(workers is not None, _timeout_s(task)))
     run_links = _run_links(decorator.config, workers, task) if decorator.config else ()
     task.links = (*task.links, *run_links, *decorator.links)
     return task
@@ -136,7 +135,6 @@ def current_context() -> Flyte2Context | None:
 class Flyte2Context(ExecutionContext):
     """A task of Flyte 2, on a cluster or in local mode."""
 
-    can_render_report: bool = True
     can_publish_files: bool = True
 
     def propagate_run(self, tracker: Tracker, run: Any) -> AbstractContextManager[None]:
@@ -145,11 +143,6 @@ class Flyte2Context(ExecutionContext):
             return nullcontext()
         runs = {**_runs(custom_context() or {}), tracker.name: exported}
         return propagate({propagation.RUNS: propagation.write(runs, "the open run")})
-
-    def render_report(self, run: Run, exit_code: int, summary: Mapping[str, Any]) -> None:
-        from flyteplugins_tracking._flyte import report
-
-        report.show_run(_show, run, exit_code, summary)
 
     def persist(self, directory: str) -> str:
         """Copy a local directory to the run's raw data, and return its address."""
@@ -215,16 +208,6 @@ def propagate(values: Mapping[str, str]) -> Iterator[None]:
             return
         with sys.modules["flyte"].custom_context(**values):
             yield
-
-
-def _show(title: str, html: str) -> None:
-    """Add a tab to the report. The process that stores its report last wins: the first run's primary."""
-    report = importlib.import_module("flyte.report")
-    report.get_tab(title).log(html)
-    # flyte does not store the report of a worker or of a task that fails. In local mode, its loop may wait for this
-    # thread.
-    if task_context().mode == "remote":
-        report.flush()
 
 
 def _trace_of_files(directory: str, is_async: bool) -> Any:

@@ -181,12 +181,6 @@ class Call(PerProcess):
         return None if self.task is None or not self.context.on_cluster else self.task.timeout_s
 
     @property
-    def has_report(self) -> bool:
-        """Whether the task has a report that this process can add to."""
-        has_report = self.context.has_report if self.task is None else self.task.has_report
-        return has_report and self.context.can_render_report
-
-    @property
     def _has_workers(self) -> bool | None:
         return None if self.task is None else self.task.has_workers
 

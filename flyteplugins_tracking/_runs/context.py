@@ -11,7 +11,6 @@ from flyteplugins_tracking._util.record import Record
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.call import Call
-    from flyteplugins_tracking._runs.run import Run
     from flyteplugins_tracking.trackers.base import Tracker
 
 # What a platform has not set.
@@ -23,12 +22,10 @@ class Task(NamedTuple):
 
     Attributes:
         has_workers: Whether it asks for workers of its own; None if that is unknown and makes no difference.
-        has_report: Whether it has a report (Flyte 2) or a deck (Flyte 1).
         timeout_s: How long an attempt may run, in seconds; None for no limit.
     """
 
     has_workers: bool | None
-    has_report: bool
     timeout_s: float | None = None
 
 
@@ -44,8 +41,6 @@ class ExecutionContext(Record):
         has_children: Whether tasks that the function calls run in other processes.
         call_counts: The number of decorated functions that this attempt of the task has entered, by tracker; None to
             count them over the life of the process.
-        has_report: Whether the task has a report, as far as this is known when it runs.
-        can_render_report: Whether `render_report` works here.
         can_persist: Whether `persist` works here. False if there is no storage, or if this machine's files stay.
         can_publish_files: Whether `publish_files` works here.
         run_metadata: The values that the platform adds to the run's config.
@@ -62,8 +57,6 @@ class ExecutionContext(Record):
     parents: Mapping[str, Mapping[str, Any]] = _NOTHING
     has_children: bool = False
     call_counts: Counter[str] | None = None
-    has_report: bool = False
-    can_render_report: bool = False
     can_persist: bool = False
     can_publish_files: bool = False
     run_metadata: Mapping[str, Any] = _NOTHING
@@ -78,16 +71,6 @@ class ExecutionContext(Record):
             TrackerUnavailableError: The secret is missing on a cluster.
         """
         return None
-
-    def render_report(self, run: Run, exit_code: int, summary: Mapping[str, Any]) -> None:
-        """Show a run that has ended in the task's report or deck.
-
-        Args:
-            run: The run.
-            exit_code: The status that it has ended with.
-            summary: Its last values.
-        """
-        raise NotImplementedError
 
     def persist(self, directory: str) -> str:
         """Copy a local directory to storage that outlives this machine, and return the address."""

@@ -271,11 +271,11 @@ class Run:
                     self.handle.await_writers(exit_code)
                 exit_code = self._verdict(_or_terminated(exit_code), failure)
                 self._record_goodput(exit_code)
-                summary = _summary_of(self, exit_code)
                 with self.warned(f"the run could not be finished with status {exit_code}"):
                     self.handle.finish(exit_code)
                     _print_how_to_view(self)
-            _keep_and_show(self, exit_code, summary)
+            if self.opener.context.can_persist:
+                run_with_timeout(self.opener.config.finish_timeout_s, _persist, self)
         finally:
             with state.lock:
                 state.runs[:] = [other for other in state.runs if other is not self]
@@ -411,16 +411,7 @@ def _close_with_process() -> None:
             run.close_with_process()
 
 
-# What is left to do for a run that has ended: its last line, its unsent files and its task's report
-
-
-def _summary_of(run: Run, exit_code: int) -> Mapping[str, Any] | None:
-    """Return the run's last values if its task shows them. A task that is terminated has no time for that."""
-    if not run.opener.has_report or exit_code == TERMINATED or not run.plan.primary:
-        return None
-    with run.warned("the task's report shows no values of the run"):
-        return run.handle.summary()
-    return {}
+# What is left to do for a run that has ended: its last line and its unsent files
 
 
 def _print_how_to_view(run: Run) -> None:
@@ -430,21 +421,6 @@ def _print_how_to_view(run: Run) -> None:
     command = run.handle.how_to_view()
     if command:
         print(f"{run.tracker.name}: to look at run {run.handle.id}: {printable(command)}", file=sys.stderr)  # noqa: T201
-
-
-def _keep_and_show(run: Run, exit_code: int, summary: Mapping[str, Any] | None) -> None:
-    """Keep what the service has not received, and show the run in its task's report. Each takes a limited time.
-
-    Args:
-        run: The run.
-        exit_code: The status that it has ended with.
-        summary: Its last values; None if the task does not show them.
-    """
-    timeout_s = run.opener.config.finish_timeout_s
-    if run.opener.context.can_persist:
-        run_with_timeout(timeout_s, _persist, run)
-    if summary is not None:
-        run_with_timeout(timeout_s, run.opener.context.render_report, run, exit_code, summary)
 
 
 def _persist(run: Run) -> None:

@@ -179,10 +179,6 @@ class Handle(Protocol):
         """The local directory with the run's files; None if this process has not written them."""
         return None
 
-    def summary(self) -> Mapping[str, Any]:
-        """Return the run's last values, as far as this process knows them. Called before `finish`."""
-        return {}
-
     def unsent(self) -> Sequence[str]:
         """Return the local directories with data that the service has not received. Called after `finish`."""
         return ()

@@ -86,7 +86,6 @@ class OutboxHandle(client.ClientHandle):
         self._tracker, self._sink = tracker, sink
         self.steps = steps or Steps(self._values)
         self.undo = ExitStack()
-        self._last: dict[str, Any] = {}
         self._left_in: str | None = None  # the directory of what was not sent in time
         self._has_earlier = False  # whether attempts are sent that this machine has kept
         self._open_outbox()
@@ -127,12 +126,8 @@ class OutboxHandle(client.ClientHandle):
 
     def put_row(self, row: Mapping[str, Any], step: int | None, time_s: float | None = None) -> None:
         """Send a row, from within `write`. `time_s` is when it was logged, in seconds since the epoch: now if None."""
-        self._last.update({key: value for key, value in row.items() if isinstance(value, (int, float))})
         is_time = time_s is not None and 0 < time_s < LATEST_S
         self._outbox.put({"row": dict(row), "step": step, "time": time_s if is_time else time.time()})
-
-    def summary(self) -> Mapping[str, Any]:
-        return self._last
 
     @property
     def last_step(self) -> Any:

@@ -287,25 +287,6 @@ def test_an_id_for_a_whole_run_is_the_first_tasks_alone(pod, server):
 # What a task leaves beside its outputs
 
 
-@pytest.mark.parametrize(
-    ("module", "task", "suffixes", "state"),
-    [
-        (MODULE, "reported", [""], "finished"),
-        pytest.param(MODULE, "async_reported", [""], "finished", marks=pytest.mark.full),
-        pytest.param(MODULE, "fails_reported", [""], "failed (1)", marks=pytest.mark.full),
-        pytest.param(WORKERS, "reported_ranks", ["-rank-0", "-rank-1"], "finished", marks=pytest.mark.full),
-        pytest.param(WORKERS, "reported_last_rank", [""], "finished", marks=pytest.mark.full),
-    ],
-)
-def test_the_report_shows_the_runs_with_their_states_and_last_values(pod, server, module, task, suffixes, state):
-    report = pod(task, module=module).report
-    for run_id in [f"r1-{task}{suffix}" for suffix in suffixes]:
-        assert f'<a href="{server.url}/team/tests/runs/{run_id}">{run_id}</a></td><td>{state}</td>' in report
-        assert f"{task}: 2" in report
-    assert ("failure/type: ValueError" in report) == state.startswith("failed")
-    assert ("torchelastic" in report) == (module == WORKERS)
-
-
 @pytest.mark.parametrize("task", ["downloaded", pytest.param("async_downloaded", marks=pytest.mark.full)])
 def test_a_runs_files_are_an_output_of_a_trace(pod, directory, task):
     skip_where_lost("flyte", "download_logs")

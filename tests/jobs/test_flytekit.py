@@ -244,38 +244,24 @@ def test_links_lead_to_the_runs_of_the_tasks_workers(templates, task, link_type)
     assert templates[task]["link_type"] == link_type
 
 
-def test_the_deck_shows_the_runs_and_the_files_are_kept(tmp_path):
+def test_the_files_of_a_run_are_kept(tmp_path):
     with WandbServer() as server:
         given = tracking_config(project="2024", entity="team", name="null")
-        done = flyte1_pods.run("decked", tmp_path, **server.environment, **given)
+        done = flyte1_pods.run("files_kept", tmp_path, **server.environment, **given)
         assert done.returncode == 0, done.output
         run = server.run(f"{flyte1_pods.EXECUTION}-{flyte1_pods.NODE}")
     assert (run.project, run.entity, run.name, run.exit_codes) == ("2024", "team", "null", [0])
-    deck = (tmp_path / "out" / "deck.html").read_text()
-    assert f"runs/{run.id}" in deck
-    assert "finished" in deck
     files = Path(done.output.partition("FlyteDirectory('")[2].partition("')")[0].removeprefix("file://"))
     assert "raw" in files.parts
     assert {"wandb-summary.json", "config.yaml"} <= {path.name for path in files.iterdir()}
 
 
 @pytest.mark.full
-def test_the_deck_shows_the_runs_of_all_ranks_and_unsent_rows_outlive_the_pod(tmp_path):
-    done = flyte1_pods.run("decked_ranks", tmp_path, module="flyte_workers")
+def test_unsent_rows_of_all_ranks_outlive_the_pod(tmp_path):
+    done = flyte1_pods.run("run_per_rank", tmp_path, module="flyte_workers")
     assert done.returncode == 0, done.output
     ids = [f"{flyte1_pods.EXECUTION}-{flyte1_pods.NODE}-rank-{rank}" for rank in range(2)]
-    deck = (tmp_path / "out" / "deck.html").read_text()
-    assert all(f"<td>{run_id}</td><td>finished</td>" in deck for run_id in ids)
     assert sorted(path.stem.removeprefix("run-") for path in (tmp_path / "raw").rglob("*.wandb")) == ids
-
-
-@pytest.mark.full
-def test_the_deck_is_rank_0s_and_does_not_show_the_run_of_another_primary(tmp_path):
-    done = flyte1_pods.run("decked_last_rank", tmp_path, module="flyte_workers")
-    assert done.returncode == 0, done.output
-    run_id = f"{flyte1_pods.EXECUTION}-{flyte1_pods.NODE}"
-    assert [run.id for run in done.runs] == [run_id]
-    assert run_id not in (tmp_path / "out" / "deck.html").read_text()
 
 
 def test_malformed_configuration_raises_and_opens_no_run(tmp_path):

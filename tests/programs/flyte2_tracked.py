@@ -237,25 +237,6 @@ def one_process() -> None:
     print("RAN", json.dumps(asyncio.run(actions())))
 
 
-@tracked
-@env.task(report=True)
-def reported(n: int) -> str:
-    return training("reported")
-
-
-@tracked
-@env.task(report=True)
-async def async_reported(n: int) -> str:
-    return training("async_reported")
-
-
-@tracked
-@env.task(report=True)
-def fails_reported(n: int) -> str:
-    training("fails_reported")
-    raise ValueError("made to fail")
-
-
 @tracking_init(project="tests", download_logs=True)
 @env.task
 def downloaded(n: int) -> str:

@@ -9,10 +9,7 @@ from flyte2_elastic import Elastic
 from flyte2_tracked import DIRECTORY, env, new, plain, shared, tracked, training, untracked
 
 from flyteplugins_tracking import get_run, tracking_init
-from flyteplugins_tracking._flyte import report
 
-# The ranks of a busy machine may end further apart than a user should wait for their report.
-report._WAIT_S = 60.0
 QUICK = {
     "max_restarts": 0,
     "monitor_interval": 1,
@@ -95,18 +92,6 @@ def dying_peer(n: int) -> str:
         os._exit(9)
     time.sleep(60)
     return ""
-
-
-@tracking_init(project="tests", entity="team", run_mode="new")
-@elastic.task(report=True)
-def reported_ranks(n: int) -> str:
-    return training("reported_ranks")
-
-
-@tracking_init(project="tests", entity="team", primary_rank=lambda info: info.world_size - 1)
-@elastic.task(report=True)
-def reported_last_rank(n: int) -> str:
-    return training("reported_last_rank")
 
 
 @tracking_init(project="tests", download_logs=True)

@@ -16,7 +16,7 @@ env = flyte.TaskEnvironment(name="e")
 elastic = flyte.TaskEnvironment(name="workers", plugin_config=Elastic2(nnodes="1:2", nproc_per_node=3))
 
 
-@task(task_config=Elastic(nnodes=3, nproc_per_node=2), enable_deck=True)
+@task(task_config=Elastic(nnodes=3, nproc_per_node=2))
 @tracking_init(project="p", rank_scope="worker")
 def below(x: int) -> int:
     return get_distributed_info().world_size
@@ -29,7 +29,7 @@ def one_process(x: int) -> bool:
 
 
 @tracking_init(project="p", run_mode="shared")
-@elastic.task(report=True)
+@elastic.task
 def workers(x: int) -> int:
     get_run().log({"x": x})
     return get_distributed_info().world_size

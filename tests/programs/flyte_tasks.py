@@ -124,9 +124,9 @@ def with_secret(n: int) -> str:
 
 
 @tracking_init(download_logs=True)
-@task(enable_deck=True)
-def decked(n: int) -> str:
-    return training("decked")
+@task
+def files_kept(n: int) -> str:
+    return training("files_kept")
 
 
 @workflow

@@ -7,10 +7,7 @@ from flytekit import task, workflow
 from flytekitplugins.kfpytorch import Elastic
 
 from flyteplugins_tracking import tracking_init
-from flyteplugins_tracking._flyte import report
 
-# The ranks of a busy machine may end further apart than a user should wait for their report.
-report._WAIT_S = 60.0
 LOCAL = {"nproc_per_node": 2, "increase_shared_mem": False, "monitor_interval": 1}
 spawn = Elastic(nnodes=1, start_method="spawn", **LOCAL)
 fork = Elastic(nnodes=1, start_method="fork", **LOCAL)
@@ -74,15 +71,9 @@ def links_of_a_range(n: int) -> str:
 
 
 @tracking_init(run_mode="new")
-@task(enable_deck=True, task_config=fork)
-def decked_ranks(n: int) -> str:
-    return training("decked_ranks")
-
-
-@tracking_init(primary_rank=-1)
-@task(enable_deck=True, task_config=fork)
-def decked_last_rank(n: int) -> str:
-    return training("decked_last_rank")
+@task(task_config=fork)
+def run_per_rank(n: int) -> str:
+    return training("run_per_rank")
 
 
 @workflow

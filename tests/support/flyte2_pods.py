@@ -35,12 +35,10 @@ class Ended(jobs.Done):
 
     Attributes:
         outputs: The values of `outputs.pb` in their order; None where the task left none.
-        report: The html of the task's report; None where it wrote none.
     """
 
     outputs: list[Any] | None
     error: Error | None
-    report: str | None
 
 
 def command(task: str, directory: Path, attempt: int, run: str, action: str, module: str) -> list[str]:
@@ -140,14 +138,12 @@ def local(
     given = json.dumps({**arguments, "context": dict(context or {}), "inputs": dict(inputs or {"n": 1})})
     done = jobs.python(directory, LOCAL, given, env={"PYTHONPATH": jobs.search_path(jobs.PROGRAMS), **env})
     outputs = directory / "outputs.json"
-    html = next(iter(sorted((directory / "metadata" / run).rglob("report.html"))), None)
     return Ended(
         done.returncode,
         done.output,
         directory,
         outputs=json.loads(outputs.read_text()) if outputs.exists() else None,
         error=None,
-        report=html.read_text() if html else None,
     )
 
 
@@ -157,15 +153,14 @@ def ended(done: jobs.Done, attempt: int = 0, run: str = "r1", action: str = "a0"
 
     errors_pb2 = flyte2_pod.errors_pb2()
     where = base(done.directory, run) / action / str(attempt + 1)
-    outputs, error, report = where / "outputs.pb", where / "error.pb", where / "report.html"
+    outputs, error = where / "outputs.pb", where / "error.pb"
     failure = None
     values = outputs_at(where) if outputs.exists() else None
     if error.exists():
         found = errors_pb2.ErrorDocument.FromString(error.read_bytes()).error
         kind = ExecutionError.ErrorKind.Name(found.origin)
         failure = Error(found.code, kind, found.kind == errors_pb2.ContainerError.RECOVERABLE, found.message)
-    html = report.read_text() if report.exists() else None
-    return Ended(done.returncode, done.output, done.directory, outputs=values, error=failure, report=html)
+    return Ended(done.returncode, done.output, done.directory, outputs=values, error=failure)
 
 
 def outputs_at(where: Path) -> list[Any]:

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 
 from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._flyte.report import Outcome
 from flyteplugins_tracking._job import board as board_module
 from flyteplugins_tracking._job import failures as failures_module
 from flyteplugins_tracking._job import pulse as pulse_module
@@ -221,8 +220,7 @@ BAD_TEXTS = [
 
 @pytest.mark.parametrize("text", BAD_TEXTS)
 def test_a_text_that_is_damaged_or_another_programs_is_left_out(text, caplog):
-    for kind in (Failure, Outcome):
-        assert from_text(kind, text) is None
+    assert from_text(Failure, text) is None
     assert from_text(Pulse, text) in (None, Pulse()) or text == "{}"
 
 

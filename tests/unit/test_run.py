@@ -37,10 +37,6 @@ class Run(Handle):
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self.steps.append(f"event {name}")
 
-    def summary(self) -> Mapping[str, Any]:
-        self.steps.append("summary")
-        return {}
-
     def finish(self, exit_code: int) -> None:
         self.steps.append(f"finish {exit_code}" if is_locked() else "finish without the lock")
 
@@ -65,9 +61,9 @@ class Service(Tracker):
 
 
 class Platform(ProcessContext):
-    """A task with a report and a storage, whose children continue its run."""
+    """A task with a storage, whose children continue its run."""
 
-    can_render_report = can_persist = has_report = True
+    can_persist = True
     steps: Steps
     propagates: bool = True
 
@@ -85,9 +81,6 @@ class Platform(ProcessContext):
     def persist(self, directory: str) -> str:
         self.steps.append(f"persist {directory}" + " with the lock" * is_locked())
         return "s3://bucket"
-
-    def render_report(self, run: Any, exit_code: int, summary: Any) -> None:
-        self.steps.append("report")
 
 
 def is_locked() -> bool:
@@ -123,10 +116,8 @@ def test_a_run_is_opened_and_closed_in_this_order(steps, platform):
         "function",
         "propagate no more",
         "await writers 0",
-        "summary",
         "finish 0",
         "persist directory",
-        "report",
     ]
     assert nothing_is_open()
 
@@ -160,7 +151,7 @@ def test_a_run_that_cannot_be_propagated_is_closed_as_failed(steps):
     doubles = Doubles(lambda own: own, lambda _: Platform(steps=steps, propagates=False, can_persist=False))
     with override(doubles), pytest.raises(ValueError, match="made to fail"):
         function()
-    assert steps[:4] == ["open", "await writers 1", "event failure", "summary"]
+    assert steps[:4] == ["open", "await writers 1", "event failure", "finish 1"]
     assert "function" not in steps
     assert nothing_is_open()
 

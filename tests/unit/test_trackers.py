@@ -15,13 +15,11 @@ import pytest
 from support.backends import EXAMPLES
 
 from flyteplugins_tracking import ConfigError, TrackerNotInstalledError, get_run, tracking_config, tracking_init
-from flyteplugins_tracking._flyte import flyte1
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.call import Doubles, override
 from flyteplugins_tracking._runs.context import ProcessContext
 from flyteplugins_tracking._runs.run import end_open_runs
-from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.trackers import registry
 from flyteplugins_tracking.trackers.base import Handle, Tracker
 from flyteplugins_tracking.trackers.client import ClientHandle
@@ -333,10 +331,7 @@ class Platform(ProcessContext):
 
     noted: ClassVar[list[Any]] = []
 
-    can_persist = can_render_report = has_report = True
-
-    def render_report(self, run: Any, exit_code: int, summary: Any) -> None:
-        self.noted.append(summary)
+    can_persist = True
 
     def persist(self, directory: str) -> str:
         self.noted.append(directory)
@@ -352,22 +347,6 @@ def platform(bare_environment):
         yield Platform.noted
 
 
-def test_a_summary_that_raises_leaves_the_training_as_it_was_and_ends_the_run(platform):
-    tracker = Events()
-
-    @tracking_init(tracker=tracker, id="i")
-    def train():
-        tracker.handle.summary = lambda: 1 / 0
-        assert RunLock.acquire("noting/None/i") is None
-
-    train()
-    lock = RunLock.acquire("noting/None/i")
-    assert lock is not None
-    lock.release()
-    assert tracker.handle.events == [0]
-    assert platform == [{}]
-
-
 def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never_returns(platform):
     """As in a collective: the process ends with `os._exit`, and the function's end never comes."""
     tracker = Events()
@@ -379,27 +358,6 @@ def test_unsent_files_are_kept_if_a_signal_ends_the_run_of_a_function_that_never
         return list(platform)
 
     assert train() == ["unsent"]
-
-
-class Deck:
-    """Behaves as flytekit's, without flytekit."""
-
-    made: ClassVar[list[Any]] = []
-
-    def __init__(self, name: str, html: str) -> None:
-        self.name, self.html = name, html
-        self.made.append(self)
-
-    def append(self, html: str) -> None:
-        self.html += html
-
-
-def test_the_deck_shows_the_runs_of_each_tracker(monkeypatch):
-    context = SimpleNamespace(decks=Deck.made)
-    monkeypatch.setitem(sys.modules, "flytekit", SimpleNamespace(Deck=Deck, current_context=lambda: context))
-    flyte1._show("Tracking", "one")
-    flyte1._show("Tracking", "other")
-    assert {deck.name: deck.html for deck in Deck.made} == {"Tracking": "oneother"}  # as flytekit reads them
 
 
 class Scalar:

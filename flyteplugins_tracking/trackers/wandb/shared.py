@@ -378,9 +378,6 @@ class FollowerHandle(SharedHandle):
     def files(self) -> str | None:
         return None
 
-    def summary(self) -> Mapping[str, Any]:
-        return {}
-
     def unsent(self) -> Sequence[str]:
         return ()
 
