@@ -128,19 +128,6 @@ def test_a_group_that_is_there_is_joined_and_left_alone(ranks):
     assert [seen["left alone"] for seen in ranks] == [True] * FOUR
 
 
-def test_a_group_that_is_there_and_not_the_one_asked_for_is_refused(ranks):
-    for rank, seen in enumerate(ranks):
-        assert seen["another"].startswith(
-            "ConfigError: backend='nccl' does not match the existing process group of gloo"
-        )
-        assert seen["another device"].startswith(
-            "ConfigError: device=0 does not match the existing process group on cpu"
-        )
-        assert (
-            f"this is rank {rank} of 4, but according to torchelastic it is rank {rank} of 5" in seen["another world"]
-        )
-
-
 @pytest.mark.parametrize("call", ["again", "openmpi"])
 def test_groups_come_one_after_the_other_also_where_rank_0_listens_by_itself(ranks, call):
     assert [seen[call] for seen in ranks] == [[0, 4, 8, 12], *[[None] * 4] * 3]
@@ -167,7 +154,6 @@ def test_a_thread_of_gloo_that_is_late_does_not_abort_the_process_at_its_end(tmp
 
 def test_a_group_is_destroyed_at_the_end_and_after_an_exception(ranks):
     assert [seen["destroyed"] for seen in ranks] == [True] * FOUR
-    assert [seen["hook"] for seen in ranks] == [True] * FOUR
     assert [seen["destroyed by the user"] for seen in ranks] == [True] * FOUR
     assert [seen["after an exception"] for seen in ranks] == [["'mine'", False]] * FOUR
 
@@ -185,7 +171,6 @@ def test_a_rank_that_fails_ends_the_job_soon_with_its_error(four_ranks):
     done, _ = four_ranks
     assert done.returncode == 1
     assert "ValueError: made to fail" in done.output
-    assert "rank 2 leaves its process group with ValueError" in done.output
     assert [run.exit_code for run in done.runs if not run.rows] == [1]
 
 

@@ -60,35 +60,10 @@ def test_one_process_has_a_group_of_one(bare_environment, gpus):
     assert not dist.is_initialized()
 
 
-def test_a_torch_before_2_3_which_binds_no_group_to_a_device_has_one_too(bare_environment, gpus, monkeypatch):
-    init = dist.init_process_group
-
-    def of_old_torch(backend=None, init_method=None, timeout=None, world_size=-1, rank=-1, store=None):
-        return init(backend, init_method, timeout, world_size, rank, store)
-
-    monkeypatch.setattr(dist, "init_process_group", of_old_torch)
-    with process_group() as device:
-        assert (dist.get_world_size(), device) == (1, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("backend", [None, "nccl", "cpu:gloo,cuda:nccl"])
-def test_more_local_ranks_than_gpus_are_refused(place, gpus, backend):
-    gpus(2)
-    place(CUDA_VISIBLE_DEVICES="0,1", RANK="0", LOCAL_RANK="0")
-    text = refusal(TopologyError, backend)
-    assert text.startswith("4 processes on this node, but torch sees 2 GPUs (CUDA_VISIBLE_DEVICES='0,1')")
-
-
-def test_a_gpu_that_does_not_exist_or_is_not_known_is_refused(place, gpus, monkeypatch):
-    assert refusal(TopologyError, "nccl").startswith("4 processes on this node, but torch sees 0 GPUs")
-    assert refusal(ConfigError, device=0).startswith("device=0, but torch sees 0 GPUs")
-    gpus(2)
-    assert "device=2, but torch sees 2 GPUs (CUDA_VISIBLE_DEVICES is not set)" in refusal(ConfigError, device=2)
-    assert "device=1 needs NCCL, but backend='gloo'" in refusal(ConfigError, "gloo", device=1)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name)
-    place(OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
-    assert refusal(TopologyError).startswith("the GPU of this rank is not known: set LOCAL_RANK")
+def test_a_local_rank_without_a_gpu_is_refused(place, gpus):
+    gpus(1)
+    for backend in (None, "nccl", "cpu:gloo,cuda:nccl"):
+        assert refusal(TopologyError, backend).startswith("this is local rank 1, but torch sees 1 GPUs")
 
 
 @pytest.mark.parametrize(
@@ -100,9 +75,6 @@ def test_a_gpu_that_does_not_exist_or_is_not_known_is_refused(place, gpus, monke
         ({"MASTER_ADDR": ""}, "MASTER_ADDR must be set to where rank 0 listens, which env does not do"),
         ({"MASTER_PORT": ""}, "MASTER_PORT must be set"),
         ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT must be set .*export MASTER_ADDR=HOST"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a number from 1 to 65535, the same on all ranks, got 'http'"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT must be a number from 1 to 65535, .*, got '0'"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be a number from 1 to 65535, .*, got '65536'"),
     ],
 )
 def test_ranks_that_cannot_meet_are_refused(place, gpus, variables, message):
@@ -111,20 +83,10 @@ def test_ranks_that_cannot_meet_are_refused(place, gpus, variables, message):
         pytest.fail("not refused")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"backend": 3}, "backend must be .*, got 3"),
-        ({"timeout_s": 0}, "timeout_s must be a positive number of seconds, got 0"),
-        ({"timeout_s": "60"}, "timeout_s must be a positive number of seconds, got '60'"),
-        ({"device": "cuda:0"}, r"device must be the index of a GPU \(0, 1, ...\) or None, got 'cuda:0'"),
-        ({"device": -1}, "device must be the index of a GPU .*, got -1"),
-        ({"device": True}, "device must be the index of a GPU .*, got True"),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused(place, gpus, arguments, message):
-    with pytest.raises(ConfigError, match=message), process_group(**arguments):
-        pytest.fail("not refused")
+@pytest.mark.parametrize("timeout_s", [0, "60"])
+def test_a_timeout_that_cannot_work_is_refused(place, gpus, timeout_s):
+    with pytest.raises(ConfigError, match=f"timeout_s must be a positive number of seconds, got {timeout_s!r}"):
+        process_group(timeout_s=timeout_s).__enter__()
 
 
 @pytest.mark.parametrize(("num_workers", "has_old_addresses"), [(1, False), (2, True)])
