@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,19 +74,7 @@ def wandb_init(function: F, /) -> F: ...
 
 
 @overload
-def wandb_init(
-    *,
-    project: str | None = None,
-    entity: str | None = None,
-    secret: Any = None,
-    id: str | None = None,
-    host: str | None = None,
-    api_host: str | None = None,
-    run_mode: RunMode | None = None,
-    rank_scope: RankScope | None = None,
-    download_logs: bool | None = None,
-    **kwargs: Any,
-) -> Callable[[F], F]: ...
+def wandb_init(**kwargs: Any) -> Callable[[F], F]: ...
 
 
 def wandb_init(function: Any = None, /, *, secret: Any = None, api_host: str | None = None, **kwargs: Any) -> Any:
@@ -120,22 +108,14 @@ def wandb_init(function: Any = None, /, *, secret: Any = None, api_host: str | N
     return decorate if function is None else decorate(function)
 
 
-def wandb_config(
-    project: str | None = None,
-    entity: str | None = None,
-    host: str | None = None,
-    id: str | None = None,
-    name: str | None = None,
-    tags: Sequence[str] | None = None,
-    config: Mapping[str, Any] | None = None,
-    mode: str | None = None,
-    group: str | None = None,
-    run_mode: RunMode | None = None,
-    rank_scope: RankScope | None = None,
-    download_logs: bool | None = None,
-    **kwargs: Any,
-) -> PropagatedConfig:
-    """`tracking_config`, with the arguments of flyteplugins-wandb's `wandb_config`.
+def wandb_config(project: str | None = None, entity: str | None = None, **kwargs: Any) -> PropagatedConfig:
+    """`tracking_config`, where None stands for "not given", as for flyteplugins-wandb's `wandb_config`.
+
+    Args:
+        project: The runs' project.
+        entity: Its entity.
+        **kwargs: The other arguments of `tracking_config`: `host`, `id`, `name`, `tags`, `config`, `mode`, `group`,
+            `run_mode`, `rank_scope`, `download_logs`, ...
 
     Returns:
         A mapping for `flyte.with_runcontext(custom_context=...)`, and a context manager.
@@ -143,8 +123,7 @@ def wandb_config(
     Raises:
         ConfigError: As `tracking_config`.
     """
-    arguments = {**locals()}
-    arguments |= arguments.pop("kwargs")
+    arguments = {"project": project, "entity": entity, **kwargs}
     return tracking_config(**{name: value for name, value in arguments.items() if value is not None})
 
 
@@ -153,9 +132,7 @@ def wandb_sweep(function: F, /) -> F: ...
 
 
 @overload
-def wandb_sweep(
-    *, project: str | None = None, entity: str | None = None, download_logs: bool | None = None, **kwargs: Any
-) -> Callable[[F], F]: ...
+def wandb_sweep(**kwargs: Any) -> Callable[[F], F]: ...
 
 
 def wandb_sweep(function: Any = None, /, *, download_logs: bool | None = None, **kwargs: Any) -> Any:
@@ -184,14 +161,18 @@ def wandb_sweep_config(
     method: str | None = None,
     metric: Mapping[str, Any] | None = None,
     parameters: Mapping[str, Any] | None = None,
-    project: str | None = None,
-    entity: str | None = None,
-    prior_runs: Sequence[str] | None = None,
-    name: str | None = None,
+    *,
     download_logs: bool = False,
     **kwargs: Any,
 ) -> PropagatedConfig:
-    """`tracking_sweep_config`, with the arguments of flyteplugins-wandb's `wandb_sweep_config`.
+    """`tracking_sweep_config` with the additional argument `download_logs`.
+
+    Args:
+        method: As for `tracking_sweep_config`, as are the next two.
+        metric: The metric to optimise.
+        parameters: The search range of each parameter.
+        download_logs: As for `wandb_sweep`, for the tasks that do not set it.
+        **kwargs: The other arguments of `tracking_sweep_config`: `project`, `entity`, `prior_runs`, `name`, ...
 
     Returns:
         A mapping for `flyte.with_runcontext(custom_context=...)`, and a context manager.
@@ -199,14 +180,11 @@ def wandb_sweep_config(
     Raises:
         ConfigError: As `tracking_sweep_config`.
     """
-    arguments = {**locals()}
-    arguments |= arguments.pop("kwargs")
-    check_flag("download_logs", arguments.pop("download_logs"))
-    propagated = tracking_sweep_config(**arguments)
+    check_flag("download_logs", download_logs)
+    propagated = tracking_sweep_config(method=method, metric=metric, parameters=parameters, **kwargs)
     configuration = propagation.parse(propagated[propagation.SWEEP], propagation.SWEEP)
-    if download_logs:
-        configuration["download_logs"] = True
-    return PropagatedConfig(propagation.SWEEP, configuration, "wandb_sweep_config")
+    more = {"download_logs": True} if download_logs else {}
+    return PropagatedConfig(propagation.SWEEP, {**configuration, **more}, "wandb_sweep_config")
 
 
 def get_wandb_sweep_id() -> str | None:
@@ -386,16 +364,14 @@ def _propagated_arguments(key: str, kind: type) -> dict[str, Any]:
 
 
 @dataclass
-class Wandb:
-    """A link to the run of a task, as `@wandb_init` adds it by itself.
+class _Link:
+    """A link to a page of W&B.
 
     Attributes:
         host: The address of W&B. If it is not the default, it takes precedence over the propagated one.
-        project: The run's project; None for the propagated one.
+        project: The project of the run or sweep; None for the propagated one.
         entity: Its entity; None for the propagated one.
-        run_mode: With "auto" and "shared" the link leads to the run of the calling task, if it has one.
-        rank_scope: Has no effect: the link leads to one run.
-        id: The run's id; None for `{run}-{action}`.
+        id: Its id; None for that of the task or of the task that calls it.
         name: The link's name in the console.
         icon_uri: The address of an icon.
     """
@@ -403,10 +379,8 @@ class Wandb:
     host: str = _APP
     project: str | None = None
     entity: str | None = None
-    run_mode: RunMode = "auto"
-    rank_scope: RankScope = "global"
     id: str | None = None
-    name: str = "Weights & Biases"
+    name: str = ""
     icon_uri: str = ""
 
     def __post_init__(self) -> None:
@@ -415,80 +389,47 @@ class Wandb:
         Raises:
             ConfigError: An argument is invalid.
         """
-        self._config()
+        check_config(TrackingConfig.from_arguments(self._arguments()))
 
-    def get_link(self, **of_task: Any) -> str:
-        """Return the run's page, or the project's or W&B's if the run or the project is not known."""
-        return TrackingLink(self.name, self._config()).get_link(**of_task)
-
-    def _config(self) -> TrackingConfig:
-        run_arguments = {"run_mode": self.run_mode, "rank_scope": self.rank_scope, "id": self.id}
-        return _checked({**run_arguments, **_location_of(self)})
+    def _arguments(self) -> dict[str, Any]:
+        host = None if self.host == _APP else self.host
+        arguments = {"project": self.project, "entity": self.entity, "host": host, "id": self.id}
+        return {name: value for name, value in arguments.items() if value is not None}
 
 
 @dataclass
-class WandbSweep:
-    """A link to the sweep of a task.
+class Wandb(_Link):
+    """A link to the run of a task, as `@wandb_init` adds it by itself.
 
     Attributes:
-        host: The address of W&B. If it is not the default, it takes precedence over the propagated one.
-        project: The sweep's project; None for the propagated one.
-        entity: Its entity; None for the propagated one.
-        id: The sweep's id; None for the sweep of the task or of the task that calls it.
-        name: The link's name in the console.
-        icon_uri: The address of an icon.
+        run_mode: With "auto" and "shared" the link leads to the run of the calling task, if it has one.
+        rank_scope: Has no effect: the link leads to one run.
     """
 
-    host: str = _APP
-    project: str | None = None
-    entity: str | None = None
-    id: str | None = None
+    name: str = "Weights & Biases"
+    run_mode: RunMode = "auto"
+    rank_scope: RankScope = "global"
+
+    def _arguments(self) -> dict[str, Any]:
+        return {**super()._arguments(), "run_mode": self.run_mode, "rank_scope": self.rank_scope}
+
+    def get_link(self, **of_task: Any) -> str:
+        """Return the run's page, or the project's or W&B's if the run or the project is not known."""
+        return TrackingLink(self.name, TrackingConfig.from_arguments(self._arguments())).get_link(**of_task)
+
+
+@dataclass
+class WandbSweep(_Link):
+    """A link to the sweep of a task."""
+
     name: str = "Weights & Biases Sweep"
-    icon_uri: str = ""
-
-    def __post_init__(self) -> None:
-        """Refuse invalid arguments now rather than when the task is submitted.
-
-        Raises:
-            ConfigError: An argument is invalid.
-        """
-        _checked(_location_of(self))
 
     def get_link(self, **of_task: Any) -> str:
         """Return the sweep's page, or the page of all sweeps or W&B's if the sweep or the project is not known."""
-        location = {**_location_of(self), **({"id": self.id} if self.id else {})}
-        return SweepLink(location, self.name).get_link(**of_task)
-
-
-def _location_of(link: Wandb | WandbSweep) -> dict[str, Any]:
-    """Return the project, entity and host that are set on the link."""
-    host = None if link.host == _APP else link.host
-    location = {"project": link.project, "entity": link.entity, "host": host}
-    return {name: value for name, value in location.items() if value is not None}
-
-
-def _checked(arguments: Mapping[str, Any]) -> TrackingConfig:
-    config = TrackingConfig.from_arguments({name: value for name, value in arguments.items() if value is not None})
-    check_config(config)
-    return config
+        return SweepLink(self._arguments(), self.name).get_link(**of_task)
 
 
 # Downloads of a run or a sweep from W&B, as local files and as Flyte directories
-
-
-@dataclass(frozen=True)
-class _Address:
-    """The address of a run or a sweep. None stands for W&B's default."""
-
-    id: str
-    project: str | None = None
-    entity: str | None = None
-    server: str | None = None
-
-    @property
-    def path(self) -> str:
-        parts = [self.entity if self.project else None, self.project, self.id]
-        return "/".join(part for part in parts if part)
 
 
 def download_wandb_run_dir(run_id: str | None = None, path: str | None = None, include_history: bool = True) -> str:
@@ -508,9 +449,10 @@ def download_wandb_run_dir(run_id: str | None = None, path: str | None = None, i
     Raises:
         RuntimeError: There is no run, or W&B does not return it. W&B's own error is the cause.
     """
-    run = _run_address(run_id)
-    path = path or _directory_in(_default_base(), run.id)
-    return _download(_open_api(run, "run"), run, path, include_history)
+    parents = propagation.parse((flyte2.custom_context() or {}).get(propagation.RUNS), propagation.RUNS)
+    place = _place("run", "@wandb_init", run_id, _open_run(), parents.get("wandb") or {})
+    path = path or _directory_in(str(private_directory("wandb_runs", on_disk=True)), place["id"])
+    return _download(_api_of(place), place, path, include_history)
 
 
 def download_wandb_sweep_dirs(
@@ -529,25 +471,24 @@ def download_wandb_sweep_dirs(
     Raises:
         RuntimeError: There is no sweep, or W&B does not return it or any of its runs. W&B's own error is the cause.
     """
-    sweep = _sweep_address(sweep_id)
-    api = _open_api(sweep, "sweep")
-    with _runtime_error(f"W&B did not return the sweep {sweep.path!r}"):
-        run_ids = [run.id for run in api.sweep(sweep.path).runs]
-    directories, failures = [], {}
+    current = flyte_context.propagated(propagation.SWEEP_ID)
+    place = _place("sweep", "@wandb_sweep", sweep_id, current, defaults=flyte_context.propagated(propagation.SWEEP))
+    api = _api_of(place)
+    with _runtime_error(f"W&B did not return the sweep {_path(place)!r}"):
+        run_ids = [run.id for run in api.sweep(_path(place)).runs]
+    base = base_path or str(private_directory("wandb_runs", on_disk=True))
+    directories, failures = [], list[RuntimeError]()
     for run_id in run_ids:
-        run = _Address(run_id, sweep.project, sweep.entity)
         try:
-            path = _directory_in(base_path or _default_base(), run_id)
-            directories.append(_download(api, run, path, include_history))
+            path = _directory_in(base, run_id)
+            directories.append(_download(api, {**place, "id": run_id}, path, include_history))
         except RuntimeError as error:
-            failures[run_id] = error
+            failures.append(error)
     if failures:
-        summary = f"{len(failures)} of the {len(run_ids)} runs of sweep {sweep.id!r} could not be downloaded: " + (
-            "; ".join(str(error) for error in failures.values())
-        )
+        of_sweep = f"{len(failures)} of the {len(run_ids)} runs of sweep {place['id']!r} could not be downloaded: "
         if not directories:
-            raise RuntimeError(summary) from next(iter(failures.values()))
-        logger.warning("%s", summary)
+            raise RuntimeError(of_sweep + "; ".join(map(str, failures))) from failures[0]
+        logger.warning("%s%s", of_sweep, "; ".join(map(str, failures)))
     return directories
 
 
@@ -620,19 +561,24 @@ def _directory_in(base: str, run_id: str) -> str:
     return os.path.join(base, run_id)
 
 
-def _default_base() -> str:
-    return str(private_directory("wandb_runs", on_disk=True))
+def _place(
+    kind: str, decorator: str, of_id: str | None, *known: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return where a run or a sweep is: the one of the `known` with the id `of_id`, or else a propagated one.
 
-
-def _run_address(run_id: str | None) -> _Address:
-    """Return the address of `run_id`: that of an open run with this id, or else the propagated one."""
-    parent_runs = propagation.parse((flyte2.custom_context() or {}).get(propagation.RUNS), propagation.RUNS)
-    for open_run in (_open_run(), parent_runs.get("wandb") or {}):
-        if open_run.get("id") and run_id in (None, open_run["id"]):
-            return _Address(**merged(_propagated_location(), open_run))
-    if run_id is None:
-        raise RuntimeError("no W&B run is open: pass run_id=..., or call this in a task with @wandb_init")
-    return _Address(run_id, **_propagated_location())
+    Raises:
+        RuntimeError: `of_id` is None, and none is known.
+    """
+    config = merged(flyte_context.propagated(propagation.CONFIG), defaults or {})
+    place = {name: config.get(name) for name in ("project", "entity", "host")}
+    if os.environ.get("WANDB_BASE_URL") or (place["host"] or "").rstrip("/") == _APP:
+        place["host"] = None  # as for runs: the variable takes precedence, and https://wandb.ai is a page, not a server
+    for one in known:
+        if one.get("id") and of_id in (None, one["id"]):
+            return {**place, **{name: value for name, value in one.items() if value is not None}}
+    if of_id is None:
+        raise RuntimeError(f"no W&B {kind} is open: pass {kind}_id=..., or call this in a task with {decorator}")
+    return {**place, "id": of_id}
 
 
 def _open_run() -> dict[str, Any]:
@@ -640,51 +586,35 @@ def _open_run() -> dict[str, Any]:
     if run is None:
         return {}
     server = getattr(getattr(run, "settings", None), "base_url", None)
-    return {"id": run.id, "project": run.project or None, "entity": run.entity or None, "server": server}
+    return {"id": run.id, "project": run.project or None, "entity": run.entity or None, "host": server}
 
 
-def _sweep_address(sweep_id: str | None) -> _Address:
-    current_sweep = flyte_context.propagated(propagation.SWEEP_ID)
-    context = get_wandb_sweep_context()
-    location = {} if context is None else {"project": context.project, "entity": context.entity}
-    if current_sweep.get("id") and sweep_id in (None, current_sweep["id"]):
-        location = {**location, **{name: current_sweep.get(name) for name in ("project", "entity")}}
-        sweep_id = current_sweep["id"]
-    if sweep_id is None:
-        raise RuntimeError("no W&B sweep is open: pass sweep_id=..., or call this in a task with @wandb_sweep")
-    return _Address(sweep_id, **merged(_propagated_location(), location))
+def _path(place: Mapping[str, Any]) -> str:
+    parts = [place["entity"] if place["project"] else None, place["project"], place["id"]]
+    return "/".join(part for part in parts if part)
 
 
-def _propagated_location() -> dict[str, str | None]:
-    context = get_wandb_context()
-    if context is None:
-        return {}
-    # As for runs: the variable takes precedence over host=, and https://wandb.ai is a page and not a server.
-    is_default = context.host is None or context.host.rstrip("/") == _APP or os.environ.get("WANDB_BASE_URL")
-    return {"project": context.project, "entity": context.entity, "server": None if is_default else context.host}
-
-
-def _open_api(address: _Address, kind: str) -> Any:
+def _api_of(place: Mapping[str, Any]) -> Any:
     import wandb
 
-    with _runtime_error(f"W&B did not return the {kind} {address.path!r}"):
-        return wandb.Api(overrides=None if address.server is None else {"base_url": address.server})
+    with _runtime_error("W&B's API cannot be used"):
+        return wandb.Api(overrides={"base_url": place["host"]} if place["host"] else None)
 
 
-def _download(api: Any, run: _Address, path: str, include_history: bool) -> str:
-    with _runtime_error(f"W&B did not return the run {run.path!r}"):
-        api_run = api.run(run.path)
-    with _runtime_error(f"the run {run.path!r} could not be downloaded to {path}"):
+def _download(api: Any, place: Mapping[str, Any], path: str, include_history: bool) -> str:
+    with _runtime_error(f"W&B did not return the run {_path(place)!r}"):
+        run = api.run(_path(place))
+    with _runtime_error(f"the run {_path(place)!r} could not be downloaded to {path}"):
         os.makedirs(path, exist_ok=True)
         inside = Path(path).resolve()
-        for file in api_run.files():
+        for file in run.files():
             if not (inside / file.name).resolve().is_relative_to(inside):
                 raise PermissionError(f"{file.name!r} is outside of {path}")
             file.download(root=path, replace=True)
-        _write(path, "summary.json", api_run.summary_metrics)
+        _write(path, "summary.json", run.summary_metrics)
         if include_history:
             # Not `history`, which samples 500 rows. Not the cache, which may be outdated.
-            _write(path, "metrics_history.json", list(api_run.scan_history(use_cache=False)))
+            _write(path, "metrics_history.json", list(run.scan_history(use_cache=False)))
     return path
 
 
