@@ -1,21 +1,16 @@
 """Sweeps of W&B, which are searches over parameters.
 
-`tracking_sweep` creates one when a function is called, and `sweep_agent` runs its trials on every rank of a job.
+`tracking_sweep` creates one when a function is called, and `sweep_agent` runs its trials in this process.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
-import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking._flyte import context as flyte_context
@@ -23,22 +18,17 @@ from flyteplugins_tracking._flyte import flyte2
 from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig
 from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._runs import propagation
-from flyteplugins_tracking._runs.call import detached, exit_code_of
 from flyteplugins_tracking._runs.context import Task
 from flyteplugins_tracking._runs.request import may_prompt
 from flyteplugins_tracking._runs.run import require
 from flyteplugins_tracking._util.checks import check_arguments, check_text, check_texts, is_given
-from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.modules import initialised_distributed
 from flyteplugins_tracking._util.plain import plain_config
-from flyteplugins_tracking._util.proc import TERMINATED, set_variables
+from flyteplugins_tracking._util.proc import variables
 from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import TrackingConfig, merged
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker
-
-logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,10 +45,6 @@ _ARGUMENTS = _KEYS | {*_LOCATION, "prior_runs"}
 _PROPAGATED = _ARGUMENTS | {"download_logs"}
 # The variables that `wandb.sweep` and `wandb.agent` leave changed, and the settings that W&B reads from them.
 _CHANGED = {"WANDB_PROJECT": "project", "WANDB_ENTITY": "entity", "WANDB_BASE_URL": "base_url", "WANDB_DIR": None}
-# The variables of a trial that the other ranks need for their runs: the base of the ids, the project and the entity.
-_TRIAL_VARIABLES = ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_ENTITY")
-# The parameters that rank 0 sent for the current trial; None on rank 0 and outside a trial.
-_received_parameters: dict[str, Any] | None = None
 
 
 def tracking_sweep_config(
@@ -226,14 +212,15 @@ def _wrap(arguments: Mapping[str, Any], function: Callable[..., Any], _: Task | 
 
 @contextmanager
 def _in_sweep(arguments: Mapping[str, Any]) -> Iterator[None]:
-    """Propagate the sweep of one call: the caller's sweep, or a new one."""
-    with restored_session():
-        sweep = flyte_context.propagated(propagation.SWEEP_ID) or _new_sweep(arguments)
-        if not sweep:
-            yield
-            return
+    """Propagate the sweep of one call: the caller's sweep, or a new one of rank 0."""
+    sweep, info = flyte_context.propagated(propagation.SWEEP_ID), get_distributed_info()
+    if not sweep and info is not None and info.rank != 0:
+        _configuration(arguments, flyte_context.current_context().propagated)  # fails here if it fails on rank 0
+        yield
+        return
+    with restored_session() as settings:
+        sweep = sweep or _new_sweep(arguments)
         # For `wandb.agent(get_sweep_id(), ...)`, which reads the settings again before and in each trial.
-        settings = _client_settings()
         for name in ("project", "entity"):
             if sweep.get(name):
                 os.environ[f"WANDB_{name.upper()}"] = sweep[name]
@@ -243,15 +230,13 @@ def _in_sweep(arguments: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _new_sweep(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Create a sweep and return its id, project and entity; empty on ranks other than 0."""
-    context, info = flyte_context.current_context(), get_distributed_info()
+    """Create a sweep and return its id, project and entity."""
+    context = flyte_context.current_context()
     configuration = _configuration(arguments, context.propagated)
-    if info is not None and info.rank != 0:
-        return {}
     if context.base_id is not None:
         configuration.setdefault("name", context.base_id)
-    host = configuration.get("host")
-    log_in(None if host is None or os.environ.get("WANDB_BASE_URL") else host, may_prompt(info, context))
+    host = None if os.environ.get("WANDB_BASE_URL") else configuration.get("host")
+    log_in(host, may_prompt(get_distributed_info(), context))
     timeout_s = TrackingConfig.from_arguments({}).with_defaults(context.propagated).init_timeout_s
     try:
         # W&B's client itself retries for minutes if a server does not answer.
@@ -297,18 +282,14 @@ def log_in(host: str | None, may_ask: bool) -> None:
 
     Raises:
         TrackerUnavailableError: There is no API key.
-        TrackerNotInstalledError: wandb is missing.
     """
-    from flyteplugins_tracking.trackers.wandb import api_of
-    from flyteplugins_tracking.trackers.wandb.vendor import drop_unusable_service, has_credentials
-
-    require(find_tracker("wandb"))
     import wandb
 
+    from flyteplugins_tracking.trackers.wandb import api_of
+    from flyteplugins_tracking.trackers.wandb.vendor import drop_unusable_service, has_credentials, session
+
     drop_unusable_service()
-    settings = _client_settings()
-    with _blocks.lock:
-        _blocks.saved[1].update({**_changed_settings(), **_blocks.saved[1]})
+    settings = session().settings
     server = None if host is None else api_of(host)
     if server is not None:
         settings.base_url = os.environ["WANDB_BASE_URL"] = server
@@ -324,99 +305,74 @@ def log_in(host: str | None, may_ask: bool) -> None:
     wandb.login()
 
 
-class _Blocks(PerProcess):
-    """The blocks of `restored_session` that are open in any thread."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.count = 0
-        self.saved: tuple[dict[str, str | None], dict[str, Any]] = ({}, {})  # variables and settings before the first
-
-    def after_fork_in_child(self) -> None:
-        self.lock = threading.Lock()  # the child is in the same blocks
-
-
-_blocks = register(_Blocks())
-
-
 @contextmanager
-def restored_session() -> Iterator[None]:
-    """Restore the variables and settings that W&B's sweeps change, when the last open block ends."""
-    with _blocks.lock:
-        if not _blocks.count:
-            _blocks.saved = ({name: os.environ.get(name) for name in _CHANGED}, _changed_settings())
-        _blocks.count += 1
+def restored_session() -> Iterator[Any]:
+    """Yield the settings of W&B's session. At the end, restore these and the variables that W&B's sweeps change.
+
+    Raises:
+        TrackerNotInstalledError: wandb is missing.
+    """
+    require(find_tracker("wandb"))
+    from flyteplugins_tracking.trackers.wandb.vendor import session
+
+    before = session().settings
+    changed = {name: getattr(before, name) for name in _CHANGED.values() if name is not None}
     try:
-        yield
+        with variables({name: os.environ.get(name) for name in _CHANGED}):
+            yield before
     finally:
-        with _blocks.lock:
-            _blocks.count -= 1
-            if not _blocks.count:
-                variables, settings = _blocks.saved
-                set_variables(variables)
-                from_variables = {name: os.environ.get(f"WANDB_{name.upper()}") for name in ("project", "entity")}
-                for name, value in (settings or from_variables).items():
-                    setattr(_client_settings(), name, value)
-
-
-def _changed_settings() -> dict[str, Any]:
-    """Return the session's settings that a sweep changes; empty if wandb is not loaded in this process."""
-    names = [name for name in _CHANGED.values() if name is not None]
-    return {name: getattr(_client_settings(), name) for name in names if "wandb" in sys.modules}
-
-
-def _client_settings() -> Any:
-    """Return the settings of W&B's session; an object without effect if wandb is not loaded in this process."""
-    if "wandb" not in sys.modules:
-        return SimpleNamespace()
-    from flyteplugins_tracking.trackers.wandb import vendor
-
-    return vendor.session().settings
+        after = session().settings  # a teardown makes new ones
+        for name, value in changed.items():
+            setattr(after, name, value)
 
 
 # The trials
 
 
 def sweep_agent(objective: Callable[[], Any], *, count: int | None = None, sweep_id: str | None = None) -> None:
-    """Run trials of a sweep on every rank. Like `wandb.agent`, even in a distributed job.
+    """Run trials of a sweep in this process, as `wandb.agent` does, which calls the objective in a thread.
 
-    Only rank 0 has the agent, which calls the objective in a thread. The other ranks call it for the same trials, in
-    step, and return when the agent has ended. A trial fails if the objective raises on any rank. If a rank raises while
-    others wait for it in a collective, those wait until the process group's timeout: pass a short one to
-    `init_process_group`.
+    For trials that are distributed jobs, start W&B's own agent, `wandb agent`, on a sweep whose `command` is torchrun:
+    the decorated function has the trial's run then, on the ranks that should have it.
 
     Args:
-        objective: Called without arguments. In it `get_sweep_parameters()` returns the trial's parameters on each rank.
-            If it is decorated with `tracking_init`, it has the trial's run.
+        objective: Called without arguments. In it `get_sweep_parameters()` returns the trial's parameters. If it is
+            decorated with `tracking_init`, it has the trial's run.
         count: How many trials to run; None for all trials of the sweep.
-        sweep_id: The sweep's id or `entity/project/id`; None for the sweep of the enclosing `tracking_sweep`. Only the
-            argument of rank 0 is used.
+        sweep_id: The sweep's id or `entity/project/id`; None for the sweep of the enclosing `tracking_sweep`.
 
     Raises:
-        ConfigError: There is no sweep, several ranks have no process group, or the objective is async.
+        ConfigError: There is no sweep, the process is one of several ranks, or the objective is async.
         TrackerUnavailableError: The service has no API key.
         TrackerNotInstalledError: wandb is missing.
     """
     if flyte_context.is_async(objective):
         raise ConfigError("the objective of sweep_agent must be a plain function: write `def`, not `async def`")
     info = get_distributed_info()
-    if info is None or info.world_size == 1:
-        _run_agent(objective, count, sweep_id)
-        return
-    with _group_of_ranks() as group:
-        if initialised_distributed().get_rank() == 0:
-            _lead(group, objective, count, sweep_id)
-        else:
-            _follow(group, objective)
+    if info is not None and info.world_size > 1:
+        raise ConfigError(
+            f"sweep_agent runs trials in one process, and this is rank {info.rank} of {info.world_size}. Give the "
+            f"sweep command=['torchrun', '--standalone', '--nproc-per-node={info.local_world_size or 1}', "
+            "'${program}'], and start on each machine: wandb agent ENTITY/PROJECT/SWEEP"
+        )
+    sweep = flyte_context.propagated(propagation.SWEEP_ID)
+    if sweep_id is not None and sweep_id != sweep.get("id"):
+        sweep = {"id": sweep_id}
+    if not sweep.get("id"):
+        raise ConfigError("sweep_agent has no sweep: pass sweep_id=..., or call it in a tracking_sweep function")
+    with restored_session():
+        log_in(None, may_prompt(info, flyte_context.current_context()))
+        import wandb
+
+        entity, project = sweep.get("entity"), sweep.get("project")
+        wandb.agent(sweep["id"], function=objective, entity=entity, project=project, count=count)
 
 
 def get_sweep_parameters() -> dict[str, Any]:
-    """Return the parameters of the trial that runs in this process, on every rank of `sweep_agent`.
+    """Return the parameters of the trial that this process runs, on each rank of it.
 
     The dict is empty outside a trial.
     """
-    if _received_parameters is not None:
-        return dict(_received_parameters)
     path = os.environ.get("WANDB_SWEEP_PARAM_PATH")
     if not path:
         return {}
@@ -424,114 +380,3 @@ def get_sweep_parameters() -> dict[str, Any]:
     with open(path) as file:
         parameters = yaml.safe_load(file) or {}
     return {name: value["value"] for name, value in parameters.items() if name != "wandb_version"}
-
-
-def _run_agent(function: Callable[[], Any], count: int | None, sweep_id: str | None) -> None:
-    sweep = flyte_context.propagated(propagation.SWEEP_ID)
-    if sweep_id is not None and sweep_id != sweep.get("id"):
-        sweep = {"id": sweep_id}
-    if not sweep.get("id"):
-        raise ConfigError("sweep_agent has no sweep: pass sweep_id=..., or call it in a tracking_sweep function")
-    with restored_session():
-        log_in(None, may_prompt(get_distributed_info(), flyte_context.current_context()))
-        import wandb
-
-        wandb.agent(
-            sweep["id"], function=function, entity=sweep.get("entity"), project=sweep.get("project"), count=count
-        )
-
-
-def _lead(group: Any, objective: Callable[[], Any], count: int | None, sweep_id: str | None) -> None:
-    cuda = sys.modules["torch"].cuda
-    device = cuda.current_device() if cuda.is_initialized() else None
-
-    def trial() -> None:
-        if device is not None:  # the agent's thread starts with device 0
-            cuda.set_device(device)
-        variables = {name: os.environ[name] for name in _TRIAL_VARIABLES if name in os.environ}
-        _broadcast(group, (variables, get_sweep_parameters()))
-        try:
-            objective()
-        except BaseException as error:
-            _gather_errors(group, error)
-            raise
-        failures = [f"rank {rank}: {failure}" for rank, failure in enumerate(_gather_errors(group, None)) if failure]
-        if failures:
-            _fail_run()
-            raise RuntimeError("the objective failed on " + "; ".join(failures))
-
-    try:
-        _run_agent(trial, count, sweep_id)
-    finally:
-        _broadcast(group, None)
-
-
-def _follow(group: Any, objective: Callable[[], Any]) -> None:
-    """Call the objective with the parameters and variables of each trial of rank 0, until its agent has ended."""
-    global _received_parameters
-    while True:
-        trial = _broadcast(group)
-        if trial is None:
-            return
-        variables, _received_parameters = trial
-        put_back, error = set_variables(variables), None
-        try:
-            with detached():
-                objective()
-        except (Exception, SystemExit) as raised:
-            if isinstance(raised, SystemExit) and exit_code_of(raised) == TERMINATED:
-                raise
-            error = raised
-            logger.error("the objective failed in trial %s", variables["WANDB_RUN_ID"], exc_info=True)
-        finally:
-            _received_parameters = None
-            put_back()
-        _gather_errors(group, error)
-
-
-def _fail_run() -> None:
-    """Finish the trial's run as failed. The objective may have finished it with rank 0's status."""
-    import wandb
-
-    from flyteplugins_tracking.trackers.wandb.vendor import is_finished
-
-    run = wandb.run
-    if run is not None and run.id == os.environ["WANDB_RUN_ID"] and not is_finished(run):
-        return  # the agent finishes it
-    wandb.init(resume="allow", reinit="create_new").finish(exit_code=1)
-
-
-@contextmanager
-def _group_of_ranks() -> Iterator[Any]:
-    """Make a separate process group of all ranks, so that its collectives do not mix with the objective's.
-
-    Raises:
-        ConfigError: torch's default process group is not initialised.
-    """
-    dist = initialised_distributed()
-    if dist is None:
-        raise ConfigError(
-            "sweep_agent with several ranks needs a process group: call torch.distributed.init_process_group first"
-        )
-    # gloo even beside NCCL: the agent's thread must not use a CUDA device. A sweep may have no trial for hours.
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-    try:
-        yield group
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
-
-
-def _broadcast(group: Any, message: Any = None) -> Any:
-    """Return rank 0's message, on each rank."""
-    messages = [message]
-    sys.modules["torch.distributed"].broadcast_object_list(messages, src=0, group=group)
-    return messages[0]
-
-
-def _gather_errors(group: Any, error: BaseException | None) -> list[str | None]:
-    """Return the trial's error on each rank, or None for success, when the trial has ended on all ranks."""
-    dist = sys.modules["torch.distributed"]
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}", group=group)
-    return errors

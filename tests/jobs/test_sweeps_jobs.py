@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from support import flyte2_pods, jobs
@@ -118,24 +117,25 @@ def test_without_wandb_the_error_names_the_command(tmp_path):
 
 
 @pytest.mark.parametrize("run_mode", ["auto", pytest.param("new", marks=pytest.mark.full)])
-def test_all_ranks_run_the_trials_in_step(tmp_path, run_mode):
+def test_under_wandbs_own_agent_a_torchrun_job_is_a_trial(tmp_path, run_mode):
+    """A run for each trial, or for each of its ranks in "new". All ranks have its parameters."""
     pytest.importorskip("torch")
     with WandbServer() as server:
-        script = [str(jobs.PROGRAMS / "sweep_ranks.py"), run_mode]
-        done = jobs.run([*jobs.torchrun("--standalone", "--nproc-per-node=2"), *script], tmp_path, server.environment)
+        env = {**server.environment, "MODE": run_mode}
+        done = jobs.python(tmp_path, jobs.PROGRAMS / "sweep_ranks.py", env=env)
         assert done.returncode == 0, done.output
-        first, second = (json.loads(Path(tmp_path, f"rank-{rank}.json").read_text()) for rank in (0, 1))
-        (sweep,), runs = server.sweeps, trials(server)
-    assert [run.id for run in runs] == sweep.run_ids
-    assert [(run.exit_codes[-1], values(run, "total")) for run in runs] == [(0, [2]), (1, [4]), (3, [6]), (0, [8])]
-    of_second = [f"{run.id}-rank-1" if run_mode == "new" else None for run in runs]
-    needs_group = "sweep_agent with several ranks needs a process group"
-    assert needs_group in first[0]
-    assert needs_group in second[0]
-    assert first[1:] == [*([x, 2 * x, run.id, True] for x, run in enumerate(runs, 1)), sweep.id, {}]
-    loaded = run_mode == "new"
-    assert second[1:] == [*([x, 2 * x, own, loaded] for x, own in enumerate(of_second, 1)), None, {}]
-    assert "the objective failed on rank 1: ValueError: made to fail" in done.output
+        (sweep,), runs = server.sweeps, {run.id: run for run in server.runs}
+    suffixes = ["", "-rank-1"] if run_mode == "new" else [""]
+    assert sorted(runs) == sorted(f"{run_id}{suffix}" for run_id in sweep.run_ids for suffix in suffixes)
+    for x, run_id in enumerate(sweep.run_ids, 1):
+        for rank in (0, 1):
+            own = run_id if rank == 0 else f"{run_id}-rank-1" if run_mode == "new" else None
+            told = json.loads((tmp_path / f"{run_id}-{rank}.json").read_text())
+            assert told[:3] == [x, own, sweep.id]
+            assert told[3].startswith(f"sweep_agent runs trials in one process, and this is rank {rank} of 2. Give the")
+        assert [values(runs[f"{run_id}{suffix}"], "x") for suffix in suffixes] == [[x]] * len(suffixes)
+    assert [runs[run_id].exit_codes[-1] for run_id in sweep.run_ids] == [0, 1]
+    assert [runs[run_id].sweep for run_id in sweep.run_ids] == [sweep.id] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
-"""A sweep under torchrun: each rank tells what it had in each trial."""
+"""A sweep whose trials are torchrun jobs of two ranks, started by W&B's own agent.
+
+Without arguments it makes the sweep and starts the agent, which starts it again with an argument. Each rank of each
+trial writes what it had to `{run id}-{rank}.json`, with the error of a `sweep_agent` on a rank.
+"""
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
-
-import torch
-import torch.distributed
 
 from flyteplugins_tracking import (
     ConfigError,
@@ -18,40 +20,39 @@ from flyteplugins_tracking import (
     tracking_sweep,
 )
 
-RANK = int(os.environ["RANK"])
-seen: list[object] = []
+DIRECTORY = Path(os.environ["TRAIN_DIR"])
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-@tracking_init(run_mode=sys.argv[1])
-def objective() -> None:
-    run, x = get_run(), get_sweep_parameters()["x"]
-    total = torch.tensor(float(x))
-    torch.distributed.all_reduce(total)
-    seen.append([x, total.item(), run.id if run else None, "wandb" in sys.modules])
-    if run is not None:
-        run.log({"total": total.item()})
-    if (x, RANK) == (2, 1):
-        raise ValueError("made to fail")
-    if (x, RANK) == (3, 0):
-        sys.exit(3)
-
-
-@tracking_sweep(method="grid", parameters={"x": {"values": [1, 2, 3, 4]}}, project="p", entity="e")
-def search() -> None:
-    if RANK == 0:
-        from wandb.agents.pyagent import Agent
-
-        Agent.HEARTBEAT_SLEEP_SECONDS = 0.1
+@tracking_init(run_mode=os.environ.get("MODE", "auto"))
+def train() -> None:
+    run, x, rank = get_run(), get_sweep_parameters()["x"], os.environ["RANK"]
     try:
-        sweep_agent(objective)
-    except ConfigError as error:
-        seen.append(str(error))
-    torch.distributed.init_process_group("gloo")
-    sweep_agent(objective, count=4)
-    seen.append(get_sweep_id())
+        sweep_agent(train, sweep_id="another")
+        error = ""
+    except ConfigError as refused:
+        error = str(refused)
+    seen = [x, run and run.id, get_sweep_id(), error]
+    Path(DIRECTORY, f"{os.environ['WANDB_RUN_ID']}-{rank}.json").write_text(json.dumps(seen))
+    if run is not None:
+        run.log({"x": x})
+    if (x, rank) == (2, "0"):
+        raise ValueError("made to fail")
 
 
-search()
-seen.append(get_sweep_parameters())
-Path(os.environ["TRAIN_DIR"], f"rank-{RANK}.json").write_text(json.dumps(seen))
-torch.distributed.destroy_process_group()
+@tracking_sweep(
+    method="grid",
+    parameters={"x": {"values": [1, 2]}},
+    project="p",
+    entity="e",
+    program=__file__,
+    command=[*TORCHRUN, "${program}", "trial"],
+)
+def search() -> None:
+    subprocess.run([sys.executable, "-m", "wandb", "agent", "--count", "2", f"e/p/{get_sweep_id()}"], check=True)
+
+
+if "trial" in sys.argv:
+    train()
+else:
+    search()

@@ -367,7 +367,8 @@ class RecordedSweep:
             return None
         self.run_ids = [*self.run_ids, secrets.token_hex(4)]
         args = {name: {"value": value} for name, value in self.parameters(number).items()}
-        return {"type": "run", "run_id": self.run_ids[-1], "args": args, "logs": []}
+        program = {"program": self.config["program"]} if "program" in self.config else {}
+        return {"type": "run", "run_id": self.run_ids[-1], "args": args, "logs": [], **program}
 
     def parameters(self, number: int) -> dict[str, Any]:
         """The parameters of the trial of this number; the first is 0."""
@@ -661,6 +662,11 @@ class Operations:
         return self._of_project(given, sweep=sweep and sweep.as_read(len(runs or [])))
 
     GetSweepLegacy = GetSweep
+
+    def SweepWithRuns(self, given: Json) -> Json:
+        """What `wandb agent` asks of it: it reads the configuration, and no run."""
+        sweep = self._store.get_sweep((given["entity"], given["project"], given["sweep"]))
+        return self._of_project(given, sweep=sweep and {**sweep.as_read(0), "runs": {"edges": []}})
 
     def Run(self, given: Json) -> Json:
         run = self._asked(given)

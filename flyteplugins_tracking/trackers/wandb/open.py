@@ -144,8 +144,11 @@ def open_in_this_process(request: RunRequest) -> Any:
     Raises:
         TrackerUnavailableError: It cannot be opened, and not be logged offline: see `degrades`.
     """
+    # A trial of a sweep has one run, whatever id is asked for. Of the ranks of a trial, the first one has it.
+    has_trials_run = request.plan.first or forced_run_id() in (None, request.plan.run_id)
     try:
-        run = _init(request)
+        with nullcontext() if has_trials_run else vendor.outside_sweep():
+            run = _init(request)
     except TrackerUnavailableError as unavailable:
         if not client.degrades(request, unavailable):
             # wandb-core keeps the run's id, and would refuse it when the user tries again.
