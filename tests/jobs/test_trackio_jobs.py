@@ -332,11 +332,11 @@ def test_a_hub_that_does_not_answer_holds_nothing_up(tmp_path):
     assert [row for _, row in rows(tmp_path)] == [{"a": 0}]
 
 
-def test_a_network_file_system_gets_files_that_the_dashboard_takes(tmp_path):
-    done = python(tmp_path, "imports_fragments", TRACKIO_STORAGE_MODE="jsonl")
-    assert done.returncode == 0, done.output
-    assert sorted((step, row["a"]) for step, row in rows(tmp_path)) == [(0, 0), (1, 1)]
-    assert (status_of(tmp_path), config(tmp_path)["lr"]) == ("finished", 0.1)
+def test_a_job_that_is_to_keep_its_runs_in_files_of_json_lines_is_refused(tmp_path):
+    done = python(tmp_path, "meets_a_mute_hub", TRACKIO_STORAGE_MODE="jsonl")
+    assert (
+        "ConfigError: TRACKIO_STORAGE_MODE=jsonl is set, and runs are kept in databases here: unset it" in done.output
+    )
 
 
 @pytest.mark.full

@@ -92,22 +92,6 @@ def meets_a_mute_hub() -> None:
     tracking_init(**TRACKING)(lambda: log(1))()
 
 
-def imports_fragments() -> None:
-    """Two attempts write fragments (TRACKIO_STORAGE_MODE=jsonl), which Trackio's dashboard then imports."""
-    for attempt in range(2):
-
-        @tracking_init(**TRACKING, name="n", config={"lr": 0.1})
-        def train(attempt: int = attempt) -> None:
-            get_run().log({"a": attempt})
-
-        train()
-        time.sleep(0.05)  # fragments are ordered by their time
-    from trackio.fragments import import_inbox_dir
-
-    assert not os.path.exists(os.environ["TRACKIO_DIR"] + "/p.db")
-    import_inbox_dir()
-
-
 def tries_tokens() -> None:
     """Opens a run with no token, a wrong one and the right one. Half of the rows are logged after the file `gone`."""
     url, right = ARGUMENTS
@@ -145,7 +129,6 @@ SCENARIOS: tuple[Callable[[], None], ...] = (
     joins_a_run,
     names_unsent_files,
     meets_a_mute_hub,
-    imports_fragments,
     tries_tokens,
 )
 

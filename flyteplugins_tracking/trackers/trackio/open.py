@@ -36,7 +36,7 @@ from flyteplugins_tracking.trackers.trackio import (
     without_token,
 )
 from flyteplugins_tracking.trackers.trackio.run import TrackioHandle, cannot_write, is_outage
-from flyteplugins_tracking.trackers.trackio.store import Database, Inbox, Server, Store, Stored
+from flyteplugins_tracking.trackers.trackio.store import Database, Server, Store, Stored
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,11 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
     if os.environ.get("TRACKIO_SPACE_ID"):
         raise ConfigError(f"TRACKIO_SPACE_ID is set: {SPACE}")
     url, token = _server(request)
+    if url is None and os.environ.get("TRACKIO_STORAGE_MODE", "").strip().lower() == "jsonl":
+        raise ConfigError(
+            "TRACKIO_STORAGE_MODE=jsonl is set, and runs are kept in databases here: unset it. If TRACKIO_DIR is on a "
+            "network file system, log to a server (server_url=) or to a local disk"
+        )
     project = request.config.project or _DEFAULT_PROJECT
     vendor.check_project(project)
     request = replace(request, plan=replace(request.plan, run_id=request.plan.run_id or new_id()))
@@ -145,11 +150,7 @@ def _local_store(project: str, request: RunRequest) -> Store:
         logger.warning("Trackio: project %r is kept as %r, together with other projects of this name", project, kept_as)
     try:
         os.makedirs(directory, exist_ok=True)
-        inbox = vendor.inbox()
-        if inbox is None:
-            return Database(vendor.database(project), prefix_of(request))
-        inbox.mkdir(exist_ok=True)
-        return Inbox(inbox, Database(inbox.parent / f"{kept_as}.db"))
+        return Database(vendor.database(project), prefix_of(request))
     except Exception as error:
         raise cannot_write(directory, error) from error
 

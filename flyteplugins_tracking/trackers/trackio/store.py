@@ -1,25 +1,22 @@
-"""The three places where Trackio keeps runs: a SQLite file, JSON lines in a directory, or a server."""
+"""The two places where Trackio keeps runs: a SQLite file, or a server."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Protocol
 
-from flyteplugins_tracking._util.files import is_own_file, own_text
 from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking.trackers.trackio import vendor
 
 # The longest time that a statement waits for another process, in seconds.
 _BUSY_S, _SHORTEST_S = 5.0, 0.1
-_LONGEST_FILE = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -65,10 +62,6 @@ class Database(Store):
         self._path, self._prefix = path, prefix
         self.place = str(path)
 
-    def exists(self) -> bool:
-        """Whether the file is there."""
-        return self._path.exists()
-
     def find(self, run_id: str) -> Stored | None:
         with closing(sqlite3.connect(self._path, timeout=_BUSY_S)) as connection:
             row = connection.execute("SELECT run_name, config FROM configs WHERE run_id = ?", (run_id,)).fetchone()
@@ -102,41 +95,6 @@ class Database(Store):
                 # Trackio itself keeps NaN and infinities as text.
                 (run_id, name, json.dumps(finite(values)), text_of(time.time())),
             )
-
-
-class Inbox(Store):
-    """Files of JSON lines, for file systems on which SQLite fails. Trackio's dashboard imports them into a database."""
-
-    def __init__(self, inbox: Path, database: Database) -> None:
-        self._inbox, self._database = inbox, database
-        self.place = str(inbox)
-
-    def find(self, run_id: str) -> Stored | None:
-        found = [one for one in self._records() if one.get("run_id") == run_id]
-        imported = self._database.find(run_id) if self._database.exists() else None
-        if not found:
-            return imported
-        configs = [record["config"] for record in found if record.get("config")]
-        steps = [record["step"] for record in found]
-        if imported is not None:
-            configs, steps = [imported.config, *configs], [*steps, imported.last_step or 0]
-        return Stored(found[0]["run"], configs[-1] if configs else {}, max(steps))
-
-    def log(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        vendor.write_lines(entries)
-
-    def _records(self) -> Iterator[dict[str, Any]]:
-        for path in sorted(filter(is_own_file, self._inbox.rglob("*.jsonl")), key=_written_at):
-            with contextlib.suppress(ValueError):
-                records = [json.loads(line) for line in (own_text(path, _LONGEST_FILE) or "").splitlines()]
-                yield from (record for record in records if record.get("kind") == "metric")
-
-
-def _written_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # the dashboard has imported and removed it
-        return 0.0
 
 
 class Server(Store):

@@ -19,7 +19,6 @@ from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.client import refuse_to_pickle
 from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
 
-_LINES = "runs in files of JSON lines, for network file systems"
 PARTS = VendorParts(
     "Trackio",
     "trackio==0.43.0",
@@ -32,10 +31,6 @@ PARTS = VendorParts(
         Part("run._queued_logs", "takes the rows that the client has prepared"),
         Part("run._config_logged", "keeps a rank from replacing the primary rank's config"),
         Part("trackio.run:Run._get_username", "asks the Hugging Face Hub", "a limit of 2 s: a run may open late"),
-        Part("trackio.utils:get_storage_mode", "says whether projects are databases or JSON lines", _LINES),
-        Part("trackio.fragments:local_inbox_dir", "is the directory of JSON lines", _LINES),
-        Part("trackio.fragments:FragmentWriter", "writes JSON lines", _LINES),
-        Part("trackio.fragments:metric_record", "makes a JSON line of a row", _LINES),
     ],
 )
 # How long the Hugging Face Hub may take to name the token's owner. Trackio itself has no limit.
@@ -43,13 +38,6 @@ _USERNAME_S = 2.0
 
 
 # Where runs are kept.
-
-
-def inbox() -> Path | None:
-    """Return the directory of JSON lines; None if projects are kept in databases."""
-    lines = {path.rpartition(":")[2]: PARTS.get(path) for path, part in PARTS.parts.items() if part.loss == _LINES}
-    is_used = all(lines.values()) and lines["get_storage_mode"]() == "jsonl"
-    return Path(lines["local_inbox_dir"]()) if is_used else None
 
 
 def check_project(project: str) -> None:
@@ -88,20 +76,6 @@ def write_rows(entries: Sequence[Mapping[str, Any]]) -> None:
         config=first["config"],
         log_ids=[entry["log_id"] for entry in entries],
     )
-
-
-@functools.cache
-def _writer() -> Any:
-    from trackio.fragments import FragmentWriter
-
-    return FragmentWriter()
-
-
-def write_lines(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows to a file of JSON lines, which the dashboard imports. It knows rows that it has."""
-    from trackio.fragments import metric_record
-
-    _writer().write_local([metric_record(entry) for entry in entries])
 
 
 def remote_client(url: str, token: str | None, timeout_s: float) -> Any:
