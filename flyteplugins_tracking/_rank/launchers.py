@@ -49,7 +49,7 @@ class Launcher(Record):
         names_run: Whether the job's name can be its run's: all nodes know it, it is the same after a restart, and no
             other job gets it.
         has_one_process_per_job: Whether the ranks on a node have one ancestor for each job, as one mpirun. A daemon of
-            jsm or Slurm may start the ranks of several jobs.
+            Slurm may start the ranks of several jobs.
     """
 
     name: str
@@ -335,22 +335,6 @@ _TABLE = (
         job_id="PMIX_NAMESPACE",
         has_one_process_per_job=True,
     ),
-    Launcher(
-        "mvapich",
-        rank="MV2_COMM_WORLD_RANK",
-        world_size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
-        has_one_process_per_job=True,
-    ),
-    # IBM's jsrun, under LSF, whose job may run it several times: LSB_JOBID names no run.
-    Launcher(
-        "jsm",
-        rank="JSM_NAMESPACE_RANK",
-        world_size="JSM_NAMESPACE_SIZE",
-        local_rank="JSM_NAMESPACE_LOCAL_RANK",
-        job_id="LSB_JOBID",
-    ),
     # MPICH and Intel MPI (hydra). PMI_RANK alone may be Slurm's.
     Launcher(
         "mpich",
@@ -387,18 +371,7 @@ _TABLE = (
     # These two are in no variable, so that the launchers of processes come first.
     Launcher("process_group", function=detect_process_group),
     Launcher("jax", function=_jax),
-    # From here on the rank is the node's, if each node has one process. A worker on DGX Cloud Lepton may have the RANK
-    # of a pod too.
-    Launcher(
-        "lepton",
-        markers=("LEPTON_JOB_WORKER_INDEX",),
-        world_size="LEPTON_JOB_TOTAL_WORKERS",
-        worker_index="LEPTON_JOB_WORKER_INDEX",
-        restart_count=("RESTART_ATTEMPT",),
-        job_id="LEPTON_JOB_NAME",
-        function=_one_process_per_node("LEPTON_RESOURCE_ACCELERATOR_NUM"),
-        is_of_node=True,
-    ),
+    # From here on the rank is the node's, if each node has one process.
     # A pod of PyTorchJob, Kubeflow's Trainer v2, PAI-DLC or AIHC.
     Launcher("kubeflow", worker_index=("PET_NODE_RANK", "RANK"), function=_kubeflow, is_of_node=True),
     # A konduktor pod, where RANK is the node, and WORLD_SIZE is not set.

@@ -9,7 +9,7 @@ from flyteplugins_tracking._job import board
 from flyteplugins_tracking._job.identity import Identity, from_launcher, from_variables, readable
 
 # Launchers that give a job no name of its own. The error for Lightning's own launcher is another.
-NAMELESS = ("env", "mpich", "mvapich", "horovod", "jsm", "kubeflow", "lepton", "env_rank", "process_group", "jax")
+NAMELESS = ("env", "mpich", "horovod", "kubeflow", "env_rank", "process_group", "jax")
 TWO_NODES = DistributedInfo(rank=1, world_size=4, local_rank=1, local_world_size=2, launcher="env")
 
 
