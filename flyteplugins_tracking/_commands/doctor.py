@@ -20,18 +20,18 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from typing import Any
 
-from flyteplugins_tracking._job.board import Board, job_board
+from flyteplugins_tracking._job.board import job_board
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RANK_SCOPES, RUN_MODES, RunMode, plan, primary_rank_of
 from flyteplugins_tracking._rank.topology import Detection, RecordingEnv, examine
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import masked
-from flyteplugins_tracking._util.text import first_line, in_words, parse_json
+from flyteplugins_tracking._util.text import first_line
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TopologyError
 from flyteplugins_tracking.trackers.base import Tracker
@@ -48,19 +48,16 @@ _ANSWER_S = 5.0
 _OTHER_DECORATORS = ("flyteplugins-wandb", "flytekitplugins-wandb", "flyteplugins-mlflow", "flyteplugins-trackio")
 _FRAMEWORKS = ("accelerate", "flyte", "flytekit", "flytekitplugins-kfpytorch", "flyteplugins-pytorch", "lightning")
 _SHOWN = sorted((*_FRAMEWORKS, "torch", "transformers", *_OTHER_DECORATORS))
-# How long rank 0 waits for the others' diagnostics.
-_OTHERS_S = 30.0
-# How long rank 0 may take to ask servers and to print, if the ranks share no store. A rank with an error must not end
-# before: launchers end all ranks then.
+# How long rank 0 may take to ask servers and to print. A rank with an error must not end before: launchers end all
+# ranks then.
 _PRINTING_S = 6.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the diagnosis, and return the exit status: 1 if it has an error. Wrong arguments exit with 2.
 
-    Each rank examines its own process and machine. Rank 0 gets the others' documents through the launcher's store, if
-    there is one, and prints one document, which docs/reference/commands.md describes. The keys in the store are the
-    doctor's own.
+    Each rank examines its own process and machine. Rank 0 prints all; the others their problems, with their rank before
+    each line. With `--json` each rank prints one document, which docs/reference/commands.md describes.
     """
     parser = argparse.ArgumentParser("flyteplugins-tracking", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -73,94 +70,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with redirect_stdout(sys.stderr):  # other packages may print: that is not part of the document
         info, document = _examine(options.tracker, asks=not options.offline)
-    board = None if info is None or info.world_size == 1 else _board_of(info, document["diagnostics"])
-    if info is not None and info.rank > 0:
-        return _leave_to_rank_0(document, info, board)
-    documents, expected = [document], 1
-    if info is not None and board is not None:
-        expected = info.world_size
-        with suppress(RuntimeError, ValueError):
-            documents += map(parse_json, board.wait_for_texts(info.world_size - 1, _OTHERS_S))
-    document["diagnostics"] = _merged(documents, expected)
-    runs = _runs(info, document["base_id"]["base_id"] or "{base}", options.primary_rank)
-    document |= {
-        "ok": all(entry["level"] != "error" for entry in document["diagnostics"]),
-        "ranks_heard": len(documents),
-        "plans": [] if document["detected"]["error"] else list(runs),
-    }
-    _print(document, as_json=options.json)
+    document["ok"] = all(found.level != "error" for found in document["diagnostics"])
+    document["diagnostics"] = [found._asdict() for found in document["diagnostics"]]
+    rank = 0 if info is None else info.rank
+    if rank == 0 and not document["detected"]["error"]:
+        document["plans"] = list(_runs(info, document["base_id"]["base_id"] or "{base}", options.primary_rank))
+    shown = json.loads(json.dumps(document), object_hook=_masked)  # it holds no key: a second safeguard
+    if options.json:
+        _print(json.dumps(shown, indent=2 if info is None else None))
+    elif rank == 0:
+        _print(_as_text(shown))
+    else:
+        problems = (entry for entry in shown["diagnostics"] if entry["level"] != "note")
+        _print("\n".join(f"rank {rank}: {line}" for entry in problems for line in _lines(entry)))
+    if rank > 0 and not document["ok"]:
+        time.sleep(_PRINTING_S)
     return int(not document["ok"])
 
 
-def _board_of(info: DistributedInfo, found: list[Diagnostic]) -> Board | None:
-    """Return the board that all ranks share; None if there is none, with the reason or the consequence in `found`."""
+def _check_store(info: DistributedInfo | None) -> Iterator[Diagnostic]:
+    """Yield what keeps ranks of several nodes from agreeing on a run id."""
+    if info is None or info.launcher != "torchelastic" or info.num_workers == 1:
+        return
     try:
-        board = job_board(info, os.environ, f"doctor/{info.restart_count}")
-        if board is not None:
-            return board
+        if job_board(info, os.environ, f"doctor/{info.restart_count}") is not None:
+            return
     except (ModuleNotFoundError, RuntimeError):
         pass  # a job without torch, or a store that does not answer
     except (ImportError, OSError) as error:  # torch lacks a shared library
-        found.append(Diagnostic("error", f"torch cannot be imported: {error}", "pip install --force-reinstall torch"))
-        return None
-    if info.launcher == "torchelastic" and info.num_workers != 1:
-        text = f"the agents of {info.num_workers} nodes share no reachable store, so the ranks cannot agree on a run id"
-        fix = "torchrun --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT ..., or pass id= to tracking_init"
-        found.append(Diagnostic("error", text, fix))
-    text = f"the ranks of {info.launcher} do not share a store: the others print their own errors, on stderr"
-    found.append(Diagnostic("note", text))
-    return None
-
-
-def _leave_to_rank_0(document: Mapping[str, Any], info: DistributedInfo, board: Board | None) -> int:
-    """Have rank 0 print this rank's diagnostics, and count them in its exit status: this rank's is 0 then.
-
-    Without a board, print this rank's errors on stderr, and return 1 if there are any.
-    """
-    if board is not None:
-        with suppress(RuntimeError):
-            board.append(json.dumps(document))
-            return 0
-    errors = [each._asdict() for each in document["diagnostics"] if each.level == "error"]
-    for line in itertools.chain(*(_lines(_masked({**error, "ranks": None, "workers": []})) for error in errors)):
-        sys.stderr.write(f"rank {info.rank}: {line}\n")
-    if errors:
-        time.sleep(_PRINTING_S)
-    return int(bool(errors))
-
-
-def _merged(documents: Sequence[Mapping[str, Any]], expected: int) -> list[dict[str, Any]]:
-    """Return the diagnostics of all documents, each one once, with its ranks.
-
-    Args:
-        documents: Those of all ranks that have sent one, with this process's as the first.
-        expected: How many ranks were to send one.
-    """
-    ranks_of: dict[Diagnostic, set[int]] = {}
-    worker_of: dict[int, int | None] = {}
-    for document in documents:
-        with suppress(LookupError, TypeError):  # another version of this library has sent it
-            job = document["detected"]["job"] or {"rank": 0}
-            worker_of[job["rank"]] = job.get("worker_index")
-            found = [Diagnostic(*parts) for parts in document["diagnostics"] if parts[0] in LEVELS]
-            for diagnostic in (*found, *_other_versions(documents[0]["versions"], document["versions"])):
-                ranks_of.setdefault(diagnostic, set()).add(job["rank"])
-    if silent := set(range(expected)) - worker_of.keys():
-        ranks_of[Diagnostic("warning", f"no answer within {_OTHERS_S:g} s", "look at the logs of these ranks")] = silent
-    entries = []
-    for diagnostic, ranks in sorted(ranks_of.items(), key=lambda item: LEVELS.index(item[0].level)):
-        some = set() if ranks == worker_of.keys() else ranks
-        workers = sorted({index for rank in some if (index := worker_of.get(rank)) is not None})
-        entries.append({**diagnostic._asdict(), "ranks": sorted(some) or None, "workers": workers})
-    return entries
-
-
-def _other_versions(own: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[Diagnostic]:
-    for name in sorted({*own, *theirs}):
-        here, there = own.get(name, "none"), theirs.get(name, "none")
-        if here != there:
-            text, fix = f"{name} is {there} there, and {here} on rank 0", "start every rank in the same environment"
-            yield Diagnostic("error" if name == _OWN else "warning", text, fix)
+        yield Diagnostic("error", f"torch cannot be imported: {error}", "pip install --force-reinstall torch")
+        return
+    text = f"the agents of {info.num_workers} nodes share no reachable store, so the ranks cannot agree on a run id"
+    fix = "torchrun --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT ..., or pass id= to tracking_init"
+    yield Diagnostic("error", text, fix)
 
 
 def _runs(info: DistributedInfo | None, base_id: str, primary_rank: int) -> Iterator[dict[str, Any]]:
@@ -213,7 +155,7 @@ def _examine(tracker: str | None, *, asks: bool) -> tuple[DistributedInfo | None
     except TopologyError as contradiction:
         error = str(contradiction)
     info, pool, parent = detection.info, detection.pool, detection.parent
-    found = [*_check_job(info, error, env.read), *_check_directories()]
+    found = [*_check_job(info, error, env.read), *_check_store(info), *_check_directories()]
     # One process of a node asks the servers: thousands of requests at the same time could take them down.
     states = _trackers(tracker, asks and (info is None or info.local_rank in (0, None)), found)
     in_use = [state["name"] for state in states if state["is_chosen"] and state["version"] is not None]
@@ -233,7 +175,8 @@ def _examine(tracker: str | None, *, asks: bool) -> tuple[DistributedInfo | None
         "base_id": {"base_id": base_id, "source": source},
         "trackers": states,
         "versions": versions,
-        "diagnostics": [*found, *_check_versions(versions)],
+        "plans": [],
+        "diagnostics": sorted([*found, *_check_versions(versions)], key=lambda each: LEVELS.index(each.level)),
     }
 
 
@@ -385,14 +328,12 @@ def _check_versions(installed: Mapping[str, str]) -> Iterator[Diagnostic]:
             yield Diagnostic("note", text, fix)
 
 
-def _print(document: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print the document. It holds no key; as a second safeguard, keys are masked."""
-    shown = json.loads(json.dumps(document), object_hook=_masked)
-    text = json.dumps(shown, indent=2) if as_json else _as_text(shown)
+def _print(text: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not have all characters of a path
     try:
-        print(text, flush=True)  # noqa: T201 the document
+        if text:
+            print(text, flush=True)  # noqa: T201 the document
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -451,8 +392,6 @@ def _table(columns: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _lines(entry: Mapping[str, Any]) -> Iterator[str]:
-    workers = f" ({in_words('worker', entry['workers'])})" if entry["workers"] else ""
-    who = f"{in_words('rank', entry['ranks'])}{workers}: " if entry["ranks"] else ""
-    yield f"{entry['level']}: {who}{entry['text'].rstrip('.')}"
+    yield f"{entry['level']}: {entry['text'].rstrip('.')}"
     if entry["fix"]:
         yield f"  -> {entry['fix']}"

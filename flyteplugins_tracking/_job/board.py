@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,7 +40,6 @@ STORE_TIMEOUT = timedelta(seconds=30)
 # For uses that must not delay the job for longer.
 SHORT_TIMEOUT = timedelta(seconds=10)
 _NAMESPACE = "flyteplugins_tracking"
-_POLL_S = 0.05
 # The longest string in a directory: a failure has some kilobytes.
 _LONGEST = 1 << 20
 # The errors of a key without a string, and of one whose string is longer: no rank has stored that.
@@ -135,16 +133,6 @@ class Board:
                 if missing > _MOST_MISSING:  # somebody has raised the counter
                     break
         return texts
-
-    def wait_for_texts(self, number: int, timeout_s: float) -> list[str]:
-        """Wait until the ranks have appended `number` strings, or for `timeout_s`, and return the strings."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            # A rank counts its string before it stores it.
-            if self.count("texts") >= number and len(texts := self.texts()) >= number:
-                return texts
-            time.sleep(_POLL_S)
-        return self.texts()
 
 
 def job_board(info: DistributedInfo, env: Env, topic: str, timeout: timedelta = SHORT_TIMEOUT) -> Board | None:

@@ -1,4 +1,4 @@
-"""The doctor in processes of its own, and in a job: one report for all ranks."""
+"""The doctor in processes of its own, and in a job."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_the_doctor_imports_no_vendor_and_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_has_one_report_with_the_error_of_another_rank(tmp_path):
+def test_rank_0_prints_the_report_of_a_job_and_another_rank_its_error(tmp_path):
     command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), jobs.PROGRAMS / "doctor_ranks.py", "--offline"]
     done = jobs.run(command, tmp_path, {"WANDB_MODE": "online", "WANDB_API_KEY": KEY})
     assert done.returncode == 1
     assert done.output.count("run_mode") == done.output.count("launcher   torchelastic") == 1, done.output
     assert "WANDB_API_KEY (40 characters)" in " ".join(done.output.split())  # a long path in its table breaks lines
-    assert "error: rank 1 (worker 0): W&B: there is no API key" in done.output
+    assert "rank 1: error: W&B: there is no API key" in done.output
     assert done.output.count("there is no API key") == 1
     assert "new       worker      2     {base}-worker-0-rank-{0..1}" in done.output

@@ -41,13 +41,13 @@ def test_texts_are_in_the_order_of_their_ranks_appends(store):
     assert Board(store, "other topic").texts() == []
 
 
-def test_a_text_that_is_counted_and_not_yet_stored_is_waited_for(store):
+def test_a_text_that_is_counted_and_not_yet_stored_is_read_when_it_is(store):
     board = Board(store, "topic")
     number = board.count("texts", 1)
-    storing = threading.Timer(0.2, board.put, (f"text/{number}", "late"))
-    storing.start()
-    assert board.wait_for_texts(1, 20) == ["late"]
-    storing.join()
+    board.append("next")
+    assert board.texts() == ["next"]
+    board.put(f"text/{number}", "late")
+    assert board.texts() == ["late", "next"]
 
 
 def test_a_key_has_the_last_text_and_none_at_first(store):
@@ -101,13 +101,6 @@ def test_reading_leaves_no_files(tmp_path):
     board = Board(DirectoryStore(tmp_path / "board"), "topic")
     assert (board.get("a"), board.count("b"), board.texts()) == (None, 0, [])
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_waiting_reader_returns_what_there_is(store):
-    board = Board(store, "topic")
-    board.append("one")
-    assert board.wait_for_texts(1, 30) == ["one"]
-    assert board.wait_for_texts(2, 0.1) == ["one"]
 
 
 def test_ranks_without_a_store_share_a_directory_if_one_launcher_has_started_them(tmp_path, monkeypatch):

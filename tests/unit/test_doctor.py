@@ -25,7 +25,6 @@ from test_topology import OPENMPI, SLURM, TORCHRUN
 
 from flyteplugins_tracking import __main__ as commands
 from flyteplugins_tracking._commands import doctor
-from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._rank import launchers
 from flyteplugins_tracking._runs.run import require
 from flyteplugins_tracking._util.text import without_credentials
@@ -208,12 +207,9 @@ WRONG: dict[str, tuple[dict[str, str], str, str]] = {
         "nothing is sent -> unset WANDB_MODE, or wandb online; afterwards",
     ),
     "no key": ({"WANDB_PROJECT": "p"}, "error", "there is no API key: WANDB_API_KEY is not set"),
-    "a short key": ({"WANDB_API_KEY": "short"}, "error", "WANDB_API_KEY has 5 characters"),
-    "a line end": ({"WANDB_API_KEY": KEY + "\n"}, "warning", "spaces or a line end around it"),
+    "a line end": ({"WANDB_API_KEY": KEY + "\n"}, "error", "spaces or a line end around it"),
     "an id": ({"WANDB_API_KEY": KEY, "WANDB_RUN_ID": "a/b"}, "error", "WANDB_RUN_ID=a/b: run id 'a/b' contains /"),
-    "a service": ({"WANDB_SERVICE": "3-x"}, "warning", "-> unset WANDB_SERVICE"),
     "files": ({"WANDB_DIR": "/dev/null"}, "warning", "/dev/null is not a directory -> export WANDB_DIR="),
-    "no mode": ({"WANDB_API_KEY": KEY, "WANDB_MODE": "Offline"}, "error", "shared, got Offline"),
     "an address": ({"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://h\n"}, "error", "around it, which W&B refuses"),
     "a home": ({"HOME": "/dev/null/x"}, "warning", "/dev/null is not a directory -> export HOME="),
     "sbatch": ({"SLURM_JOB_ID": "7"}, "warning", "counts as the only one -> srun python train.py"),
@@ -269,7 +265,7 @@ def test_a_missing_directory_for_temporary_files_or_for_work_is_reported(ask, mo
     assert "run_mode='shared' needs a directory for temporary files: No usable temporary directory" in diagnostics(out)
     assert "the working directory has been removed -> cd to another" in diagnostics(out, "warning")
     monkeypatch.delenv("WANDB_DIR")
-    assert "W&B keeps its files in ./wandb: the working" in diagnostics(ask("--json", "--offline")[1], "error")
+    assert "W&B cannot keep its files in ./wandb" in diagnostics(ask("--json", "--offline")[1], "warning")
 
 
 def test_a_server_of_another_kind_is_not_accepted(ask, monkeypatch):
@@ -469,7 +465,7 @@ def test_the_json_document_has_the_keys_that_are_documented(ask):
     assert (document["schema"], document["ok"], status) == (1, True, 0)
     assert document["detected"]["job"]["world_size"] == 4
     assert document["plans"][0].keys() == {"run_mode", "rank_scope", "runs", "ids", "groups", "writers", "error"}
-    assert document["diagnostics"][0].keys() == {"level", "text", "fix", "ranks", "workers"}
+    assert document["diagnostics"][0].keys() == {"level", "text", "fix"}
     assert {"python", "flyteplugins-tracking"} <= document["versions"].keys()
 
 
@@ -592,41 +588,18 @@ def test_the_console_script_is_what_python_runs():
     assert script in (PACKAGE.parent / "pyproject.toml").read_text()
 
 
-@pytest.fixture
-def board(monkeypatch):
-    """The board of the job: in a store of this process, since the job has one rank here."""
-    store = pytest.importorskip("torch.distributed").HashStore()
-    monkeypatch.setattr("flyteplugins_tracking._job.board.connected_store", lambda *_: store)
-    return Board(store, "doctor/0")
-
-
-def test_other_versions_and_silent_ranks_are_reported_and_rank_0_has_the_status(ask, board, monkeypatch):
-    """Rank 1's own message gets other versions, rank 3 has a later version of the doctor, and rank 2 sends nothing."""
-    job = {**LAUNCHERS["torchelastic"], "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "WANDB_API_KEY": KEY}
-    assert ask("--offline", **{**job, "RANK": "1", "LOCAL_RANK": "1", "SLURM_JOB_ID": "1"}) == (0, "", "")
-    message = json.loads(board.get("text/1"))
-    message["versions"] |= {"flyteplugins-tracking": "9.9", "python": "3.0", "wandb": "0.1"}
-    board.put("text/1", json.dumps(message))
-    later = {"detected": {"job": {"rank": 3, "colour": "red"}}, "versions": {"flyteplugins-tracking": "9.9"}}
-    board.append(json.dumps({**later, "diagnostics": [["advice", "of another level", ""]]}))
-    monkeypatch.setattr(doctor, "_OTHERS_S", 0.5)
-    status, printed, err = ask("--offline", **job)
-    assert (status, err) == (1, "")
-    assert "error: ranks 1, 3 (worker 0): flyteplugins-tracking is 9.9 there" in printed
-    assert "warning: rank 1 (worker 0): python is 3.0 there" in printed
-    assert "warning: rank 1 (worker 0): wandb is 0.1 there" in printed
-    assert "==" not in printed.partition("Diagnostics")[2]  # pip has no python, and rank 0 may have none
-    assert "warning: rank 2: no answer within 0.5 s" in printed
-
-
-def test_a_rank_without_a_store_prints_its_errors_alone(ask, monkeypatch):
-    assert "the others print their own errors" in ask("--offline", **LAUNCHERS["mpich"])[1]
+def test_a_rank_prints_its_problems_with_its_number_before_each_line(ask, monkeypatch):
     monkeypatch.setattr(doctor, "_PRINTING_S", 0)
     other = {**LAUNCHERS["mpich"], "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}
     assert ask("--offline", WANDB_API_KEY=KEY, **other) == (0, "", "")
-    status, out, err = ask("--offline", WANDB_API_KEY="short", **other)
-    assert (status, out) == (1, "")
-    assert err.startswith("rank 1: error: W&B: the API key of WANDB_API_KEY has 5 characters")
+    status, out, err = ask("--offline", WANDB_API_KEY=f"{KEY} ", **other)
+    assert (status, err) == (1, "")
+    assert out.startswith("rank 1: error: W&B: WANDB_API_KEY has spaces")
+    assert out.splitlines()[1].startswith("rank 1:   -> export WANDB_API_KEY=")
+    status, out, _ = ask("--json", "--offline", WANDB_API_KEY=f"{KEY} ", **other)
+    (line,) = out.splitlines()  # one document a rank
+    document = json.loads(line)
+    assert (status, document["ok"], document["detected"]["job"]["rank"], document["plans"]) == (1, False, 1, [])
 
 
 def test_a_torch_that_cannot_be_imported_is_an_error(ask, monkeypatch):
