@@ -101,7 +101,7 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             everything: it gives up if nothing has moved for as long. The rank that ends a shared run waits as long for
             ranks that still run, and a loop that calls `should_stop()` is not interrupted for as long after SIGTERM.
         hang_timeout_s: Seconds without a row and without a `heartbeat()` after which the run and the primary's log say
-            where each rank is, with its stacks. Nothing is ended. None for never.
+            where each rank is, and each rank's log has its stacks. Nothing is ended. None for never.
         pulse_s: Seconds between two measurements of which rank is slow and of how busy each node is. After each, the
             next row of the primary rank also has `ranks/slowest`, the rank that the others wait for,
             `ranks/own_time/*`, `ranks/step_time/*`, `ranks/memory/max` and `ranks/silent`, and `nodes/*`: CPU, memory,

@@ -1,47 +1,41 @@
 """The roll-call of a job that makes no progress: each rank writes its stacks, and the primary says who is where.
 
-The watch looks at the job's board a few times within `hang_timeout_s`. A rank with a run that has not
-logged and not called `heartbeat` for that time calls the roll: it starts an episode there, once. Every rank then writes
-its stacks by `faulthandler`, and the primary groups them.
+The watch looks at the job's board a few times within `hang_timeout_s`. A rank with a run that has not logged and not
+called `heartbeat` for that time calls the roll: it starts an episode there, once. Every rank then writes the stacks of
+its threads to its stderr, and one line to the board: where the function is. The primary groups these lines.
 
 The thread cannot run on a rank that holds the GIL. There `faulthandler`'s own C thread writes the stacks, since the
-thread has not put its deadline off; and the primary of the same machine reads them from the file.
+thread has not put its deadline off; and the primary says that the rank does not answer.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import os
-import re
-import socket
-import stat
+import sys
 import sysconfig
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from flyteplugins_tracking._job import progress
-from flyteplugins_tracking._job.board import Board, from_text, to_text
+from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._job.watch import Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.modules import is_own
 from flyteplugins_tracking._util.text import in_words, printable
 
 # How often the thread looks, within `hang_timeout_s`.
 _LOOKS = 5
-# The primary waits for the other ranks' stacks as long as `hang_timeout_s`, and at most this long.
+# The primary waits for the other ranks' answers as long as `hang_timeout_s`, and at most this long.
 _LONGEST_ANSWER_S = 10.0
-# The most bytes of all stacks of a process.
-_LONGEST_DUMP = 1 << 20
+# The longest answer of a rank that is shown, in characters.
+_LONGEST_ANSWER = 300
 _POLL_S = 0.1
-# faulthandler's format: https://docs.python.org/3/library/faulthandler.html. The innermost frame comes first.
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+# The descriptor: the object may be a notebook's, which has no file.
+_STDERR = 2
 _LIBRARIES = tuple({str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -58,8 +52,8 @@ class RollCallDuty(Duty):
         Args:
             info: This rank.
             timeout_s: `hang_timeout_s`.
-            show: What the primary does with the answers: who is where, in one line, and a string with the stacks of
-                all ranks. None on the other ranks.
+            show: What the primary does with the answers: who is where, in one line, and a line for each rank. None on
+                the other ranks.
             has_run: Whether this rank logs, and so calls the roll. The others only answer: nobody knows of their steps.
         """
         self._info = info
@@ -68,28 +62,24 @@ class RollCallDuty(Duty):
         self._has_run = has_run
         self._thread_id = threading.get_ident()  # the thread that runs the decorated function
         self._started_s = time.monotonic()
-        # Without a name: it ends with this process, however that ends, and no forked child can remove it.
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         self._alarmed_at = -1.0  # the progress that was the last one when this rank has called the roll
         self._answered = 0
-        self._answers: dict[int, _Answer] | None = None  # those of the episode that the primary waits for
+        self._answers: dict[int, str] | None = None  # those of the episode that the primary waits for
         self._answers_until = 0.0
 
     def next_wait_s(self) -> float:
         return self._timeout_s / _LOOKS if self._answers is None else _POLL_S
 
     def begin(self, board: Board) -> None:
-        """Say where the other ranks find this one. From here on a rank that takes the GIL is found too."""
+        """Begin to watch. From here on a rank that takes the GIL writes its stacks too."""
         super().begin(board)
         self._put_off()
         # Not by the attempt: torchelastic's agents count restarts each for itself. The numbers of episodes continue.
-        place = _Place(socket.gethostname(), os.getpid(), self._thread_id, self._file.fileno())
-        self.board.put(f"place/{self._info.rank}", to_text(place))
         self._answered = self.board.count("episodes")
 
     def look(self) -> None:
         """Call the roll, or answer it, if it is time."""
-        was_blocked = self._put_off()
+        self._put_off()
         if self._answers is not None:
             self._collect(self._answers)
             return
@@ -100,24 +90,17 @@ class RollCallDuty(Duty):
         if episode > self._answered:
             self._answered = episode
             self._alarmed_at = self._last_progress()  # the roll is called once for all ranks that hang
-            self._answer(episode, was_blocked)
-        elif was_blocked:
-            self._empty_file()  # nobody has asked
+            self._answer(episode)
 
     def end(self, has_failed: bool) -> None:  # noqa: ARG002 nobody is told
         """Take the deadline back, and show the answers that have come."""
         faulthandler.cancel_dump_traceback_later()
-        self._file.close()
         if self._answers is not None:
             self._show_answers(self._answers)
 
-    def _put_off(self) -> bool:
-        """Put off `faulthandler`'s deadline. Returns whether it has passed: somebody has held the GIL."""
-        was_blocked = os.fstat(self._file.fileno()).st_size > 0
-        faulthandler.cancel_dump_traceback_later()
-        if not was_blocked:
-            faulthandler.dump_traceback_later(self._timeout_s, file=self._file, exit=False)
-        return was_blocked
+    def _put_off(self) -> None:
+        """Put off `faulthandler`'s deadline, which passes if somebody holds the GIL."""
+        faulthandler.dump_traceback_later(self._timeout_s, file=_STDERR, exit=False)
 
     def _is_silent(self) -> bool:
         """Whether this rank calls the roll: once, until it has made progress again."""
@@ -127,96 +110,29 @@ class RollCallDuty(Duty):
     def _last_progress(self) -> float:
         return max(progress.last_progress(), self._started_s)
 
-    def _answer(self, episode: int, was_blocked: bool) -> None:
-        if not was_blocked:
-            faulthandler.cancel_dump_traceback_later()
-            faulthandler.dump_traceback(file=self._file, all_threads=True)
-        self._file.seek(0)
-        dump = self._file.read().decode(errors="replace")
-        self._empty_file()
-        where = place_of(frames_of(dump, self._thread_id))
-        self.board.put(f"stacks/{episode}/{self._info.rank}", to_text(_Answer(f"at {where}", dump)))
+    def _answer(self, episode: int) -> None:
+        faulthandler.dump_traceback(file=_STDERR, all_threads=True)
+        where = f"at {place_of(frames_of(sys._current_frames().get(self._thread_id)))}"
+        self.board.put(f"places/{episode}/{self._info.rank}", where)
         if self._show is not None:
-            self._answers = {}
+            self._answers = {self._info.rank: where}
             self._answers_until = time.monotonic() + min(self._timeout_s, _LONGEST_ANSWER_S)
 
-    def _empty_file(self) -> None:
-        self._file.seek(0)
-        self._file.truncate()
-
-    def _collect(self, answers: dict[int, _Answer]) -> None:
+    def _collect(self, answers: dict[int, str]) -> None:
         """Read the answers that have come since the last look, and show all if it is time."""
         missing = [rank for rank in range(self._info.world_size) if rank not in answers]
-        texts = self.board.get_all(f"stacks/{self._answered}/{rank}" for rank in missing)
-        for rank, text in zip(missing, texts, strict=True):
-            if text is not None:
-                answers[rank] = from_text(_Answer, text) or _Answer("has given an answer that cannot be read")
+        texts = self.board.get_all(f"places/{self._answered}/{rank}" for rank in missing)
+        found = zip(missing, texts, strict=True)
+        answers.update({rank: printable(text[:_LONGEST_ANSWER]) for rank, text in found if text is not None})
         if len(answers) == self._info.world_size or time.monotonic() > self._answers_until:
             self._show_answers(answers)
 
-    def _show_answers(self, answers: dict[int, _Answer]) -> None:
+    def _show_answers(self, answers: Mapping[int, str]) -> None:
         self._answers = None
-        for rank in range(self._info.world_size):
-            if rank not in answers:
-                answers[rank] = _silent_rank(self.board, rank)
-        line = f"no progress for {self._timeout_s:g} s: "
-        line += verdict_of({rank: answer.place for rank, answer in answers.items()})
-        dumps = [f"rank {rank}\n{answers[rank].dump}" for rank in sorted(answers) if answers[rank].dump]
+        places = {rank: answers.get(rank, "does not answer") for rank in range(self._info.world_size)}
+        line = f"no progress for {self._timeout_s:g} s: {verdict_of(places)}"
         if self._show is not None:
-            self._show(line, "\n\n".join([line, *dumps]))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where other processes of the machine find a rank's stacks: a file without a name, which its process has open."""
-
-    host: str
-    pid: int
-    thread_id: int
-    descriptor: int
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """Where a rank is, in words, and its stacks."""
-
-    place: str
-    dump: str = ""
-
-
-def _silent_rank(board: Board, rank: int) -> _Answer:
-    """Return all that is known of a rank that does not answer: from this machine, if it is here."""
-    text = board.get(f"place/{rank}")
-    if text is None:
-        return _Answer("has not entered the function")
-    place = from_text(_Place, text)
-    if place is None or place.host != socket.gethostname():
-        return _Answer("does not answer")
-    state = proc.state(place.pid)
-    if state in ("", "Z"):
-        return _Answer("has ended")
-    if state in ("T", "t"):
-        return _Answer("is stopped by a signal")
-    with suppress(OSError):
-        dump = _dump_of(place)
-        frames = frames_of(dump, place.thread_id)
-        if frames:
-            return _Answer(f"holds the GIL at {place_of(frames)}", dump)
-    return _Answer("does not answer")
-
-
-def _dump_of(place: _Place) -> str:
-    """Return the contents of a file without a name: the board must not make us read any other file.
-
-    Raises:
-        OSError: It is another kind of file, or cannot be read.
-    """
-    path = f"/proc/{place.pid}/fd/{place.descriptor}"
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink or status.st_uid != os.geteuid():
-            raise PermissionError(path)
-        return printable(file.read(_LONGEST_DUMP).decode(errors="replace"))
+            self._show(line, "\n".join([line, *(f"rank {rank} {words}" for rank, words in places.items())]))
 
 
 @dataclass(frozen=True)
@@ -233,12 +149,13 @@ class Frame:
         return not self.file.startswith((*_LIBRARIES, "<")) and not is_own(self.file)
 
 
-def frames_of(dump: str, thread_id: int) -> list[Frame]:
-    """Return the frames of a thread in a dump of all threads, the innermost first; none if it is not there."""
-    parts = _THREAD.split(dump)[1:]
-    stacks = dict(zip(parts[::2], parts[1::2], strict=True))
-    stack = next((text for ident, text in stacks.items() if int(ident, 16) == thread_id), "")
-    return [Frame(file, int(line), function) for file, line, function in _FRAME.findall(stack)]
+def frames_of(frame: FrameType | None) -> list[Frame]:
+    """Return the frames of a stack, the innermost first: this one and those that have called it."""
+    frames = []
+    while frame is not None:
+        frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return frames
 
 
 def place_of(frames: Sequence[Frame]) -> str:

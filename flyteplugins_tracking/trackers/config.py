@@ -143,7 +143,7 @@ class TrackingConfig(Record):
 
     hang_timeout_s: float | None = None
     """Seconds without a row and without a `heartbeat()` after which the run and the primary's log say where each rank
-    is, with its stacks. Nothing is ended. None for never."""
+    is, and each rank's log has its stacks. Nothing is ended. None for never."""
 
     pulse_s: float | None = None
     """Seconds between two measurements of which rank is slow and of how busy each node is. After each, the next row of
