@@ -26,7 +26,7 @@ def train() -> None:
             optimizer.step()
             if run is not None:
                 run.log({"loss": loss.item(), "train_step": step})
-            stop = tracking.should_stop(step)  # the same on all ranks
+            stop = tracking.should_stop()  # the same on all ranks
             if (info is None or info.rank == 0) and (stop or step % 100 == 99):
                 state = {"model": model.state_dict(), "step": step + 1}
                 state["optimizer"] = optimizer.state_dict()

@@ -27,7 +27,7 @@ from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.secrets import learn
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import ConfigError, IdentityError, TrackerUnavailableError
-from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch, StepWatch
+from flyteplugins_tracking.trackers.base import RunRequest, SigtermWatch
 from flyteplugins_tracking.trackers.config import OWN
 
 if TYPE_CHECKING:
@@ -115,9 +115,7 @@ def _identity_beside(call: Call, identity: Identity) -> Identity:
     return Identity(own_id, identity.group)
 
 
-def request_of(
-    call: Call, planned: RunPlan, run_plan: RunPlan, watch: SigtermWatch, steps: StepWatch, deadline: float
-) -> RunRequest:
+def request_of(call: Call, planned: RunPlan, run_plan: RunPlan, watch: SigtermWatch, deadline: float) -> RunRequest:
     """Return what the tracker gets to open a run.
 
     Args:
@@ -125,7 +123,6 @@ def request_of(
         planned: The plan, with the id that all ranks know.
         run_plan: The plan with the id that the run has: another process may have the planned one open.
         watch: Watches for SIGTERM.
-        steps: Takes the steps of the rows.
         deadline: When the run must be open, in seconds of `time.monotonic`.
     """
     config, context, info = call.config, call.context, call.info
@@ -143,7 +140,6 @@ def request_of(
         watch=watch,
         deadline=deadline,
         ask_to_stop=functools.partial(_ask_to_stop, call.tracker.name),
-        steps=steps,
     )
 
 

@@ -23,9 +23,7 @@ from flyteplugins_tracking._job.failures import FAILURE_KEYS, Failure, FailureRe
 from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._rank.plan import RunPlan
-from flyteplugins_tracking._runs import goodput
 from flyteplugins_tracking._runs.call import Call, state
-from flyteplugins_tracking._runs.goodput import Attempts
 from flyteplugins_tracking._runs.request import plan_of, request_of
 from flyteplugins_tracking._runs.sigterm import ForkMask, LoopWatcher, MainThreadWatcher
 from flyteplugins_tracking._util import threads
@@ -38,7 +36,6 @@ from flyteplugins_tracking._util.text import printable
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TrackerNotInstalledError, TrackingError
-from flyteplugins_tracking.trackers.base import Uncounted
 from flyteplugins_tracking.trackers.config import roles_error
 
 if TYPE_CHECKING:
@@ -76,21 +73,15 @@ def open_run(call: Call) -> Run:
             _warn_of_unused_arguments(call, planned)
             deadline = time.monotonic() + config.init_timeout_s
             run_plan = _lock_run(call, planned, undo)
-            # Only one rank keeps the attempts of a run, and only if another attempt can find it.
-            can_continue = run_plan.run_id is not None and run_plan.primary and not call.is_simulated
-            attempts = Attempts(config.step_metric) if can_continue else None
-            watch = call.watcher or MAIN_WATCHER
-            request = request_of(call, planned, run_plan, watch, attempts or Uncounted(), deadline)
+            request = request_of(call, planned, run_plan, call.watcher or MAIN_WATCHER, deadline)
             require(tracker)
             handle = _opened(tracker, request)
-            run = Run(call, run_plan, handle, attempts, failures, undo.pop_all())
+            run = Run(call, run_plan, handle, failures, undo.pop_all())
             undo.push(run.close_if_unused)
             # Called once a run is open: hooks run in the reverse order of their registration, and the vendor's would
             # end the run as finished.
             atexit.unregister(_close_with_process)
             atexit.register(_close_with_process)
-            if attempts is not None:
-                attempts.begin(handle, request.is_retry)
             with state.lock:
                 state.runs.append(run)
             undo.pop_all()
@@ -205,7 +196,6 @@ class Run:
         opener: The call that has opened it. Its tracker, arguments, context and rank are the run's.
         plan: The plan of this rank.
         handle: The tracker's handle.
-        attempts: The attempts of the run; None if no other attempt can have it, or if another rank keeps them.
         failures: Reads why the job ends.
         held: Stops that, and releases the run's lock, when the run is closed.
         users: How many calls use it. It changes while `state.lock` is held.
@@ -217,7 +207,6 @@ class Run:
     opener: Call
     plan: RunPlan
     handle: Handle
-    attempts: Attempts | None
     failures: FailureReader
     held: ExitStack
     users: int = 1
@@ -270,7 +259,6 @@ class Run:
                 with self.warned("the run does not wait for its other writers"):
                     self.handle.await_writers(exit_code)
                 exit_code = self._verdict(_or_terminated(exit_code), failure)
-                self._record_goodput(exit_code)
                 with self.warned(f"the run could not be finished with status {exit_code}"):
                     self.handle.finish(exit_code)
                     _print_how_to_view(self)
@@ -284,9 +272,7 @@ class Run:
     def end_early(self, exit_code: int, failure: Failure | None = None) -> None:
         """End the run while functions may still log: the next row opens it again. Called from any thread."""
         with self.warned(f"the run could not be finished with status {exit_code}"):
-            status = self._verdict(exit_code, failure)
-            self._record_goodput(status)
-            self.handle.end_early(status)
+            self.handle.end_early(self._verdict(exit_code, failure))
         if exit_code == TERMINATED:  # the function may never return: it sits in a collective
             _persist(self)
 
@@ -367,16 +353,6 @@ class Run:
                 logger.error("%s: the run has failed: %s", self.tracker.name, verdict.text)
             self.record("failure", verdict.summary, verdict.text)
         return verdict.cause.exit_code
-
-    def _record_goodput(self, exit_code: int) -> None:
-        if self.attempts is None:
-            return
-        with self.warned("the run does not show its goodput"):
-            values = self.attempts.end(exit_code)
-            if values:
-                text = goodput.text_of(values)
-                logger.info("%s: %s", self.tracker.name, text)
-                self.record("goodput", values, text)
 
     @property
     def is_one_of_many(self) -> bool:

@@ -35,7 +35,7 @@ _LATER_S = 1.0
 _PATIENCE_S = 5.0
 
 
-def should_stop(step: int | None = None) -> bool:
+def should_stop() -> bool:
     """Whether the function should leave its loop. Call it once a step, on every rank of a decorated function.
 
     It returns True at the same call on all ranks: save a checkpoint, and leave the loop. From then on it returns True,
@@ -47,18 +47,11 @@ def should_stop(step: int | None = None) -> bool:
 
     In one process, and in a job of several nodes without a common store, each process stops for itself. Outside a
     decorated function it returns False.
-
-    Args:
-        step: The step that was made, as a checkpoint counts it. If the run is restarted, `goodput/*` in its summary
-            then says how much of its time made steps that were kept, even if the run's rows have no step.
     """
     # As `CallCounter.next`, without one more call.
     counter = _state.counter
     counter.count = count = counter.count + 1
-    should = count >= counter.limit and counter.at_limit(count)
-    if step is not None:
-        _state.on_step(step)
-    return should
+    return count >= counter.limit and counter.at_limit(count)
 
 
 def request_stop(reason: str = "request_stop") -> None:
@@ -100,9 +93,6 @@ class Stopping:
         ):
             self._ranks = Agreement(ALONE, f"stop/{_functions}", self._on_commit)
         self.counter: CallCounter = self._ranks.counter
-        self.on_step: Callable[[object], object] = _ignore
-        if call.run is not None and call.run.attempts is not None:
-            self.on_step = call.run.attempts.step_made
         self._watch_signals()
         self._watch_time_limit()
 
@@ -139,7 +129,6 @@ class Stopping:
         WATCH.remove(self._ranks, *filter(None, [self._time_limit]))
         if self._ranks.committed is not None and self._ranks.stopped_at is not None:
             self._record_stop(self._ranks.committed, self._ranks.stopped_at)
-            self._expect_another_attempt()
         if self._call.watcher is not None and self._call.watcher is not runs.MAIN_WATCHER:
             self._call.watcher.postpone(None)  # the function's thread waits for the signal's effect
 
@@ -152,13 +141,6 @@ class Stopping:
             self._call.watcher.postpone(None)
         if self._has_usr1 and signal.getsignal(signal.SIGUSR1) == self._on_usr1:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-    def _expect_another_attempt(self) -> None:
-        call: Call | None = self._call
-        while call is not None:  # with stacked decorators, each has a run
-            if call.run is not None and call.run.attempts is not None:
-                call.run.attempts.continues = True
-            call = call.parent
 
     def _record_stop(self, stop: Stop, step: int) -> None:
         run = self._call.run
@@ -252,7 +234,7 @@ def _start(call: Call) -> Stopping:
     with _state.starting:
         if _state.stopping is None:
             call.stopping = _state.stopping = Stopping(call)
-            _state.counter, _state.on_step = call.stopping.counter, call.stopping.on_step
+            _state.counter = call.stopping.counter
         return _state.stopping
 
 
@@ -264,10 +246,6 @@ def _first_call(_: int) -> bool:
     if call.is_simulated:
         return call.stop_reason is not None
     return _start(call).counter.next()
-
-
-def _ignore(_: object) -> None:
-    """Do nothing: nobody keeps the steps that `should_stop` is passed."""
 
 
 _functions = 0  # how many functions of this process have called `should_stop()`
@@ -284,7 +262,6 @@ class _State(PerProcess):
         """Begin again: the function has ended."""
         self.stopping: Stopping | None = None
         self.counter = CallCounter(0, _first_call)  # the first call starts the stopping
-        self.on_step: Callable[[object], object] = _ignore
 
     def after_fork_in_child(self) -> None:
         """Forget the parent's function, and let SIGUSR1 end the child."""

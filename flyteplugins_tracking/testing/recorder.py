@@ -291,7 +291,6 @@ class _State:
     summary: dict[str, Any] = field(default_factory=dict)
     exit_codes: list[int] = field(default_factory=list)
     texts: dict[str, str] = field(default_factory=dict)
-    saved_state: str | None = None
 
     def frozen(self) -> RecordedRun:
         head: Any = self.primary
@@ -412,7 +411,6 @@ class _Handle(Handle):
         self.id = state.id
         self.run: Any = Run(request, state, self._log)
         self._state = state
-        self._steps = request.steps
         self._ends_run, self._role = request.plan.ends_run, request.plan.role
         self._attempt = request.info.restart_count if request.info is not None else 0
         self._next_row = NextRow()
@@ -451,7 +449,6 @@ class _Handle(Handle):
         """
         if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
             raise TypeError(f"log() needs a mapping of strings to values, got {data!r:.100}")
-        self._steps.row_logged(data, step)
         self._owners_keys.check(data)
         data = _snapshot(data)
         if self._gate.refuses():
@@ -486,12 +483,6 @@ class _Handle(Handle):
         for key in keys:
             self._state.summary.pop(key, None)
         self._state.texts.pop(name, None)
-
-    def save_state(self, text: str) -> None:
-        self._state.saved_state = text
-
-    def saved_state(self) -> str | None:
-        return self._state.saved_state
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         self._next_row.add(values)

@@ -57,26 +57,6 @@ class Unwatched:
         """Do nothing."""
 
 
-class StepWatch(Protocol):
-    """Takes the steps of the rows: they tell the goodput of a run with several attempts."""
-
-    def row_logged(self, *args: Any, **kwargs: Any) -> None:
-        """Take the arguments of a `log` of the function: `data` and `step`. Fast: a tracker calls this for each."""
-
-    def column_defined(self, column: str) -> None:
-        """Take the column in which the function's rows have their step."""
-
-
-class Uncounted:
-    """The `steps` of a run whose attempts this rank does not keep. It takes nothing."""
-
-    def row_logged(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
-
-    def column_defined(self, column: str) -> None:
-        """Do nothing."""
-
-
 class RunRequest(Record):
     """The values that a tracker needs to open one rank's run.
 
@@ -97,7 +77,6 @@ class RunRequest(Record):
         ask_to_stop: Asks the function to leave its loop, on all ranks. To be called, from any thread, when a user stops
             the run at the service. Its argument is what the tracker does otherwise: it is called if the function does
             not use `should_stop()`, or if the ranks do not agree.
-        steps: Takes the steps of the rows. The handle calls its methods: `ClientHandle` does.
         earlier: The journals that `send` sends with this run. Empty in a job: there the handle looks on this disk.
     """
 
@@ -112,7 +91,6 @@ class RunRequest(Record):
     watch: SigtermWatch
     deadline: float
     ask_to_stop: Callable[[Callable[[], object]], object] = lambda otherwise: otherwise()
-    steps: StepWatch = Uncounted()
     earlier: Sequence[Any] = ()
 
     @property
@@ -196,9 +174,9 @@ class Handle(Protocol):
 
         Args:
             name: "failure": why the job has failed, before the run is ended. "hang": where its ranks are. "stop": who
-                has asked for its stop. "goodput": what its restarts have cost. Of a role, `roles/{role}/failure`, ...
+                has asked for its stop. Of a role, `roles/{role}/failure`, ...
             values: What the summary gains: `failure/rank`, `failure/host`, `failure/type`, `failure/message`; or
-                `hang/verdict`; `stop/reason`, `stop/step`; `goodput/*`.
+                `hang/verdict`; `stop/reason`, `stop/step`.
             text: The traceback, the stacks of all ranks, or a sentence.
         """
         return
@@ -219,18 +197,6 @@ class Handle(Protocol):
         ends is kept with its last row, or in its summary. By default, nothing is logged.
         """
         return
-
-    def save_state(self, text: str) -> None:  # noqa: ARG002
-        """Keep a string of this library's in the run, for the next attempt, wherever that runs.
-
-        Called on the primary, from the function's threads: it must not wait for the service. It takes the place of the
-        one before. A run that has ended must not be opened again for it. By default nothing is kept.
-        """
-        return
-
-    def saved_state(self) -> str | None:
-        """Return the saved string that the run had when it was opened; None for none."""
-        return None
 
     def how_to_view(self) -> str:
         """Return the page of the run that has ended, or the command that shows it; empty if the client prints it."""

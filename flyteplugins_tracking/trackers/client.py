@@ -136,7 +136,6 @@ class ClientHandle(Handle):
         if self._next_row.waiting:
             row = {**self._next_row.take(), **row}
         self._gate.row(lambda: self._write(row, step, kwargs))
-        self.request.steps.row_logged(data, step)
 
     def tell_end(self, exit_code: Any = None) -> None:
         """Take a call of the function's that would end the run. A failure that the first tells is the run's own.

@@ -38,7 +38,7 @@ OWN = "tracking_init"
 # The roles of a run's owner, below that key; and the owner's name beside those of roles.
 ROLES, OWNER = "roles", "owner"
 # What this library's keys begin with, in rows and in the config.
-_NOT_ROLES = frozenset({OWN, OWNER, ROLES, "ranks", "nodes", "failure", "goodput", "hang", "stop", "system"})
+_NOT_ROLES = frozenset({OWN, OWNER, ROLES, "ranks", "nodes", "failure", "hang", "stop", "system"})
 
 # The last seconds before the launcher's SIGKILL, in which a process whose run has ended comes to its own end.
 _END_S = 5.0

@@ -68,8 +68,6 @@ def test_a_preempted_job_stops_at_one_step_and_a_restart_goes_on(tmp_path):
     first, second = done.runs
     assert (first.exit_code, second.exit_code) == (143, 0)
     assert (first.summary["stop/reason"], first.summary["stop/step"]) == ("SIGTERM", step + 1)
-    assert (second.summary["goodput/attempts"], second.summary["goodput/repeated_s"]) == (2, 0)
-    assert 0 < second.summary["goodput/share"] < 1
     assert [row["step"] for row in [*first.rows, *second.rows]] == list(range(80))
 
 

@@ -60,7 +60,7 @@ def train() -> None:
             if step == 2:
                 note("trains", step)
             ask(step)
-            if RANK not in SETTINGS.get("never", ()) and should_stop(step) and not SETTINGS.get("ignores"):
+            if RANK not in SETTINGS.get("never", ()) and should_stop() and not SETTINGS.get("ignores"):
                 CHECKPOINT.write_text(str(step))
                 note("stopped", step)
                 return

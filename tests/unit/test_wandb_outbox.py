@@ -19,7 +19,7 @@ from wandb_files import StoredRun, read_run
 
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking.trackers import journal as files
-from flyteplugins_tracking.trackers.base import Uncounted, Unwatched
+from flyteplugins_tracking.trackers.base import Unwatched
 from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import WandbHandle
@@ -79,7 +79,6 @@ def handle_of(run) -> WandbHandle:
         watch=Unwatched(),
         plan=RunPlan(opens=True, primary=True),
         run_metadata={"tracking_init": {"restart_count": 1}},
-        steps=Uncounted(),
     )
     return WandbHandle(run, None, request)
 
@@ -206,7 +205,7 @@ PLANTED = {
 def test_what_is_planted_in_the_place_of_a_mark_neither_holds_up_a_run_nor_hides_rows(run, earlier, plant):
     """In a directory that a whole group can write to, or after a power loss."""
     (earlier / "../../key").write_text("private")
-    for name in (outbox._FORKED, "rewound", outbox._STATE):
+    for name in (outbox._FORKED, "rewound"):
         PLANTED[plant](earlier / name)
     assert outbox.is_rewound(earlier) is (plant == "damaged")  # it has no content
     beginning = threading.Thread(target=begun, args=(run,), daemon=True)
@@ -368,12 +367,11 @@ def test_an_offline_attempt_of_another_user_is_not_read(run):
     for number, kind in enumerate(("link", "file")):
         planted = parent / f"offline-run-2099010{number}_000000-{run.id}"
         planted.mkdir()
-        for name in (f"run-{run.id}.wandb", "flyteplugins-tracking-state"):
-            file = planted / name
-            file.symlink_to("/dev/zero") if kind == "link" else file.write_bytes(bytes(7))
-            os.lchown(file, NOBODY, NOBODY)
+        file = planted / f"run-{run.id}.wandb"
+        file.symlink_to("/dev/zero") if kind == "link" else file.write_bytes(bytes(7))
+        os.lchown(file, NOBODY, NOBODY)
         os.chown(planted, NOBODY, NOBODY if kind == "file" else -1)
-    assert outbox.saved_states(run, None) == []
+    assert outbox.directories_of(parent, run.id) == [outbox.run_directory(run)]
     run.finish()
 
 

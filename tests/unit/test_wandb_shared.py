@@ -8,7 +8,7 @@ import pytest
 from support.offline_wandb import open_run
 
 from flyteplugins_tracking._rank.plan import RunPlan
-from flyteplugins_tracking.trackers.base import Uncounted, Unwatched
+from flyteplugins_tracking.trackers.base import Unwatched
 from flyteplugins_tracking.trackers.wandb import vendor
 from flyteplugins_tracking.trackers.wandb.shared import LeaderHandle
 
@@ -35,7 +35,6 @@ def handle(tmp_path, monkeypatch):
         watch=Unwatched(),
         plan=RunPlan(opens=True, primary=True),
         run_metadata={},
-        steps=Uncounted(),
         has_other_writers=False,
     )
     handle = LeaderHandle(run, None, request)

@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 
 # The part of a run's end that is kept for sending the status of a run that could not be made active, in seconds.
 _STATUS_S = 3.0
-# The tag of `save_state`, before the role's name.
-_STATE_TAG = "flyteplugins_tracking.state"
 # The longest name of a metric.
 _LONGEST_NAME = 250
 # The longest wait for the monitor's last sample, in seconds.
@@ -75,7 +73,6 @@ class MlflowHandle(OutboxHandle):
             tracker.title, prefix_of(request), "not shown in charts: MLflow keeps NaN, and keeps an infinity as 1.8e308"
         )
         self.uri, self.opened = uri, opened
-        self._state_tag = _STATE_TAG if request.plan.role is None else f"{_STATE_TAG}.{request.plan.role}"
         run_id, steps = opened.run.info.run_id, Steps(values)
         self._metrics = Metrics(values)
         self._first_params: Mapping[str, str] = opened.run.data.params if opened.is_resumed else {}
@@ -119,14 +116,6 @@ class MlflowHandle(OutboxHandle):
 
     def sendable(self) -> RunRequest:
         return to_be_sent(self.request, self.arguments)
-
-    def save_state(self, text: str) -> None:
-        if self._gate.state == "open":
-            self.set_values("set_tags", {self._state_tag: text})
-
-    def saved_state(self) -> str | None:
-        state: str | None = self.opened.run.data.tags.get(self._state_tag)
-        return state
 
     def how_to_view(self) -> str:
         return self.url or f"mlflow ui --backend-store-uri {shlex.quote(self.place)}"

@@ -39,8 +39,6 @@ from flyteplugins_tracking._util.files import (
     is_own_file,
     open_own,
     own_file_in,
-    own_text,
-    replace_whole,
     touch_own,
 )
 from flyteplugins_tracking._util.text import parse_json, without_credentials
@@ -64,10 +62,8 @@ _COUNT_BITS, _RANDOM_BITS = 32, 21
 _OFFLINE = "offline-"
 # The head of an artifact's record in a journal. That of a row has numbers.
 _ARTIFACT = b"artifact"
-# Files in a run's directory: that its run was rewound later; that a forked child has logged too; and a string that is
-# kept offline for the next attempt, of at most so many bytes.
-_REWOUND, _FORKED, _STATE = "rewound", "flyteplugins-tracking-forked", "flyteplugins-tracking-state"
-_LONGEST_STATE = 1 << 20
+# Files in a run's directory: that its run was rewound later, and that a forked child has logged too.
+_REWOUND, _FORKED = "rewound", "flyteplugins-tracking-forked"
 # How long wandb-core may take to write the end of a run that it has ended.
 _END_S, _POLL_S = 5.0, 0.01
 # How long it may take to read what earlier attempts have left.
@@ -731,26 +727,6 @@ def of(run: Any) -> WandbOutbox:
     """Return the outbox of an open run."""
     found: WandbOutbox = vars(run).get(OUTBOX, _none)
     return found
-
-
-# What an attempt leaves to the next one on this disk: W&B's client does not read its files
-
-
-def save_state(run: Any, role: str | None, text: str) -> None:
-    """Keep a string in the run's directory."""
-    with contextlib.suppress(OSError):
-        replace_whole(run_directory(run) / _state_file(role), text)
-
-
-def _state_file(role: str | None) -> str:
-    return _STATE if role is None else f"{_STATE}-{role}"
-
-
-def saved_states(run: Any, role: str | None) -> list[str]:
-    """Return the strings that earlier attempts of this role on this disk have kept."""
-    own = run_directory(run)
-    earlier = [path for path in directories_of(own.parent, run.id) if path != own]
-    return [text for path in earlier if (text := own_text(path / _state_file(role), _LONGEST_STATE)) is not None]
 
 
 def guest_journal(of_owner: Mapping[str, Any], rank: int) -> tuple[Journal, Iterator[int]]:

@@ -11,7 +11,6 @@ import logging
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,6 @@ _NOT_SET = object()
 _ASK_S = 2.0
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
 HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
-# The key of `save_state` in the summary, before the role's name: W&B's pages do not show keys that begin with "_".
-_STATE = "_flyteplugins_tracking"
 # The status of a run that is ended to be rewound: until then, its last attempt has failed.
 _FAILED = 1
 # The most characters of a config's JSON that are passed to each task that a task calls.
@@ -109,11 +106,9 @@ class WandbHandle(Handle):
         # And what the function has said about the run: a wandb-core that dies may not have sent it.
         self._said: dict[str, dict[str, Any]] = {"config": {}, "summary": {}, "run": {}, "files": {}}
         self._next_row = NextRow()
-        self._state_key = _STATE if request.plan.role is None else f"{_STATE}-{request.plan.role}"
         # The keys of the config that this attempt has not set yet, and an earlier one has.
         self._of_earlier = set(dict(run.config)) - set(run_config(request)) if getattr(run, "resumed", False) else set()
         self._of_earlier -= set(vendor.locked_keys(run))
-        self._state: dict[str, str] = {}  # what the summary has of `save_state`, at the latest when the run ends
         self._rollback = Rollback(self, request)
         if self._is_ours:
             self._take_over()
@@ -156,25 +151,6 @@ class WandbHandle(Handle):
     def forget_event(self, name: str, keys: Sequence[str]) -> None:  # noqa: ARG002 its file stays
         with contextlib.suppress(Exception):  # its wandb-core may have died, or it is disabled
             forget(self.run, keys)
-
-    def save_state(self, text: str) -> None:
-        state = f"{time.time():.3f} {text}"
-        self._state = {self._state_key: state}
-        if self._gate.state == "open":  # or later: no run is opened again for it
-            with contextlib.suppress(Exception):  # its wandb-core has died
-                _update_summary(self.run, self._state)
-        if self.files is not None:  # the summary of an attempt that is killed may not have arrived
-            outbox.save_state(self.run, self._request.plan.role, state)
-
-    def saved_state(self) -> str | None:
-        if self.files is None:
-            return None
-        states = outbox.saved_states(self.run, self._request.plan.role)
-        if self.run.resumed:  # its summary is from the server
-            states.append(str(self.run.summary.get(self._state_key)))
-        # The last attempt may have run on another machine.
-        latest = max(states, key=_time_of, default="")
-        return latest.partition(" ")[2] or None
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         # Not `log(values, commit=False)`: it would open a run again that a signal has ended.
@@ -221,7 +197,6 @@ class WandbHandle(Handle):
             self._use_in_child(method, data, step, commit, **kwargs)
             return
         self._request.watch.before_row()
-        self._request.steps.row_logged(data, step)
         if isinstance(data, dict):  # a copy: the row may be held, and the function may use its dictionary again
             for key in self._said["summary"].keys() & data.keys():
                 del self._said["summary"][key]  # the row's value comes later
@@ -240,7 +215,6 @@ class WandbHandle(Handle):
         self._request.watch.before_row()
         if method.__name__ == "define_metric":
             self._definitions.append(lambda: method(self.run, *args, **kwargs))
-            self._keep_step_column(*args, **kwargs)
         result = self._gate.call(lambda: method(self.run, *args, **kwargs))
         if method.__name__ == "save" and isinstance(result, list):
             self._said["files"].update({os.path.relpath(path, self.run.dir): path for path in result})
@@ -291,11 +265,6 @@ class WandbHandle(Handle):
         """Call a method in a forked child, which W&B's client attaches to the run by itself."""
         return method(self.run, *args, **kwargs)
 
-    def _keep_step_column(self, name: Any = None, step_metric: Any = None, *_: Any, **__: Any) -> None:
-        column = getattr(step_metric, "name", step_metric)  # it may be an earlier `define_metric`'s
-        if name == f"{self.prefix}*" and isinstance(column, str):
-            self._request.steps.column_defined(column)
-
     @property
     def _outbox(self) -> outbox.WandbOutbox:
         return outbox.of(self.run)
@@ -326,10 +295,8 @@ class WandbHandle(Handle):
         upload = Upload(self.run, limit)
         exit_code = exit_code or self._told_status or 0
         try:
-            # In the summary: a row of its own would take a step.
-            waiting = {**self._next_row.take(), **self._state}
-            if waiting:
-                _update_summary(self.run, waiting)
+            if self._next_row.waiting:  # in the summary: a row of its own would take a step
+                _update_summary(self.run, self._next_row.take())
             if exit_code == TERMINATED and self._request.plan.ends_run:
                 self.run.mark_preempting()
             self._outbox.end(exit_code)
@@ -638,12 +605,6 @@ def _update_summary(run: Any, values: Mapping[str, Any]) -> None:
     """Change the summary of a run, at any time."""
     kind: Any = type(run.summary)
     getattr(kind, "__wrapped__", kind).update(run.summary, values)
-
-
-def _time_of(state: str) -> float:
-    """Return when a state was saved, in seconds since the epoch; 0 for another string."""
-    time_s = state.partition(" ")[0]
-    return float(time_s) if time_s.replace(".", "", 1).isdecimal() else 0.0
 
 
 def passed_on(run: Any) -> Mapping[str, Any] | None:

@@ -95,8 +95,6 @@ class SharedHandle(WandbHandle):
         self._column = outbox.of(run).column
         self._run_log, self._run_define = type(run).log, type(run).define_metric
         super().__init__(run, before, request, reopen)
-        if role is not None:
-            request.steps.column_defined(step_metric)
 
     def log(self, method: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> None:
         if os.getpid() == self._pid:
