@@ -124,7 +124,7 @@ _PAGES = {
     ("Offline, files and clean-up", "../guides/offline.md"): ("if_unavailable", "init_timeout_s"),
     ("How a run lives and ends", "../about/lifecycle.md"): ("kill_after_s",),
     ("Failed, hung or slow?", "../guides/failed.md"): ("hang_timeout_s", "pulse_s"),
-    ("Checkpoints and preemption", "../guides/checkpoints.md"): ("stop_before_s", "step_metric", "rollback"),
+    ("Checkpoints and preemption", "../guides/checkpoints.md"): ("stop_before_s", "step_metric"),
 }
 
 

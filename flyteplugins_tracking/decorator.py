@@ -14,7 +14,7 @@ from flyteplugins_tracking._runs.call import Call
 from flyteplugins_tracking._runs.context import Task
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Tracker
-from flyteplugins_tracking.trackers.config import IfUnavailable, Rollback, TrackingConfig
+from flyteplugins_tracking.trackers.config import IfUnavailable, TrackingConfig
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker, propagated_to
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,7 +50,6 @@ def tracking_init(
     stop_before_s: float | None = None,
     rank_prefix: bool = False,
     step_metric: str = "global_step",
-    rollback: Rollback = "keep",
     download_logs: bool = False,
     **options: Any,
 ) -> Callable[[F], F]: ...
@@ -111,9 +110,6 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
         rank_prefix: In a shared run, put `rank_{rank}/` before the keys that a rank logs.
         step_metric: In a shared run, the column for the `step=` of `log`: the ranks share one step counter. In another
             run, the column for steps that a job logs again when it has gone back to its checkpoint.
-        rollback: What happens to the rows of steps that a job logs again when it has gone back to its checkpoint.
-            "keep": the run has both, told apart by `restart_count`. "rewind": the service drops the earlier ones. W&B
-            does that for a run with one writer; others keep them, with one warning.
         download_logs: Make the run's local files an output of the Flyte task, if the task has no Elastic workers.
         **options: The tracker's own arguments: for W&B those of `wandb.init`, and `host=`, the address of a server.
 

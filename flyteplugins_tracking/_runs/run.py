@@ -110,12 +110,6 @@ def _warn_of_unused_arguments(call: Call, planned: RunPlan) -> None:
     if config.rank_prefix and config.run_mode != "shared":
         reason = f"with run_mode={config.run_mode!r} each run has one writer. Use run_mode='shared'"
         logger.warning(warning, "rank_prefix=True", reason)
-    if config.rollback == "rewind":
-        more = "Rows that are logged again after a restart are kept"
-        if config.run_mode == "shared" or config.has_roles:
-            logger.warning(warning, "rollback='rewind'", f"the run has several writers. {more}")
-        elif not getattr(call.tracker, "rewinds", False):
-            logger.warning(warning, "rollback='rewind'", f"the service cannot do that. {more}")
     if config.download_logs and call.info is not None:
         reason = f"the training has {call.info.world_size} ranks, and a task's output comes from one process"
         logger.warning(warning, "download_logs=True", reason)

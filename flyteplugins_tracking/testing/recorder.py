@@ -193,7 +193,7 @@ class RecordingTracker(Tracker):
         if instead_of is not None:
             self.name, self.title = instead_of.name, instead_of.title
             self.run_id_variables, self.arguments = instead_of.run_id_variables, instead_of.arguments
-            self.unsupported, self.rewinds = instead_of.unsupported, getattr(instead_of, "rewinds", False)
+            self.unsupported = instead_of.unsupported
 
     @property
     def runs(self) -> RecordedRuns:

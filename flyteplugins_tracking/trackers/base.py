@@ -227,7 +227,6 @@ class Tracker(Protocol):
         arguments: The names of the tracker's own arguments of `tracking_init`, which are in `config.options`.
         unsupported: The features that the service lacks, with the reason. Using one is refused at decoration.
         takes_roles: Whether several jobs can write to a run: `roles=` and `role=`.
-        rewinds: Whether it honours `rollback="rewind"` for a run with one writer.
     """
 
     name: str
@@ -237,7 +236,6 @@ class Tracker(Protocol):
     run_id_variables: tuple[str, ...] = ()
     arguments: Collection[str] = frozenset()
     unsupported: Mapping[Feature, str] = {}
-    rewinds: bool = False
     takes_roles: bool = False
 
     def forced_run_id(self) -> str | None:

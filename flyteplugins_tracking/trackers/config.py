@@ -30,9 +30,6 @@ from flyteplugins_tracking.errors import ConfigError
 IfUnavailable = Literal["raise", "degrade"]
 """Whether to raise an error or to degrade if the service cannot be used when a run is opened."""
 
-Rollback = Literal["keep", "rewind"]
-"""How a run takes the rows that a job logs again after it has gone back to its checkpoint."""
-
 # The one key of this library in a run's config, with all that it adds below: no script has an argument of that name.
 OWN = "tracking_init"
 # The roles of a run's owner, below that key; and the owner's name beside those of roles.
@@ -50,7 +47,6 @@ _CHECKS: Mapping[Any, Callable[[str, Any], object]] = {
     "RankScope": lambda name, value: check_choice(name, value, RANK_SCOPES),
     "PrimaryRank": lambda _, value: _check_primary_rank(value),
     "IfUnavailable": lambda name, value: check_choice(name, value, get_args(IfUnavailable)),
-    "Rollback": lambda name, value: check_choice(name, value, get_args(Rollback)),
     "bool": check_flag,
     "float": check_seconds,
     "float | None": check_seconds,
@@ -161,11 +157,6 @@ class TrackingConfig(Record):
     step_metric: str = "global_step"
     """In a shared run, the column for the `step=` of `log`: the ranks share one step counter. In another run, the
     column for steps that a job logs again when it has gone back to its checkpoint."""
-
-    rollback: Rollback = "keep"
-    """What happens to the rows of steps that a job logs again when it has gone back to its checkpoint. "keep": the run
-    has both, told apart by `restart_count`. "rewind": the service drops the earlier ones. W&B does that for a run with
-    one writer; others keep them, with one warning."""
 
     download_logs: bool = False
     """Make the run's local files an output of the Flyte task, if the task has no Elastic workers."""

@@ -159,13 +159,6 @@ class Gate(PerProcess):
             if self.state == "open":
                 self._end(finish, timeout_s)
 
-    def restart(self, finish: Callable[[], object]) -> None:
-        """End the run by `finish`, and open it again. A signal that comes meanwhile ends the run after that."""
-        with self._changing:
-            self.end_early(finish)
-            self._is_cut = True  # even if a signal's exception comes before it is open
-            self._reopen()
-
     def finish(self, finish: Callable[[], object], timeout_s: float = 0.0) -> None:
         """As `end_early`, after the function's end: nothing passes from then on."""
         with self._changing:

@@ -56,68 +56,23 @@ def test_what_a_killed_process_has_not_sent_is_sent_once(tmp_path):
     assert (found.exit_codes, found.state) == ((1,), "failed")
 
 
-def roll_back(directory, server, first_step):
-    """Kill a job, start one that goes back to a step, and return what has arrived, and which process was killed."""
-    tracking = {"id": jobs.RUN_ID, "rollback": "rewind", "config": {"lr": 1}}
-    settings = {"tracking": tracking, "with_step": True}
-    started = Job(server, directory)
-    process = started.start(python(), **ends("loop", attempts=9, **settings))
-    (killed,) = started.wait_for("ready 0 0")
-    started.log_more(rows=20)
-    started.signal(process.pid, signal.SIGKILL)
-    process.communicate()
-    started.start(python(), **ends("return", first_step=first_step, rows=20, **settings))
-    return started.outcome(), killed
-
-
-@pytest.mark.parametrize("first_step", [30, pytest.param(0, marks=pytest.mark.full)])
-def test_a_job_that_goes_back_has_its_run_rewound(tmp_path, first_step):
-    with WandbServer(rewinds=True) as server:
-        found, killed = roll_back(tmp_path, server, first_step)
-        first, *_ = sorted(str(path.parent) for path in tmp_path.rglob("*.wandb"))
-        command = [sys.executable, "-m", "flyteplugins_tracking", "send", first]
-        sent = jobs.run(command, tmp_path, server.environment).output
-        rows, (run,) = server.runs[0].rows, server.runs
-    assert sent.startswith(f"nothing of {first} is sent")
-    assert [row["_step"] for row in rows] == list(range(first_step + 20))
-    assert [row["n"] for row in rows if row["pid"] == killed] == list(range(first_step))
-    assert "restart_count" not in rows[-1]
-    assert found.logged <= found.local  # those that W&B has dropped too
-    assert (run.exit_codes, run.state, run.config["lr"]) == ([1, 0], "finished", 1)
-    assert run.rows_overwritten == run.rows_after_completion == 0
-    assert found.output.count("was rewound") == 1
-    assert not journals_left(tmp_path)
-
-
-@pytest.mark.full
-def test_a_server_that_cannot_rewind_keeps_all_rows_with_one_warning(tmp_path):
-    with WandbServer() as server:
-        found, killed = roll_back(tmp_path, server, 30)
-        (run,) = server.runs
-        assert server.unknown_operations == ["RewindRun"]
-        server.unknown_operations.clear()
+def test_a_job_that_goes_back_keeps_all_rows_with_one_warning(tmp_path):
+    settings = {"tracking": {"id": jobs.RUN_ID}, "with_step": True}
+    with job(tmp_path) as started:
+        process = started.start(python(), **ends("loop", attempts=9, **settings))
+        (killed,) = started.wait_for("ready 0 0")
+        started.log_more(rows=20)
+        started.signal(process.pid, signal.SIGKILL)
+        process.communicate()
+        started.start(python(), **ends("return", first_step=30, rows=20, **settings))
+        found = started.outcome()
+        (run,) = started.server.runs
     assert_all_arrived(found)
     assert found.duplicates == 0
     assert list(found.steps) == list(range(len(found.steps)))
     assert [row["global_step"] for row in run.rows if row["pid"] != killed] == list(range(30, 50))
-    assert (run.exit_codes, run.state) == ([1, 0], "finished")
-    assert found.output.count("cannot be rewound: failed to rewind run") == 1
-
-
-@pytest.mark.full
-def test_a_run_that_is_signalled_while_it_is_rewound_ends_with_its_true_status(tmp_path):
-    settings = {"tracking": {"id": jobs.RUN_ID, "rollback": "rewind"}, "with_step": True}
-    with WandbServer(rewinds=True) as server:
-        started = Job(server, tmp_path)
-        jobs.finish(started.start(python(), **ends("return", **settings)), tmp_path)
-        with server.failing(Fault.slow(0.5)):
-            process = started.start(python(), **ends("loop", attempts=9, first_step=20, **settings))
-            server.wait_for(lambda: len(server.runs[0].exit_codes) > 1, 240)
-            started.signal(process.pid)
-            found = started.outcome()
-    assert server.runs[0].exit_codes[:2] == [0, 1]
-    assert (found.exit_codes[-1], found.state) == (143, "preempted")
-    assert found.duplicates == 0
+    assert (run.exit_codes, run.state) == ([0], "finished")
+    assert found.output.count("All rows are kept") == 1
 
 
 @pytest.mark.full

@@ -46,7 +46,7 @@ def logs_until_killed() -> None:
 def goes_back() -> None:
     """Logs the steps 0 to 9, and in a second attempt 6 to 8."""
 
-    @tracking_init(**TRACKING, rollback="rewind")
+    @tracking_init(**TRACKING)
     def train(attempt: int, steps: range) -> None:
         for step in steps:
             get_run().log({"attempt": attempt}, step=step)

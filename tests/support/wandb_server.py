@@ -51,7 +51,6 @@ class WandbServer(LoopbackServer):
         key: The API key that it accepts.
         counts_on_upsert: Whether the answer to UpsertBucket has the run's line count, with which wandb appends even
             without `resume=`. The service counts some seconds late, so that both are to be met there.
-        rewinds: Whether it knows RewindRun, as the service does and servers of one's own do not.
         replaces: Whether it keeps the config and the summary of a run's last writer alone, and does not merge them by
             key. It is not known which of the two the service does.
         late: How many seconds late it counts a run's rows, and knows the last one: wandb's authors disagree on which.
@@ -68,7 +67,6 @@ class WandbServer(LoopbackServer):
         key: str = KEY,
         counts_on_upsert: bool = False,
         late: tuple[float, float] = (0.0, 0.0),
-        rewinds: bool = False,
         replaces: bool = False,
         old: float = 0.0,
     ) -> None:
@@ -79,7 +77,7 @@ class WandbServer(LoopbackServer):
         self.unknown_operations: list[str] = []
         self.operations: list[str] = []
         self.refused_operations: set[str] = set()
-        self._operations = Operations(self._store, self.url, counts_on_upsert, rewinds)
+        self._operations = Operations(self._store, self.url, counts_on_upsert)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -83,7 +83,6 @@ class RecordedRun:
         versions: These artifacts, by their ids.
         alerts: The title, text and level of each alert.
         rows_after_completion: How many rows came when the run was over and no `wandb.init` had opened it again.
-        rows_rewound: How many rows a RewindRun has dropped.
         rows_overwritten: How many rows took the place of a different one, which is lost.
         connections: How many TCP connections have carried filestream requests. One process may have several: it opens
             another while it asks something else over the first.
@@ -119,7 +118,6 @@ class RecordedRun:
     versions: dict[str, RecordedArtifact] = field(default_factory=dict, repr=False)
     alerts: list[tuple[str, str, str]] = field(default_factory=list, repr=False)
     rows_after_completion: int = 0
-    rows_rewound: int = 0
     rows_overwritten: int = 0
     connections: int = 0
     open_connections: int = 0
@@ -238,16 +236,6 @@ class RecordedRun:
         self.rows_after_completion += len(rows) if self.completed else 0
         self._rows.update(places)
         self._counted = [*self._counted, (time.monotonic(), len(self._rows))]
-
-    def rewind(self, step: float) -> None:
-        """Drop the rows behind a step."""
-        if not self.completed:
-            raise RefusedError(400, "cannot rewind a run that is not in a terminal state")
-        kept = [row for row in self.rows if row["_step"] <= step]
-        self.rows_rewound += len(self._rows) - len(kept)
-        self._rows = {("", offset): row for offset, row in enumerate(kept)}
-        self._summaries = {"": kept[-1]} if kept else {}
-        self._counted, self.state = [(0.0, len(kept))], "running"
 
     def _known(self, late_s: float) -> int:
         """How many rows the run had so many seconds ago."""
@@ -488,16 +476,14 @@ class Operations:
 
     # ruff: noqa: N802
 
-    def __init__(self, store: Store, url: str, counts_on_upsert: bool, rewinds: bool) -> None:
+    def __init__(self, store: Store, url: str, counts_on_upsert: bool) -> None:
         self._store = store
         self._url = url
         self._counts_on_upsert = counts_on_upsert
-        self._rewinds = rewinds
 
     def answer(self, operation: str, given: Json) -> Json | None:
         """The data for `operation` with the variables `given`; None for one that is not spoken here."""
-        is_spoken = operation[:1].isupper() and (self._rewinds or operation != "RewindRun")
-        resolve = getattr(self, operation, None) if is_spoken else None
+        resolve = getattr(self, operation, None) if operation[:1].isupper() else None
         answer: Json | None = resolve(given) if resolve else None
         return answer
 
@@ -533,23 +519,6 @@ class Operations:
         entity, project = given.get("entity") or ENTITY, given["project"]
         run = self._store.get((entity, project, given["name"]))
         return {"model": {**_project(entity, project), "bucket": run and run.resume_status()}}
-
-    def RewindRun(self, given: Json) -> Json:
-        run = self._store.get((given.get("entity") or ENTITY, given["project"], given["runName"]))
-        if run is None or given["metricName"] != "_step":
-            return {"rewindRun": None}
-        run.rewind(given["metricValue"])
-        bucket = {
-            "id": run.storage_id,
-            "name": run.id,
-            "displayName": run.name,
-            "description": run.notes,
-            "config": json.dumps(run.raw_config),
-            "sweepName": run.sweep,
-            "project": _project(run.entity, run.project),
-            "historyLineCount": len(run.rows),
-        }
-        return {"rewindRun": {"rewoundRun": bucket}}
 
     def ProbeServerSettings(self, _: Json) -> Json:
         """A question of `wandb sync` before 0.28.1, which is written in Python."""

@@ -108,7 +108,6 @@ class Flags:
         ({"tags": [1]}, "each entry of tags must be a non-empty string, got 1"),
         ({"mode": "shared"}, "pass run_mode='shared'"),
         ({"rank_prefix": "yes"}, "rank_prefix must be True or False, got 'yes'"),
-        ({"rollback": "forget"}, "rollback='forget' is not one of keep, rewind"),
         ({"step_metric": ""}, "step_metric must be a non-empty string, got ''"),
         ({"step_metric": None}, "step_metric must be a non-empty string, got None"),
         ({"config": 3}, "config must be a mapping, a dataclass or a namespace, got int"),

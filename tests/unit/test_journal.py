@@ -281,7 +281,7 @@ sys.stdin.read()
     assert [entry.data for entry in journal.entries()] == [b"x"]
 
 
-def rolled(first_step, *steps, next_step=None, rewind=None):
+def rolled(first_step, *steps, next_step=None):
     """The rows of an attempt that logs at these steps, and how often it has defined the column for steps."""
     state = SimpleNamespace(first=first_step, next=first_step if next_step is None else next_step)
     defined: list[int] = []
@@ -292,10 +292,9 @@ def rolled(first_step, *steps, next_step=None, rewind=None):
         has_definitions=True,
         warn_once=lambda *_: None,
         id="late",
-        rewind=lambda step: rewind(state, step),
         run=SimpleNamespace(define_metric=lambda *_, **__: defined.append(1)),
     )
-    config = SimpleNamespace(step_metric="global_step", rollback="rewind" if rewind else "keep", run_mode="auto")
+    config = SimpleNamespace(step_metric="global_step")
     rollback = Rollback(handle, SimpleNamespace(config=config, run_metadata={"tracking_init": {"restart_count": 2}}))
     rows = []
     for step in steps:
@@ -424,29 +423,6 @@ def test_a_job_that_goes_on_logs_as_it_says():
         [(100, None, None), (101, None, None), (None, None, None), (102, 101, None)],
         0,
     )
-
-
-def test_a_run_that_is_rewound_has_the_steps_that_are_asked_for():
-    def rewind(state, step):
-        state.first = state.next = step
-
-    assert rolled(100, 60, 61, None, 40, rewind=rewind) == (
-        [(60, None, None), (61, None, None), (None, None, None), (40, None, None)],
-        0,
-    )
-
-
-def test_a_run_that_cannot_be_rewound_keeps_its_rows(caplog):
-    asked = []
-
-    def rewind(_, step):
-        asked.append(step)
-        return "a reason"
-
-    assert rolled(100, 60, 61, 50, rewind=rewind) == ([(100, 60, 2), (101, 61, 2), (102, 50, 2)], 1)
-    assert asked == [60]
-    (record,) = caplog.records
-    assert "and cannot be rewound: a reason. All rows are kept" in record.getMessage()
 
 
 def test_heads_that_are_right_and_records_that_are_not_cost_no_time(tmp_path):

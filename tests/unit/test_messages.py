@@ -147,20 +147,3 @@ def test_a_rank_prefix_that_has_no_effect_is_reported_once(caplog, run_mode, war
     for number in range(4):
         train_on(number, run_mode=run_mode, rank_prefix=True)
     assert caplog.text.count("rank_prefix=True is ignored") == warnings
-
-
-@pytest.mark.parametrize(
-    ("run_mode", "rewinds", "reason"),
-    [
-        ("auto", False, "the service cannot do that"),
-        ("new", False, "the service cannot do that"),
-        ("shared", True, "the run has several writers"),
-        ("auto", True, None),
-    ],
-)
-def test_a_rollback_that_cannot_be_rewound_is_reported_once(caplog, monkeypatch, run_mode, rewinds, reason):
-    monkeypatch.setattr(ViewedTracker, "rewinds", rewinds)
-    for number in range(4):
-        train_on(number, run_mode=run_mode, rollback="rewind")
-    assert caplog.text.count("rollback='rewind' is ignored") == (reason is not None)
-    assert str(reason or "") in caplog.text

@@ -18,6 +18,7 @@ from support.users import NOBODY, needs_root
 from wandb_files import StoredRun, read_run
 
 from flyteplugins_tracking._rank.plan import RunPlan
+from flyteplugins_tracking._util.files import is_own_file
 from flyteplugins_tracking.trackers import journal as files
 from flyteplugins_tracking.trackers.base import Unwatched
 from flyteplugins_tracking.trackers.journal import Journal
@@ -71,9 +72,7 @@ def begun(run, has_one_writer: bool = True) -> outbox.WandbOutbox:
 
 
 def handle_of(run) -> WandbHandle:
-    config = SimpleNamespace(
-        step_metric="global_step", rollback="keep", finish_timeout_s=20, finish_limit="", run_mode="auto"
-    )
+    config = SimpleNamespace(step_metric="global_step", finish_timeout_s=20, finish_limit="", run_mode="auto")
     request = SimpleNamespace(
         config=config,
         watch=Unwatched(),
@@ -205,9 +204,8 @@ PLANTED = {
 def test_what_is_planted_in_the_place_of_a_mark_neither_holds_up_a_run_nor_hides_rows(run, earlier, plant):
     """In a directory that a whole group can write to, or after a power loss."""
     (earlier / "../../key").write_text("private")
-    for name in (outbox._FORKED, "rewound"):
-        PLANTED[plant](earlier / name)
-    assert outbox.is_rewound(earlier) is (plant == "damaged")  # it has no content
+    PLANTED[plant](earlier / outbox._FORKED)
+    assert is_own_file(earlier / outbox._FORKED) is (plant == "damaged")  # it has no content
     beginning = threading.Thread(target=begun, args=(run,), daemon=True)
     beginning.start()
     beginning.join(60)
@@ -320,17 +318,16 @@ def directories(tmp_path):
 
 
 def test_runs_whose_ids_begin_alike_are_told_apart(directories):
-    own = SimpleNamespace(id="train", dir=str(directories[2] / "files"))
-    outbox.mark_rewound(own)
-    assert [outbox.is_rewound(directory) for directory in directories] == [True, False, False]
+    assert outbox.directories_of(directories[0].parent, "train") == [directories[0], directories[2]]
     assert outbox.directories_of(directories[0].parent, "train-2") == [directories[1]]
     assert outbox.directories_of(directories[0].parent, "trai") == []
 
 
 def test_a_mark_is_not_written_through_a_link(directories, tmp_path):
     """Another user could have planted it, in a directory in which others can write."""
-    (directories[0] / "rewound").symlink_to(tmp_path / "elsewhere")
-    outbox.mark_rewound(SimpleNamespace(id="train", dir=str(directories[2] / "files")))
+    (directories[0] / "run-train.wandb.synced").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"):
+        outbox.mark_synced(directories[0])
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -343,10 +340,9 @@ def test_a_directory_of_another_user_is_none_of_a_run(directories):
 @needs_root
 def test_a_mark_of_another_user_does_not_count(directories):
     directory = directories[0]
-    for name in ("rewound", "run-train.wandb.synced"):
-        (directory / name).touch()
-        os.chown(directory / name, NOBODY, NOBODY)
-    assert not outbox.is_rewound(directory)
+    mark = directory / "run-train.wandb.synced"
+    mark.touch()
+    os.chown(mark, NOBODY, NOBODY)
     assert not outbox.is_synced(directory)
 
 

@@ -21,7 +21,6 @@ def handle(tmp_path, monkeypatch):
     config = SimpleNamespace(
         run_mode="shared",
         step_metric="global_step",
-        rollback="keep",
         rank_prefix=False,
         has_roles=False,
         roles=None,

@@ -84,7 +84,6 @@ class WandbTracker(Tracker):
     takes_roles = True
     run_id_variables = ("WANDB_RUN_ID",)
     arguments = INIT_ARGUMENTS | {HOST}
-    rewinds = True
 
     def forced_run_id(self) -> str | None:
         return forced_run_id()

@@ -185,16 +185,11 @@ def is_disabled(request: RunRequest) -> bool:
 
 
 @vendor.without_error_reports()
-def _init(
-    request: RunRequest, mode: str | None = None, rewind_to: int | None = None, is_automatic: bool = False
-) -> Any:
+def _init(request: RunRequest, mode: str | None = None, is_automatic: bool = False) -> Any:
     import wandb
 
     try:
         arguments = _init_arguments(request, mode)
-        if rewind_to is not None:
-            arguments.pop("resume", None)
-            arguments["resume_from"] = f"{request.plan.run_id}?_step={rewind_to - 1}"
         if not _is_online(arguments):
             run = vendor.init(**arguments)
             outbox.open_outbox(request, run, is_automatic)
@@ -297,39 +292,25 @@ def _await_count(request: RunRequest, place: outbox.Place, directory: Path) -> N
     outbox.await_count(directory, place.run_id, counts, request.deadline - _COUNT_S)
 
 
-def reopen(request: RunRequest, run: Any, is_offline: bool, rewind_to: int | None) -> Any:
+def reopen(request: RunRequest, run: Any, is_offline: bool) -> Any:
     """Open a run again that has ended; offline if W&B does not answer in time.
 
     Args:
         request: The request with which it was opened first.
         run: The run.
         is_offline: Whether it shall be offline in any case.
-        rewind_to: The step from which on W&B drops its rows; None to keep them.
-
-    Raises:
-        TrackerUnavailableError: It cannot be rewound.
     """
-    rewinds = rewind_to is not None
-    request = _resuming(request, run, request.config.init_timeout_s if rewinds else _REOPENING_S, rewinds)
+    request = _resuming(request, run)
     vendor.drop_unusable_service()
     outside = nullcontext() if run.id == forced_run_id() else vendor.outside_sweep()
     with _ended_if_interrupted(request), _opening.lock, outside:
         if not is_offline:
-            try:
-                opened = _init(request, rewind_to=rewind_to)
-                if rewinds:
-                    outbox.mark_rewound(opened)
-                return opened
-            except BaseException as error:  # also a signal's
-                if rewinds:
-                    # wandb-core keeps the run's id, and would refuse it when the run is opened again.
-                    vendor.restart_service()
-                if rewinds or not isinstance(error, TrackerUnavailableError):
-                    raise
+            with suppress(TrackerUnavailableError):
+                return _init(request)
         return _init_offline(request)
 
 
-def _resuming(request: RunRequest, run: Any, timeout_s: float, rewinds: bool) -> RunRequest:
+def _resuming(request: RunRequest, run: Any) -> RunRequest:
     """Return the request that continues `run` in its project, even if variables name another one by now."""
     config = request.config
     options = {k: v for k, v in config.options.items() if k not in ("resume", "resume_from", "fork_from")}
@@ -340,10 +321,10 @@ def _resuming(request: RunRequest, run: Any, timeout_s: float, rewinds: bool) ->
         config=replace(
             config,
             project=run.project or config.project,
-            if_unavailable="raise" if rewinds else "degrade",
+            if_unavailable="degrade",
             options={**options, "entity": entity, "reinit": "create_new"},
         ),
-        deadline=time.monotonic() + timeout_s,
+        deadline=time.monotonic() + _REOPENING_S,
     )
 
 

@@ -62,8 +62,8 @@ _COUNT_BITS, _RANDOM_BITS = 32, 21
 _OFFLINE = "offline-"
 # The head of an artifact's record in a journal. That of a row has numbers.
 _ARTIFACT = b"artifact"
-# Files in a run's directory: that its run was rewound later, and that a forked child has logged too.
-_REWOUND, _FORKED = "rewound", "flyteplugins-tracking-forked"
+# A file in a run's directory: a forked child has logged too.
+_FORKED = "flyteplugins-tracking-forked"
 # How long wandb-core may take to write the end of a run that it has ended.
 _END_S, _POLL_S = 5.0, 0.01
 # How long it may take to read what earlier attempts have left.
@@ -376,20 +376,6 @@ def mark_synced(directory: Path) -> None:
     file = datastore.file_in(directory)
     if file is not None:
         touch_own(Path(f"{file}.synced"))
-
-
-def mark_rewound(run: Any) -> None:
-    """Note in the directories of earlier attempts that W&B has dropped rows of theirs, which must not be sent again."""
-    own = run_directory(run)
-    for directory in directories_of(own.parent, run.id):
-        if directory != own:
-            with contextlib.suppress(OSError):  # which the training must not end for
-                touch_own(directory / _REWOUND)
-
-
-def is_rewound(directory: Path) -> bool:
-    """Whether W&B has dropped rows of a run's directory since they were sent."""
-    return is_own_file(directory / _REWOUND)
 
 
 # Logging again

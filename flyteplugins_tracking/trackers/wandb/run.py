@@ -17,7 +17,7 @@ from typing import Any
 
 from flyteplugins_tracking._util.files import replace_whole
 from flyteplugins_tracking._util.proc import TERMINATED
-from flyteplugins_tracking._util.text import first_line, listed, without_credentials
+from flyteplugins_tracking._util.text import listed, without_credentials
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of, run_config, warn_of_changes
@@ -48,12 +48,10 @@ _NOT_SET = object()
 _ASK_S = 2.0
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
 HANDLE, RUN = "_flyteplugins_tracking_handle", "_flyteplugins_tracking_run"
-# The status of a run that is ended to be rewound: until then, its last attempt has failed.
-_FAILED = 1
 # The most characters of a config's JSON that are passed to each task that a task calls.
 _MAX_CONFIG = 16_384
 # Opens a run that has ended, as another object: see `open.reopen`.
-Reopen = Callable[[RunRequest, Any, bool, "int | None"], Any]
+Reopen = Callable[[RunRequest, Any, bool], Any]
 
 
 class WandbHandle(Handle):
@@ -97,8 +95,6 @@ class WandbHandle(Handle):
         self.warn_once = WarnOnce(logger)
         self._timed_out = False
         self._lacks_rows = False  # whether it may lack rows of other ranks, which their journals have
-        self._rewind_to: int | None = None
-        self._obstacle: str | None = None  # why the run was not rewound
         self._told_status: int | None = None  # that of the function's own first `finish()`, which ends nothing
         self._abandoned: list[str] = []  # the directories of wandb-cores that have died
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
@@ -126,11 +122,6 @@ class WandbHandle(Handle):
     @property
     def files(self) -> str | None:
         return None if getattr(self.run, "disabled", False) else str(self.run.dir)
-
-    def summary(self) -> Mapping[str, Any]:
-        with contextlib.suppress(Exception):  # its wandb-core may have died
-            return {key: value for key, value in dict(self.run.summary).items() if not key.startswith("_")}
-        return {}
 
     def unsent(self) -> Sequence[str]:
         is_behind = self._timed_out or self._lacks_rows or self._gate.state == "lost" or bool(self.run.offline)
@@ -363,32 +354,10 @@ class WandbHandle(Handle):
         vendor.set_finished(self.run)
 
     def _reopen(self) -> bool | None:
-        """Open the run again, in the object that the function holds: rewound, if that is asked for."""
+        """Open the run again, in the object that the function holds."""
         assert self._open_again is not None
-        step, self._rewind_to = self._rewind_to, None
-        if step is not None and self._timed_out:
-            self._obstacle, step = f"it was not sent completely within {self._request.config.finish_limit}", None
-        if step is not None:
-            try:
-                self._adopt(self._open_again(self._request, self.run, False, step))
-                return None
-            except Exception as error:
-                self._obstacle = first_line(error.__cause__ or error)
-        self._adopt(self._open_again(self._request, self.run, self._offline or self._timed_out, None))
+        self._adopt(self._open_again(self._request, self.run, self._offline or self._timed_out))
         return None
-
-    def rewind(self, step: int) -> str | None:
-        """Have W&B drop the rows from a step on. Returns why it does not. The run is open again in either case.
-
-        W&B rewinds runs that have ended only.
-        """
-        if RESTART_COUNT in self.summary():
-            return "an earlier attempt has rows at other steps than its own"
-        if any(other is not self.run for other in vendor.open_runs()):
-            return "this process has another run open"
-        self._rewind_to, self._obstacle = step, None
-        self._gate.restart(lambda: self._end(_FAILED))
-        return self._obstacle
 
     def _adopt(self, reopened: Any) -> None:
         """Continue with the state of `reopened` in the object that the function holds."""
@@ -462,8 +431,7 @@ class Rollback:
     """Keeps the rows of a job that goes back to its checkpoint, and logs steps that the run has already.
 
     W&B drops a row whose step is below the run's last one. Here such a row lands at the run's next step instead, with
-    the step in a column of its own, and with the number of the restart, which tells the attempts apart. With
-    `rollback="rewind"`, W&B drops the earlier rows from that step on, if it can.
+    the step in a column of its own, and with the number of the restart, which tells the attempts apart.
     """
 
     def __init__(self, handle: WandbHandle, request: RunRequest) -> None:
@@ -472,7 +440,6 @@ class Rollback:
         self._restart_count = restart_count_of(request)
         self._distance = 0  # the same for all rows: calls of one step stay one row
         self._late = LateRows(handle, self._column)
-        self.rewinds = request.config.rollback == "rewind" and request.config.run_mode != "shared"
 
     def place(self, data: Any, step: Any) -> tuple[Any, Any]:
         """Return the row and the step with which W&B keeps them; the step is None if the user gives none."""
@@ -491,21 +458,13 @@ class Rollback:
         next_step = self._handle.next_step()
         if next_step <= step:
             return
-        obstacle = self._handle.rewind(step) if self.rewinds else None
-        if self.rewinds and obstacle is None:
-            logger.warning(
-                "W&B: the job continues at step %s: its run had steps up to %d, and was rewound", step, next_step - 1
-            )
-            return
-        self.rewinds = False
         self._distance = next_step - step
         self._handle.run.define_metric("*", step_metric=self._column)
         logger.warning(
-            "W&B: the job continues at step %s, and its run has the steps up to %d already%s. All rows are kept: those "
+            "W&B: the job continues at step %s, and its run has the steps up to %d already. All rows are kept: those "
             "of this attempt are at the run's next steps, with their own steps in %r and %s=%d",
             step,
             next_step - 1,
-            "" if obstacle is None else f", and cannot be rewound: {obstacle}",
             self._column,
             RESTART_COUNT,
             self._restart_count,

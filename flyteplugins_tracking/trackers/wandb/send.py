@@ -96,8 +96,6 @@ def send(directory: Path, servers: Sequence[str]) -> str:
     if described is None and not any(True for _ in attempt.rows()):
         require_all_sent(directory)
         return f"{directory} has no rows: its process was killed while it opened the run"
-    if outbox.is_rewound(directory):
-        return f"nothing of {directory} is sent: its run was rewound since then, and continues in a later directory"
     is_offline = outbox.is_offline(directory)
     place = _place(attempt, described, is_set_up_here=is_offline)
 
