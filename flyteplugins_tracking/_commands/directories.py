@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flyteplugins_tracking._util.files import is_own_directory, is_own_file
@@ -39,8 +39,8 @@ class Found:
         texts: What is to be said of the directories that have none.
     """
 
-    def __init__(self, paths: Sequence[Path], is_wanted: Callable[[Path], bool]) -> None:
-        """Look for them. Below a given directory, those count that are wanted."""
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Look for them. Below a given directory, those count that have something to send."""
         self.runs: dict[Path, Path] = {}
         self.texts: list[str] = []
         self._looked_at = 0  # below the present one of the given directories
@@ -51,12 +51,12 @@ class Found:
             if is_run(path) or not path.is_dir():
                 self.runs.setdefault(path.resolve(), path)
             else:
-                self._look_below(path, is_wanted)
+                self._look_below(path)
 
-    def _look_below(self, path: Path, is_wanted: Callable[[Path], bool]) -> None:
+    def _look_below(self, path: Path) -> None:
         self._looked_at, self._of_others = 0, []
         runs = list(self._runs_below(path, {path.resolve()}, depth=0))
-        wanted = [run for run in runs if is_wanted(run)]
+        wanted = [run for run in runs if has_unsent(run)]
         for run in wanted:
             if wandb_files.may_be_written(run):
                 self._written.append(run)

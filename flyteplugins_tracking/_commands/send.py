@@ -1,13 +1,11 @@
 """`flyteplugins-tracking send DIRECTORY...`: send what local directories have and their services have not.
 
-A directory is that of a run, or one with runs below it. With `--tracker NAME`, the runs are sent to another tracker,
-whose own variables say where that is.
+A directory is that of a run, or one with runs below it. The trackers' own variables say where the services are.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -16,11 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._commands.directories import SENT, Found, has_unsent, is_run
+from flyteplugins_tracking._commands.directories import SENT, Found
 from flyteplugins_tracking._rank.plan import RunPlan
 from flyteplugins_tracking._util.checks import check_run_id
-from flyteplugins_tracking._util.files import is_own_file, own_text, replace_whole, touch_own
-from flyteplugins_tracking._util.text import parse_json
+from flyteplugins_tracking._util.files import is_own_file, touch_own
 from flyteplugins_tracking.errors import TrackerUnavailableError, TrackingError
 from flyteplugins_tracking.trackers.base import RunRequest, Unwatched
 from flyteplugins_tracking.trackers.client import ClientHandle
@@ -36,16 +33,14 @@ from flyteplugins_tracking.trackers.journal import (
 from flyteplugins_tracking.trackers.kept import OutboxHandle, repeat_call
 from flyteplugins_tracking.trackers.outbox import (
     AwayError,
-    addresses_in,
     arguments_to_send,
     how_to_send,
     require_server,
+    servers_in,
 )
-from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
+from flyteplugins_tracking.trackers.registry import find_tracker
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
-# The arguments that are not of one tracker.
-_OF_EVERY_TRACKER = ("project", "name", "group", "tags", "notes", "config")
 # What the header of a run's journal has, with its types.
 _HEADER: Mapping[str, type | tuple[type, ...]] = {
     **{"tracker": str, "id": str, "group": (str, type(None)), "primary": bool, "attempt": int},
@@ -58,17 +53,13 @@ def main(arguments: list[str]) -> int:
     """Send the run of each directory, and return the exit status of the process. It can be repeated."""
     parser = argparse.ArgumentParser("flyteplugins-tracking send", description=__doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIRECTORY")
-    parser.add_argument("--server", action="append", default=[], metavar="URL", help="a server that may get your key")
-    parser.add_argument("--tracker", choices=names_of_trackers(), help="send the runs to this tracker")
     try:
         given = parser.parse_args(arguments)
     except SystemExit as ended:
         return int(ended.code or 0)
     try:
-        found = Found(given.directories, has_unsent if given.tracker is None else is_run)
-        runs = list(found.runs.values())
-        texts = _send(runs, given.server) if given.tracker is None else _send_to(runs, given.tracker)
-        for text in chain(found.texts, texts):
+        found = Found(given.directories)
+        for text in chain(found.texts, _send(list(found.runs.values()))):
             sys.stdout.write(f"{text}\n")
         found.require_all_seen()
     except (TrackingError, ValueError, OSError) as error:
@@ -77,13 +68,13 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _send(paths: Sequence[Path], servers: Sequence[str]) -> Iterator[str]:
+def _send(paths: Sequence[Path]) -> Iterator[str]:
     of_wandb = wandb_files.in_order(path for path in paths if wandb_files.is_run_directory(path))
     failed: list[str] = []
     others = sorted((path for path in paths if path not in of_wandb), key=_is_of_role)  # the owner makes the run
     for path in [*others, *of_wandb]:
         try:
-            yield wandb_files.send(path, servers) if path in of_wandb else _send_directory(path, servers)
+            yield wandb_files.send(path) if path in of_wandb else _send_directory(path)
         except Exception as error:  # it does not keep the others from being sent
             is_said = isinstance(error, (TrackingError, ValueError))
             failed.append(str(error) if is_said else f"{path} was not sent: {type(error).__name__}: {error}")
@@ -96,12 +87,8 @@ def _is_of_role(path: Path) -> bool:
     return any(isinstance(one, dict) and one.get("role") is not None for one in arguments)
 
 
-def _send_directory(directory: Path, servers: Sequence[str]) -> str:
+def _send_directory(directory: Path) -> str:
     """Send a run from its directory, and remove what is sent. Returns what was sent, in words.
-
-    Args:
-        directory: The directory.
-        servers: The servers that may get the keys of this process, besides those that its variables name.
 
     Raises:
         TrackerUnavailableError: Not everything was sent, since the service still cannot be used, for one.
@@ -118,8 +105,8 @@ def _send_directory(directory: Path, servers: Sequence[str]) -> str:
             f"{directory} has nothing of a run" if directory.is_dir() else f"{directory} is not a directory"
         )
     for journal in left:
-        for address in addresses_in(journal.header["arguments"]):
-            require_server(directory, address, [*os.environ.values(), *servers])
+        for variable, address in servers_in(journal.header["arguments"]).items():
+            require_server(directory, variable, address, os.environ.get(variable))
     touch_own(directory / SENT)
     kept_again = {directory}
     attempts, rejected = list(_attempts(left)), 0
@@ -150,7 +137,7 @@ def _remove_empty(directory: Path) -> None:
 
 
 def _journals_in(directory: Path) -> list[StoredJournal]:
-    """Return the journals of a run. Of their arguments, they have those that say which run it is.
+    """Return the journals of a run.
 
     Raises:
         ValueError: One is not that of a run.
@@ -161,8 +148,7 @@ def _journals_in(directory: Path) -> list[StoredJournal]:
         if not all(isinstance(header.get(name), kind) for name, kind in _HEADER.items()):
             raise ValueError(f"{journal.paths[0]} does not say which run it is of")
         check_run_id("id", header["id"], longest=_LONGEST_ID)
-        described = {**header, "arguments": arguments_to_send(header["arguments"])}
-        journals.append(StoredJournal(described, journal.paths))
+        journals.append(journal)
     return journals
 
 
@@ -199,7 +185,8 @@ def _send_attempt(journals: Sequence[StoredJournal], *, ends_run: bool) -> tuple
 
 def _open(header: Mapping[str, Any], earlier: Sequence[StoredJournal]) -> ClientHandle:
     tracker = find_tracker(header["tracker"])
-    config = TrackingConfig.from_arguments({**header["arguments"], "tracker": header["tracker"]})
+    arguments = arguments_to_send(header["arguments"])
+    config = TrackingConfig.from_arguments({**arguments, "tracker": header["tracker"]})
     run_id, group, is_primary = (header[name] for name in ("id", "group", "primary"))
     plan = RunPlan(True, run_id, group, is_primary, config.role, writers=1, role=config.role)
     handle = tracker.open(
@@ -240,71 +227,3 @@ def _log_lines(handle: ClientHandle, lines: Iterable[Line]) -> None:
                 repeat_call(handle.run, handle.id, line)
             except AwayError as error:
                 raise TrackerUnavailableError(str(error)) from error
-
-
-def _send_to(paths: Sequence[Path], tracker: str) -> Iterator[str]:
-    for path in paths:
-        runs = [wandb_files.as_lines(path)] if wandb_files.is_run_directory(path) else _kept_runs(path)
-        for number, lines in enumerate(runs):
-            rows, sent = sum("row" in line for line in lines), _rows_at(path, tracker)
-            first = sent.get(str(number), -1)
-            if rows == first:
-                yield f"{tracker} has all {rows} rows of {path}"
-                continue
-            if tracker == "wandb":
-                wandb_files.send_lines(lines)
-            else:
-                _send_to_another(lines, tracker, max(first, 0))
-            replace_whole(_marker(path, tracker), json.dumps({**sent, str(number): rows}))
-            yield f"sent {rows - max(first, 0)} rows of {path} to {tracker}, as run {lines[0]['id']}"
-
-
-def _kept_runs(path: Path) -> list[list[Any]]:
-    """Return the journals of a directory, each as its header and its lines.
-
-    Raises:
-        ValueError: `path` is not the directory of a run.
-    """
-    runs = [[journal.header, *journal.lines()] for journal in _journals_in(path)]
-    if not runs:
-        raise ValueError(f"{path} has nothing of a run")
-    return runs
-
-
-def _send_to_another(lines: Sequence[Any], tracker: str, first: int) -> None:
-    """Send a run of any tracker to another one, with its id, config, steps, times and end.
-
-    Args:
-        lines: The run's header and lines.
-        tracker: The other tracker's name.
-        first: How many rows that one has already.
-    """
-    header = lines[0]
-    arguments = {name: value for name, value in header["arguments"].items() if name in _OF_EVERY_TRACKER}
-    handle = _open({**header, "tracker": tracker, "arguments": arguments}, ())
-    handle.ends_run = True
-    rows = [line for line in lines if "row" in line][first:]
-    if isinstance(handle, OutboxHandle):
-        for row in rows:
-            handle.put({name: value for name, value in row.items() if name != "id"})
-        handle.wait(handle.request.config.finish_timeout_s)
-    else:
-        _log_lines(handle, rows)
-    handle.finish(exit_code_in(lines))
-    unsent = handle.unsent()
-    if isinstance(unsent, list) and [path for path in unsent if stored(Path(path))]:
-        raise TrackerUnavailableError(f"a part of the run could not be sent. Send it later: {how_to_send(unsent[0])}")
-
-
-def _rows_at(path: Path, tracker: str) -> dict[str, int]:
-    """Return how many rows of each journal of a directory this tracker has."""
-    try:
-        sent = parse_json(own_text(_marker(path, tracker)) or "")
-    except ValueError:
-        return {}
-    is_ours = isinstance(sent, dict) and all(isinstance(rows, int) for rows in sent.values())
-    return sent if is_ours else {}
-
-
-def _marker(path: Path, tracker: str) -> Path:
-    return path / f"sent-to-{tracker}.json"

@@ -314,8 +314,7 @@ class KeptHandle(OutboxHandle):
         """Tell nothing: who sends the run does."""
 
     def how_to_view(self) -> str:
-        command = self.how_to_send(self._outbox.directory)
-        return f"{command}, or with --tracker trackio to look at it without {self._title}"
+        return self.how_to_send(self._outbox.directory)
 
     @property
     def last_step(self) -> Any:

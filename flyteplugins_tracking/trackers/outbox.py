@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shlex
 import threading
 import time
@@ -47,21 +46,16 @@ _FIRST_POLL_S, _LONGEST_POLL_S = 0.25, 16.0
 _MOST_REJECTED = 5
 # The HTTP statuses below 500 that pass: a quota that has to be paid for, a time-out, too early, too many requests.
 _PASSING = frozenset({402, 408, 425, 429})
-# The arguments that are addresses of servers, and Pluto's settings that are.
-_ADDRESSES = (
-    *("host", "tracking_uri", "registry_uri", "server_url", "base_url"),
-    *("url_app", "url_api", "url_ingest", "url_py"),
-)
-
-
+# The ports of Pluto's servers on a host of its own, by the settings that are their addresses.
+_PLUTO = {"url_app": 3000, "url_api": 3001, "url_ingest": 3003, "url_py": 3004}
+# The arguments and settings that are the address of a server, with the variables that are too.
+_SERVERS = {
+    **{"host": "WANDB_BASE_URL", "base_url": "WANDB_BASE_URL", "tracking_uri": "MLFLOW_TRACKING_URI"},
+    **{"server_url": "TRACKIO_SERVER_URL", **{name: f"PLUTO_{name.upper()}" for name in _PLUTO}},
+}
 # The rest of a run's arguments is for the process that has written the file: settings may name a proxy for the key,
 # or files to upload.
 _OF_ITS_PROCESS = ("settings", "webhook_url")
-_DEFAULT_PORTS = {"http": "80", "https": "443"}
-# A server's address, without a user and without what clients read in several ways, such as a backslash.
-_ADDRESS = re.compile(
-    r"([a-z][a-z0-9+.-]*)://([\w.-]+|\[[0-9a-f:.]+\])(?::(\d+))?(?:/[^\\\s]*)?", re.IGNORECASE | re.ASCII
-)
 
 
 def may_pass(status: int) -> bool:
@@ -408,56 +402,53 @@ def how_to_send(directories: str | Sequence[str], arguments: Mapping[str, Any] |
 
     Args:
         directories: The directory, or several.
-        arguments: The run's arguments, if they may name servers: the command says that these may get a key.
+        arguments: The run's arguments, if they may name servers: the command sets the variables of these.
     """
-    servers = "".join(f"--server {shlex.quote(without_credentials(one))} " for one in addresses_in(arguments or {}))
+    servers = "".join(f"{_set(*server)} " for server in servers_in(arguments or {}).items())
     paths = [directories] if isinstance(directories, str) else directories
-    return f"flyteplugins-tracking send {servers}{' '.join(map(shlex.quote, paths))}"
+    return f"{servers}flyteplugins-tracking send {' '.join(map(shlex.quote, paths))}"
 
 
-def addresses_in(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the servers that a run's arguments name."""
-    named = [arguments[name] for name in _ADDRESSES if "://" in str(arguments.get(name))]
-    return [*map(str, named), *_addresses_in_settings(arguments).values()]
+def servers_in(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return the servers that a run's arguments name, by the variables that name them where the run is sent."""
+    named = {**arguments, **_servers_in_settings(arguments)}
+    return {variable: str(named[name]) for name, variable in _SERVERS.items() if named.get(name)}
 
 
 def arguments_to_send(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a run's file that the process takes which sends it: they say which run that is."""
     kept = {name: value for name, value in arguments.items() if name not in _OF_ITS_PROCESS}
-    addresses = _addresses_in_settings(arguments)
-    return {**kept, "settings": addresses} if addresses else kept
+    servers = _servers_in_settings(arguments)
+    return {**kept, "settings": servers} if servers else kept
 
 
-def _addresses_in_settings(arguments: Mapping[str, Any]) -> dict[str, str]:
+def _servers_in_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     settings = arguments.get("settings")
     if not isinstance(settings, Mapping):
         return {}
-    return {name: settings[name] for name in _ADDRESSES if isinstance(settings.get(name), str)}
+    host = settings.get("host")
+    on_host = {name: f"http://{host}:{port}" for name, port in _PLUTO.items()} if host else {}
+    return {**{name: settings[name] for name in _SERVERS if settings.get(name) and name != "host"}, **on_host}
 
 
-def require_server(directory: Path, address: str, allowed: Iterable[str]) -> None:
-    """Refuse to send the key of this process to an address that only the data names.
+def require_server(directory: Path, variable: str, address: str, own: str | None) -> None:
+    """Refuse to send the key of this process to a server that only the data names.
 
     Args:
         directory: The directory with the data.
-        address: The server that it names.
-        allowed: The servers that this process is set up for, or was told.
+        variable: The variable for such servers.
+        address: The server that the data names.
+        own: The server that this process is set up for.
 
     Raises:
-        TrackerUnavailableError: The address is none of them.
+        TrackerUnavailableError: It is another one.
     """
-    if _origin(address) not in (_origin(without_credentials(one)) for one in allowed):
-        shown = without_credentials(address)
+    if address.rstrip("/") != without_credentials(own or "").rstrip("/"):
         raise TrackerUnavailableError(
-            f"{directory} is of the server {shown}, for which this process is not set up: it gets no key of this "
-            f"process. If the server is right: {how_to_send(str(directory), {'settings': {'host': shown}})}"
+            f"{directory} is of the server {without_credentials(address)}, for which this process is not set up: it "
+            f"gets no key of this process. If the server is right: export {_set(variable, address)}"
         )
 
 
-def _origin(address: str) -> str | tuple[str, str, str | None]:
-    """Return what two addresses of one server have in common; the address itself if it is not a server's."""
-    match = _ADDRESS.fullmatch(address)
-    if match is None:
-        return address.rstrip("/")
-    scheme, host, port = match[1].lower(), match[2].lower(), match[3]
-    return scheme, host, port or _DEFAULT_PORTS.get(scheme)
+def _set(variable: str, address: str) -> str:
+    return f"{variable}={shlex.quote(without_credentials(address))}"

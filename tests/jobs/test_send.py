@@ -16,6 +16,7 @@ from support.wandb_server import WandbServer
 
 from flyteplugins_tracking._commands.send import main
 from flyteplugins_tracking.trackers.journal import Journal, encode
+from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.wandb import outbox
 from flyteplugins_tracking.trackers.wandb import send as wandb_files
 
@@ -212,7 +213,8 @@ def test_a_key_goes_to_no_server_that_only_the_data_names(tmp_path):
             done = send(tmp_path, own.environment, directory)
         assert (done.returncode, fault.hits) == (1, 0)
         assert f"{directory} is of the server {named.url}, for which this process is not set up" in done.output
-        told = send(tmp_path, own.environment, "--server", named.url, directory)
+        assert f"If the server is right: export WANDB_BASE_URL={named.url}\n" in done.output
+        told = send(tmp_path, named.environment, directory)
         assert told.returncode == 0, told.output
 
 
@@ -230,29 +232,45 @@ OWN = "http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize(
-    ("tracker", "arguments"),
+    ("tracker", "arguments", "variable"),
     [
-        ("mlflow", {"tracking_uri": "http://example.com"}),
-        ("mlflow", {"tracking_uri": f"http://example.com\\@{OWN[7:]}"}),  # requests would go to example.com
-        ("mlflow", {"tracking_uri": f"http://me@{OWN[7:]}"}),
-        ("mlflow", {"tracking_uri": "sqlite:////tmp/other.db"}),
-        ("pluto", {"settings": {"url_api": "http://example.com"}}),
-        ("pluto", {"settings": {"host": "example.com"}}),
-        ("trackio", {"server_url": "http://example.com"}),
-        ("wandb", {"settings": {"base_url": "http://example.com"}}),
-        ("wandb", {"host": "http://example.com"}),
+        ("mlflow", {"tracking_uri": "http://example.com"}, "MLFLOW_TRACKING_URI=http://example.com"),
+        # Requests would go to example.com.
+        ("mlflow", {"tracking_uri": f"http://example.com\\@{OWN[7:]}"}, "MLFLOW_TRACKING_URI="),
+        ("mlflow", {"tracking_uri": f"http://me@{OWN[7:]}"}, f"MLFLOW_TRACKING_URI={OWN}"),
+        ("mlflow", {"tracking_uri": "sqlite:////tmp/other.db"}, "MLFLOW_TRACKING_URI=sqlite:////tmp/other.db"),
+        ("pluto", {"settings": {"url_api": "http://example.com"}}, "PLUTO_URL_API=http://example.com"),
+        ("pluto", {"settings": {"host": "example.com"}}, "PLUTO_URL_APP=http://example.com:3000"),
+        ("trackio", {"server_url": "http://example.com/a b"}, "TRACKIO_SERVER_URL='http://example.com/a b'"),
+        ("trackio", {"server_url": OWN}, f"TRACKIO_SERVER_URL={OWN}"),  # the server of another tracker
+        ("wandb", {"settings": {"base_url": "http://example.com"}}, "WANDB_BASE_URL=http://example.com"),
+        ("wandb", {"host": "http://example.com"}, "WANDB_BASE_URL=http://example.com"),
     ],
 )
 def test_a_server_that_only_the_data_names_is_refused_wherever_it_is_named(
-    tmp_path, monkeypatch, capsys, tracker, arguments
+    tmp_path, bare_environment, monkeypatch, capsys, tracker, arguments, variable
 ):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", OWN)
-    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "sqlite:////tmp/own.db")
     directory = kept_run(tmp_path / "kept", tracker, arguments=arguments)
     assert main([str(directory)]) == 1
-    assert "it gets no key of this process. If the server is right: flyteplugins-tracking send --server " in (
-        capsys.readouterr().err
-    )
+    assert f"it gets no key of this process. If the server is right: export {variable}" in capsys.readouterr().err
+    assert [path.suffix for path in directory.iterdir()] == [".0"]  # nothing was begun
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ({"tracking_uri": "http://h/a b"}, "MLFLOW_TRACKING_URI='http://h/a b' flyteplugins-tracking send x"),
+        (
+            {"settings": {"host": "h"}},
+            "PLUTO_URL_APP=http://h:3000 PLUTO_URL_API=http://h:3001 PLUTO_URL_INGEST=http://h:3003 "
+            "PLUTO_URL_PY=http://h:3004 flyteplugins-tracking send x",
+        ),
+        ({"settings": {"dir": "d"}, "link_host": "http://h"}, "flyteplugins-tracking send x"),
+    ],
+)
+def test_the_command_sets_the_variables_of_the_servers_that_arguments_name(arguments, command):
+    assert how_to_send("x", arguments) == command
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_the_last_line_of_a_run_in_files_says_how_to_send_it(monkeypatch, tmp_pa
     monkeypatch.chdir(tmp_path)
     train()
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("away: to look at run local: ")]
-    assert f"{Path('tracking-offline', 'away-local')}, or with --tracker trackio" in line
+    assert line.endswith(f": flyteplugins-tracking send {Path('tracking-offline', 'away-local').absolute()}")
 
 
 def test_a_command_in_a_message_is_one_for_a_shell_whatever_the_id_is(monkeypatch, tmp_path, caplog):

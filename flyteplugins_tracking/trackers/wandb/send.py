@@ -20,11 +20,10 @@ from typing import Any
 from flyteplugins_tracking._job.failures import FAILURE_KEYS
 from flyteplugins_tracking._util.files import own_text
 from flyteplugins_tracking._util.modules import installed_version
-from flyteplugins_tracking._util.plain import flat
 from flyteplugins_tracking._util.text import listed, without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import OWNER
-from flyteplugins_tracking.trackers.journal import exit_code_in, require_all_sent
+from flyteplugins_tracking.trackers.journal import require_all_sent
 from flyteplugins_tracking.trackers.outbox import how_to_send, require_server
 from flyteplugins_tracking.trackers.vendor_parts import numbers
 from flyteplugins_tracking.trackers.wandb import datastore, outbox, roles, vendor
@@ -77,12 +76,8 @@ def _joins(directory: Path) -> bool:
     return f"-{outbox.run_id_of(directory)}-" in directory.name  # a suffix: see `open.py`
 
 
-def send(directory: Path, servers: Sequence[str]) -> str:
+def send(directory: Path) -> str:
     """Send a directory, with those of other attempts of its run beside it.
-
-    Args:
-        directory: The directory.
-        servers: The servers that may get the key of this process, besides the one that W&B's client is set up for.
 
     Returns:
         What W&B has of it now, in words.
@@ -105,7 +100,7 @@ def send(directory: Path, servers: Sequence[str]) -> str:
     # The journals have the server that was set up where it was logged, which may be another one.
     left = Left(_place(attempt, described, is_set_up_here=False), directory.parent, is_to_send)
     if not is_offline:
-        require_server(directory, place.server, [vendor.session().settings.base_url, *servers])
+        require_server(directory, "WANDB_BASE_URL", place.server, vendor.session().settings.base_url)
     if not is_offline or _has_other_writers(attempt, place):
         text = _send_rest(place, left, attempt, described)
         require_all_sent(directory)
@@ -351,49 +346,6 @@ def _opened(
         except BaseException:
             wandb.teardown(1)
             raise
-
-
-def as_lines(directory: Path) -> list[Any]:
-    """Return a run as the lines of a journal, for another tracker: a header, the rows, the end."""
-    described = datastore.description(directory)
-    if described is None:
-        raise TrackerUnavailableError(f"{directory} has no rows: its process was killed while it opened the run")
-    arguments = {name: value for name, value in datastore.arguments_of(described).items() if value is not None}
-    arguments.pop("job_type", None)
-    attempt = attempt_at(directory)
-    header = {
-        "tracker": "wandb",
-        "id": described.run_id,
-        "group": described.run_group or None,
-        "primary": True,
-        "attempt": 0,
-        "arguments": {**arguments, "project": described.project},
-        "run_metadata": {},
-    }
-    return [header, *map(_line, attempt.rows()), {"exit_code": 1 if attempt.exit_code is None else attempt.exit_code}]
-
-
-def _line(row: Row) -> dict[str, Any]:
-    values = flat(row.values)
-    return {"row": values, "step": row.step, "time": values.pop("_timestamp", None)}
-
-
-def send_lines(lines: Sequence[Any]) -> int:
-    """Send a run of another tracker's journal to W&B. Rows that W&B has are not sent. Returns the number of rows."""
-    header, arguments = lines[0], lines[0]["arguments"]
-    names = ("name", "group", "tags", "notes", "config")
-    described = {name: arguments[name] for name in names if arguments.get(name) is not None}
-    settings = vendor.session().settings
-    server, entity = without_credentials(settings.base_url), settings.entity or ""
-    place = Place(server, entity, arguments.get("project") or "", header["id"])
-    rows, step = [], -1
-    for line in lines:
-        if "row" in line:  # at its step, or at the next one if that is taken or not given
-            step = max(step + 1, -1 if line["step"] is None else int(line["step"]))
-            rows.append(Row(step, {**line["row"], "_timestamp": line["time"]}))
-    with _opened(place, {**described, "group": header["group"]}, exit_code_in(lines)) as run:
-        left = [row for row in rows if row.step >= run.starting_step]
-        return len(outbox.log_again(run, type(run), left, None, ()))
 
 
 def _place(attempt: AttemptOnDisk, described: Any, is_set_up_here: bool) -> Place:
