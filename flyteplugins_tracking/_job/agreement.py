@@ -241,8 +241,7 @@ class Agreement(Duty):
 
     def _open_round(self, now: float) -> None:
         request = min(self._requests, key=lambda one: one.timeout_s is None)  # the urgent ones first
-        if self.board.is_of_machine and self._info.local_world_size != self._info.world_size:
-            # The job has other nodes, and no store in which they could be asked: only this rank stops.
+        if self.board.is_own:  # the job has no store in which the others could be asked: only this rank stops
             self._stop_alone(request)
             return
         members = [name or _LEFT for name in self.board.get_all([f"member/{rank}" for rank in self._ranks])]

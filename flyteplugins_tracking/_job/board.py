@@ -1,32 +1,25 @@
 """The board of a job: where its ranks leave short strings for each other. No rank waits for another there.
 
-It is in the job's store if the job has one, so that ranks of all nodes read it: torchelastic's store, that of the
-user's process group, or JAX's. Else it is a directory of this machine.
+It is in the job's store, so that ranks of all nodes read it: torchelastic's store, that of the user's process group, or
+JAX's. A rank of a job without a store has a board of its own, which no other rank reads.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterable
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.launchers import rank_variable
 from flyteplugins_tracking._util import proc
-from flyteplugins_tracking._util.files import private_directory, read_own, replace_whole
 from flyteplugins_tracking._util.fork import PerProcess, register
-from flyteplugins_tracking._util.lock import locked
 from flyteplugins_tracking._util.modules import initialised_distributed, loaded
 from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking._util.text import parse_json, printable
@@ -40,10 +33,6 @@ STORE_TIMEOUT = timedelta(seconds=30)
 # For uses that must not delay the job for longer.
 SHORT_TIMEOUT = timedelta(seconds=10)
 _NAMESPACE = "flyteplugins_tracking"
-# The longest string in a directory: a failure has some kilobytes.
-_LONGEST = 1 << 20
-# The errors of a key without a string, and of one whose string is longer: no rank has stored that.
-_NO_STRING = (errno.ENOENT, errno.EFBIG)
 # How many strings may be counted and not there, in one reading: a rank counts its string before it stores it.
 _MOST_MISSING = 100
 
@@ -69,9 +58,9 @@ class Board:
         self._prefix = f"{_NAMESPACE}/{topic}"
 
     @property
-    def is_of_machine(self) -> bool:
-        """Whether only ranks of this machine read it."""
-        return isinstance(self.store, DirectoryStore)
+    def is_own(self) -> bool:
+        """Whether only this process reads it."""
+        return isinstance(self.store, OwnStore)
 
     def of_topic(self, topic: str) -> Board:
         """Return the board of another topic, over the same connection."""
@@ -141,36 +130,11 @@ def job_board(info: DistributedInfo, env: Env, topic: str, timeout: timedelta = 
     Raises:
         RuntimeError: The store has not answered within `timeout`.
     """
-    store = connected_store(info, env, timeout)
-    return None if store is None else Board(store, topic)
-
-
-def nearest_board(
-    info: DistributedInfo,
-    env: Env,
-    topic: str,
-    directory: Path | None = None,
-    timeout: timedelta = SHORT_TIMEOUT,
-) -> Board:
-    """Return the board in the job's store or, if the job has none, that of this machine's ranks. One rank has its own.
-
-    Args:
-        info: This rank.
-        env: The launcher's variables.
-        topic: Separates what has nothing to do with each other.
-        directory: What `board_directory` returned earlier, for a process whose parent may have ended since.
-        timeout: How long the store may take to answer.
-
-    Raises:
-        RuntimeError: It does not answer. This machine's board would not do: the other ranks may be on the store's.
-    """
-    if info.world_size == 1:
-        return Board(OwnStore(), topic)
     try:
-        board = job_board(info, env, topic, timeout)
+        store = connected_store(info, env, timeout)
     except ImportError:  # a job without torch, or with a broken one
-        board = None
-    return board or Board(DirectoryStore(directory or board_directory(info, env)), topic)
+        return None
+    return None if store is None else Board(store, topic)
 
 
 def to_text(value: Any) -> str:
@@ -210,7 +174,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 class OwnStore(dict[str, bytes]):
-    """A store for a process without other ranks, as far as that needs one."""
+    """A store for this process alone, as far as that needs one."""
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which is 0 at first, and return its value."""
@@ -225,71 +189,6 @@ class OwnStore(dict[str, bytes]):
     def check(self, keys: Iterable[str]) -> bool:
         """Whether all keys have been stored."""
         return all(key in self for key in keys)
-
-
-class DirectoryStore:
-    """A store for the processes of one machine: a file for each key."""
-
-    def __init__(self, directory: Path) -> None:
-        """`directory` is made when something is stored."""
-        self.directory = directory
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which is 0 at first, and return its value."""
-        with self._locked() if amount else nullcontext():
-            value = int(self._read(key) or 0) + amount
-            if amount:
-                self._write(key, str(value))
-            return value
-
-    def set(self, key: str, value: str) -> None:
-        """Store a value."""
-        with self._locked():
-            self._write(key, value)
-
-    def get(self, key: str) -> bytes:
-        """Return a value that has been stored."""
-        return self._read(key)
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Store a value if the present one is `expected`, "" for none; return the one that is stored then."""
-        with self._locked():
-            if self._read(key) == expected.encode():
-                self._write(key, value)
-            return self._read(key)
-
-    def check(self, keys: Iterable[str]) -> bool:
-        """Whether all keys have been stored."""
-        return all(self._path(key).exists() for key in keys)
-
-    def _path(self, key: str) -> Path:
-        return self.directory / hashlib.sha256(key.encode()).hexdigest()[:32]
-
-    def _read(self, key: str) -> bytes:
-        try:
-            return read_own(self._path(key), _LONGEST)
-        except OSError as error:
-            if error.errno not in _NO_STRING:
-                raise
-            return b""
-
-    def _write(self, key: str, value: str) -> None:
-        replace_whole(self._path(key), value)  # its readers take no lock
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(self.directory / "lock", SHORT_TIMEOUT.total_seconds()):
-            yield
-
-
-def board_directory(info: DistributedInfo, env: Env) -> Path:
-    """Return a directory for the ranks of this machine that one launcher process has started, for one attempt."""
-    launcher = proc.nearest_without(rank_variable(info.launcher))
-    step = env.get("SLURM_STEP_ID", "")
-    names = (proc.machine(), launcher, proc.start_time(launcher), info.job_id, step, env.get("MASTER_PORT"))
-    digest = hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()[:16]
-    return private_directory("boards") / digest
 
 
 # The stores that a job has

@@ -24,15 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._job.board import (
-    Board,
-    DirectoryStore,
-    board_directory,
-    from_text,
-    is_torch_loaded,
-    nearest_board,
-    to_text,
-)
+from flyteplugins_tracking._job.board import from_text, is_torch_loaded, job_board, to_text
 from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
@@ -215,7 +207,9 @@ def _put_notice(failure: Failure, info: DistributedInfo) -> None:
 
 def _append_notice(failure: Failure, info: DistributedInfo) -> None:
     with suppress(RuntimeError, OSError):  # the store has gone: with rank 0, or its node
-        board = nearest_board(info, os.environ, _topic(failure.is_secondary))
+        board = job_board(info, os.environ, _topic(failure.is_secondary))
+        if board is None:  # the others see how this process ends
+            return
         before = board.count(_ACKNOWLEDGED)
         board.append(to_text(failure))
         if not _has_other_nodes(info) or not failure.exit_code or failure.is_secondary:
@@ -298,7 +292,6 @@ class _Notices(Duty):
     def __init__(self, info: DistributedInfo) -> None:
         """Does nothing on the board yet."""
         self._info = info
-        self._directory = board_directory(info, os.environ)  # while the launcher still runs
         self._started_at = proc.started_at()
         self._starts: dict[bool, int] = {}
         self._found: dict[bool, dict[int, Failure | None]] = {False: {}, True: {}}
@@ -322,8 +315,6 @@ class _Notices(Duty):
         if self.board is not Duty.board:
             with suppress(RuntimeError, OSError):  # the last: a timeout too
                 call_within(_GRACE_S, self.look)
-        elif self._info.launcher != "torchelastic" and self._directory.exists():
-            return Board(DirectoryStore(self._directory), _topic(False)).count("texts") > 0
         return any(self._found.values())
 
     def next_wait_s(self) -> float:
@@ -331,13 +322,13 @@ class _Notices(Duty):
 
     def look(self) -> None:
         """Read and acknowledge causes as they come, once there is a store."""
-        if not self.board.is_of_machine and self._read_new(False):
+        if self._read_new(False):
             self.board.of_topic(_topic(False)).count(_ACKNOWLEDGED, 1)
 
     def _read_all(self) -> None:
-        with suppress(RuntimeError, OSError, ImportError):
-            if self.board is Duty.board:  # the watch does not read it
-                self.board = nearest_board(self._info, os.environ, self.topic, self._directory)
+        with suppress(RuntimeError, OSError):
+            if self.board.is_own:  # the watch reads no other one
+                self.board = job_board(self._info, os.environ, self.topic) or self.board
             self._read_new(False)
             self._read_new(True)
 

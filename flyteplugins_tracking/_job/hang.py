@@ -110,6 +110,11 @@ class RollCallDuty(Duty):
     def _last_progress(self) -> float:
         return max(progress.last_progress(), self._started_s)
 
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """The ranks that may answer: this one alone if the job has no store."""
+        return [self._info.rank] if self.board.is_own else range(self._info.world_size)
+
     def _answer(self, episode: int) -> None:
         faulthandler.dump_traceback(file=_STDERR, all_threads=True)
         where = f"at {place_of(frames_of(sys._current_frames().get(self._thread_id)))}"
@@ -120,16 +125,16 @@ class RollCallDuty(Duty):
 
     def _collect(self, answers: dict[int, str]) -> None:
         """Read the answers that have come since the last look, and show all if it is time."""
-        missing = [rank for rank in range(self._info.world_size) if rank not in answers]
+        missing = [rank for rank in self._ranks if rank not in answers]
         texts = self.board.get_all(f"places/{self._answered}/{rank}" for rank in missing)
         found = zip(missing, texts, strict=True)
         answers.update({rank: printable(text[:_LONGEST_ANSWER]) for rank, text in found if text is not None})
-        if len(answers) == self._info.world_size or time.monotonic() > self._answers_until:
+        if len(answers) == len(self._ranks) or time.monotonic() > self._answers_until:
             self._show_answers(answers)
 
     def _show_answers(self, answers: Mapping[int, str]) -> None:
         self._answers = None
-        places = {rank: answers.get(rank, "does not answer") for rank in range(self._info.world_size)}
+        places = {rank: answers.get(rank, "does not answer") for rank in self._ranks}
         line = f"no progress for {self._timeout_s:g} s: {verdict_of(places)}"
         if self._show is not None:
             self._show(line, "\n".join([line, *(f"rank {rank} {words}" for rank, words in places.items())]))

@@ -153,7 +153,6 @@ class PulseDuty(Duty):
         self._look_s = min(_LONGEST_LOOK_S, pulse_s / _LOOKS)
         self._steps = StepClock()
         self._waits = WaitMeter()
-        self._silence = SilenceWatch(info.world_size, pulse_s, time.monotonic())
         self._put_at = time.monotonic()
         self._started_at = proc.started_at()
         self._node = info.worker_index if info.local_rank == 0 else None
@@ -172,6 +171,7 @@ class PulseDuty(Duty):
     def begin(self, board: Board) -> None:
         """Say that this rank is there."""
         super().begin(board)
+        self._silence = SilenceWatch(self._info.world_size, self._pulse_s, time.monotonic())
         self._put("running")
 
     def look(self) -> None:
@@ -223,8 +223,10 @@ class PulseDuty(Duty):
                     loads[pulse.node] = pulse.load
                 else:
                     self._warn_once("load", "the load of a node is left out: rank %d has put no sound one", rank)
+        knows_ranks = self._info.world_size == 1 or not self.board.is_own  # a job without a store has no other pulses
+        of_ranks = {**metrics(alive), "ranks/silent": len(silent)} if knows_ranks else {}
         try:
-            log({**metrics(alive), "ranks/silent": len(silent), **node_load.metrics(loads, num_nodes)})
+            log({**of_ranks, **node_load.metrics(loads, num_nodes)})
         except Exception:
             self._warn_once("log", "the run does not show the pulse of its ranks", exc_info=True)
 

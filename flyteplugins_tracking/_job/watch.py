@@ -2,7 +2,8 @@
 
 It starts with the first duty, and ends with the last one. A rank without a run has none, unless it asks for something:
 `hang_timeout_s`, `pulse_s`, `should_stop`. All duties share one board. It is the process's own until a duty needs the
-job's. It moves to the store of a process group that the function makes, and back when that ends.
+job's, and while the job has no store. It moves to the store of a process group that the function makes, and back when
+that ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from flyteplugins_tracking._job import progress
-from flyteplugins_tracking._job.board import STORE_TIMEOUT, Board, OwnStore, connected_store, nearest_board
+from flyteplugins_tracking._job.board import STORE_TIMEOUT, Board, OwnStore, connected_store, job_board
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import threads
 from flyteplugins_tracking._util.fork import PerProcess, register
@@ -110,7 +111,8 @@ class Watch(PerProcess):
             if any(duty.topic for duty in duties):
                 # Here and not in the thread: it may import torch, which two threads must not do together.
                 # All ranks connect at about the same time, and must be on one board: the last ones get their time.
-                board = nearest_board(info, os.environ, _TOPIC, timeout=STORE_TIMEOUT)
+                of_job = None if info.world_size == 1 else job_board(info, os.environ, _TOPIC, STORE_TIMEOUT)
+                board = of_job or Board(OwnStore(), _TOPIC)
             with self._changed:
                 if board is not None and self._first_board is None:
                     self._info, self._board, self._first_board, self._store = info, board, board, board.store

@@ -8,7 +8,6 @@ any descriptor of the file, so each file is opened once. https://man7.org/linux/
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import os
@@ -24,7 +23,6 @@ from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.proc import machine, parent
 
 _POLL_S = 0.1
-_SHORTEST_POLL_S = 0.001
 # struct flock
 _REQUEST = struct.Struct("hhqqi4x")
 
@@ -94,19 +92,14 @@ class RunLock:
 
 
 @contextlib.contextmanager
-def locked(path: Path, timeout_s: float) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file of this user's, which is made and removed, against other processes and threads.
 
     Raises:
-        TimeoutError: Another one has held it for `timeout_s`.
         OSError: The file cannot be locked.
     """
-    deadline, pause_s = time.monotonic() + timeout_s, _SHORTEST_POLL_S
-    while (holder := _hold(path)) is not None:
-        if time.monotonic() > deadline:
-            raise TimeoutError(errno.ETIMEDOUT, f"process {holder} has held the lock for {timeout_s:g} s", str(path))
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _POLL_S)
+    while _hold(path) is not None:
+        time.sleep(_POLL_S)
     try:
         yield
     finally:

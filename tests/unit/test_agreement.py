@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import pytest
+from support.stores import SharedStore
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import agreement as module
 from flyteplugins_tracking._job.agreement import Agreement, StopRequest
-from flyteplugins_tracking._job.board import Board, DirectoryStore
+from flyteplugins_tracking._job.board import Board, OwnStore
 from flyteplugins_tracking._job.watch import Duty
 
 RANKS = 4
@@ -223,8 +224,8 @@ def test_a_rank_that_has_died_holds_nobody_up(store, impatient):
         assert job.steps == {}
 
 
-def test_a_store_that_goes_away_holds_nobody_up(tmp_path, impatient):
-    class Gone(DirectoryStore):
+def test_a_store_that_goes_away_holds_nobody_up(impatient):
+    class Gone(SharedStore):
         is_gone = False
 
         def add(self, key: str, amount: int) -> int:
@@ -232,7 +233,7 @@ def test_a_store_that_goes_away_holds_nobody_up(tmp_path, impatient):
                 raise RuntimeError("connection reset by peer")
             return super().add(key, amount)
 
-    store = Gone(tmp_path)
+    store = Gone()
     board = Board(store, "monitor")
     one, other = (Agreement(info(rank, 2), "stop/1") for rank in range(2))
     one.begin(board)
@@ -401,9 +402,10 @@ def test_many_ranks_agree_in_one_round(number):
     assert len(set(stopped.values())) == 1
 
 
-def test_ranks_that_have_no_store_stop_alone(tmp_path):
-    rank = Agreement(info(0, 8, local=4), "stop/1")
-    rank.begin(Board(DirectoryStore(tmp_path), "monitor"))
+@pytest.mark.parametrize("local", [4, 8])
+def test_ranks_that_have_no_store_stop_alone(local):
+    rank = Agreement(info(0, 8, local=local), "stop/1")
+    rank.begin(Board(OwnStore(), "monitor"))
     assert not rank.counter.next()
     rank.request(StopRequest("a reason"))
     rank.look()

@@ -1,4 +1,4 @@
-"""The board of a job's ranks: the same over a store of torch's and over a directory of this machine."""
+"""The board of a job's ranks, over a store of torch's."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import board as board_module
 from flyteplugins_tracking._job import failures as failures_module
 from flyteplugins_tracking._job import pulse as pulse_module
-from flyteplugins_tracking._job.board import Board, DirectoryStore, from_text, job_board, nearest_board, to_text
+from flyteplugins_tracking._job.board import Board, from_text, job_board, to_text
 from flyteplugins_tracking._job.failures import Failure, FailureReader
 from flyteplugins_tracking._job.pulse import Pulse
 
 MPI = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="mpich")
 
 
-@pytest.fixture(params=["HashStore", "directory"])
-def store(request, tmp_path):
-    if request.param == "directory":
-        return DirectoryStore(tmp_path / "board")
+@pytest.fixture
+def store():
     return pytest.importorskip("torch.distributed").HashStore()
 
 
@@ -97,36 +95,14 @@ def test_ranks_that_count_at_the_same_time_are_all_counted(store):
     assert Board(store, "topic").count("entries") == 200
 
 
-def test_reading_leaves_no_files(tmp_path):
-    board = Board(DirectoryStore(tmp_path / "board"), "topic")
-    assert (board.get("a"), board.count("b"), board.texts()) == (None, 0, [])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_ranks_without_a_store_share_a_directory_if_one_launcher_has_started_them(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    ranks = [MPI, DistributedInfo(1, 2, 1, 2, 0, 1, launcher="mpich")]
-    assert job_board(ranks[0], os.environ, "topic") is None
-
-    def board(rank: int, **env: str) -> Board:
-        return nearest_board(ranks[rank], {**os.environ, **env}, "topic")
-
-    board(1).append("from rank 1")
-    assert board(0).texts() == ["from rank 1"]
-    assert board(0, SLURM_STEP_ID="7").texts() == []
-
-
-def test_ranks_whose_store_does_not_answer_do_not_meet_elsewhere(tmp_path, monkeypatch):
-    """Those that come late would be on this machine's board, and the others on the store's."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_a_store_that_does_not_answer_is_an_error_and_not_as_if_there_was_none():
     info = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="torchelastic")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
         env = {**os.environ, **address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         with pytest.raises(RuntimeError, match="the job's store does not answer"):
-            nearest_board(info, env, "topic", timeout=timedelta(seconds=0.1))
-    assert list(tmp_path.iterdir()) == []
+            job_board(info, env, "topic", timedelta(seconds=0.1))
 
 
 @pytest.fixture
@@ -245,9 +221,8 @@ def test_random_changes_of_a_text_raise_nothing(whole):
             assert all(math.isfinite(value) for value in pulse_module.metrics({0: found}).values())
 
 
-@pytest.mark.parametrize("store", ["HashStore", pytest.param("directory", marks=pytest.mark.full)], indirect=True)
 def test_notices_that_a_peer_has_made_up_cost_no_more_than_a_thousand_do(store, monkeypatch):
-    monkeypatch.setattr(failures_module, "nearest_board", lambda *_: Board(store, "failures"))
+    monkeypatch.setattr(failures_module, "job_board", lambda *_: Board(store, "failures"))
     monkeypatch.setattr("flyteplugins_tracking._job.siblings.can_watch", lambda _: False)
     reader, board = FailureReader(MPI, is_alone=False, is_own_run=False), Board(store, "failures/causes")
     assert reader.verdict(None, None) == (None, False)
@@ -279,15 +254,6 @@ def test_a_counter_that_is_no_number_is_left_out_with_one_warning(store, text, c
     assert board.texts() == []
     assert {board.count("texts") for _ in range(3)} == {0}
     assert len(caplog.records) == 1
-
-
-def test_what_is_longer_than_a_string_of_ours_is_as_if_there_was_none(tmp_path):
-    store = DirectoryStore(tmp_path / "board")
-    board = Board(store, "topic")
-    board.put("state", "x" * 2_000_000)
-    assert (board.get("state"), board.get_all(["state", "other"])) == ("", ["", None])
-    board.put("state", "short")
-    assert board.get("state") == "short"
 
 
 def test_what_utf_8_cannot_encode_is_taken_out():

@@ -13,10 +13,11 @@ from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
+from support.stores import SharedStore
 
 from flyteplugins_tracking import DistributedInfo, tracking_init
 from flyteplugins_tracking._job import failures, siblings, watch
-from flyteplugins_tracking._job.board import Board, OwnStore, from_text, to_text
+from flyteplugins_tracking._job.board import Board, from_text, to_text
 from flyteplugins_tracking._job.failures import (
     Failure,
     FailureReader,
@@ -57,8 +58,9 @@ def cut_off() -> BaseException:
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A directory for the board of this test's ranks, which are this process."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    """A job of this test's ranks, which are this process, with a store; and a directory of its machine."""
+    store = SharedStore()
+    monkeypatch.setattr(failures, "job_board", lambda info, env, topic: Board(store, topic))
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setattr("flyteplugins_tracking._job.siblings.can_watch", lambda _: False)
     monkeypatch.setattr("flyteplugins_tracking._job.failures._GRACE_S", 0.2)
@@ -133,7 +135,7 @@ def test_what_a_rank_raises_because_of_its_sigterm_is_no_failure(machine):
     assert read(terminated_s=60.0) == "none"
 
 
-class EndingStore(OwnStore):
+class EndingStore(SharedStore):
     """A store that ends when it is told to, as that of a node whose agent ends."""
 
     has_ended = False
@@ -147,7 +149,7 @@ class EndingStore(OwnStore):
 def test_a_notice_from_another_node_is_known_though_the_store_ends_with_that_node(monkeypatch):
     store = EndingStore()
     for module in (failures, watch):
-        monkeypatch.setattr(module, "nearest_board", lambda info, env, topic, *_, **__: Board(store, topic))
+        monkeypatch.setattr(module, "job_board", lambda info, env, topic, *_: Board(store, topic))
     monkeypatch.setattr(failures, "is_torch_loaded", lambda: True)
     info = [DistributedInfo(rank, 4, rank % 2, 2, rank // 2, 2, launcher="torchelastic") for rank in range(4)]
     reader = FailureReader(info[0], is_alone=False, is_own_run=False)

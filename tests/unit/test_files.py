@@ -11,14 +11,11 @@ from pathlib import Path
 import pytest
 from support.users import as_nobody, needs_root
 
-from flyteplugins_tracking._job.board import Board, DirectoryStore, nearest_board
-from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import files
 from flyteplugins_tracking._util.files import open_own, private_directory, read_own, replace_whole
 
 PATIENCE_S = 60
 NAME = f"flyteplugins_tracking-{os.geteuid()}"
-MPI = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="mpich")
 
 
 def planted_directory(path: Path) -> None:
@@ -54,13 +51,11 @@ def test_a_name_that_another_user_has_made_first_is_left_alone_with_one_warning(
 
 
 @needs_root
-def test_the_ranks_of_a_job_meet_although_another_user_has_made_the_first_names(shared_tmp):
+def test_all_processes_find_one_directory_although_another_user_has_made_the_first_names(shared_tmp):
     as_nobody(
         lambda: [plant(shared_tmp / f"{NAME}-{i}" if i else shared_tmp / NAME) for i, plant in enumerate(PLANTED)]
     )
-    nearest_board(MPI, os.environ, "topic").append("from rank 0")
-    assert nearest_board(MPI, os.environ, "topic").texts() == ["from rank 0"]
-    assert (shared_tmp / f"{NAME}-4" / "boards").is_dir()
+    assert {private_directory("sockets") for _ in range(2)} == {shared_tmp / f"{NAME}-4" / "sockets"}
 
 
 @needs_root
@@ -69,9 +64,9 @@ def test_another_user_who_has_made_all_names_does_not_stop_us(shared_tmp, monkey
     as_nobody(lambda: [planted_directory(shared_tmp / name) for name in (NAME, f"{NAME}-1")])
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(files, "_candidates", _without_tmp(files._candidates, shared_tmp))
-    assert files.is_private(private_directory("boards"))  # a directory of this process
+    assert files.is_private(private_directory("sockets"))  # a directory of this process
     (tmp_path / ".cache").mkdir()
-    assert private_directory("boards") == tmp_path / ".cache" / "flyteplugins_tracking" / "boards"
+    assert private_directory("sockets") == tmp_path / ".cache" / "flyteplugins_tracking" / "sockets"
 
 
 def _without_tmp(candidates, shared_tmp):
@@ -103,8 +98,8 @@ def test_an_own_directory_that_others_can_enter_is_not_used(shared_tmp, mode):
 
 
 def test_each_level_is_checked(shared_tmp, tmp_path):
-    (private_directory() / "boards").symlink_to(tmp_path)
-    assert private_directory("boards") == shared_tmp / f"{NAME}-1" / "boards"
+    (private_directory() / "sockets").symlink_to(tmp_path)
+    assert private_directory("sockets") == shared_tmp / f"{NAME}-1" / "sockets"
 
 
 def test_a_path_that_must_be_short_is_made_where_it_is(monkeypatch, shared_tmp):
@@ -162,13 +157,3 @@ def test_a_link_in_the_place_of_an_unfinished_file_is_not_followed(tmp_path, mon
     replace_whole(tmp_path / "a", "text")
     assert ((tmp_path / "a").read_text(), (tmp_path / "key").read_text()) == ("text", "private")
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_board_with_a_fifo_in_the_place_of_a_text_is_an_error_and_no_hang(tmp_path):
-    board = Board(DirectoryStore(tmp_path), "topic")
-    board.put("a", "text")
-    for path in tmp_path.iterdir():
-        path.unlink()
-        os.mkfifo(path)
-    with pytest.raises(PermissionError):
-        board.get("a")

@@ -9,9 +9,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from support.stores import SharedStore
 
 from flyteplugins_tracking import DistributedInfo
-from flyteplugins_tracking._job.board import Board, DirectoryStore
+from flyteplugins_tracking._job.board import Board, OwnStore
 from flyteplugins_tracking._job.hang import Frame, RollCallDuty, frames_of, place_of, verdict_of
 
 TIMEOUT_S = 1000.0
@@ -25,9 +26,8 @@ def hang(monkeypatch):
 
 
 @pytest.fixture
-def board(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return Board(DirectoryStore(tmp_path / "board"), "ranks")
+def board():
+    return Board(SharedStore(), "ranks")
 
 
 class Rank:
@@ -54,6 +54,19 @@ def test_one_roll_is_called_for_all_ranks_that_hang(board, hang):
     finally:
         for rank in ranks:
             rank.duty.end(has_failed=False)
+
+
+def test_a_rank_of_a_job_without_a_store_says_where_it_is_itself(hang):
+    rank = Rank(0, Board(OwnStore(), "ranks"))
+    try:
+        hang()
+        for _ in range(2):
+            rank.duty.look()
+        (report,) = rank.reports
+        assert report.startswith("no progress for 1000 s: rank 0 at ")
+        assert "does not answer" not in report
+    finally:
+        rank.duty.end(has_failed=False)
 
 
 def test_what_a_rank_answers_is_bounded_and_has_no_control_characters(board, hang):

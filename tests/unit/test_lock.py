@@ -13,15 +13,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from support.users import become_nobody, needs_root
 
-from flyteplugins_tracking._job.board import Board, DirectoryStore
 from flyteplugins_tracking._util import lock
-from flyteplugins_tracking._util.lock import RunLock, locked
+from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking.trackers.mlflow import vendor
 
 LONG_S = 60.0
@@ -126,26 +124,12 @@ def test_processes_that_come_and_go_never_hold_it_together(tmp_path):
     program = (
         "import sys, tempfile; from pathlib import Path; from flyteplugins_tracking._util.lock import locked\n"
         "folder = Path(sys.argv[1])\n"
-        "for _ in range(100):\n"
-        "    with locked(folder / 'lock', 60):\n"
+        "for _ in range(30):\n"
+        "    with locked(folder / 'lock'):\n"
         "        (folder / 'inside').touch(exist_ok=False); (folder / 'inside').unlink()\n"
     )
     ends = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) for _ in range(3)]
     assert [end.wait(LONG_S) for end in ends] == [0, 0, 0]
-
-
-def test_the_wait_for_a_lock_has_an_end(tmp_path):
-    other, own = (locked(tmp_path / "lock", timeout_s) for timeout_s in (0, 0.2))
-    text = "process {} has held the lock for 0.2 s"
-    with process(other.__enter__) as pid, pytest.raises(TimeoutError, match=text.format(pid)), own:
-        pytest.fail("two hold the lock")
-
-
-def test_a_board_whose_lock_is_held_for_good_is_an_error_and_no_hang(tmp_path, monkeypatch):
-    monkeypatch.setattr("flyteplugins_tracking._job.board.SHORT_TIMEOUT", timedelta(seconds=0.2))
-    board = Board(DirectoryStore(tmp_path), "topic")
-    with process(locked(tmp_path / "lock", 0).__enter__), pytest.raises(TimeoutError):
-        board.put("a", "text")
 
 
 def test_tables_that_another_process_makes_for_ever_are_waited_for_a_while(monkeypatch, tmp_path):

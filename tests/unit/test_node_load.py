@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.stores import SharedStore
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import progress, pulse
@@ -456,7 +457,7 @@ class Job:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         monkeypatch.setattr(LoadMeter, "measure", lambda _: load())
         monkeypatch.setattr(progress, "count_optimizer_steps", lambda: None)  # its hook would outlive the test
-        self.board = Board(OwnStore(), "")
+        self.board = Board(SharedStore(), "")
         self.rows: list[dict[str, float]] = []
         self.duties = [
             PulseDuty(DistributedInfo(node, nodes, 0, 1, node, nodes), 10.0, self.show if node == 0 else None)
@@ -477,6 +478,16 @@ class Job:
         for rank in (*ranks, 0):
             self.duties[rank].look()
         return {key.split("/")[1] for key in self.rows[-1] if key.startswith("nodes/")}
+
+
+def test_a_job_without_a_store_shows_the_load_of_one_node_and_nothing_of_ranks_until_it_has_one(monkeypatch):
+    job = Job(2, monkeypatch)
+    job.duties[0].begin(Board(OwnStore(), ""))
+    assert job.shown_after(100.0) == {"0"}
+    assert not any(key.startswith("ranks/") for key in job.rows[-1])
+    job.duties[0].begin(job.board)
+    assert job.shown_after(10.0, 1) == {"0", "1"}
+    assert job.rows[-1]["ranks/silent"] == 0
 
 
 def test_a_node_that_is_silent_is_not_shown(monkeypatch):

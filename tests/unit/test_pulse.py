@@ -12,7 +12,7 @@ from support.waiting import wait_until
 
 from flyteplugins_tracking import DistributedInfo, get_run, heartbeat, tracking_init
 from flyteplugins_tracking._job import progress, pulse
-from flyteplugins_tracking._job.board import Board, DirectoryStore, to_text
+from flyteplugins_tracking._job.board import Board, OwnStore, to_text
 from flyteplugins_tracking._job.pulse import Pulse, SilenceWatch, StepClock, WaitMeter, is_waiting, metrics
 from flyteplugins_tracking.testing import RecordingTracker
 from flyteplugins_tracking.trackers.rows import NextRow
@@ -53,8 +53,8 @@ def test_what_no_rank_knows_is_left_out():
     assert metrics({0: Pulse(cuda_memory=3 * MIB), 1: Pulse(cuda_memory=MIB)}) == {"ranks/cuda_memory/max": 3.0}
 
 
-def test_pulses_of_an_earlier_attempt_are_left_out(tmp_path):
-    board = Board(DirectoryStore(tmp_path / "board"), "pulse")
+def test_pulses_of_an_earlier_attempt_are_left_out():
+    board = Board(OwnStore(), "pulse")
     for rank, put_at in ((0, 100.0), (2, 90.0)):
         board.put(str(rank), to_text(Pulse(put_at=put_at)))
     assert list(pulse.read(board, 3)) == [0, 2]

@@ -425,17 +425,17 @@ ACME_RANK_1 = {
 }
 RANK_OF_ACME = f"""
 import json, os
-from flyteplugins_tracking._job.board import board_directory
-from flyteplugins_tracking._rank.launchers import LAUNCHERS, Launcher
+from flyteplugins_tracking._rank.launchers import LAUNCHERS, Launcher, rank_variable
 from flyteplugins_tracking._rank.topology import detect
+from flyteplugins_tracking._util import proc
 
 LAUNCHERS["acme"] = {ACME}
 info = detect(os.environ)
-print(json.dumps([dict(info), str(board_directory(info, os.environ))]))
+print(json.dumps([dict(info), proc.nearest_without(rank_variable(info.launcher))]))
 """
 
 
-def test_a_launcher_of_one_entry_has_its_fields_and_one_board(tmp_path):
+def test_a_launcher_of_one_entry_has_its_fields_and_its_process_is_found(tmp_path):
     """Also if a shell around each rank is its parent: that one has the rank's variables, and the launcher has not."""
     found = []
     for rank in ("0", "1"):
@@ -452,11 +452,11 @@ def test_a_launcher_of_one_entry_has_its_fields_and_one_board(tmp_path):
         )
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
-    infos, boards = zip(*found, strict=True)
+    infos, launchers = zip(*found, strict=True)
     assert [DistributedInfo(**info) for info in infos] == [
         DistributedInfo(rank, 2, rank, 2, 0, 1, 3, launcher="acme") for rank in (0, 1)
     ]
-    assert boards[0] == boards[1]
+    assert launchers == (os.getpid(), os.getpid())
 
 
 def test_a_launcher_of_one_entry_is_unset_in_a_simulation(bare_environment):

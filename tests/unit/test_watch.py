@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 
 import pytest
+from support.stores import SharedStore
 
 from flyteplugins_tracking import DistributedInfo
 from flyteplugins_tracking._job import watch
-from flyteplugins_tracking._job.board import Board, DirectoryStore
+from flyteplugins_tracking._job.board import Board
 from flyteplugins_tracking._job.watch import ALONE, Duty, Watch
 
 INFO = DistributedInfo(1, 2, 1, 2, 0, 1, launcher="mpich")
@@ -73,15 +74,15 @@ def wait_until(holds: Callable[[], object]) -> None:
 @pytest.fixture
 def group(monkeypatch):
     """The store of the process group that the function has made; empty if there is none."""
-    stores: list[DirectoryStore] = []
+    stores: list[SharedStore] = []
     monkeypatch.setattr(watch, "connected_store", lambda *_: stores[0] if stores else None)
     return stores
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch, group):
-    """A watch, whose job has a board in a directory."""
-    monkeypatch.setattr(watch, "nearest_board", lambda *_, **__: Board(DirectoryStore(tmp_path / "job"), "ranks"))
+def own(monkeypatch, group):
+    """A watch, whose job has a store."""
+    monkeypatch.setattr(watch, "job_board", lambda *_: Board(SharedStore(), "ranks"))
     return Watch()
 
 
@@ -103,12 +104,12 @@ def test_there_is_one_thread_from_the_first_duty_to_the_last(own):
     assert threading.active_count() == before
 
 
-def test_a_duty_that_needs_no_board_has_none_of_the_jobs(own, tmp_path):
+def test_a_duty_that_needs_no_board_has_none_of_the_jobs(own):
     duty = Noted(topic="")
     own.add(INFO, duty, without="")
     wait_until(lambda: duty.done)
     own.remove(duty)
-    assert not any(board.is_of_machine for _, board in duty.done)
+    assert all(board.is_own for _, board in duty.done)
 
 
 def test_a_duty_is_looked_at_when_it_is_due_and_when_somebody_wakes_the_thread(own):
@@ -132,11 +133,11 @@ def test_a_file_wakes_the_thread(own):
     os.close(writer)
 
 
-def test_it_moves_to_the_store_of_a_process_group_and_back_when_that_ends(own, group, tmp_path):
+def test_it_moves_to_the_store_of_a_process_group_and_back_when_that_ends(own, group):
     duty, alone = Noted(wait_s=0.01), Noted(topic="", wait_s=0.01)
     own.add(INFO, duty, alone, without="")
     wait_until(lambda: duty.done)
-    group.append(DirectoryStore(tmp_path / "group"))
+    group.append(SharedStore())
     wait_until(lambda: duty.names().count("begin") == 2)
     assert duty.done[-1][1].store is group[0]
     duty.gone = group[0]
@@ -170,7 +171,7 @@ def test_a_board_that_cannot_be_reached_is_warned_of(own, monkeypatch, caplog):
     def unreachable(*_: object, **__: object) -> Board:
         raise RuntimeError("it does not answer")
 
-    monkeypatch.setattr(watch, "nearest_board", unreachable)
+    monkeypatch.setattr(watch, "job_board", unreachable)
     assert not own.add(INFO, Noted(), without="pulse_s is ignored")
     assert "pulse_s is ignored: the other ranks cannot be watched" in caplog.text
     other = Noted(topic="")

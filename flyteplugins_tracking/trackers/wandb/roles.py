@@ -453,7 +453,7 @@ class LeftRows:
         made, parent = self._made, self._made.directory.parent
         try:
             # Two processes may have one role, by mistake: only one of them sends what the role has left.
-            with locked(parent / f"{made.place.run_id}.{self._node or role_of(self._column)}.lock", math.inf):
+            with locked(parent / f"{made.place.run_id}.{self._node or role_of(self._column)}.lock"):
                 found = NumberedRows(self._found(), self._column)
                 self.unsent = [str(attempt.directory) for attempt in found.left.attempts]
                 if not self.unsent or self._send(found):
