@@ -38,7 +38,7 @@ from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.config import TrackingConfig
 from flyteplugins_tracking.trackers.diagnostics import LEVELS, Diagnosis, Diagnostic, Level, check_directory
 from flyteplugins_tracking.trackers.registry import find_tracker, names_of_trackers
-from flyteplugins_tracking.trackers.vendor_parts import known_faults
+from flyteplugins_tracking.trackers.vendor_parts import client_version, known_faults
 
 _OWN = "flyteplugins-tracking"
 _START = "torchrun --nproc-per-node=2 train.py, or: srun --ntasks=2 python train.py"
@@ -315,8 +315,7 @@ def _version_of(tracker: Tracker) -> str | None:
     """Return the version of the vendor's package; "" if it is unknown, None if the package is not installed."""
     if tracker.package is not None and find_spec(tracker.package) is None:
         return None
-    package = tracker.package or tracker.name
-    return installed_version(package, f"{package}-ml", f"{package}-skinny") or ""  # pluto-ml; mlflow-skinny is enough
+    return client_version(tracker.package or tracker.name)
 
 
 def _check_versions(installed: Mapping[str, str]) -> Iterator[Diagnostic]:

@@ -148,7 +148,7 @@ def require(tracker: Tracker) -> None:
     """Check that the vendor's package is installed, without importing it.
 
     Raises:
-        TrackerNotInstalledError: The package is missing.
+        TrackerNotInstalledError: The package is missing, or too old.
     """
     from importlib.util import find_spec
 
@@ -156,6 +156,8 @@ def require(tracker: Tracker) -> None:
 
     package = tracker.package
     for fault in known_faults(package or tracker.name):
+        if fault.level == "error":
+            raise TrackerNotInstalledError(f"{tracker.title}: {fault.text}. Install a newer one: {fault.fix}")
         _warn_once(fault.text, "%s: %s. Install another version: %s", tracker.title, fault.text, fault.fix)
     if package is None or package in sys.modules:
         return

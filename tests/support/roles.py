@@ -13,7 +13,6 @@ from typing import Any
 
 from support import jobs
 from support.backends import Backend, Kept
-from support.vendors import skip_where_lost
 from support.waiting import wait_for_file
 
 PROJECT, RUN_ID = "rl", "grpo-42"
@@ -23,8 +22,6 @@ class Roles:
     """The jobs of one run, each of `roles.py`, in one directory."""
 
     def __init__(self, backend: Backend, directory: Path, **env: str) -> None:
-        if backend.name == "wandb":
-            skip_where_lost("wandb", "several nodes or jobs")
         self.backend, self.directory, self.env = backend, directory, {**backend.environment(), **env}
         directory.mkdir(exist_ok=True)
 

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Iterator, Sequence
-from importlib import import_module, metadata
+from importlib import metadata
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,7 @@ TRACKERS = {"wandb": "wandb", "pluto": "pluto-ml", "mlflow": "mlflow", "trackio"
 CLIENTS = {**TRACKERS, "flytekit": "flytekit", "flyte": "flyte"}
 # The tests of a client.
 _OF_TRACKERS = (
-    "tests/jobs/test_vendors.py",
+    "tests/unit/test_vendor_parts.py",
     "tests/jobs/test_conformance.py",
     f"{_ROLES}::test_a_job_of_jobs_has_one_run",
 )
@@ -58,18 +58,26 @@ _TESTS = {
     "flytekit": ("tests/jobs/test_flytekit.py",),
     "flyte": ("tests/jobs/test_flyte2_support.py", "tests/jobs/test_flyte2.py"),
 }
-# What the oldest versions of Flyte cannot do, without this library too, and the first version that can.
-_LATER = {
+# What the oldest versions cannot do, and the first version that can. Those of Flyte cannot without this library too.
+LATER = {
+    "wandb": {
+        "W&B's Stop button interrupts the rank that has the run, and no other": "0.26",
+        "of a run with roles, W&B may have the axes of the role alone that has written last": "0.31",
+    },
+    "mlflow": {
+        "metrics of the system do not say which node they are of": "2.11",
+        "in a forked process, mlflow.active_run() is the run of its parent": "2.18",
+    },
     "flyte": {
         "sys.exit in a task: the pod does not end": "2.7",
         "download_logs: the files are no output of the task": "2.1",
         "retries in local mode": "2.0.7",
-    }
+    },
 }
 # How many of the newest minor versions are tested.
 MINORS = 4
 # Versions that are tested too, since frameworks ask for them, or since it is the first one with an ability.
-_ASKED = {"wandb": ("0.21.4", "0.22.1", "0.22.3", "0.23.1", "0.26.1", "0.27.2")}
+_ASKED = {"wandb": ("0.22.1", "0.22.3", "0.23.1", "0.26.1", "0.27.2")}
 # A distribution that must be there in the same version: the index may get it later.
 _WITH = {"mlflow": "mlflow-skinny", "flytekit": "flytekitplugins-kfpytorch", "flyte": "flyteplugins-pytorch"}
 # What clients need in an older version than they say, since they import names that are gone: MLflow before 3.10 those
@@ -94,18 +102,10 @@ def requirement_of(tracker: str) -> str:
     return next(name for name in re.findall(r'"([^"]+)"', extra[1]) if Requirement(name).name == CLIENTS[tracker])
 
 
-def later_abilities(tracker: str) -> dict[str, str]:
-    """Return what the oldest allowed versions cannot do, and the first version that can."""
-    if tracker not in TRACKERS:
-        return _LATER.get(tracker, {})
-    later: dict[str, str] = import_module(f"flyteplugins_tracking.trackers.{tracker}.vendor").PARTS.later
-    return later
-
-
 def skip_where_lost(tracker: str, text: str) -> None:
     """Skip the test if the installed client cannot do what it tests: `text` is a part of the loss in words."""
-    (loss,) = (loss for loss in later_abilities(tracker) if text in loss)
-    if Version(metadata.version(CLIENTS[tracker])) < Version(later_abilities(tracker)[loss]):
+    (loss,) = (loss for loss in LATER[tracker] if text in loss)
+    if Version(metadata.version(CLIENTS[tracker])) < Version(LATER[tracker][loss]):
         pytest.skip(f"lost with this version: {loss}")
 
 
@@ -117,9 +117,7 @@ def versions_of(tracker: str) -> list[str]:
     """
     allowed = sorted(Requirement(requirement_of(tracker)).specifier.filter(_published(tracker)), key=Version)
     last = [list(patches)[-1] for _, patches in groupby(allowed, _minor)]
-    before = [
-        [name for name in allowed if Version(name) < Version(first)] for first in later_abilities(tracker).values()
-    ]
+    before = [[name for name in allowed if Version(name) < Version(first)] for first in LATER.get(tracker, {}).values()]
     newer = [name for name in _published(tracker, "--pre") if Version(name) > Version(last[-1])]
     asked = set(_ASKED.get(tracker, ())) & set(allowed)
     chosen = {
@@ -189,7 +187,7 @@ def run_tests(tracker: str, version: str) -> Outcome:
     others = " or ".join(name for name in (*TRACKERS, "jsonl") if name != tracker)
     subprocess.run([*pytest, f"--junitxml={report}", *_TESTS[tracker], "-k", f"not ({others})"], cwd=ROOT)
     failed = sorted(_failures(report))
-    lost = [ability for ability, first in later_abilities(tracker).items() if Version(version) < Version(first)]
+    lost = [ability for ability, first in LATER.get(tracker, {}).items() if Version(version) < Version(first)]
     works = f"not: {', '.join(failed)}" if failed else "everything else" if lost else "everything"
     return Outcome(CLIENTS[tracker], version, works, "; ".join(lost) or "nothing")
 

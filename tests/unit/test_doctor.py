@@ -13,6 +13,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from support.loopback import Fault
 from support.wandb_server import WandbServer
 from test_topology import OPENMPI, SLURM, TORCHRUN
 
+from flyteplugins_tracking import TrackerNotInstalledError
 from flyteplugins_tracking import __main__ as commands
 from flyteplugins_tracking._commands import doctor
 from flyteplugins_tracking._rank import launchers
@@ -533,24 +535,32 @@ def test_a_registered_tracker_is_diagnosed_and_a_broken_one_stops_nothing(ask, m
 
 
 @pytest.mark.parametrize(
-    ("installed", "known"),
+    ("tracker", "name", "too_old", "oldest"),
     [
-        ("0.31.0", []),
-        ("0.27.2", ["-> Version 0.31 and later ones can"]),
-        ("0.25.0", ["-> Version 0.26 and", "-> Version 0.31 and"]),
-        ("0.20.1", ["-> Version 0.22.1 and", "-> Version 0.26 and", "-> Version 0.31 and"]),
-        ("99.0", ["wandb 99.0 is newer than wandb==0.31.0, which was tested"]),
+        ("wandb", "wandb", "0.22.0", "0.22.1"),
+        ("pluto", "pluto_ml", "0.0.25", "0.0.26"),
+        ("mlflow", "mlflow", "2.9.2", "2.10"),
+        ("trackio", "trackio", "0.29.1", "0.30.0"),
     ],
 )
-def test_the_doctor_says_what_is_known_of_the_installed_version(ask, monkeypatch, tmp_path, installed, known):
-    info = tmp_path / "site" / f"wandb-{installed}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Name: wandb\nVersion: {installed}\n")
-    monkeypatch.syspath_prepend(info.parent)
-    notes = diagnostics(ask("--json", "--offline", WANDB_API_KEY=KEY)[1], "note").splitlines()
-    shown = [note for note in notes if f"W&B: wandb {installed} is" in note]
-    assert len(shown) == len(known)
-    assert all(part in note for part, note in zip(known, shown, strict=True))
+def test_the_doctor_and_the_first_run_refuse_a_client_that_is_too_old(
+    ask, monkeypatch, tmp_path, tracker, name, too_old, oldest
+):
+    client = name.replace("_", "-")
+    for installed in (oldest, too_old):
+        info = tmp_path / installed / f"{name}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Name: {client}\nVersion: {installed}\n")
+        if find_spec(tracker) is None:
+            (tmp_path / installed / f"{tracker}.py").touch()
+        monkeypatch.syspath_prepend(info.parent)
+        if installed == oldest:
+            require(find_tracker(tracker))
+    text = f"{client} {too_old} is too old"
+    with pytest.raises(TrackerNotInstalledError, match=rf': {text}\. Install a newer one: pip install "{client}>='):
+        require(find_tracker(tracker))
+    shown = diagnostics(ask("--json", "--offline", f"--tracker={tracker}")[1], "error")
+    assert f'{text} -> pip install "{client}>=' in shown
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_torn_down_client_is_recognized(tmp_path, monkeypatch, no_warning):
 
 def test_a_run_whose_wandb_core_has_died_is_not_returned_by_the_next_init(tmp_path, monkeypatch, no_warning):
     dead = open_run("dead", tmp_path, monkeypatch)
-    vendor._process_of(vendor.session()._connection).kill()
+    vendor.session()._connection._proc._process.kill()
     vendor.set_finished(dead)
     vendor.drop_unusable_service()
     assert vendor.restart_service()
@@ -263,7 +263,7 @@ def test_a_wandb_without_a_part_loses_a_feature_or_raises_with_the_tested_versio
     monkeypatch.setattr(vendor.PARTS._warn_once, "_logged", set())
     call, expected = WITHOUT[name]
     if expected is TrackerNotInstalledError:
-        with pytest.raises(TrackerNotInstalledError, match=r"wandb \S+ does not support .*: pip install \"wandb[>=]="):
+        with pytest.raises(TrackerNotInstalledError, match=r"wandb \S+ does not support .*: pip install \"wandb=="):
             call()
         return
     with caplog.at_level(logging.WARNING):
@@ -293,13 +293,13 @@ def test_a_setting_that_this_wandb_does_not_know_is_not_set(without_setting, cap
     assert caplog.records == []
 
 
-def test_a_lost_ability_is_told_to_those_that_use_it_with_the_version_that_has_it(without_setting, caplog):
+def test_a_lost_ability_is_told_to_those_that_use_it(without_setting, caplog):
     without_setting("stop_fn")
     vendor.on_stop_request(SimpleNamespace(), print, has_others=False)
     assert caplog.records == []
     vendor.on_stop_request(SimpleNamespace(), print, has_others=True)
     (record,) = caplog.records
-    assert record.getMessage().endswith('pip install "wandb>=0.26"')
+    assert record.getMessage().endswith(f'pip install "{vendor.PARTS.tested}"')
 
 
 def test_an_end_that_nobody_waits_for_stops_wandb_core(monkeypatch):
@@ -349,17 +349,6 @@ def test_a_client_that_cannot_be_imported_is_refused_with_the_true_cause(error, 
         vendor._required("this"),
     ):
         raise error
-
-
-@pytest.mark.parametrize("role", [{"roles": ["a"]}, {"role": "a"}])
-def test_a_client_without_runs_of_several_writers_refuses_them_before_it_writes(monkeypatch, tmp_path, role):
-    monkeypatch.setattr(vendor, "has_setting", lambda name: name != "x_sync_dir_suffix")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)  # the client may have read the mode before
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(TrackerNotInstalledError, match=r"several nodes or jobs.* Version 0\.22\.1 and later ones can"):
-        tracking_init(project="p", id="given", **role)(lambda: None)()
-    assert list(tmp_path.iterdir()) == []
 
 
 def gone():

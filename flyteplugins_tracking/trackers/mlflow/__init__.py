@@ -106,7 +106,7 @@ class MlflowTracker(Tracker):
         from flyteplugins_tracking.trackers.mlflow.run import to_be_sent, use_credentials
 
         _check_id(request.plan.run_id)
-        vendor.PARTS.require()
+        vendor.require()
         import mlflow
 
         uri, place = str(request.config.options.get("tracking_uri") or mlflow.get_tracking_uri()), {}

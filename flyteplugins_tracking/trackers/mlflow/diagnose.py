@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
-from flyteplugins_tracking.trackers.mlflow import vendor
 
 # https://mlflow.org/docs/latest/ml/tracking/backend-stores; since 3.0, it is not a directory anymore.
 _DEFAULT = "sqlite:///mlflow.db"
@@ -40,7 +39,7 @@ def diagnose() -> Diagnosis:
         credentials=key and str(key),
         is_chosen=bool(variable or key),
         reach=diagnostics.server("an MLflow", f"{place}/version", _VERSION, keys=names) if is_http else None,
-        diagnostics=(*_of_place(uri, place, f"MLflow: {setting}"), *vendor.PARTS.limits()),
+        diagnostics=tuple(_of_place(uri, place, f"MLflow: {setting}")),
     )
 
 

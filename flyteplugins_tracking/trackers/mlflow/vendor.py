@@ -1,7 +1,4 @@
-"""MLflow's client: its undocumented names, which no other module uses, and the runs behind a tracking URI.
-
-`PARTS` lists each name with its use, and the feature that is lost without it.
-"""
+"""MLflow's client: its undocumented names, which no other module uses, and the runs behind a tracking URI."""
 
 from __future__ import annotations
 
@@ -20,39 +17,22 @@ from urllib.parse import urlsplit
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking._util.threads import call_within, run_while
 from flyteplugins_tracking.trackers import outbox
-from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
+from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
 T = TypeVar("T")
 Undo = Callable[[], object]
 
-_FLUENT = "mlflow.tracking.fluent"
-_UTILS = "mlflow.tracking._tracking_service.utils"
-_AUTOLOGGING = "mlflow.utils.autologging_utils"
-_MONITOR = "mlflow.system_metrics.system_metrics_monitor:SystemMetricsMonitor"
-_TAGS = "mlflow.tracking.context.registry:resolve_tags"
-_ACTIVE = "mlflow.active_run() and mlflow.log_metric()"
-_NESTED = "the experiment of runs that the function nests in this one"
-_SERVER = "the program's server in other tasks"
-_STEPS = "the steps of a resumed run: they begin at 0"
-_NO_AUTOLOGGING = "no autologging on ranks without a run"
-_NODES = "metrics of the system do not say which node they are of"
-_FORKED = "in a forked process, mlflow.active_run() is the run of its parent"
-PARTS = VendorParts(
-    "MLflow",
-    "mlflow==3.17.2",
-    [
-        Part(f"{_UTILS}:_get_store", "says whether runs are on a server, and gives its credentials"),
-        Part("mlflow.utils.rest_utils:http_request", "sends a request once and in time: MLflow tries for 4 minutes"),
-        Part(f"{_FLUENT}:_active_run_stack", "makes our run the active one", _ACTIVE),
-        Part(f"{_FLUENT}:_active_experiment_id", "is the experiment of nested runs", _NESTED),
-        Part(f"{_UTILS}:_tracking_uri", "says whether the program has set the server", _SERVER),
-        Part("data._metric_objs", "gives the last step of a resumed run", _STEPS),
-        Part(_TAGS, "gives tags as mlflow.start_run does", "tags of the source"),
-        Part(f"{_AUTOLOGGING}:_AUTOLOGGING_GLOBALLY_DISABLED", "stops autologging", _NO_AUTOLOGGING),
-        Part(_MONITOR, "measures the system", "metrics of the system, which also need psutil (pip install psutil)"),
-    ],
-    later={_NODES: "2.11", _FORKED: "2.18"},
-)
+PARTS = VendorParts("MLflow", "mlflow", "mlflow==3.17.2")
+
+
+def require() -> None:
+    """Look up the names without which no run can be opened.
+
+    Raises:
+        TrackerNotInstalledError: The installed version lacks one of them.
+    """
+    PARTS.require("mlflow.tracking._tracking_service.utils", "_get_store")
+    PARTS.require("mlflow.utils.rest_utils", "http_request")
 
 
 # The runs behind a tracking URI.
@@ -311,8 +291,10 @@ def run_tags(tags: Mapping[str, str]) -> list[Any]:
 
 def last_step(run: Any, prefix: str = "") -> int:
     """Return the run's last step in metrics with a prefix; -1 if it has none."""
-    metrics = PARTS.get("data._metric_objs", run.data) or ()
-    return max((metric.step for metric in metrics if metric.key.startswith(prefix)), default=-1)
+    with PARTS.optional("the steps of a resumed run begin at 0"):
+        metrics = run.data._metric_objs
+        return max((metric.step for metric in metrics if metric.key.startswith(prefix)), default=-1)
+    return -1
 
 
 def _number(value: float) -> float | str:
@@ -344,8 +326,11 @@ def flush_own_rows(lasts: Callable[[], bool]) -> bool:
 
 def tags_of_start_run(tags: Mapping[str, str]) -> dict[str, str]:
     """Return the tags that `mlflow.start_run` gives a run: `tags`, the user, and where the code is."""
-    resolved = PARTS.get(_TAGS) or dict
-    return dict(resolved(dict(tags)))
+    with PARTS.optional("runs have no tags of their source"):
+        from mlflow.tracking.context.registry import resolve_tags
+
+        return dict(resolve_tags(dict(tags)))
+    return dict(tags)
 
 
 # Stores that are a SQLite file. The first client creates the tables; two clients at the same time break them.
@@ -387,14 +372,22 @@ def _path(uri: str) -> str:
 
 def uri_set_by_program() -> str | None:
     """Return the URI of `mlflow.set_tracking_uri`; None if the program has not called it."""
-    uri: str | None = PARTS.get(f"{_UTILS}:_tracking_uri")
-    return uri
+    with PARTS.optional("tasks in other processes do not get the server of mlflow.set_tracking_uri"):
+        from mlflow.tracking._tracking_service.utils import _tracking_uri
+
+        uri: str | None = _tracking_uri
+        return uri
+    return None
 
 
 def active_experiment_id() -> str | None:
     """Return the experiment of `mlflow.set_experiment`; None if the program has not called it."""
-    experiment_id: str | None = PARTS.get(f"{_FLUENT}:_active_experiment_id")
-    return experiment_id
+    with PARTS.optional("the experiment of mlflow.set_experiment is not used"):
+        from mlflow.tracking.fluent import _active_experiment_id
+
+        experiment_id: str | None = _active_experiment_id
+        return experiment_id
+    return None
 
 
 def use_experiment(experiment_id: str) -> Undo:
@@ -413,11 +406,12 @@ def use_experiment(experiment_id: str) -> Undo:
 
 def active_runs() -> list[Any]:
     """Return this thread's stack of active runs; one that nobody reads if MLflow's is not known."""
-    stack: Any = PARTS.get(f"{_FLUENT}:_active_run_stack")
-    if stack is None:
-        return []
-    runs: list[Any] = stack if isinstance(stack, list) else stack.get()  # before 2.18, one for all threads
-    return runs
+    with PARTS.optional("mlflow.active_run() and mlflow.log_metric() do not use the run"):
+        from mlflow.tracking.fluent import _active_run_stack as stack
+
+        runs: list[Any] = stack if isinstance(stack, list) else stack.get()  # before 2.18, one for all threads
+        return runs
+    return []
 
 
 def _set_terminated(client: Any) -> Any:
@@ -467,12 +461,14 @@ def replace_params(accepted: Callable[[str, Mapping[str, Any]], Mapping[str, Any
 
 def without_autologging() -> Undo | None:
     """Turn autologging off if MLflow is loaded: without an active run, it would make one on each rank."""
-    module: Any = sys.modules.get(_AUTOLOGGING)
-    before = None if module is None else PARTS.get(f"{_AUTOLOGGING}:_AUTOLOGGING_GLOBALLY_DISABLED")
-    if before is None:
+    module: Any = sys.modules.get("mlflow.utils.autologging_utils")
+    if module is None:
         return None
-    module._AUTOLOGGING_GLOBALLY_DISABLED = True
-    return lambda: setattr(module, "_AUTOLOGGING_GLOBALLY_DISABLED", before)
+    with PARTS.optional("autologging is not turned off on ranks without a run"):
+        before = module._AUTOLOGGING_GLOBALLY_DISABLED
+        module._AUTOLOGGING_GLOBALLY_DISABLED = True
+        return lambda: setattr(module, "_AUTOLOGGING_GLOBALLY_DISABLED", before)
+    return None
 
 
 # Metrics of the system.
@@ -480,13 +476,14 @@ def without_autologging() -> Undo | None:
 
 def start_monitor(run_id: str, node_id: str | None, *, is_resumed: bool) -> Any:
     """Start MLflow's monitor of this machine, as `mlflow.start_run` does. Returns None if there is none."""
-    monitor_class = PARTS.get(_MONITOR)
-    if monitor_class is None:
-        return None
-    of_node = {"node_id": node_id} if node_id is not None else {}
-    if of_node and "node_id" not in inspect.signature(monitor_class).parameters:
-        PARTS.lose(_NODES, "no node_id")
-        of_node = {}
-    monitor = monitor_class(run_id, resume_logging=is_resumed, **of_node)
-    monitor.start()
-    return monitor
+    with PARTS.optional("there are no metrics of the system, which also need psutil (pip install psutil)"):
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        of_node = {"node_id": node_id} if node_id is not None else {}
+        if of_node and "node_id" not in inspect.signature(SystemMetricsMonitor).parameters:  # before 2.11
+            PARTS.lose("metrics of the system do not say which node they are of", "no node_id")
+            of_node = {}
+        monitor = SystemMetricsMonitor(run_id, resume_logging=is_resumed, **of_node)
+        monitor.start()
+        return monitor
+    return None

@@ -86,8 +86,6 @@ class PlutoTracker(Tracker):
     def diagnose(self) -> Diagnosis:
         import base64  # few ranks need it
 
-        from flyteplugins_tracking.trackers.pluto import vendor
-
         servers = {name: _variable(f"URL_{name}") for name in ("APP", "API", "INGEST", "PY")}
         address, folder = without_credentials(servers["API"] or _API), _variable("DIR") or os.curdir
         data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
@@ -97,7 +95,7 @@ class PlutoTracker(Tracker):
             stored = base64.decodebytes(diagnostics.settings_of(file, "pluto").get("pluto", "").encode()).decode()
         key = diagnostics.find_key("PLUTO_API_KEY", "MLOP_API_TOKEN", elsewhere={file: stored or None})
         text, fix = f"Pluto keeps its files in {folder}", "export PLUTO_DIR=/a/directory"
-        problems = [*vendor.PARTS.limits(), *diagnostics.check_directory(folder, "error", text, fix)]
+        problems = list(diagnostics.check_directory(folder, "error", text, fix))
         if key is None:
             text = "there is no API key: PLUTO_API_KEY is not set, and `pluto login` has not stored a key in a file"
             fix = "pluto login, or export PLUTO_API_KEY=..., or secret= of tracking_init"

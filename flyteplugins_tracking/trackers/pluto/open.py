@@ -56,7 +56,7 @@ def open_op(request: RunRequest) -> tuple[Any, Queue]:
         TrackerUnavailableError: There is no key, or no room for the client's files.
         TrackerNotInstalledError: This version of the client cannot be used.
     """
-    vendor.PARTS.require()
+    vendor.require()
     settings = _settings(request)
     queue = Queue(settings.dir, request.measures_node)
     settings.disable_system_metrics |= settings.mode == "noop"  # the client's monitor needs a server

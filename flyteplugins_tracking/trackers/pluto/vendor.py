@@ -1,7 +1,4 @@
-"""The undocumented names of Pluto's client (`pluto-ml`). No other module uses them.
-
-`PARTS` lists each name with its use, and the feature that is lost without it. The functions below it use them.
-"""
+"""The undocumented names of Pluto's client (`pluto-ml`). No other module uses them."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking.trackers.journal import Line
-from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
+from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
 logger = logging.getLogger(__name__)
 
@@ -34,28 +31,19 @@ POST, ENTRIES, FILE = "pluto/post", "pluto/entries", "pluto/file"
 # What may be posted to the service's API for runs.
 POSTS = ("config/update", "tags/update", "notes/update", "logName/add")
 
-_UPLOADER, _RECORD = "pluto.sync.process:_SyncUploader", "pluto.sync.store:FileRecord"
-_MEDIA = "media: images, audio, video and other files"
-PARTS = VendorParts(
-    "Pluto",
-    "pluto-ml==0.0.29",
-    [
-        Part("pluto.op:login", "keeps the client from writing the API key to a file and from asking for one"),
-        Part("pluto.op:Op._init_sync_manager", "makes the client's queue, for which we have our own"),
-        Part("op._sync_manager", "is the client's queue"),
-        Part("op._iface", "registers keys, which must not hold up a step, and asks whether the run is cancelled"),
-        Part("settings._auth", "holds the API key"),
-        Part("settings._op_id", "holds the service's number of the run"),
-        Part("settings._op_name", "holds the run's name"),
-        Part("settings._sys", "describes the machine"),
-        Part("pluto.util:get_char", "cleans keys and names", "keys with unusual characters, which the service rejects"),
-        Part(_UPLOADER, "uploads a file", _MEDIA),
-        Part(_RECORD, "describes a file", _MEDIA),
-    ],
-)
+PARTS = VendorParts("Pluto", "pluto", "pluto-ml==0.0.29")
 
 
 # Before the run is opened.
+
+
+def require() -> None:
+    """Look up the names without which no run can be opened.
+
+    Raises:
+        TrackerNotInstalledError: The installed version lacks one of them.
+    """
+    PARTS.require("pluto.op", "login", "Op._init_sync_manager")
 
 
 def prepare(settings: Any, key: str | None, queue: Queue) -> None:
@@ -128,8 +116,12 @@ def _take_over_client() -> None:
 
 def clean(name: str) -> str:
     """Return a key, or a project's name, as the client sends it."""
-    cleaned = str if name.isascii() and name.isprintable() else PARTS.get("pluto.util:get_char") or str
-    return str(cleaned(name))
+    if not (name.isascii() and name.isprintable()):
+        with PARTS.optional("keys with unusual characters are lost: the service rejects them"):
+            from pluto.util import get_char
+
+            return str(get_char(name))
+    return name
 
 
 def init(**arguments: Any) -> Any:
@@ -189,8 +181,8 @@ def check_run(op: Any) -> None:
     Raises:
         TrackerNotInstalledError: It does.
     """
-    PARTS.require_of("op", op)
-    PARTS.require_of("settings", op.settings)
+    PARTS.require(op, "_sync_manager", "_iface")
+    PARTS.require(op.settings, "_auth", "_op_id", "_op_name", "_sys")
 
 
 def on_cancel(op: Any, function: Callable[[Callable[[], object]], object]) -> None:
@@ -318,18 +310,20 @@ def data_entry(name: str, kind: str, value: Any, time_ms: int, step: int | None)
 
 def upload(settings: Any, path: str, record: Mapping[str, Any]) -> bool:
     """Upload a file. Returns whether the service has it."""
-    uploader_class, record_class = PARTS.get(_UPLOADER), PARTS.get(_RECORD)
-    if uploader_class is None or record_class is None:
-        return False
-    names = [field.name for field in dataclasses.fields(record_class)]
-    values = {**dict.fromkeys(names), **record, "id": 0, "local_path": path}
-    known = ("_auth", "_op_id", "_op_name", "project", "tag", "url_file")
-    uploader = uploader_class({name: getattr(settings, name) for name in known}, logger)
-    try:
-        result = uploader.upload_files_batch([record_class(**{name: values[name] for name in names})])[0]
-    except Exception:
-        logger.debug("cannot upload %s", path, exc_info=True)
-        return False
-    finally:
-        uploader.close()
-    return bool(getattr(result, "success", result))  # before 0.0.28, it is a boolean
+    with PARTS.optional("media are not uploaded: images, audio, video and other files"):
+        from pluto.sync.process import _SyncUploader
+        from pluto.sync.store import FileRecord
+
+        names = [field.name for field in dataclasses.fields(FileRecord)]
+        values = {**dict.fromkeys(names), **record, "id": 0, "local_path": path}
+        known = ("_auth", "_op_id", "_op_name", "project", "tag", "url_file")
+        uploader = _SyncUploader({name: getattr(settings, name) for name in known}, logger)
+        try:
+            result = uploader.upload_files_batch([FileRecord(**{name: values[name] for name in names})])[0]
+        except Exception:
+            logger.debug("cannot upload %s", path, exc_info=True)
+            return False
+        finally:
+            uploader.close()
+        return bool(getattr(result, "success", result))  # before 0.0.28, it is a boolean
+    return False

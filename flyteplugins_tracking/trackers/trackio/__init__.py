@@ -86,14 +86,11 @@ class TrackioTracker(Tracker):
         return {"id": run.id, "name": run.name, "project": run.project, "server_url": run.url}
 
     def diagnose(self) -> Diagnosis:
-        from flyteplugins_tracking.trackers.trackio import vendor
-
-        url, folder, limits = os.environ.get("TRACKIO_SERVER_URL"), default_directory(), vendor.PARTS.limits()
+        url, folder = os.environ.get("TRACKIO_SERVER_URL"), default_directory()
         if not url:
             text, fix = f"Trackio keeps runs in {folder}", "export TRACKIO_DIR=/a/directory"
             is_chosen = any(name.startswith("TRACKIO_") for name in os.environ)
-            problems = (*check_directory(folder, "error", text, fix), *limits)
-            return Diagnosis(folder, None, is_chosen, None, problems)
+            return Diagnosis(folder, None, is_chosen, None, tuple(check_directory(folder, "error", text, fix)))
         address, name = without_credentials(url), "TRACKIO_WRITE_TOKEN"
         key = find_key(name, elsewhere={"TRACKIO_SERVER_URL": without_token(url)[1]})
         text = f"Trackio: {address} wants a write token, and {name} is not set"
@@ -103,7 +100,7 @@ class TrackioTracker(Tracker):
             credentials=key and str(key),
             is_chosen=True,
             reach=server("a Trackio", f"{address}/version", '200 .*"api_version"'),
-            diagnostics=(*limits, *(() if key else (Diagnostic("error", text, fix),))),
+            diagnostics=() if key else (Diagnostic("error", text, fix),),
         )
 
     def open(self, request: RunRequest) -> Handle:

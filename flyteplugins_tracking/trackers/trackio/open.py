@@ -54,7 +54,7 @@ def open_run(request: RunRequest, tracker: Tracker) -> TrackioHandle:
         AwayError: The directory cannot be used.
         ConfigError: The project or the place cannot be used.
     """
-    vendor.PARTS.require()
+    vendor.require()
     if os.environ.get("TRACKIO_SPACE_ID"):
         raise ConfigError(f"TRACKIO_SPACE_ID is set: {SPACE}")
     url, token = _server(request)

@@ -1,7 +1,4 @@
-"""The undocumented names of Trackio. No other module uses them.
-
-`PARTS` lists each name with its use, and the feature that is lost without it. The functions below it use them.
-"""
+"""The undocumented names of Trackio. No other module uses them."""
 
 from __future__ import annotations
 
@@ -17,24 +14,22 @@ from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.client import refuse_to_pickle
-from flyteplugins_tracking.trackers.vendor_parts import Part, VendorParts
+from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
-PARTS = VendorParts(
-    "Trackio",
-    "trackio==0.43.0",
-    [
-        Part("trackio.sqlite_storage:SQLiteStorage.bulk_log", "writes rows to a project's database"),
-        Part("trackio.sqlite_storage:SQLiteStorage.init_db", "creates the project's database"),
-        Part("trackio.remote_client:RemoteClient", "asks a server"),
-        Part("trackio.context_vars:current_run", "makes trackio.log() go to our run"),
-        Part("trackio.context_vars:current_project", "says which project trackio.save() uses", "trackio.save()"),
-        Part("run._queued_logs", "takes the rows that the client has prepared"),
-        Part("run._config_logged", "keeps a rank from replacing the primary rank's config"),
-        Part("trackio.run:Run._get_username", "asks the Hugging Face Hub", "a limit of 2 s: a run may open late"),
-    ],
-)
+PARTS = VendorParts("Trackio", "trackio", "trackio==0.43.0")
 # How long the Hugging Face Hub may take to name the token's owner. Trackio itself has no limit.
 _USERNAME_S = 2.0
+
+
+def require() -> None:
+    """Look up the names without which no run can be opened.
+
+    Raises:
+        TrackerNotInstalledError: The installed version lacks one of them.
+    """
+    PARTS.require("trackio.sqlite_storage", "SQLiteStorage.bulk_log", "SQLiteStorage.init_db")
+    PARTS.require("trackio.remote_client", "RemoteClient")
+    PARTS.require("trackio.context_vars", "current_run")
 
 
 # Where runs are kept.
@@ -95,8 +90,8 @@ def make_current(run: Any) -> Callable[[], None]:
 
     _join_frameworks_runs()
     values = {variables.current_run: run}
-    if project := PARTS.get("trackio.context_vars:current_project"):
-        values[project] = run.project
+    with PARTS.optional("trackio.save() does not use the run's project"):
+        values[variables.current_project] = run.project
     before = {variable: variable.get() for variable in values}
     for variable, value in values.items():
         variable.set(value)
@@ -218,7 +213,7 @@ def take_over(run: Any) -> None:
     Raises:
         TrackerNotInstalledError: The run lacks a required name.
     """
-    PARTS.require_of("run", run)
+    PARTS.require(run, "_queued_logs", "_config_logged")
     run._config_logged = True
 
 

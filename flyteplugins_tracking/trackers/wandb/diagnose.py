@@ -46,7 +46,7 @@ def diagnose() -> Diagnosis:
         credentials=key and str(key),
         is_chosen=key is not None or any(name.startswith("WANDB_") for name in os.environ),
         reach=diagnostics.server("a W&B", url, is_wandb, data=_VIEWER) if is_online else None,
-        diagnostics=(*_of_key(key, is_online), *_of_files(mode, directory), *vendor.PARTS.limits()),
+        diagnostics=(*_of_key(key, is_online), *_of_files(mode, directory)),
     )
 
 

@@ -42,9 +42,7 @@ _LAST_RECORDS_S = 1.0
 _ENDING_S = (5.0, 30.0)
 _NO_STOP_BUTTON = "W&B's Stop button interrupts the rank that has the run, and no other"
 _ONE_WRITER = "runs that several nodes or jobs write to"
-# Of what older versions lack: the first version that has it.
-_AXES = "of a run with roles, W&B may have the axes of the role alone that has written last"
-PARTS = VendorParts("W&B", "wandb==0.31.0", later={_ONE_WRITER: "0.22.1", _NO_STOP_BUTTON: "0.26", _AXES: "0.31"})
+PARTS = VendorParts("W&B", "wandb", "wandb==0.31.0")
 _MAY_HANG = "the process may hang at its end"
 _MAY_BE_CUT = "an upload that takes longer than kill_after_s less 5 s is cut at the run's end"
 # How long wandb-core may take to say how far it is, and to write the files of a run whose end is cut, in seconds.
@@ -74,7 +72,7 @@ def session() -> Any:
         ConfigError: Another user could choose the server that gets the key.
     """
     _check_settings_files()
-    with _required("this version of flyteplugins-tracking"):
+    with _required():
         setup = importlib.import_module("wandb.sdk.wandb_setup")
         return setup.singleton() or setup._setup(start_service=False)  # None before 0.20, if there is none yet
 
@@ -914,14 +912,14 @@ def has_setting(name: str) -> bool:
 
 def new_settings(**values: Any) -> Any:
     """Return a `wandb.Settings` with those of the values that it has a setting for. Required by every run."""
-    with _required("this version of flyteplugins-tracking"):
+    with _required():
         known = {name: value for name, value in values.items() if has_setting(name)}
     return importlib.import_module("wandb").Settings(**known)
 
 
 def effective_settings(settings: Any) -> Any:
     """`settings` over those of the session, which come from the environment and the files. Required by every run."""
-    with _required("this version of flyteplugins-tracking"):
+    with _required():
         effective = session().settings.model_copy()
         effective.update_from_settings(settings)
         return effective
