@@ -9,7 +9,7 @@ import pytest
 from support import jobs
 from support.backends import BACKENDS
 from support.config_values import ABSENT, ENDLESS, VALUES, Case
-from support.wandb_server import CLIENT_NEEDS_COUNTS, WandbServer
+from support.wandb_server import WandbServer
 
 from flyteplugins_tracking import tracking_init
 from flyteplugins_tracking._util.plain import plain_config
@@ -29,7 +29,7 @@ def differences(config: dict[str, Any], expected: dict[str, Any]) -> dict[str, t
 def wandb_configs(tmp_path_factory):
     """The configs of a run of the bare client and of one of ours, on one server; and what the bare client refuses."""
     directory = tmp_path_factory.mktemp("wandb")
-    with WandbServer(counts_on_upsert=CLIENT_NEEDS_COUNTS) as server:
+    with WandbServer() as server:
         for program in ("bare", "wandb"):
             done = jobs.python(directory, PROGRAM, program, program, env=server.environment)
             assert done.returncode == 0, done.output
@@ -39,8 +39,6 @@ def wandb_configs(tmp_path_factory):
 
 
 def test_the_table_says_what_the_bare_client_does(wandb_configs):
-    if CLIENT_NEEDS_COUNTS:
-        pytest.skip("the table is that of W&B 0.31")
     bare, _ = wandb_configs
     assert differences(bare, {case.key: case.bare for case in CASES if case.bare != ENDLESS}) == {}
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from support import jobs, pluto_server
 from support.mlflow_server import GROUP_TAG, MlflowServer, StoredRun
 from support.pluto_server import PlutoServer
-from support.wandb_server import CLIENT_NEEDS_COUNTS, WandbServer
+from support.wandb_server import WandbServer
 
 Status = Literal["running", "finished", "failed", "killed"]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -214,7 +214,7 @@ def pluto_environment(server: PlutoServer) -> dict[str, str]:
 
 @contextmanager
 def wandb(directory: Path) -> Iterator[Backend]:
-    with WandbServer(counts_on_upsert=CLIENT_NEEDS_COUNTS) as server:
+    with WandbServer() as server:
         yield WandbBackend(server)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from wandb_files import read_runs
 
 from support import jobs
-from support.wandb_server import CLIENT_NEEDS_COUNTS, WandbServer
+from support.wandb_server import WandbServer
 from support.wandb_store import RecordedRun
 
 # A key in the message of what the scripted training raises.
@@ -249,7 +249,7 @@ def _processes_with(variable: str) -> dict[int, str]:
 
 @contextmanager
 def job(directory: Path) -> Iterator[Job]:
-    with WandbServer(counts_on_upsert=CLIENT_NEEDS_COUNTS) as server:
+    with WandbServer() as server:
         yield Job(server, directory)
 
 

@@ -20,19 +20,15 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler
-from importlib.metadata import version
 from typing import Literal, TypeVar
 from urllib.parse import unquote
 
 import psutil
-from packaging.version import Version
 
 from support.loopback import Listener, LoopbackServer, body_of, survives
 from support.wandb_store import Json, Operations, RecordedRun, RecordedSweep, RefusedError, RunKey, Store
 
 KEY = "fa4e" * 10
-# Before 0.20, a resumed run takes its count of rows from the answer to UpsertBucket alone, and W&B's service tells it.
-CLIENT_NEEDS_COUNTS = Version(version("wandb")) < Version("0.20")
 _FILESTREAM = re.compile(r"/files/([^/]+)/([^/]+)/([^/]+)/file_stream$")
 _UPLOAD = re.compile(r"/upload/([^/]+)/([^/]+)/([^/]+)/(.+)$")
 _ARTIFACT = re.compile(r"/artifact/([^/]+)/(.+)$")

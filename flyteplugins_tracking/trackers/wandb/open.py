@@ -375,14 +375,12 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
 def _adapt_to_part(arguments: dict[str, Any], request: RunRequest) -> None:
     """Change the arguments of a client that is one of several of its run."""
     part, plan, settings = NodePart.of(request), request.plan, arguments["settings"]
+    if part.has_writers_elsewhere and not plan.ends_run:
+        # Nodes and jobs may share a file system, and start in the same second.
+        vendor.set_required(settings, x_sync_dir_suffix=plan.label or "")
+        _drop_run_description(arguments)
     if part.name == "follower" and request.info is not None:  # it could not attach to its leader
         vendor.set_required(settings, x_sync_dir_suffix=f"rank-{request.info.rank}")
-    elif part.has_writers_elsewhere:
-        # Nodes and jobs may share a file system, and start in the same second. The one that the run ends with needs no
-        # suffix, but is refused too where the others are.
-        vendor.set_required(settings, x_sync_dir_suffix="" if plan.ends_run else plan.label or "")
-    if not plan.ends_run and part.has_writers_elsewhere:
-        _drop_run_description(arguments)
     if part.has_writers_elsewhere and _is_online(arguments):
         _use_wandbs_shared_mode(arguments, request)
 

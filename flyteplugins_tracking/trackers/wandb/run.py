@@ -499,7 +499,7 @@ def _guarded(kind: Any, is_shared: bool) -> Any:
     row_method = vendor.row_method(kind) if is_shared else None
     members: dict[str, Any] = {name: _guard(getattr(kind, name), "use") for name in _methods(kind)}
     members["log"] = _guard(kind.log, "log")
-    members.update({name: _guard(getattr(kind, name), "end_by_user") for name in vendor.ENDINGS if hasattr(kind, name)})
+    members.update({name: _guard(getattr(kind, name), "end_by_user") for name in vendor.ENDINGS})
     for name in _CHANGING:
         member = getattr(kind, name, None)
         if isinstance(member, property):

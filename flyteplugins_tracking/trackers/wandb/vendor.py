@@ -41,9 +41,7 @@ _LAST_RECORDS_S = 1.0
 # How long wandb-core may take to end once it was asked to, before it is asked again; and then, before it is killed.
 _ENDING_S = (5.0, 30.0)
 _NO_STOP_BUTTON = "W&B's Stop button interrupts the rank that has the run, and no other"
-_ONE_WRITER = "runs that several nodes or jobs write to"
 PARTS = VendorParts("W&B", "wandb", "wandb==0.31.0")
-_MAY_HANG = "the process may hang at its end"
 _MAY_BE_CUT = "an upload that takes longer than kill_after_s less 5 s is cut at the run's end"
 # How long wandb-core may take to say how far it is, and to write the files of a run whose end is cut, in seconds.
 _ANSWER_S, _CUT_S = 1.0, 0.5
@@ -51,8 +49,8 @@ _optional, _required = PARTS.optional, PARTS.required
 KeepRow = Callable[[bytes, "int | None", "bool | None"], object]
 # How many rows are asked for where the last one is wanted; and where all are, with the first question and at most.
 _SAMPLES, _PAGE, _LONGEST_PAGE = 500, 1_000, 10_000
-# The methods that end the run. Version 0.19 has `join`.
-ENDINGS = ("finish", "join", "__exit__")
+# The methods that end the run.
+ENDINGS = ("finish", "__exit__")
 # The attribute of `wandb.init` with W&B's own function, once `inner` has put another one in its place.
 ORIGINAL = "_flyteplugins_tracking_original"
 # The functions of the module `wandb` that are methods of `wandb.run`.
@@ -73,8 +71,7 @@ def session() -> Any:
     """
     _check_settings_files()
     with _required():
-        setup = importlib.import_module("wandb.sdk.wandb_setup")
-        return setup.singleton() or setup._setup(start_service=False)  # None before 0.20, if there is none yet
+        return importlib.import_module("wandb.sdk.wandb_setup").singleton()
 
 
 @functools.cache
@@ -168,7 +165,7 @@ def restart_service(limit_s: float = _LAST_RECORDS_S, exit_code: int = 1) -> boo
         if connection is not None:
             if connection._proc is None:
                 return False  # another process's
-            process = _process_of(connection)
+            process = connection._proc._process
             if process.poll() is None and open_runs():
                 return False
             _end_within(limit_s, lambda: connection.teardown(exit_code))
@@ -208,11 +205,6 @@ def _end_within(limit_s: float, end: Callable[[], object]) -> None:
         threads.call_within(limit_s, end)
 
 
-def _process_of(connection: Any) -> Any:
-    """The process of wandb-core: `_internal_proc` before 0.21."""
-    return getattr(connection._proc, "_process", None) or connection._proc._internal_proc
-
-
 def ask_again_at_exit() -> None:
     """Have wandb ask its wandb-core again, when the process ends, to end too. Called when wandb-core may have started.
 
@@ -220,7 +212,7 @@ def ask_again_at_exit() -> None:
     that to a call which has timed out, wandb-core cannot send it, and closes the connection without reading the request
     (`processOutgoingData` in its core/pkg/server/connection.go). Without it, the process may hang at its end.
     """
-    with _optional(_MAY_HANG):
+    with _optional("the process may hang at its end"):
         connection = session()._connection
         if connection is not None and connection._proc is not None and "teardown" not in vars(connection):
             connection.teardown = functools.partial(_tear_down_surely, connection, connection.teardown)
@@ -228,7 +220,7 @@ def ask_again_at_exit() -> None:
 
 def _tear_down_surely(connection: Any, tear_down: Callable[[int], int | None], exit_code: int) -> int | None:
     exit_code = int(exit_code) & 0xFF  # that of `sys.exit(True)`, or of a larger number, would raise
-    process = _process_of(connection)
+    process = connection._proc._process
     wait: Callable[..., int] = process.wait
 
     def wait_and_ask_again(timeout: float | None = None) -> int:
@@ -239,9 +231,6 @@ def _tear_down_surely(connection: Any, tear_down: Callable[[int], int | None], e
                 return wait(limit_s)
             try:
                 _ask_to_end(connection, exit_code)
-            except CHANGED as error:  # before 0.22
-                PARTS.lose(_MAY_HANG, str(error))
-                return wait()
             except Exception:  # it listens no more, so it is ending: it may have other processes' rows to send
                 return wait()
         process.kill()
@@ -286,7 +275,7 @@ def _exit_code_of(connection: Any, timeout_s: float) -> int | None:
     """The exit code of this process's wandb-core; None if it has none, or it has not ended."""
     if connection is None or connection._proc is None:
         return None
-    process = _process_of(connection)
+    process = connection._proc._process
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout_s)
     code: int | None = process.poll()
@@ -329,9 +318,7 @@ def detach(run: Any, connection: Any) -> None:
     with contextlib.suppress(Exception), _optional("an attached run keeps its connection until the process ends"):
         run._is_finished = True
         _forget(run)
-        asyncer = getattr(session(), "asyncer", None)
-        if asyncer is not None:  # before 0.22, the connection ends with the process
-            asyncer.run(connection._client.close)
+        session().asyncer.run(connection._client.close)
 
 
 def _forget(run: Any) -> None:
@@ -477,8 +464,7 @@ class Progress(NamedTuple):
 def progress_of(run: Any) -> Progress | None:
     """Return how far wandb-core has come; None if it does not say. Without it, a long upload may be cut at the end."""
     with contextlib.suppress(Exception), _optional(_MAY_BE_CUT):  # it has just ended the run, or has died
-        handle = interface_of(run).deliver_poll_exit()
-        result = handle.wait_or(timeout=_ANSWER_S) if hasattr(handle, "wait_or") else handle.wait(timeout=_ANSWER_S)
+        result = interface_of(run).deliver_poll_exit().wait_or(timeout=_ANSWER_S)
         found = result.response.poll_exit_response
         operations = found.operation_stats.operations
         return Progress(
@@ -597,18 +583,11 @@ def flush(run: Any, timeout_s: float) -> bool:
     Returns:
         Whether it has done so in time. Also if it has died: who ends the run notices that.
     """
-
-    def ask() -> bool:
-        handle = interface_of(run).deliver_get_summary()
-        if hasattr(handle, "wait_or"):
-            handle.wait_or(timeout=timeout_s)
-            return True
-        return handle.wait(timeout=timeout_s) is not None  # before 0.19.12
-
     try:
-        return threads.call_within(timeout_s, ask)
+        threads.call_within(timeout_s, lambda: interface_of(run).deliver_get_summary().wait_or(timeout=timeout_s))
     except Exception as error:
         return isinstance(error, service_gone(run, error))
+    return True
 
 
 # Rows, and the records of wandb-core's file
@@ -935,7 +914,7 @@ def set_default(settings: Any, effective: Any, name: str, value: Any) -> None:
 
 def set_required(settings: Any, **values: Any) -> None:
     """Set undocumented settings. Required by runs with several writers, whose rows or files would mix otherwise."""
-    with _required(_ONE_WRITER):
+    with _required("runs that several nodes or jobs write to"):
         for name, value in values.items():
             if not has_setting(name):
                 raise AttributeError(f"no setting {name}")
