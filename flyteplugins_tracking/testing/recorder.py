@@ -12,10 +12,10 @@ from typing import Any, Literal, overload
 
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import new_id, prefix_of, refuse_to_pickle, run_config, status_of
+from flyteplugins_tracking.trackers.client import ClientHandle, prefix_of, run_config, status_of
+from flyteplugins_tracking.trackers.client import Run as ClientRun
 from flyteplugins_tracking.trackers.config import TrackingConfig
-from flyteplugins_tracking.trackers.gate import Gate
-from flyteplugins_tracking.trackers.rows import NextRow, OwnersKeys, RowBuffer
+from flyteplugins_tracking.trackers.rows import MetricSanitizer, RowBuffer
 
 Status = Literal["running", "finished", "failed", "killed"]
 
@@ -205,7 +205,7 @@ class RecordingTracker(Tracker):
 
     def open(self, request: RunRequest) -> Handle:
         """Open a recorded run, or continue the one with the same id."""
-        return _Handle(self, request, self._store.open(self.name, request))
+        return _Handle(self, request, self._store)
 
 
 class Store:
@@ -215,12 +215,11 @@ class Store:
         self._runs: dict[tuple[str, str], _State] = {}
         self._lock = threading.Lock()
 
-    def open(self, tracker: str, request: RunRequest) -> _State:
-        """Return the requested run: an existing one with the same id, or a new one."""
-        run_id = request.plan.run_id or new_id()
+    def open(self, tracker: str, run_id: str, rank: int, is_owner: bool) -> _State:
+        """Return the run with this id: an existing one, or a new one."""
         with self._lock:
             state = self._runs.setdefault((tracker, run_id), _State(run_id, tracker))
-            state.opened[_rank(request)] += request.plan.role is None
+            state.opened[rank] += is_owner
         return state
 
     def read(self) -> list[RecordedRun]:
@@ -294,54 +293,54 @@ class _State:
 
     def frozen(self) -> RecordedRun:
         head: Any = self.primary
-        named = {} if head is None else {name: getattr(head, name) for name in ("name", "project", "group", "notes")}
         return RecordedRun(
             self.id,
             self.tracker,
             ranks=tuple(sorted(self.opened)),
-            primary=None if head is None else head.rank,
+            primary=getattr(head, "rank", None),
             rows=tuple(self.rows),
             config=dict(self.config),
             summary=dict(self.summary),
-            tags=() if head is None else tuple(head.tags),
+            tags=tuple(getattr(head, "tags", ())),
             attempts=max(1, *self.opened.values()),
             exit_codes=tuple(self.exit_codes),
             calls=tuple(self.calls),
             texts=dict(self.texts),
-            **named,
+            **{name: getattr(head, name, None) for name in ("name", "project", "group", "notes")},
         )
 
 
-class Run:
+class Run(ClientRun):
     """The object that `get_run` returns, with the usual methods of runs. Calls of other methods are recorded."""
 
-    def __init__(self, request: RunRequest, state: _State, log: Callable[..., None]) -> None:
-        config = request.config
-        self.id = self.run_id = state.id
-        self.rank = _rank(request)
+    url = None
+
+    def __init__(self, handle: _Handle, state: _State) -> None:
+        super().__init__(handle)
+        config, earlier = handle.request.config, state.primary  # a later attempt keeps what the run has
+        self.run_id = handle.id
+        self.rank = handle.rank
         self.resumed = state.opened[self.rank] > 1
-        self.url = None
         self.project = config.project
-        self.group = request.group
-        self.name = config.name
-        self.tags = tuple(config.tags or ())
-        self.notes = config.notes
+        self.group = handle.request.group
+        self.name = config.name or getattr(earlier, "name", None)
+        self.tags = tuple(config.tags or getattr(earlier, "tags", ()))
+        self.notes = config.notes or getattr(earlier, "notes", None)
         self.summary = Values(state.summary)
         self.config = Values(state.config)
         self._calls = state.calls
-        self._log = log
 
     def log(self, data: Mapping[str, Any], step: Any = None, commit: bool | None = None, **_: Any) -> None:
         """Log a row of values by key."""
-        self._log(data, step, commit)
+        self._handle.log(data, step, commit=commit)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: Any = None, **_: Any) -> None:
         """Log a row, under MLflow's name."""
-        self._log(metrics, step, None)
+        self.log(metrics, step)
 
     def log_metric(self, key: str, value: Any, step: Any = None, **_: Any) -> None:
         """Log a row of one value."""
-        self._log({key: value}, step, None)
+        self.log({key: value}, step)
 
     def log_params(self, params: Mapping[str, Any], **_: Any) -> None:
         """Add values to the config, under MLflow's name."""
@@ -351,17 +350,11 @@ class Run:
         """Set one value in the config."""
         self.config[key] = value
 
-    def finish(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the run ends when the decorated function does."""
-
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Do nothing: the run ends when the decorated function does."""
-
-    def __reduce__(self) -> Any:
-        refuse_to_pickle()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -404,76 +397,60 @@ class _Unknown:
         return f"<{self._name} of a recorded run>"
 
 
-class _Handle(Handle):
-    """The handle of one rank."""
+class _Handle(ClientHandle):
+    """The handle of one rank. Its service is the state of the run, in memory."""
 
-    def __init__(self, tracker: Tracker, request: RunRequest, state: _State) -> None:
-        self.id = state.id
-        self.run: Any = Run(request, state, self._log)
-        self._state = state
-        self._ends_run, self._role = request.plan.ends_run, request.plan.role
-        self._attempt = request.info.restart_count if request.info is not None else 0
-        self._next_row = NextRow()
-        self._gate = Gate(tracker.title, state.id, request.watch, lambda: None)
+    def __init__(self, tracker: Tracker, request: RunRequest, store: Store) -> None:
         is_shared = request.config.run_mode == "shared" and request.info is not None and tracker.name == "wandb"
+        step_metric, role = request.config.step_metric, request.plan.role
+        super().__init__(request, tracker.title, _Values(tracker.title, prefix_of(request), step_metric))
+        info = request.info
+        self.rank, self._attempt = (0, 0) if info is None else (info.rank, info.restart_count)
+        self._state = state = store.open(tracker.name, self.id, self.rank, is_owner=role is None)
+        self.run = Run(self, state)
         # In W&B's shared runs `step=` becomes a column.
-        self._step_metric = request.config.step_metric if is_shared else None
-        self._rows = RowBuffer(request.config.step_metric, prefix_of(request), lambda: None)
-        self._owners_keys = OwnersKeys(tracker.title, request.config.roles or ())
+        self._column = step_metric if is_shared else None
+        self._rows = RowBuffer(step_metric, "", lambda: None)
         config = copy.deepcopy(run_config(request))  # a copy, since each rank's process would have its own
-        if self._role is not None:  # its section: the others' values are not changed
-            self.run.config = Values(state.config.setdefault(self._role, {}))
-            self.run.config.update(config[self._role])
-            return
-        if self._ends_run:
-            self._describe(config)
-            return
-        self.run.config.setdefaults(config)  # the primary of a shared run may open it later, with the same config
-        if is_shared:
-            refusal = f"only the primary may change the config of a shared run: change it on {request.primary_name}"
-            self.run.config = Values(state.config, f"{refusal}, or pass config= to tracking_init")
-
-    def _describe(self, config: Mapping[str, Any]) -> None:
-        """Set the values that only the primary passes. A later attempt keeps the values of the run."""
-        previous, self._state.primary = self._state.primary, self.run
-        if previous is not None:
-            self.run.name = self.run.name or previous.name
-            self.run.tags, self.run.notes = self.run.tags or previous.tags, self.run.notes or previous.notes
-        self._state.config.update(config)
-
-    def _log(self, data: Mapping[str, Any], step: Any, commit: bool | None) -> None:
-        """Record a row.
-
-        Raises:
-            TypeError: `data` is not a mapping of strings to values.
-        """
-        if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-            raise TypeError(f"log() needs a mapping of strings to values, got {data!r:.100}")
-        self._owners_keys.check(data)
-        data = _snapshot(data)
-        if self._gate.refuses():
-            return
-        if self._step_metric is not None:
-            self._rows.log(lambda row: self._add(row, row.get(self._step_metric)), data, step, commit)
+        if role is not None:  # its section: the others' values are not changed
+            self.run.config = Values(state.config.setdefault(role, {}))
+            self.run.config.update(config[role])
+        elif self.ends_run:
+            state.primary = self.run
+            state.config.update(config)
         else:
-            self._rows.log(lambda row: self._add(row, step), data, commit=commit)
+            self.run.config.setdefaults(config)  # the primary may open the run later, with the same config
+            if is_shared:
+                refusal = f"only the primary may change the config of a shared run: change it on {request.primary_name}"
+                self.run.config = Values(state.config, f"{refusal}, or pass config= to tracking_init")
+
+    def write(self, row: Mapping[str, Any], step: Any, commit: bool | None = None, **_: Any) -> None:
+        column = self._column
+        if column is None:
+            self._rows.log(lambda row: self._add(row, step), row, commit=commit)
+        else:
+            self._rows.log(lambda row: self._add(row, row.get(column)), row, step, commit)
 
     def _add(self, values: Mapping[str, Any], step: Any) -> None:
-        values = {**self._next_row.take(), **values}
-        self._state.rows.append(Row(values, step, self.run.rank, self._attempt))
+        self._state.rows.append(Row(values, step, self.rank, self._attempt))
         self._state.summary.update(values)
 
-    def finish(self, exit_code: int) -> None:
-        self._gate.finish(lambda: self._end(exit_code))
-
     def _end(self, exit_code: int) -> None:
-        self._rows.commit(lambda row: self._add(row, row.get(self._step_metric)))
-        self._state.summary.update(self._next_row.take())
-        if self._role is not None:
-            ended = {"state": status_of(exit_code), "exit_code": exit_code}
-            self._state.summary.update({f"roles/{self._role}/{key}": value for key, value in ended.items()})
-        if self._ends_run:
+        self._state.summary.update(self._next_row.take())  # no row of its own, which the function has not logged
+        super()._end(exit_code)
+
+    def end(self, exit_code: int) -> None:
+        self._rows.commit(lambda row: self._add(row, row.get(self._column)))
+        role = self.request.plan.role
+        if role is not None:
+            self._state.summary.update(
+                {f"roles/{role}/state": status_of(exit_code), f"roles/{role}/exit_code": exit_code}
+            )
+        if self.ends_run:
             self._state.exit_codes.append(exit_code)
+
+    def end_early(self, exit_code: int) -> None:
+        """Do nothing: functions that joined the run may still use it, and `finish` follows."""
 
     def record_event(self, name: str, values: Mapping[str, Any], text: str) -> None:
         self._state.summary.update(values)
@@ -484,15 +461,29 @@ class _Handle(Handle):
             self._state.summary.pop(key, None)
         self._state.texts.pop(name, None)
 
-    def add_to_next_row(self, values: Mapping[str, Any]) -> None:
-        self._next_row.add(values)
+    def save_state(self, text: str) -> None:
+        self._state.saved_state = text
 
-    def end_early(self, exit_code: int) -> None:
-        """Do nothing: functions that joined the run may still use it, and `finish` follows."""
+    def saved_state(self) -> str | None:
+        return self._state.saved_state
+
+
+class _Values(MetricSanitizer):
+    """Keeps each value as it is when it is logged: the training may change it in place."""
+
+    def __init__(self, title: str, prefix: str, step_metric: str) -> None:
+        super().__init__(title, prefix)
+        self._step_metric = step_metric
+
+    def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+            return super().clean(data)  # it raises, and says why
+        own = {key for key in data if key.startswith("_") or key == self._step_metric}
+        return {key if key in own else self._prefix + key: _snapshot(value) for key, value in data.items()}
 
 
 def _snapshot(value: Any) -> Any:
-    """Replace tensors and arrays of one element by their number, since the training may change them in place."""
+    """Replace tensors and arrays of one element by their number."""
     if isinstance(value, Mapping):
         return {key: _snapshot(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -501,7 +492,3 @@ def _snapshot(value: Any) -> Any:
         with contextlib.suppress(ValueError, RuntimeError, TypeError):
             return value.item()
     return value
-
-
-def _rank(request: RunRequest) -> int:
-    return 0 if request.info is None else request.info.rank

@@ -418,12 +418,17 @@ def test_a_shared_run_of_wandb_has_its_rules():
 def test_what_is_logged_after_the_end_is_lost_with_a_warning(caplog):
     recorder = RecordingTracker()
     kept = []
-    tracking_init(tracker=recorder)(lambda: kept.append(get_run()))()
+
+    @tracking_init(tracker=recorder)
+    def train() -> None:
+        kept.append(get_run())
+        with pytest.raises(TypeError, match="log\\(\\) takes a mapping"):
+            kept[0].log("text")
+
+    train()
     kept[0].log({"late": 1})
     assert (recorder.runs[0].rows, recorder.runs[0].status, len(recorder.runs)) == ((), "finished", 1)
     assert "is not open in this process: its function has ended" in caplog.text
-    with pytest.raises(TypeError, match="log\\(\\) needs a mapping"):
-        kept[0].log("late")
 
 
 def test_one_process_of_torchrun_and_one_without_it_differ():
