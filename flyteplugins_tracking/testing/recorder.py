@@ -317,14 +317,15 @@ class Run(ClientRun):
 
     def __init__(self, handle: _Handle, state: _State) -> None:
         super().__init__(handle)
-        config, earlier = handle.request.config, state.primary  # a later attempt keeps what the run has
+        config = handle.request.config
+        earlier: Any = state.primary  # a later attempt keeps what the run has
         self.run_id = handle.id
         self.rank = handle.rank
         self.resumed = state.opened[self.rank] > 1
         self.project = config.project
         self.group = handle.request.group
         self.name = config.name or getattr(earlier, "name", None)
-        self.tags = tuple(config.tags or getattr(earlier, "tags", ()))
+        self.tags = tuple(config.tags or ()) or getattr(earlier, "tags", ())
         self.notes = config.notes or getattr(earlier, "notes", None)
         self.summary = Values(state.summary)
         self.config = Values(state.config)

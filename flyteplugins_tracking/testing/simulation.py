@@ -12,12 +12,12 @@ import functools
 import inspect
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._rank.info import DistributedInfo, iter_ranks
@@ -152,8 +152,8 @@ def simulate(
     check_flag("distributed", distributed)
     if requested is None and num_workers is None is nproc_per_node:
         distributed = False
-    requested = requested or NodeRequest(1, 1, 1)
-    sizes = _sizes(num_workers, nproc_per_node, requested) if distributed else _single(num_workers, nproc_per_node)
+    requested = requested if requested is not None and distributed else NodeRequest(1, 1, 1)
+    sizes = _sizes(num_workers, nproc_per_node, requested, distributed)
     _check_integer("max_restarts", max_restarts, minimum=0)
     if max_restarts and not distributed:
         raise ConfigError(f"max_restarts={max_restarts} needs a distributed job: leave it out, or distributed=False")
@@ -162,23 +162,23 @@ def simulate(
         if rank not in range(sum(sizes)):
             raise ConfigError(f"failing has the rank {rank!r}, but the ranks are 0 to {sum(sizes) - 1}")
     in_threads = sum(sizes) <= _MAX_THREADS if threads is None else threads
-    job = _Job(functools.partial(function, *args, **(kwargs or {})), sizes, distributed, max_restarts)
-    call_all = functools.partial(_in_threads, timeout_s=timeout_s) if in_threads else _one_by_one
+    process = _Process()
+    attempts: list[tuple[RankResult, ...]] = []
     for stores in _recordings:
-        stores.append(job.store)
-    with (
-        recorded_openings(),
-        _without_variables_of_launchers(),
-        override(job.doubles),
-    ):  # in threads that do not inherit the context, too
-        attempts = [call_all(job.ranks(0, failures))]
-        if not job.has_tracked:
-            name = getattr(function, "__qualname__", function)
-            text = f"{name} called no tracked function on any rank: put @tracking_init on it"
-            raise ConfigError(text) from attempts[0][0].error
-        while len(attempts) <= max_restarts and _failed(attempts[-1]):
-            attempts.append(call_all(job.ranks(len(attempts), {})))
-    runs = tuple(job.store.read())
+        stores.append(process.store)
+    with _without_variables_of_launchers(), override(process.doubles):  # in threads without the context, too
+        while not attempts or (len(attempts) <= max_restarts and _failed(attempts[-1])):
+            infos = iter_ranks(sizes, restart_count=len(attempts), launcher=_SIMULATED, job_id=_SIMULATED)
+            call = functools.partial(function, *args, **(kwargs or {}))
+            ranks = (
+                _Rank(process, call, info, distributed, None if attempts else failures.get(info.rank)) for info in infos
+            )
+            attempts.append(_in_threads(ranks, timeout_s) if in_threads else _one_by_one(ranks, max_restarts))
+            if not process.has_tracked:
+                name = getattr(function, "__qualname__", function)
+                text = f"{name} called no tracked function on any rank: put @tracking_init on it"
+                raise ConfigError(text) from attempts[0][0].error
+    runs = tuple(process.store.read())
     return Simulation(tuple(attempts), RecordedRuns(lambda: runs))
 
 
@@ -191,10 +191,11 @@ def recording() -> Iterator[RecordedRuns]:
     Yields:
         The runs so far; each use of the sequence reads the current ones.
     """
-    stores, context = [Store()], _SimulatedContext(base_id=_RECORDED, call_counts=Counter[str]())
+    process = _Process()
+    stores = [process.store]
     _recordings.append(stores)
     try:
-        with recorded_openings(), _without_variables_of_launchers(), override(_doubles(stores[0], lambda: context)):
+        with _without_variables_of_launchers(), override(process.doubles):
             yield RecordedRuns(lambda: [run for store in list(stores) for run in store.read()])
     finally:
         _recordings[:] = [other for other in _recordings if other is not stores]
@@ -208,66 +209,57 @@ class _SimulatedContext(ExecutionContext):
     """The execution context of functions in a simulation or a recording. It reads no secret.
 
     Attributes:
-        rank: The simulated rank; None outside a simulation.
+        failures: The error that the rank shall raise once; empty for none.
     """
 
     is_simulated: bool = True
-    rank: _Rank | None = None
+    failures: Iterator[BaseException] = iter(())
 
     def on_return(self, call: Call) -> None:
-        """Raise the error of a rank that shall fail."""
-        if self.rank is not None:
-            self.rank.fail(call)
+        """Raise the error of a rank that shall fail, in the outermost call of its tracker."""
+        parent = call.parent
+        while parent is not None and parent.tracker.name != call.tracker.name:
+            parent = parent.parent
+        if parent is None:
+            self.fail()
+
+    def fail(self) -> None:
+        """Raise the rank's error, once."""
+        for failure in self.failures:
+            raise failure
 
 
-def _doubles(store: Store, simulated: Callable[[], _SimulatedContext]) -> Doubles:
-    """Return the test doubles of a simulation. They use only the success exceptions of the real context."""
-
-    def context(real: ExecutionContext) -> ExecutionContext:
-        return replace(simulated(), success_exceptions=real.success_exceptions)
-
-    return Doubles(lambda tracker: RecordingTracker(tracker, store), context)
+# The context of the simulated rank that this thread or task is; None in a thread that does not inherit it.
+_current: ContextVar[_SimulatedContext | None] = ContextVar("flyteplugins_tracking_rank", default=None)
 
 
-class _Job:
-    """A simulated job and its runs."""
+class _Process:
+    """The process in which functions are simulated or recorded: its runs, and the test doubles of its calls.
 
-    def __init__(self, call: Callable[[], Any], sizes: Sequence[int], is_distributed: bool, max_restarts: int) -> None:
+    Attributes:
+        has_tracked: Whether a tracked function was called.
+    """
+
+    def __init__(self) -> None:
         self.store = Store()
-        self.is_distributed = is_distributed
-        self.max_restarts = max_restarts
         self.has_tracked = False
-        self.doubles = _doubles(self.store, self._context)
-        self._function = call
-        self._sizes = sizes
+        self.doubles = Doubles(lambda tracker: RecordingTracker(tracker, self.store), self._context)
         self._without_rank = _SimulatedContext(base_id=_RECORDED, call_counts=Counter())
 
-    def ranks(self, attempt: int, failures: Mapping[int, BaseException]) -> Iterator[_Rank]:
-        """Yield the ranks of an attempt."""
-        for info in iter_ranks(self._sizes, restart_count=attempt, launcher=_SIMULATED, job_id=_SIMULATED):
-            yield _Rank(self, info, failures.get(info.rank))
-
-    def call(self) -> Any:
-        """Call the function in this thread."""
-        outcome = self._function()
-        return asyncio.run(_awaited(outcome)) if inspect.isawaitable(outcome) else outcome
-
-    def _context(self) -> _SimulatedContext:
+    def _context(self, real: ExecutionContext) -> ExecutionContext:
+        """Return the context of a call. It has only the success exceptions of the real one."""
         self.has_tracked = True
-        rank = _current.get()
-        if rank is None:  # in a thread that does not inherit the context
-            return self._without_rank
-        return _SimulatedContext(base_id=_SIMULATED, call_counts=rank.call_counts, rank=rank)
+        return replace(_current.get() or self._without_rank, success_exceptions=real.success_exceptions)
 
 
-@dataclass(eq=False)
-class _Rank:
+class _Rank(NamedTuple):
     """One rank in one attempt, which would be one process in a job."""
 
-    job: _Job
+    process: _Process
+    call: Callable[[], Any]
     info: DistributedInfo
+    is_distributed: bool
     failure: BaseException | None
-    call_counts: Counter[str] = field(default_factory=Counter)
 
     def run(self) -> RankResult:
         """Call the function as this rank, in a context of its own."""
@@ -276,11 +268,15 @@ class _Rank:
     def _run(self) -> RankResult:
         info, failure = self.info, self.failure
         result = functools.partial(RankResult, info.rank, info.local_rank or 0, info.worker_index or 0)
-        _current.set(self)
-        with override_here(self.job.doubles), override_distributed_info(info if self.job.is_distributed else None):
+        failures = iter([] if failure is None else [failure])
+        context = _SimulatedContext(base_id=_SIMULATED, call_counts=Counter(), failures=failures)
+        _current.set(context)
+        with override_here(self.process.doubles), override_distributed_info(info if self.is_distributed else None):
             try:
-                value = self.job.call()
-                self.fail()  # if no tracked call has ended in the function
+                value = self.call()
+                if inspect.isawaitable(value):
+                    value = asyncio.run(_awaited(value))
+                context.fail()  # if no tracked call has ended in the function
             except BaseException as error:
                 # Exceptions of pytest and Ctrl-C are for the caller of `simulate`.
                 if not isinstance(error, (Exception, SystemExit)) and error is not failure:
@@ -288,13 +284,7 @@ class _Rank:
                 return result(error=error)
         return result(value)
 
-    def fail(self, call: Call | None = None) -> None:
-        """Raise this rank's error, if it has one and `call` is the outermost call of its tracker."""
-        if self.failure is not None and not _is_inner(call):
-            failure, self.failure = self.failure, None
-            raise failure
-
-    def variables(self) -> dict[str, str]:
+    def variables(self, max_restarts: int) -> dict[str, str]:
         """Return torchrun's: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables."""
         info = self.info
         values = {
@@ -306,70 +296,51 @@ class _Rank:
             "GROUP_WORLD_SIZE": info.num_workers,
             "TORCHELASTIC_RUN_ID": _SIMULATED,
             "TORCHELASTIC_RESTART_COUNT": info.restart_count,
-            "TORCHELASTIC_MAX_RESTARTS": self.job.max_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": max_restarts,
         }
-        return {name: str(value) for name, value in values.items()} if self.job.is_distributed else {}
-
-
-_current: ContextVar[_Rank | None] = ContextVar("flyteplugins_tracking_rank", default=None)
+        return {name: str(value) for name, value in values.items()} if self.is_distributed else {}
 
 
 async def _awaited(outcome: Any) -> Any:
     return await outcome
 
 
-def _is_inner(call: Call | None) -> bool:
-    """Return whether the call is inside another call with the same tracker."""
-    parent = None if call is None else call.parent
-    while parent is not None and call is not None and parent.tracker.name != call.tracker.name:
-        parent = parent.parent
-    return parent is not None
-
-
-def _one_by_one(ranks: Iterator[_Rank]) -> tuple[RankResult, ...]:
+def _one_by_one(ranks: Iterator[_Rank], max_restarts: int) -> tuple[RankResult, ...]:
     """Call the ranks in order: in this thread, or in a new one if this thread has a running event loop."""
-    if asyncio._get_running_loop() is None:
-        results = []
-        for rank in ranks:
-            os.environ.update(rank.variables())
-            results.append(rank.run())
-        return tuple(results)
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(copy_context().run, _one_by_one, ranks).result()
+    if asyncio._get_running_loop() is not None:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(copy_context().run, _one_by_one, ranks, max_restarts).result()
+    results = []
+    for rank in ranks:
+        os.environ.update(rank.variables(max_restarts))
+        results.append(rank.run())
+    return tuple(results)
 
 
 def _in_threads(ranks: Iterator[_Rank], timeout_s: float) -> tuple[RankResult, ...]:
     """Call all ranks at the same time, each in its own thread, with a copy of this thread's context."""
-    results: dict[int, RankResult] = {}
-    escaped: list[BaseException] = []
+    futures: list[Future[RankResult]] = []
+    for rank in ranks:
+        futures.append(Future())
+        name, target = f"rank-{rank.info.rank}", copy_context().run
+        threading.Thread(target=target, args=(_fulfil, futures[-1], rank), name=name, daemon=True).start()
+    done, late = wait(futures, timeout_s)
+    results = [future.result() for future in futures if future in done]  # raises what is no rank's error
+    if not late:
+        return tuple(results)
+    names = [str(number) for number, future in enumerate(futures) if future in late]
+    errors = [f" Rank {result.rank} raised {result.error!r}" for result in results if result.error]
+    raise TimeoutError(
+        f"rank {', '.join(names[:8])}{' ...' if names[8:] else ''} of {len(futures)} did not end within "
+        f"{timeout_s:g} s: they may wait for a rank that has raised.{''.join(errors[:1])}"
+    )
 
-    def run(rank: _Rank) -> None:
-        try:
-            results[rank.info.rank] = rank.run()
-        except BaseException as error:
-            escaped.append(error)
 
-    threads = [
-        threading.Thread(target=copy_context().run, args=(run, rank), name=f"rank-{rank.info.rank}", daemon=True)
-        for rank in ranks
-    ]
-    deadline = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if escaped:
-        raise escaped[0]
-    late = [str(rank) for rank in range(len(threads)) if rank not in results]
-    if late:
-        errors = [f" Rank {rank} raised {result.error!r}" for rank, result in sorted(results.items()) if result.error]
-        raise TimeoutError(
-            f"rank {', '.join(late[:8])}{' ...' if late[8:] else ''} of {len(threads)} did not end within "
-            f"{timeout_s:g} s: they may wait for a rank that has raised.{''.join(errors[:1])}"
-        )
-    return tuple(results[rank] for rank in range(len(threads)))
+def _fulfil(future: Future[RankResult], rank: _Rank) -> None:
+    try:
+        future.set_result(rank.run())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _without_variables_of_launchers() -> contextlib.AbstractContextManager[None]:
@@ -393,33 +364,34 @@ def _function_of(target: Any) -> tuple[Callable[..., Any], NodeRequest | None]:
     return target, NodeRequest(2, 2, 4)
 
 
-def _single(num_workers: Any, nproc_per_node: Any) -> tuple[int, ...]:
-    for name, value in (("num_workers", num_workers), ("nproc_per_node", nproc_per_node)):
-        if value not in (None, 1):
-            raise ConfigError(f"{name}={value!r} and distributed=False contradict each other: leave one out")
-    return (1,)
-
-
-def _sizes(num_workers: Any, nproc_per_node: Any, requested: NodeRequest) -> tuple[int, ...]:
+def _sizes(num_workers: Any, nproc_per_node: Any, requested: NodeRequest, distributed: bool) -> Sequence[int]:
     """Return the number of ranks of each worker.
+
+    Args:
+        num_workers: The user's number.
+        nproc_per_node: The user's number or numbers.
+        requested: The numbers by default.
+        distributed: The user's flag.
 
     Raises:
         ConfigError: The numbers are invalid or contradict each other.
     """
-    if num_workers is not None:
-        _check_integer("num_workers", num_workers)
-    if isinstance(nproc_per_node, Sequence) and not isinstance(nproc_per_node, str):
-        for index, size in enumerate(nproc_per_node):
-            _check_integer(f"nproc_per_node[{index}]", size)
-        if len(nproc_per_node) != (len(nproc_per_node) or 1 if num_workers is None else num_workers):
-            raise ConfigError(
-                f"nproc_per_node={nproc_per_node!r} has {len(nproc_per_node)} numbers for {num_workers or 'no'} "
-                "workers: pass one for each"
-            )
-        return tuple(nproc_per_node)
-    if nproc_per_node is not None:
-        _check_integer("nproc_per_node", nproc_per_node)
-    return (nproc_per_node or requested.nproc_per_node,) * (num_workers or requested.max_nodes)
+    is_list = isinstance(nproc_per_node, Sequence) and not isinstance(nproc_per_node, str)
+    listed = {f"nproc_per_node[{index}]": size for index, size in enumerate(nproc_per_node if is_list else ())}
+    numbers = {"num_workers": num_workers, **(listed if is_list else {"nproc_per_node": nproc_per_node})}
+    for name, value in numbers.items():
+        if value is not None or name in listed:
+            _check_integer(name, value)
+        if not distributed and value not in (None, 1):
+            raise ConfigError(f"{name}={value!r} and distributed=False contradict each other: leave one out")
+    if not is_list:
+        return (nproc_per_node or requested.nproc_per_node,) * (num_workers or requested.max_nodes)
+    if len(nproc_per_node) != (len(nproc_per_node) or 1 if num_workers is None else num_workers):
+        raise ConfigError(
+            f"nproc_per_node={nproc_per_node!r} has {len(nproc_per_node)} numbers for {num_workers or 'no'} "
+            "workers: pass one for each"
+        )
+    return tuple(nproc_per_node)
 
 
 def _check_integer(name: str, value: Any, minimum: int = 1) -> None:
