@@ -14,21 +14,21 @@ from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.config import TrackingConfig, merged
 from flyteplugins_tracking.trackers.registry import check_propagated
 
-# The blocks that this thread or coroutine is in. One object may have entered several blocks.
-_Entered = tuple["PropagatedConfig", AbstractContextManager[None]]
-_entered: ContextVar[tuple[_Entered, ...]] = ContextVar("flyteplugins_tracking_blocks", default=())
+# The blocks that this thread or coroutine is in.
+_entered: ContextVar[tuple[AbstractContextManager[None], ...]] = ContextVar("flyteplugins_tracking_blocks", default=())
 
 
 class PropagatedConfig(dict[str, str]):
     """A mapping for `flyte.with_runcontext(custom_context=...)` or environment variables; and a context manager.
 
     In its block, the arguments reach the decorated functions and the tasks of Flyte 2 that are called, and the
-    processes that are started. Arguments of an enclosing block apply unless this block sets them.
+    processes that are started. Arguments of an enclosing block apply unless this block sets them. A thread that
+    inherits no context has what a process would have: the arguments of the block that was entered last.
     """
 
     def __init__(self, key: str, value: Mapping[str, Any], owner: str) -> None:
         super().__init__({key: propagation.write(value, owner)})
-        self._entered: list[_Entered] = []
+        self._open: list[AbstractContextManager[None]] = []  # of several coroutines, or one in another
 
     def __reduce__(self) -> Any:
         """Pickle the mapping only."""
@@ -39,18 +39,17 @@ class PropagatedConfig(dict[str, str]):
         merged_values = {key: merged(flyte_context.propagated(key), propagation.parse(self[key], key)) for key in self}
         block = flyte2.propagate({key: propagation.write(value, key) for key, value in merged_values.items()})
         block.__enter__()
-        entered = (self, block)
-        self._entered.append(entered)
-        _entered.set((*_entered.get(), entered))
+        self._open.append(block)
+        _entered.set((*_entered.get(), block))
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Leave the block."""
-        blocks = [entered for entered in _entered.get() if entered[0] is self]
-        entered = blocks[-1] if blocks else self._entered.pop()  # another coroutine may have entered it
-        _entered.set(tuple(other for other in _entered.get() if other is not entered))
-        self._entered[:] = [other for other in self._entered if other is not entered]
-        entered[1].__exit__(*error)
+        own = [block for block in _entered.get() if block in self._open]
+        block = (own or self._open)[-1]  # another coroutine may have entered it
+        _entered.set(tuple(other for other in _entered.get() if other is not block))
+        self._open.remove(block)
+        block.__exit__(*error)
 
 
 def tracking_config(**options: Any) -> PropagatedConfig:

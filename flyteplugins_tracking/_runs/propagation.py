@@ -6,11 +6,9 @@ other processes by environment variables of the same names. Strings in them stay
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -30,28 +28,10 @@ RUNS = "FLYTE_TRACKING_RUNS"
 SWEEP_ID = "FLYTE_TRACKING_SWEEP_ID"
 EXPORTED = (CONFIG, SWEEP, SWEEP_ID)
 
-
-class _Block:
-    """An open `propagate` block.
-
-    Attributes:
-        parent: The block in which it was entered.
-        older_threads: The threads that were running when it was entered.
-        values: Its values, and those of its parent for other keys.
-    """
-
-    def __init__(
-        self, parent: _Block | None, older_threads: weakref.WeakSet[threading.Thread], values: Mapping[str, str]
-    ) -> None:
-        self.parent = parent
-        self.older_threads = older_threads
-        self.values = values
-
-
-_in_block: ContextVar[_Block | None] = ContextVar("flyteplugins_tracking_propagated", default=None)
-# The blocks that are open in this process, the variables as the blocks set them, and the variables without the blocks.
-_blocks: list[_Block] = []
-_exported: dict[str, str | None] = {}
+# What the innermost block of this thread or coroutine propagates; None outside of one.
+_in_block: ContextVar[Mapping[str, str | None] | None] = ContextVar("flyteplugins_tracking_propagated", default=None)
+# The blocks that are open in this process, and the variables without them. The variables are those of the last block.
+_blocks: list[Mapping[str, str | None]] = []
 _outside: dict[str, str | None] = {}
 
 
@@ -68,7 +48,8 @@ _guard = register(_Guard())
 def read(key: str, custom_context: Mapping[str, str] | None) -> dict[str, Any]:
     """Return the values that are propagated under `key`.
 
-    The custom context takes precedence over the open `propagate` blocks, and these over the environment variable.
+    The custom context takes precedence over the block around the caller. Without a block, the variable counts: also in
+    a thread that inherits no context, as in a process.
 
     Args:
         key: One of the keys above.
@@ -78,27 +59,13 @@ def read(key: str, custom_context: Mapping[str, str] | None) -> dict[str, Any]:
         ConfigError: One of them is not a JSON object.
     """
     with _guard.lock:
-        _record_outside_changes()
-        variable = _outside.get(key) if _blocks else os.environ.get(key)
-        # Blocks of other tasks in this process do not reach a task.
-        block = _current_block() if custom_context is None else _in_block.get()
+        # The variables may be those of a block of another task in this process, which does not reach a task.
+        variables = _outside if custom_context is not None and _blocks else os.environ
+        text = (_in_block.get() or variables).get(key)
     return merged(
-        parse(variable, f"the variable {key}"),
-        parse(None if block is None else block.values.get(key), key),
+        parse(text, f"the variable {key}"),
         parse((custom_context or {}).get(key), f"{key} in the custom context of the Flyte run"),
     )
-
-
-def _current_block() -> _Block | None:
-    """Return the innermost open block.
-
-    A thread that was started in a block, for instance by `wandb.agent`, gets it if all open blocks are nested.
-    """
-    context_block = _in_block.get()
-    if context_block is not None or not _blocks or threading.current_thread() in _blocks[0].older_threads:
-        return context_block
-    are_nested = all(inner.parent is outer for outer, inner in itertools.pairwise(_blocks))
-    return _blocks[-1] if are_nested else None
 
 
 def parse(text: str | None, source: str) -> dict[str, Any]:
@@ -142,35 +109,20 @@ def write(value: Mapping[str, Any], name: str) -> str:
 @contextmanager
 def propagate(values: Mapping[str, str]) -> Iterator[None]:
     """Propagate `values` to the functions that are called, and the processes that are started, in the block."""
-    older_threads = weakref.WeakSet(threading.enumerate())
+    around = _in_block.get() or os.environ
     with _guard.lock:
-        parent = _current_block()
-        block = _Block(parent, older_threads, {**({} if parent is None else parent.values), **values})
-        _record_outside_changes()
+        if not _blocks:
+            _outside.update({key: os.environ.get(key) for key in EXPORTED})
+        block = {**{key: around.get(key) for key in EXPORTED}, **values}
         _blocks.append(block)
-        _export()
+        set_variables(block)
     token = _in_block.set(block)
     try:
         yield
     finally:
         with _guard.lock:
-            _record_outside_changes()
-            _blocks.remove(block)
-            _export()
+            _blocks[:] = [other for other in _blocks if other is not block]
+            before = _blocks[-1] if _blocks else _outside
+            set_variables({key: before[key] for key in EXPORTED if os.environ.get(key) == block[key]})
         with suppress(ValueError):  # left in another context than it was entered in
             _in_block.reset(token)
-
-
-def _record_outside_changes() -> None:
-    """Keep variables that other code set in a block: they stay when the block ends."""
-    for key in EXPORTED:
-        current = os.environ.get(key)
-        if not _blocks or current != _exported.get(key):
-            _outside[key] = current
-
-
-def _export() -> None:
-    """Set the variables for processes that are started now. All threads share the variables."""
-    innermost = _blocks[-1].values if _blocks else {}
-    _exported.update({key: innermost.get(key, outside) for key, outside in _outside.items()})
-    set_variables(_exported)

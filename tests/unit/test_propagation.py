@@ -157,7 +157,10 @@ def test_one_object_can_be_in_several_blocks_at_once():
     assert (read(CONFIG, None), dict(os.environ)) == ({}, before)
 
 
-def test_a_block_of_another_thread_reaches_neither_older_threads_nor_a_task(bare_environment):
+def test_a_block_of_another_thread_does_not_reach_a_task_and_is_the_variable_of_threads_without_a_context(
+    bare_environment, monkeypatch
+):
+    monkeypatch.setenv(CONFIG, json.dumps({"group": "outside"}))
     opened, closed = threading.Barrier(2), threading.Barrier(2)
 
     def block():
@@ -165,29 +168,40 @@ def test_a_block_of_another_thread_reaches_neither_older_threads_nor_a_task(bare
             opened.wait(30)
             closed.wait(30)
 
-    thread = threading.Thread(target=block)
+    thread = threading.Thread(target=contextvars.Context().run, args=(block,))
     thread.start()
     opened.wait(30)
-    assert train().project is None
-    assert read(CONFIG, {}) == {}
+    found = read(CONFIG, {}), read(CONFIG, {CONFIG: '{"project": "ours"}'}), read(CONFIG, None)
+    with tracking_config(name="own"):
+        in_block = read(CONFIG, {})
     closed.wait(30)
     thread.join()
+    assert found == (
+        {"group": "outside"},
+        {"group": "outside", "project": "ours"},
+        {"group": "outside", "project": "theirs"},
+    )
+    assert in_block == {"group": "outside", "project": "theirs", "name": "own"}
+    assert read(CONFIG, None) == {"group": "outside"}
 
 
-def test_threads_of_coroutines_in_different_blocks_get_neither_block(bare_environment):
+def test_coroutines_in_different_blocks_and_their_threads_have_their_own(bare_environment):
     async def training(name, seen):
         with tracking_config(project=name):
             await asyncio.sleep(0.05)
-            seen.append(await asyncio.get_running_loop().run_in_executor(None, read, CONFIG, None))
+            seen.append(await asyncio.to_thread(read, CONFIG, None))
             while len(seen) < 2:
                 await asyncio.sleep(0.01)
+            seen.append(read(CONFIG, None))
 
     async def trainings():
         seen = []
         await asyncio.gather(training("a", seen), training("b", seen))
         return seen
 
-    assert asyncio.run(trainings()) == [{}, {}]
+    before = dict(os.environ)
+    assert sorted(config["project"] for config in asyncio.run(trainings())) == ["a", "a", "b", "b"]
+    assert dict(os.environ) == before
 
 
 def test_a_block_may_be_left_in_another_context(bare_environment):
@@ -197,9 +211,25 @@ def test_a_block_may_be_left_in_another_context(bare_environment):
     assert (read(CONFIG, None), dict(os.environ)) == ({}, before)
 
 
-def test_a_variable_that_is_set_in_a_block_counts_and_stays(bare_environment, monkeypatch):
+def test_a_variable_that_is_set_in_a_block_counts_after_it(bare_environment, monkeypatch):
     monkeypatch.setenv(CONFIG, "{}")  # so that the variable is restored after the test
-    with tracking_config(group="block"):
-        os.environ.update(tracking_config(project="inner", group="inner"))
-        assert (train().project, train().group) == ("inner", "block")
-    assert (train().project, train().group) == ("inner", "inner")
+    with tracking_config(project="outer"), tracking_config(group="block"):
+        os.environ.update(tracking_config(project="set", group="set"))
+        assert (train().project, train().group) == ("outer", "block")
+    assert (train().project, train().group) == ("set", "set")
+
+
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_blocks_that_overlap_leave_the_variable_as_it_was(bare_environment, monkeypatch, first_ends_first):
+    monkeypatch.setenv(CONFIG, json.dumps({"project": "outside"}))
+    contexts, blocks = [contextvars.Context() for _ in range(2)], [tracking_config(project=name) for name in "ab"]
+    for context, block in zip(contexts, blocks, strict=True):
+        context.run(block.__enter__)
+    assert [context.run(read, CONFIG, None)["project"] for context in contexts] == ["a", "b"]
+    assert json.loads(os.environ[CONFIG]) == {"project": "b"}
+    first, last = (0, 1) if first_ends_first else (1, 0)
+    contexts[first].run(blocks[first].__exit__, None, None, None)
+    assert json.loads(os.environ[CONFIG]) == {"project": "ab"[last]}
+    assert contexts[last].run(read, CONFIG, None)["project"] == "ab"[last]
+    contexts[last].run(blocks[last].__exit__, None, None, None)
+    assert json.loads(os.environ[CONFIG]) == {"project": "outside"}
