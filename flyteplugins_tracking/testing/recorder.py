@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
+from unittest.mock import MagicMock
 
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Handle, RunRequest, Tracker
@@ -73,7 +74,7 @@ class RecordedRun:
         notes: The run's notes.
         attempts: How often it was opened: once, and once more for each restart and each later call with the same id.
         exit_codes: The exit code of each end.
-        calls: The calls of other methods.
+        calls: The calls of other methods, of one rank after the other.
         texts: By "failure", why its job has failed, with the traceback; by "hang", where its ranks were.
     """
 
@@ -285,7 +286,7 @@ class _State:
     opened: Counter[int] = field(default_factory=Counter)
     primary: Run | None = None
     rows: list[Row] = field(default_factory=list)
-    calls: list[MethodCall] = field(default_factory=list)
+    others: list[tuple[int, MagicMock]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     exit_codes: list[int] = field(default_factory=list)
@@ -304,7 +305,12 @@ class _State:
             tags=tuple(getattr(head, "tags", ())),
             attempts=max(1, *self.opened.values()),
             exit_codes=tuple(self.exit_codes),
-            calls=tuple(self.calls),
+            calls=tuple(
+                MethodCall(name, args, kwargs, rank)
+                for rank, others in self.others
+                for name, args, kwargs in others.mock_calls
+                if "__" not in name  # of a `with` statement
+            ),
             texts=dict(self.texts),
             **{name: getattr(head, name, None) for name in ("name", "project", "group", "notes")},
         )
@@ -329,7 +335,9 @@ class Run(ClientRun):
         self.notes = config.notes or getattr(earlier, "notes", None)
         self.summary = Values(state.summary)
         self.config = Values(state.config)
-        self._calls = state.calls
+        # What is called on it has the ways of a mock: `run.log_artifact(...).wait()`, `with run.trace(...):`.
+        self._others = MagicMock()
+        state.others.append((self.rank, self._others))
 
     def log(self, data: Mapping[str, Any], step: Any = None, commit: bool | None = None, **_: Any) -> None:
         """Log a row of values by key."""
@@ -360,42 +368,7 @@ class Run(ClientRun):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return _Unknown(self._calls, name, self.rank)
-
-
-def without_run(name: str) -> Any:
-    """Return what a client's call returns where no run is recorded: it takes all calls, and does nothing."""
-    return _Unknown([], name, 0)
-
-
-class _Unknown:
-    """An attribute of a run, or of a call's result, whose calls are only recorded."""
-
-    def __init__(self, calls: list[MethodCall], name: str, rank: int) -> None:
-        self._calls = calls
-        self._name = name
-        self._rank = rank
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _Unknown:
-        self._calls.append(MethodCall(self._name, args, kwargs, self._rank))
-        return _Unknown(self._calls, f"{self._name}()", self._rank)
-
-    def __getattr__(self, name: str) -> _Unknown:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return _Unknown(self._calls, f"{self._name}.{name}", self._rank)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Do nothing, as in `run.config["lr"] = 0.1`."""
-
-    def __enter__(self) -> _Unknown:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
-
-    def __repr__(self) -> str:
-        return f"<{self._name} of a recorded run>"
+        return getattr(self._others, name)
 
 
 class _Handle(ClientHandle):
