@@ -40,7 +40,7 @@ def _record(tracker: str, name: str, undo: contextlib.ExitStack) -> None:
             return original(*args, **kwargs)
         given, run = signature.bind(*args, **kwargs).arguments, get_run(tracker)
         if not isinstance(run, Run) or given.get("nested"):
-            return without_run(f"{tracker}.{name}")
+            return without_run()
         _describe(run, given)
         return run
 

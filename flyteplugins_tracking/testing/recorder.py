@@ -371,6 +371,11 @@ class Run(ClientRun):
         return getattr(self._others, name)
 
 
+def without_run() -> Any:
+    """Return what a client's call returns where no run is recorded: it takes all calls, and does nothing."""
+    return MagicMock()
+
+
 class _Handle(ClientHandle):
     """The handle of one rank. Its service is the state of the run, in memory."""
 
@@ -434,12 +439,6 @@ class _Handle(ClientHandle):
         for key in keys:
             self._state.summary.pop(key, None)
         self._state.texts.pop(name, None)
-
-    def save_state(self, text: str) -> None:
-        self._state.saved_state = text
-
-    def saved_state(self) -> str | None:
-        return self._state.saved_state
 
 
 class _Values(MetricSanitizer):

@@ -166,7 +166,11 @@ def simulate(
     attempts: list[tuple[RankResult, ...]] = []
     for stores in _recordings:
         stores.append(process.store)
-    with _without_variables_of_launchers(), override(process.doubles):  # in threads without the context, too
+    with (
+        recorded_openings(),
+        _without_variables_of_launchers(),
+        override(process.doubles),
+    ):  # in threads without the context, too
         while not attempts or (len(attempts) <= max_restarts and _failed(attempts[-1])):
             infos = iter_ranks(sizes, restart_count=len(attempts), launcher=_SIMULATED, job_id=_SIMULATED)
             call = functools.partial(function, *args, **(kwargs or {}))
@@ -195,7 +199,7 @@ def recording() -> Iterator[RecordedRuns]:
     stores = [process.store]
     _recordings.append(stores)
     try:
-        with _without_variables_of_launchers(), override(process.doubles):
+        with recorded_openings(), _without_variables_of_launchers(), override(process.doubles):
             yield RecordedRuns(lambda: [run for store in list(stores) for run in store.read()])
     finally:
         _recordings[:] = [other for other in _recordings if other is not stores]

@@ -371,7 +371,7 @@ def test_what_a_training_calls_on_a_run_is_recorded():
     ]
     assert run.config == {"lr": 2, "batch": 8, "p": 1, "epochs": 3, "seed": 5}
     assert run.summary == {"a": 1, "b": 2, "c": 3, "d": 4, "best": 2, "last": 9}
-    assert (run.name, run.tags, run.notes, run.exit_code) == ("renamed", ("a", "b"), "n", 0)
+    assert (run.name, run.tags, run.notes, run.exit_code) == ("renamed", ("a", "b"), "n", 7)
     assert [(call.name, call.args) for call in run.calls] == [
         ("log_artifact", ("model",)),
         ("log_artifact().wait", ()),
