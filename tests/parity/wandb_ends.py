@@ -162,7 +162,6 @@ def sigterm(run: Any) -> None:
     threading.Event().wait(60)
 
 
-@differs("sigterm")
 def sigterm_with_a_handler_that_exits(run: Any) -> None:
     run.log({"x": 1})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))

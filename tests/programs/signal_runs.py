@@ -307,6 +307,7 @@ def in_closing(case: str) -> None:
     @tracking_init(project="tests", id="ours")
     def train() -> None:
         get_run().log({"n": 1})
+        Path("ended").touch()
         if case == "raises":
             raise ValueError("made to fail")
 

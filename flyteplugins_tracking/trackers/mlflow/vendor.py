@@ -230,7 +230,7 @@ class Service:
             answer = response.json()
         except ValueError:
             answer = None
-        if not isinstance(answer, Mapping) or (status != 200 and not answer):
+        if not isinstance(answer, Mapping) or (status != 200 and "error_code" not in answer):
             kind = UnavailableError if self.is_known else RejectedError
             raise kind(f"{self.host} answers with HTTP {status}, but not as an MLflow server does: check the address")
         if status != 200:

@@ -26,7 +26,7 @@ class Module(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
 
 
-@tracking_init(project="lightning-fit")
+@tracking_init(project="lightning-fit", name="baseline", tags=["mnist"])
 def main(max_steps):
     logger = WandbLogger(project="lightning-fit", name="baseline", tags=["mnist"])
     trainer = pl.Trainer(
