@@ -290,6 +290,11 @@ def leader_of(info: DistributedInfo, rank_scope: RankScope, primary_rank: int, e
     return _local_rank_of(primary_rank, info, env) or 0
 
 
+def has_primary(info: DistributedInfo, rank_scope: RankScope, primary_rank: int, env: Mapping[str, str]) -> bool:
+    """Return whether a primary of the scope runs on the worker of `info`, as far as this is known."""
+    return rank_scope == "worker" or _local_rank_of(primary_rank, info, env) is not None
+
+
 def _local_rank_of(rank: int, info: DistributedInfo, env: Mapping[str, str]) -> int | None:
     """Return the local rank of `rank`; None if it does not run on the worker of `info`, or if that is unknown.
 

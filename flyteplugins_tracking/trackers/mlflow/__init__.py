@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.plan import Page
+from flyteplugins_tracking._rank.plan import Page, has_primary, primary_rank_of
 from flyteplugins_tracking._util.checks import check_flag, check_no_password, check_text
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
@@ -83,13 +83,13 @@ class MlflowTracker(Tracker):
         handle = run._handle
         return {"id": handle.id, **handle.arguments} if isinstance(handle, MlflowHandle) else None
 
-    def on_inactive_rank(
-        self,
-        config: TrackingConfig,  # noqa: ARG002
-        info: DistributedInfo | None,  # noqa: ARG002
-    ) -> Callable[[], object] | None:
+    def on_inactive_rank(self, config: TrackingConfig, info: DistributedInfo | None) -> Callable[[], object] | None:
         from flyteplugins_tracking.trackers.mlflow import vendor
 
+        # On another node, the file may be another one, to which nobody writes.
+        primary = primary_rank_of(info, config.run_mode, config.rank_scope, config.primary_rank)
+        if info is not None and has_primary(info, config.rank_scope, primary, os.environ):
+            vendor.await_first_run(config.options, config.init_timeout_s)
         return vendor.without_autologging()
 
     def diagnose(self) -> Diagnosis:

@@ -10,9 +10,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking._util.threads import call_within, run_while
@@ -363,8 +363,34 @@ def alone_with(uri: str, deadline: float | None) -> Iterator[None]:
             claim.release()
 
 
+def await_first_run(options: Mapping[str, Any], timeout_s: float) -> None:
+    """Wait until the rank with a run has created it, and with it the tables of a SQLite file.
+
+    A rank without a run calls this: its function may use MLflow immediately, as Lightning's logger does. MLflow is not
+    imported here.
+    """
+    mlflow = sys.modules.get("mlflow")
+    uri = str(
+        options.get("tracking_uri")
+        or (mlflow.get_tracking_uri() if mlflow else os.environ.get("MLFLOW_TRACKING_URI", ""))
+    )
+    until = time.monotonic() + timeout_s
+    while uri.startswith(_SCHEME) and not _has_runs(_path(uri)) and time.monotonic() < until:
+        time.sleep(_LOCK_PAUSE_S)
+
+
 def _path(uri: str) -> str:
     return uri.removeprefix(_SCHEME).partition("?")[0]
+
+
+def _has_runs(path: str) -> bool:
+    import sqlite3  # a rank without a run on a server does not need it
+
+    try:
+        with closing(sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True, timeout=_LOCK_PAUSE_S)) as store:
+            return store.execute("SELECT 1 FROM runs LIMIT 1").fetchone() is not None
+    except sqlite3.Error:  # no file, no table, or another process writes
+        return False
 
 
 # MLflow's own functions in this process.
