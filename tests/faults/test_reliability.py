@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 
 import pytest
@@ -35,8 +34,9 @@ def test_rows_for_which_a_server_answers_503_to_the_end_are_sent_by_the_command_
         assert (found.exit_codes, found.state, found.leaked) == ((), "running", ()), found.output
         assert found.seconds < 5 * jobs.TIME_SCALE  # kill_after_s=4
         (command,) = re.findall(r"To send the rest, run: (.+)", found.output)
-        send = [sys.executable, "-m", "flyteplugins_tracking", *shlex.split(command)[1:]]
-        sent = jobs.run(send, tmp_path, started.server.environment)
+        words, more = jobs.printed(command)
+        send = [sys.executable, "-m", "flyteplugins_tracking", *words]
+        sent = jobs.run(send, tmp_path, {**started.server.environment, **more})
         assert sent.returncode == 0, sent.output
         (run,) = started.server.runs
         assert sorted((row["pid"], row["n"]) for row in run.rows) == sorted(found.logged)

@@ -169,13 +169,6 @@ def test_a_primary_that_returns_after_another_rank_has_failed_has_the_jobs_failu
     assert failure(run) == expected, done.output
 
 
-@pytest.mark.full
-def test_a_primary_that_returns_after_a_rank_of_another_node_has_failed_has_the_jobs_failure(tmp_path):
-    done = two_nodes(tmp_path, {"3": "raise"}, winner=0, tracking={"id": jobs.RUN_ID})
-    (run,) = done.runs
-    assert failure(run) == (1, 3, "ValueError"), done.output
-
-
 @pytest.mark.parametrize(
     ("how", "expected", "message"),
     [

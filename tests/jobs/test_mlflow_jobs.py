@@ -7,7 +7,6 @@ import http.server
 import json
 import math
 import re
-import shlex
 import socket
 import sys
 import threading
@@ -260,8 +259,9 @@ def test_an_outage_loses_nothing_and_a_mute_servers_rows_are_sent_later(server, 
     assert noted["slowest_s"] < 0.2 * jobs.TIME_SCALE
     assert noted["end_s"] < 3 * jobs.TIME_SCALE  # kill_after_s=6
     (said,) = (line for line in done.output.splitlines() if "They are kept in files" in line)
-    command = shlex.split(said.rpartition("MLflow answers: ")[2])
-    sent = jobs.run([sys.executable, "-m", "flyteplugins_tracking", *command[1:]], tmp_path, environment(server))
+    words, more = jobs.printed(said.rpartition("MLflow answers: ")[2])
+    command = [sys.executable, "-m", "flyteplugins_tracking", *words]
+    sent = jobs.run(command, tmp_path, {**environment(server), **more})
     assert sent.returncode == 0, sent.output
     runs = by_id(server, "outage")
     assert runs["outage"].values("loss") == [float(number) for number in range(600)]
@@ -281,13 +281,10 @@ def test_what_is_called_kept_is_sent_and_what_a_full_disk_has_lost_is_counted(se
     assert said is not None, done.output
     unsent, kept, lost = map(int, said.groups())
     assert (unsent, kept + lost) == (500, 500)
-    command = shlex.split(re.findall("MLflow answers: (.*)", done.output)[0])
-    assert (
-        jobs.run(
-            [sys.executable, "-m", "flyteplugins_tracking", *command[1:]], tmp_path, environment(server)
-        ).returncode
-        == 0
-    )
+    words, more = jobs.printed(re.findall("MLflow answers: (.*)", done.output)[0])
+    command = [sys.executable, "-m", "flyteplugins_tracking", *words]
+    sent = jobs.run(command, tmp_path, {**environment(server), **more})
+    assert sent.returncode == 0, sent.output
     assert by_id(server, "little-room")["full"].values("loss") == [float(number) for number in range(kept)]
 
 

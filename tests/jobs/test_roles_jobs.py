@@ -381,7 +381,8 @@ def test_a_role_and_its_owner_that_are_killed_while_they_open_or_end_lose_no_row
 )
 def test_a_role_that_was_logged_to_files_is_sent_into_the_run(job, tmp_path):
     away = job.backend.missing(tmp_path)
-    more = {"if_unavailable": "degrade", "init_timeout_s": 3, "config": {"t": 1}}
+    # Pluto's client takes some seconds to open a run, which `send` does within the same time.
+    more = {"if_unavailable": "degrade", "init_timeout_s": 15 if job.backend.name == "pluto" else 3, "config": {"t": 1}}
     role = job.run("rollout-0", rows=30, env=away, arguments=more)
     assert role.returncode == 0, role.output
     (directory,) = (job.directory / "tracking-offline").iterdir()

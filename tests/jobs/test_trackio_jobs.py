@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import re
-import shlex
 import signal
 import sqlite3
 import subprocess
@@ -101,7 +100,9 @@ def server(directory: Path, port: int) -> Iterator[str]:
 
 def send(command: str, directory: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """Run the command that a job has printed."""
-    words = [str(Path(sys.executable).with_name("flyteplugins-tracking")), *shlex.split(command)[1:]]
+    words, more = jobs.printed(command)
+    words = [str(Path(sys.executable).with_name("flyteplugins-tracking")), *words]
+    env = {**env, **more}
     return subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True, timeout=12 * jobs.TIME_SCALE)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -223,6 +224,13 @@ def nodes(
     ]
     done = [finish(agent, directory) for agent in agents]
     return Done(max(d.returncode for d in done), "\n".join(d.output for d in done), directory)
+
+
+def printed(line: str) -> tuple[list[str], dict[str, str]]:
+    """The arguments of a `flyteplugins-tracking` that a job has printed, and the variables that stand before it."""
+    words = shlex.split(line)
+    at = next(index for index, word in enumerate(words) if "=" not in word)
+    return words[at + 1 :], dict(word.split("=", 1) for word in words[:at])
 
 
 def search_path(directory: Path) -> str:
