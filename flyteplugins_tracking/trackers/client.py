@@ -162,17 +162,8 @@ class ClientHandle(Handle):
         kept = [f"config[{key!r}]" for key in values if key not in new and known.get(key) != values[key]]
         others = {name: value for name, value in given.items() if name in placed and is_given(value)}
         kept += [f"{name}={value!r}" for name, value in others.items() if value != placed[name]]
-        self.warn_of_placed(call, kept)
+        warn_of_placed(self._warn_once, self._title, call, self.id, kept)
         return new
-
-    def warn_of_placed(self, call: str, kept: Sequence[str]) -> None:
-        """Warn once about arguments of such a call that have no effect."""
-        if kept:
-            text = (
-                "%s: %s() in a decorated function returns the function's run %s, and adds what tracking_init does not "
-                "set. Without effect: %s. Pass these to tracking_init"
-            )
-            self._warn_once(call, text, self._title, call, self.id, ", ".join(kept))
 
     def add_to_next_row(self, values: Mapping[str, Any]) -> None:
         self._next_row.add(values)
@@ -314,6 +305,16 @@ def run_config(request: RunRequest) -> dict[str, Any]:
     if own:
         values[OWN] = own
     return values if role is None else {role: values}
+
+
+def warn_of_placed(warn_once: WarnOnce, title: str, call: str, run_id: str | None, kept: Sequence[str]) -> None:
+    """Warn once about arguments without effect of a call that would open a run, and returns the function's."""
+    if kept:
+        text = (
+            "%s: %s() in a decorated function returns the function's run %s, and adds what tracking_init does not "
+            "set. Without effect: %s. Pass these to tracking_init"
+        )
+        warn_once(call, text, title, call, run_id, ", ".join(kept))
 
 
 def warn_of_changes(

@@ -9,24 +9,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from parity.table import TABLES
+from parity.table import TABLES, refusal
 
 mlflow_run, mlflow_end = (TABLES["mlflow"].program(kind) for kind in ("run", "end"))
 trackio_run, trackio_end = (TABLES["trackio"].program(kind) for kind in ("run", "end"))
 pluto_run, pluto_end = (TABLES["pluto"].program(kind) for kind in ("run", "end"))
-
-
-def refusal(act: Callable[[], object]) -> str:
-    """The type of what `act` raises."""
-    try:
-        act()
-    except Exception as error:
-        return type(error).__name__
-    return "accepted"
 
 
 # MLflow

@@ -21,19 +21,10 @@ import numpy as np
 import wandb
 from support import config_values
 
-from parity.table import TABLES, Program
+from parity.table import TABLES, Program, refusal
 
 TABLE = TABLES["wandb"]
 log, use, configured, ranks = (TABLE.program(kind) for kind in ("log", "use", "config", "ranks"))
-
-
-def refusal(act: Callable[[], object]) -> str:
-    """The type of what `act` raises."""
-    try:
-        act()
-    except Exception as error:
-        return type(error).__name__
-    return "accepted"
 
 
 # `log` and `step=`

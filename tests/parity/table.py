@@ -68,3 +68,12 @@ def table_of(tracker: str) -> Table:
     for module in ("of_wandb", "wandb_ends") if tracker == "wandb" else ("of_others",):
         importlib.import_module(f"parity.{module}")
     return TABLES[tracker]
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """The type of what `act` raises."""
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__
+    return "accepted"

@@ -21,7 +21,7 @@ from flyteplugins_tracking._util.text import has_credentials, without_credential
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import Run, prefix_of, warn_of_changes
+from flyteplugins_tracking.trackers.client import Run, prefix_of, warn_of_changes, warn_of_placed
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import run_page, vendor
@@ -184,7 +184,8 @@ class MlflowHandle(OutboxHandle):
             for name in ("run_id", "experiment_id")
             if str(given.get(name, getattr(info, name))) != getattr(info, name)
         ]
-        self.warn_of_placed("mlflow.start_run", [f"{name}={given[name]!r}" for name in kept])
+        arguments = [f"{name}={given[name]!r}" for name in kept]
+        warn_of_placed(self._warn_once, self._title, "mlflow.start_run", self.id, arguments)
 
     def end(self, exit_code: int) -> None:
         limit = self.end_limit()

@@ -18,6 +18,7 @@ from typing import Any
 
 from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.trackers.client import warn_of_placed
 from flyteplugins_tracking.trackers.wandb import inactive, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.run import HANDLE, WandbHandle
 
@@ -130,12 +131,8 @@ def _describe(handle: WandbHandle, given: Mapping[str, Any]) -> None:
         new = [tag for tag in ((tags,) if isinstance(tags, str) else tags) if tag not in (run.tags or ())]
         if new:
             run.tags = (*(run.tags or ()), *dict.fromkeys(new))
-    if kept and not run.disabled and (request.plan.first or request.plan.role is not None):
-        text = (
-            "W&B: wandb.init() in a decorated function returns the function's run %s, and adds what tracking_init does "
-            "not set. Without effect: %s. Pass these to tracking_init"
-        )
-        handle.warn_once("wandb.init", text, run.id, ", ".join(kept))
+    if not run.disabled and (request.plan.first or request.plan.role is not None):
+        warn_of_placed(handle.warn_once, "W&B", "wandb.init", run.id, kept)
 
 
 def _add_config(run: Any, own: Any, given: Mapping[str, Any]) -> Iterator[str]:

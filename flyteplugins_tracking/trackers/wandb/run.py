@@ -61,7 +61,6 @@ class WandbHandle(Handle):
         is_shared: Whether other ranks log into the run too.
         prefix: Goes before the function's keys.
         warn_once: Warns once about each subject.
-        warn_once: Warns once about each subject.
     """
 
     is_shared = False
