@@ -48,7 +48,7 @@ class Outcome:
         steps: The `_step` of each row that arrived.
         config: The run's config at the end.
         failures: For each run, the rank and the type of the failure that its summary tells; "-" where it tells none.
-        told: Whether each run that tells a failure has its text as a file, without a key.
+        told: Whether each run that has failed, also in an earlier attempt, has its text as a file, without a key.
         local: The rows in the local files.
         leaked: What does not end with the job.
     """
@@ -234,7 +234,10 @@ def _failure(run: RecordedRun) -> str:
 def _is_told(run: RecordedRun) -> bool:
     text = run.files.get("failure.txt", b"").decode()
     message = str(run.summary.get("failure/message", ""))
-    return bool(message in text and bool(text) == ("failure/rank" in run.summary) and SECRET not in text + message)
+    # An attempt that succeeds clears the summary. The text of an earlier one stays as a file.
+    *earlier, last = run.exit_codes or [None]
+    has_failed = "failure/rank" in run.summary or (last == 0 and not set(earlier) <= {0, 130, 143})
+    return bool(message in text and bool(text) == has_failed and SECRET not in text + message)
 
 
 def _processes_with(variable: str) -> dict[int, str]:
