@@ -10,6 +10,8 @@ from parity.table import table_of
 pytest.importorskip("wandb", reason='wandb is not installed: pip install "flyteplugins-tracking[wandb]"')
 
 TABLE = table_of("wandb")
+# Their process is gone at once: wandb-core may or may not have sent the last summary.
+CUT_SHORT = ("sigkill", "os_exit", "abort")
 
 
 @pytest.fixture(scope="module")
@@ -21,4 +23,4 @@ def sides(tmp_path_factory):
 @programs(TABLE, "end")
 def test_a_run_ends_as_with_the_bare_client(sides, program):
     run_both(sides, "end", program.name)
-    check(sides, program)
+    check(sides, program, by_chance="summary/.*" if program.name in CUT_SHORT else "")
