@@ -9,6 +9,7 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking._flyte import context as flyte_context
+from flyteplugins_tracking._flyte.target import Decorator
 from flyteplugins_tracking._rank.plan import PrimaryRank, RankScope, RunMode
 from flyteplugins_tracking._runs.call import Call
 from flyteplugins_tracking._runs.context import Task
@@ -136,7 +137,7 @@ def decorator_of(
     check_config(config)
 
     def decorate(target: Any) -> Any:
-        decorator = flyte_context.Decorator("tracking_init", config)
+        decorator = Decorator("tracking_init", config)
         return flyte_context.adapt(target, functools.partial(wrap, config), decorator)
 
     return decorate

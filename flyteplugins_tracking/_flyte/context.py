@@ -5,30 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
-from flyteplugins_tracking._rank.plan import NodeRequest
+from flyteplugins_tracking._flyte.target import Decorator
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.context import ExecutionContext, ProcessContext, Task
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.config import TrackingConfig
 
 # The flags of code objects, as in `inspect`, which few ranks have to import.
 _GENERATOR, _COROUTINE, _ASYNC_GENERATOR = 0x20, 0x80, 0x200
-
-
-class Decorator(NamedTuple):
-    """A decorator of this package, as its Flyte tasks need it.
-
-    Attributes:
-        name: The decorator's name in messages.
-        config: The user's arguments, if its links lead to runs; else None.
-        links: The other links to add to a Flyte 2 task.
-    """
-
-    name: str
-    config: TrackingConfig | None = None
-    links: Sequence[Any] = ()
 
 
 def adapt(target: Any, wrap: Callable[[Any, Task | None], Any], decorator: Decorator) -> Any:
@@ -140,15 +125,3 @@ def _is_generator_function(target: Any) -> bool:
     import inspect
 
     return inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target)
-
-
-def workers_of(elastic: Any) -> NodeRequest:
-    """Return the nodes that an `Elastic` configuration of either SDK requests."""
-    min_nodes, _, max_nodes = str(elastic.nnodes).partition(":")
-    nproc = str(elastic.nproc_per_node)
-    return NodeRequest(int(min_nodes), int(max_nodes or min_nodes), int(nproc) if nproc.isdecimal() else 1)
-
-
-def class_names(target: Any) -> set[str]:
-    """Return the names of an object's classes: an SDK that is not loaded has made none of them."""
-    return {f"{t.__module__}.{t.__qualname__}" for t in type(target).__mro__}

@@ -16,7 +16,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flyteplugins_tracking._flyte.context import Decorator, class_names, workers_of
+from flyteplugins_tracking._flyte.target import Decorator, class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, Page, pages
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.context import ExecutionContext, Task

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._flyte.context import Decorator, class_names, workers_of
+from flyteplugins_tracking._flyte.target import Decorator, class_names, workers_of
 from flyteplugins_tracking._rank.plan import NodeRequest, pages
 from flyteplugins_tracking._runs import propagation
 from flyteplugins_tracking._runs.context import ExecutionContext, Task

@@ -12,49 +12,31 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import threading
 import time
-import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
 
+from flyteplugins_tracking._job import siblings
 from flyteplugins_tracking._job.board import from_text, is_torch_loaded, job_board, to_text
+from flyteplugins_tracking._job.failure import (
+    Failure,
+    Verdict,
+    clean_message,
+    clean_traceback,
+    first_cause,
+    sounds_secondary,
+)
 from flyteplugins_tracking._job.watch import WATCH, Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
 from flyteplugins_tracking._util.files import read_own
-from flyteplugins_tracking._util.modules import is_own
-from flyteplugins_tracking._util.secrets import masked
 from flyteplugins_tracking._util.text import parse_json
 from flyteplugins_tracking._util.threads import call_within, run_with_timeout
 
-if TYPE_CHECKING:
-    from flyteplugins_tracking._job.siblings import Siblings
-
-_LAST_LINES = 50
-_LONGEST_LINE = 1000
-# A line is also cut before its keys are masked, which takes a second for a few megabytes: far behind `_LONGEST_LINE`,
-# so that no half of a key is left.
-_LONGEST_UNMASKED = 10 * _LONGEST_LINE
-# What a collective raises on a rank whose peer has gone: gloo, NCCL, torch's stores, MPI and sockets.
-_LOST_PEER = re.compile(
-    r"connection (?:was likely )?(?:closed|reset|refused)|broken pipe|socket (?:closed|timeout)|failed to recv|"
-    r"nccl|gloo|watchdog|remote process (?:exited|has exited)|pair closure|timed out waiting|wait timeout|peer",
-    re.IGNORECASE,
-)
-# Code that waits for other ranks. In `backward`, DDP and FSDP reduce gradients.
-COLLECTIVES = re.compile(r"[/\\](?:torch[/\\](?:distributed|autograd)|horovod|mpi4py|deepspeed[/\\]comm)[/\\]")
-_TORCH_ERRORS = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
-_SYSTEM_ERRORS = {
-    *("RuntimeError", "OSError", "TimeoutError", "ConnectionError", "ConnectionResetError", "ConnectionRefusedError"),
-    *("ConnectionAbortedError", "BrokenPipeError"),
-}
 # A handler of torchelastic's, which its forked workers inherit, raises this on SIGTERM.
 _TERMINATION = "SignalException"
 # How long a rank that has only lost another one waits for that one's notice.
@@ -75,110 +57,6 @@ _LARGEST_CODE = 2**31
 _ERROR_FILE, _LONGEST_ERROR_FILE = "TORCHELASTIC_ERROR_FILE", 1 << 22
 # The library's own key in them.
 _EXIT_CODE = "exit_code"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A rank that has failed.
-
-    Attributes:
-        rank: The rank, in its job.
-        type: The exception's type, with its module unless it is built in; or the signal's name.
-        message: The exception's text, without keys.
-        exit_code: The status of the process: 1 for an exception, 128+n if signal n ended it.
-        traceback: The last 50 lines of the traceback, without keys; empty if the process ended without a word.
-        is_secondary: Whether the rank has only lost another one: a collective was cut off.
-        host: The host's name.
-        failed_at: When, in seconds since the epoch, by the clock of the host.
-    """
-
-    rank: int
-    type: str
-    message: str
-    exit_code: int
-    traceback: str = ""
-    is_secondary: bool = False
-    host: str = field(default_factory=socket.gethostname)
-    failed_at: float = field(default_factory=time.time)
-
-    @classmethod
-    def of_error(cls, error: BaseException, rank: int, exit_code: int) -> Failure:
-        """Return the failure of this process, whose function has raised `error`."""
-        stack = "".join(traceback.format_exception(type(error), error, _of_user(error.__traceback__)))
-        kind = type(error)
-        prefix = "" if kind.__module__ in ("builtins", "__main__", "__mp_main__") else f"{kind.__module__}."
-        return cls(
-            rank=rank,
-            type=prefix + kind.__qualname__,
-            message=_clean_message(_text_of(error)),
-            exit_code=exit_code,
-            traceback=_clean_traceback(stack),
-            is_secondary=is_secondary(error),
-        )
-
-    def __str__(self) -> str:
-        what = [self.type, self.message] if self.traceback else [self.message]
-        return ": ".join([f"rank {self.rank} on {self.host}", *filter(None, what)])
-
-
-def _clean_message(text: str) -> str:
-    """Return an exception's text without keys, not too long, and in valid UTF-8: services refuse anything else."""
-    return _valid(masked(text[:_LONGEST_UNMASKED])[:_LONGEST_LINE])
-
-
-def _clean_traceback(text: str) -> str:
-    """Return the last lines of a traceback, as `_clean_message`: the exception's text is among them."""
-    lines = [line[:_LONGEST_UNMASKED] for line in text.splitlines()[-_LAST_LINES:]]
-    return _valid("\n".join(line[:_LONGEST_LINE] for line in masked("\n".join(lines)).splitlines()))
-
-
-def _valid(text: str) -> str:
-    """Return a string that UTF-8 can encode: the name of a file may hold bytes that it cannot."""
-    return text.encode(errors="backslashreplace").decode()
-
-
-def _text_of(error: BaseException) -> str:
-    """Return the exception's text as Python's traceback has it, even if its `__str__` raises."""
-    try:
-        return str(error)
-    except Exception:
-        return "<exception str() failed>"
-
-
-def _of_user(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package that it begins with."""
-    while frames is not None and frames.tb_next and is_own(frames.tb_frame.f_code.co_filename):
-        frames = frames.tb_next
-    return frames
-
-
-def is_secondary(error: BaseException) -> bool:
-    """Whether an exception only says that another rank has gone, or that a collective was cut off."""
-    names = [kind.__name__ for kind in type(error).__mro__]
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    return _sounds_secondary(names, _text_of(error), "\n".join(files))
-
-
-def _sounds_secondary(names: Collection[str], message: str, frames: str) -> bool:
-    """As `is_secondary`, for an exception of which only strings are known.
-
-    Args:
-        names: Its class, and its base classes if they are known.
-        message: Its text.
-        frames: The source files of its traceback, or the whole traceback.
-    """
-    if not _TORCH_ERRORS.isdisjoint(names):
-        return True
-    return bool(
-        not _SYSTEM_ERRORS.isdisjoint(names)
-        and _LOST_PEER.search(message[:_LONGEST_UNMASKED])
-        and COLLECTIVES.search(frames)
-    )
-
-
-def first_cause(failures: Sequence[Failure]) -> Failure | None:
-    """Return the failure that ended the job: the first that is not secondary; if all are, the first."""
-    return next((failure for failure in failures if not failure.is_secondary), failures[0] if failures else None)
 
 
 # What a rank that fails does
@@ -273,10 +151,10 @@ def _failure_of_file(path: Path, rank: int) -> Failure:
     return Failure(
         rank=rank,
         type=kind,
-        message=_clean_message(text),
+        message=clean_message(text),
         exit_code=code if isinstance(code, int) and 0 < code < 256 else 1,
-        traceback=_clean_traceback(stack),
-        is_secondary=_sounds_secondary([kind.rpartition(".")[2]], text, stack),
+        traceback=clean_traceback(stack),
+        is_secondary=sounds_secondary([kind.rpartition(".")[2]], text, stack),
         failed_at=path.stat().st_mtime,
     )
 
@@ -345,39 +223,6 @@ class _Notices(Duty):
         return bool(texts)
 
 
-# The keys of a verdict in the run's summary.
-FAILURE_KEYS = ("failure/rank", "failure/host", "failure/type", "failure/message")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why a job has failed.
-
-    Attributes:
-        cause: The first failure.
-        others: The number of other ranks that have failed.
-    """
-
-    cause: Failure
-    others: int
-
-    @property
-    def summary(self) -> Mapping[str, Any]:
-        """The values for the run's summary."""
-        cause = self.cause
-        return dict(zip(FAILURE_KEYS, (cause.rank, cause.host, cause.type, cause.message), strict=True))
-
-    @property
-    def text(self) -> str:
-        """The failure and its traceback, as one block."""
-        return f"{self}\n{self.cause.traceback}".rstrip()
-
-    def __str__(self) -> str:
-        ranks = "rank" if self.others == 1 else "ranks"
-        followers = f" ({self.others} other {ranks} failed too)" if self.others else ""
-        return f"{self.cause}{followers}"
-
-
 class FailureReader:
     """Reads, for one open run, why its job ends. The first answer stays."""
 
@@ -392,15 +237,13 @@ class FailureReader:
         self._info = None if is_alone else info
         self._is_own_run = is_own_run
         self._notices: _Notices | None = None
-        self._siblings: Siblings | None = None
+        self._siblings: siblings.Siblings | None = None
         if self._info is not None:
             self._watch(self._info)
         self._lock = threading.Lock()
         self._verdict: Verdict | None = None
 
     def _watch(self, info: DistributedInfo) -> None:
-        from flyteplugins_tracking._job import siblings  # it needs `Failure`
-
         if siblings.can_watch(info):
             self._siblings = siblings.Siblings(info)
             WATCH.add(info, self._siblings, without="a rank of this machine that is killed may not be named")

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from flyteplugins_tracking._job import node_load, progress
 from flyteplugins_tracking._job.board import Board, from_text, to_text
-from flyteplugins_tracking._job.failures import COLLECTIVES
+from flyteplugins_tracking._job.failure import COLLECTIVES
 from flyteplugins_tracking._job.watch import Duty
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc

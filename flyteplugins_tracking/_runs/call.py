@@ -37,7 +37,7 @@ from flyteplugins_tracking.trackers.config import TrackingConfig
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from flyteplugins_tracking._job.failures import Failure
+    from flyteplugins_tracking._job.failure import Failure
     from flyteplugins_tracking._runs.run import Run
     from flyteplugins_tracking._runs.sigterm import SigtermWatcher
     from flyteplugins_tracking._runs.stopping import Stopping
@@ -355,7 +355,8 @@ class Call(PerProcess):
             return None
         failure = None
         try:
-            from flyteplugins_tracking._job.failures import Failure, announce_failure
+            from flyteplugins_tracking._job.failure import Failure
+            from flyteplugins_tracking._job.failures import announce_failure
 
             failure = Failure.of_error(error, 0 if self.info is None else self.info.rank, exit_code)
             if self.info is not None and self.parent is None and not self.is_simulated:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flyteplugins_tracking._job import progress
-from flyteplugins_tracking._job.failures import FAILURE_KEYS, Failure, FailureReader
+from flyteplugins_tracking._job.failure import FAILURE_KEYS, Failure
+from flyteplugins_tracking._job.failures import FailureReader
 from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.launchers import detect_process_group
 from flyteplugins_tracking._rank.plan import RunPlan

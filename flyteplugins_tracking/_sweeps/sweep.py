@@ -15,6 +15,7 @@ from typing import Any, TypeVar, overload
 
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
+from flyteplugins_tracking._flyte.target import Decorator
 from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig
 from flyteplugins_tracking._rank.topology import get_distributed_info
 from flyteplugins_tracking._runs import propagation
@@ -117,7 +118,7 @@ def tracking_sweep(function: Any = None, /, **options: Any) -> Any:
         TrackerNotInstalledError: At the call: wandb is missing.
     """
     arguments = _checked("tracking_sweep", options)
-    decorator = flyte_context.Decorator("tracking_sweep", links=(SweepLink(_location(arguments)),))
+    decorator = Decorator("tracking_sweep", links=(SweepLink(_location(arguments)),))
 
     def decorate(target: Any) -> Any:
         return flyte_context.adapt(target, functools.partial(_wrap, arguments), decorator)

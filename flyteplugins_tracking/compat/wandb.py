@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte import flyte2
 from flyteplugins_tracking._flyte.flyte2 import TrackingLink
+from flyteplugins_tracking._flyte.target import Decorator
 from flyteplugins_tracking._flyte.tracking_config import PropagatedConfig, tracking_config
 from flyteplugins_tracking._rank import topology
 from flyteplugins_tracking._rank.plan import RankScope, RunMode
@@ -152,7 +153,7 @@ def wandb_sweep(function: Any = None, /, *, download_logs: bool | None = None, *
     sweep, wrap = tracking_sweep(**kwargs), functools.partial(_downloading, download_logs)
 
     def decorate(target: Any) -> Any:
-        return sweep(flyte_context.adapt(target, wrap, flyte_context.Decorator("wandb_sweep")))
+        return sweep(flyte_context.adapt(target, wrap, Decorator("wandb_sweep")))
 
     return decorate if function is None else decorate(function)
 

@@ -19,7 +19,8 @@ from flyteplugins_tracking._job import board as board_module
 from flyteplugins_tracking._job import failures as failures_module
 from flyteplugins_tracking._job import pulse as pulse_module
 from flyteplugins_tracking._job.board import Board, from_text, job_board, to_text
-from flyteplugins_tracking._job.failures import Failure, FailureReader
+from flyteplugins_tracking._job.failure import Failure
+from flyteplugins_tracking._job.failures import FailureReader
 from flyteplugins_tracking._job.pulse import Pulse
 
 MPI = DistributedInfo(0, 2, 0, 2, 0, 1, launcher="mpich")

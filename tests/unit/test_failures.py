@@ -18,14 +18,8 @@ from support.stores import SharedStore
 from flyteplugins_tracking import DistributedInfo, tracking_init
 from flyteplugins_tracking._job import failures, siblings, watch
 from flyteplugins_tracking._job.board import Board, from_text, to_text
-from flyteplugins_tracking._job.failures import (
-    Failure,
-    FailureReader,
-    announce_failure,
-    first_cause,
-    is_secondary,
-    withdraw_failure,
-)
+from flyteplugins_tracking._job.failure import Failure, first_cause, is_secondary
+from flyteplugins_tracking._job.failures import FailureReader, announce_failure, withdraw_failure
 from flyteplugins_tracking._job.siblings import Ended
 from flyteplugins_tracking._util import secrets
 from flyteplugins_tracking._util.secrets import masked

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._job.failures import FAILURE_KEYS
+from flyteplugins_tracking._job.failure import FAILURE_KEYS
 from flyteplugins_tracking._util.files import own_text
 from flyteplugins_tracking._util.modules import installed_version
 from flyteplugins_tracking._util.text import listed, without_credentials
