@@ -114,7 +114,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" if row else f"|{'---|' * len(head)}" for row in (head, [], *rows))
 
 
-# The page that explains an argument, from docs/reference.
+# The page that explains an argument, from docs/reference. An argument that is not here has no link.
 _PAGES = {
     ("Trackers", "../trackers.md"): ("tracker",),
     ("Which ranks log", "../guides/ranks.md"): ("run_mode", "rank_scope", "primary_rank", "id", "group", "rank_prefix"),
@@ -174,8 +174,8 @@ def _arguments() -> str:
 
 
 def _link(argument: str) -> str:
-    (title, page), *_ = [(title, page) for (title, page), names in _PAGES.items() if argument in names]
-    return f"[{title}]({page})"
+    """The link to the argument's page; empty if no page explains it."""
+    return next((f"[{title}]({page})" for (title, page), names in _PAGES.items() if argument in names), "")
 
 
 def _differences() -> str:

@@ -169,6 +169,8 @@ class TrackingConfig(Record):
 
     def __post_init__(self) -> None:
         for name, kind in type(self).__annotations__.items():
+            if kind not in _CHECKS:
+                raise TypeError(f"TrackingConfig.{name} is of type {kind!r}, for which _CHECKS has no check: add one")
             value = getattr(self, name)
             if value is not None or "None" not in kind:
                 _CHECKS[kind](name, value)

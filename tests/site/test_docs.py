@@ -511,3 +511,14 @@ def test_the_errors_of_the_page_are_those_that_are_raised(message):
 def test_the_reference_shows_what_values_are_made_of():
     section = PAGES["docs/reference/api"].partition("### `RunPlan`\n")[2].partition("\n### ")[0]
     assert tuple(re.findall(r"^- `(\w+)`: ", section, re.MULTILINE)) == (*RunPlan.__match_args__, "ends_run")
+
+
+def test_an_argument_without_a_page_is_in_the_reference_without_a_link(monkeypatch):
+    new = include.Argument("limits", "int", "1", "What it is.")
+    monkeypatch.setattr(include, "arguments", lambda: iter([new]))
+    assert include.GENERATED["arguments"]().splitlines()[-1].split("|")[1:-1] == [
+        " `limits` ",
+        " `1` ",
+        " What it is. ",
+        "  ",
+    ]

@@ -307,3 +307,14 @@ def test_the_config_is_a_copy():
     config = TrackingConfig(config=original)
     original["layers"].append(2)
     assert config.config == {"layers": [1]}
+
+
+def test_a_new_argument_without_a_check_is_refused_with_what_to_do():
+    """A developer adds a field of a type that no other argument has."""
+
+    class Longer(TrackingConfig):
+        __annotations__ = {**TrackingConfig.__annotations__, "limits": "list[int]"}
+        limits = (1,)
+
+    with pytest.raises(TypeError, match=r"TrackingConfig\.limits is of type 'list\[int\]', .* _CHECKS has no check"):
+        Longer()
