@@ -146,7 +146,7 @@ def _journals_in(directory: Path) -> list[StoredJournal]:
     for journal in stored(directory):
         header = journal.header
         if not all(isinstance(header.get(name), kind) for name, kind in _HEADER.items()):
-            raise ValueError(f"{journal.paths[0]} does not say which run it is of")
+            raise ValueError(f"{journal.path} does not say which run it is of")
         check_run_id("id", header["id"], longest=_LONGEST_ID)
         journals.append(journal)
     return journals

@@ -215,7 +215,7 @@ class OutboxHandle(client.ClientHandle):
         """Return where what is not sent is kept: one directory for all attempts and ranks of the run, or its role."""
         of_earlier = self.request.earlier
         role = self.request.plan.role
-        return str(of_earlier[0].paths[0].parent) if of_earlier else directory_of(self._tracker.name, self.id, role)
+        return str(of_earlier[0].path.parent) if of_earlier else directory_of(self._tracker.name, self.id, role)
 
     def _find_earlier(self) -> Sequence[StoredJournal]:
         """Return what earlier attempts have left here, for one rank of each node. Journals that are written are not."""

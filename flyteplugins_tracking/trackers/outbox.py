@@ -176,6 +176,7 @@ class Outbox(PerProcess):
         self._waiting: deque[Entry] = deque()
         self._bytes = 0  # of what waits
         self._end = 0  # the number of the first line that has never waited in memory
+        self._position = 0  # where the journal's file has that line, or a line before it
         self._changed = threading.Condition()  # reentrant, since a signal handler may log
         self._thread: threading.Thread | None = None
         self._limit: EndLimit | None = None  # until when `close` waits
@@ -206,7 +207,9 @@ class Outbox(PerProcess):
             return
         data = encode(line)
         with self._changed:
-            number = self._journal.add(data, is_last="exit_code" in line)
+            if self._end == self._journal.added and self._bytes >= MEMORY_BYTES:
+                self._position = self._journal.size
+            number = self._journal.add(data)
             self.rows += "row" in line
             self._unkept_rows += "row" in line and self._journal.is_closed
             if self._sink is None:
@@ -221,7 +224,7 @@ class Outbox(PerProcess):
     @property
     def lost_rows(self) -> int:
         """How many rows were neither sent nor kept: the last ones."""
-        return min(self.rows, self._unkept_rows + self._journal.replaced)
+        return min(self.rows, self._unkept_rows)
 
     def close(self, limit: EndLimit, reserve_s: float = 0.0) -> bool:
         """Have everything sent until `reserve_s` seconds of the end are left. Later, nothing more is sent.
@@ -272,7 +275,7 @@ class Outbox(PerProcess):
     def _add(self, entry: Entry) -> None:
         self._waiting.append(entry)
         self._bytes += len(entry.data)
-        self._end = entry.number + 1
+        self._end = max(self._end, entry.number + 1)
 
     # In the thread
 
@@ -293,7 +296,7 @@ class Outbox(PerProcess):
                 self.rows -= _rows(lines)
                 # A run's end stays in the journal until the run has it: whoever sends that after a kill needs it.
                 is_end = bool(lines) and "exit_code" in lines[-1]
-                self._journal.remove_acknowledged(self._sent - is_end)
+                self._journal.acknowledge(self._sent - is_end)
                 self._changed.notify_all()
 
     def _send_earlier(self, journal: StoredJournal) -> bool:
@@ -308,7 +311,7 @@ class Outbox(PerProcess):
         journal.remove(is_bad=rejected > 0)
         if rows:
             text = "%s: run %s: sent %d rows again that an earlier attempt had logged and %s may lack, from %s"
-            logger.warning(text, self._title, self._run_id, rows, self._title, journal.paths[0].parent)
+            logger.warning(text, self._title, self._run_id, rows, self._title, journal.path.parent)
         return True
 
     def _next_batch(self) -> list[Entry]:
@@ -328,13 +331,15 @@ class Outbox(PerProcess):
         return []
 
     def _read_on(self) -> None:
-        """Fill the memory with the lines behind those that it had room for. What the files do not have is lost."""
-        added = self._journal.added
-        for entry in self._journal.entries(self._end):
-            self._add(entry)
-            if self._bytes >= MEMORY_BYTES:
-                return
-        self._end = max(self._end, added)
+        """Read some of the lines behind those that memory had room for. What the file does not have is lost."""
+        added, first = self._journal.added, self._end
+        entries, end = self._journal.read(self._position)
+        for entry in entries:
+            if entry.number >= first:
+                self._add(entry)
+        if end == self._position:
+            self._end = max(self._end, added)
+        self._position = end
 
     def _deliver(self, lines: Sequence[Line]) -> bool:
         """Send lines until they are taken, or lost. Returns False if the outbox is closed before that."""

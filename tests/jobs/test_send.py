@@ -71,8 +71,8 @@ def test_a_file_of_another_user_is_named_and_does_not_keep_others_from_being_sen
     os.chown(next(planted.glob("*.wandb")), NOBODY, NOBODY)
     kept = tmp_path / "kept"
     kept.mkdir()
-    (kept / "rank-0.journal.0").write_bytes(bytes(100))
-    os.chown(kept / "rank-0.journal.0", NOBODY, NOBODY)
+    (kept / "rank-0.journal.txt").write_bytes(bytes(100))
+    os.chown(kept / "rank-0.journal.txt", NOBODY, NOBODY)
     with WandbServer() as server:
         done = send(tmp_path, server.environment, planted, *directories)
         assert len(server.run("run-0").rows) == 5
@@ -162,13 +162,13 @@ def test_a_run_that_the_bare_client_may_still_write_is_not_sent_unless_it_is_nam
 def test_a_directory_with_a_file_that_cannot_be_read_is_not_called_sent(tmp_path):
     """All else of it is sent, and what other directories have."""
     first, second = (kept_run(tmp_path / name, "trackio", id=name) for name in ("first", "second"))
-    (first / "0001-damaged.journal.0").write_bytes(bytes(4096) + b"rows")
+    (first / "0001-damaged.journal.txt").write_bytes(bytes(4096) + b"rows")
     done = send(tmp_path, {"TRACKIO_DIR": str(tmp_path)}, first, second)
     assert done.returncode == 1, done.output
     assert f"sent {second} as run second" in done.output
     assert f"sent {first}" not in done.output
     assert f"{first} was sent, but for what is in these files" in done.output
-    assert [path.name for path in first.glob("*.journal.*")] == ["0001-damaged.journal.0"]
+    assert [path.name for path in first.glob("*.journal.*")] == ["0001-damaged.journal.txt"]
 
 
 def test_rows_that_the_service_rejects_are_not_called_sent(tmp_path):
@@ -207,7 +207,7 @@ def test_a_key_goes_to_no_server_that_only_the_data_names(tmp_path):
         # As after a kill: without the end.
         journal = Journal(directory, "owner-x", {"place": [named.url, "", "p", "named"], "step": 0, "is_shared": False})
         journal.add(b"")
-        journal.remove_acknowledged(1)
+        journal.acknowledge(1)
         journal.close()
         with named.failing(Fault.status(500)) as fault:
             done = send(tmp_path, own.environment, directory)
@@ -254,7 +254,7 @@ def test_a_server_that_only_the_data_names_is_refused_wherever_it_is_named(
     directory = kept_run(tmp_path / "kept", tracker, arguments=arguments)
     assert main([str(directory)]) == 1
     assert f"it gets no key of this process. If the server is right: export {variable}" in capsys.readouterr().err
-    assert [path.suffix for path in directory.iterdir()] == [".0"]  # nothing was begun
+    assert [path.suffix for path in directory.iterdir()] == [".txt"]  # nothing was begun
 
 
 @pytest.mark.parametrize(

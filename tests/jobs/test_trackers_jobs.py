@@ -205,7 +205,7 @@ def test_a_row_that_a_kill_has_left_incomplete_does_not_keep_the_others_from_bei
     train()
     (path,) = (tmp_path / "tracking-offline" / "jsonl-i").iterdir()
     os.truncate(path, path.read_bytes().rindex(b'"a":2') + 3)  # in the last row
-    path.with_name("0001-none-jsonl.journal.0").touch()
+    path.with_name("0001-none-jsonl.journal.txt").touch()
     assert send([str(path.parent)]) == 0
     (file,) = Path(registered.environment()["JSONL_DIR"]).glob("torn/*.jsonl")
     kept = [json.loads(line) for line in file.read_text().splitlines()]
@@ -277,7 +277,7 @@ def test_rows_that_are_kept_again_during_sending_are_reported_as_unsent(
     directory = tmp_path / "tracking-offline" / "jsonl-i"
     (path,) = directory.iterdir()
     kept = path.read_bytes()
-    monkeypatch.setattr(JsonlHandle, "end", lambda *_: path.with_name("0000-again.journal.0").write_bytes(kept))
+    monkeypatch.setattr(JsonlHandle, "end", lambda *_: path.with_name("0000-again.journal.txt").write_bytes(kept))
     assert send([str(directory)]) == 1
     assert "a part of the run could not be sent" in capsys.readouterr().err
     monkeypatch.undo()

@@ -233,10 +233,10 @@ def test_what_an_earlier_attempt_left_is_called_sent_if_it_was_and_kept_if_not(t
     assert [path.suffix for path in tmp_path.iterdir()] == [".bad"]
 
 
-@pytest.mark.parametrize("segment_bytes", [500, 4_000_000])
-def test_what_memory_has_no_room_for_is_read_from_the_journal(tmp_path, monkeypatch, segment_bytes):
+@pytest.mark.parametrize("chunk", [500, 1_000_000])
+def test_what_memory_has_no_room_for_is_read_from_the_journal(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(outboxes, "MEMORY_BYTES", 400)
-    monkeypatch.setattr("flyteplugins_tracking.trackers.journal.SEGMENT_BYTES", segment_bytes)
+    monkeypatch.setattr("flyteplugins_tracking.trackers.journal._CHUNK", chunk)
     service = Service()
     service.is_away.set()
     outbox = new_outbox(tmp_path, service)

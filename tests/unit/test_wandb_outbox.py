@@ -238,15 +238,22 @@ def test_a_row_is_what_wandb_core_makes_of_its_parts(run, tmp_path):
     ]
 
 
-def test_files_below_the_first_step_are_not_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "SEGMENT_BYTES", 500)
-    journal_in(tmp_path, ["s", "", "p", "x"], [({"n": number}, number) for number in range(100)])
-    parsed: list[int] = []
-    entries = files._entries
-    monkeypatch.setattr(files, "_entries", lambda frames: parsed.append(1) or entries(frames))
-    attempt = outbox.attempt_at(tmp_path)
-    assert [row.step for row in attempt.rows(95)] == [95, 96, 97, 98, 99]
-    assert 0 < len(parsed) < len(list(tmp_path.iterdir())) / 2
+def test_rows_below_the_first_step_are_not_parsed(tmp_path):
+    journal = Journal(tmp_path, "owner-1", {"place": ["s", "", "p", "x"], "step": 0})
+    for number in range(100):
+        journal.add(outbox.record_of(b'{"n": 1}' if number >= 95 else b"{", number))
+    journal.close()
+    assert [row.step for row in outbox.attempt_at(tmp_path).rows(95)] == [95, 96, 97, 98, 99]
+
+
+def test_the_last_step_of_a_role_is_known_even_if_rows_of_earlier_attempts_come_behind_it(tmp_path):
+    journal = Journal(tmp_path, "owner-1", {"place": ["s", "", "p", "x"], "step": None})
+    for step in (-1, 7, 12, 12):
+        journal.add(outbox.record_of(b"{}", role_step=step))
+    journal.add(outbox.record_of_artifact(b"x"))
+    journal.add(files.encode({"exit_code": 0}))
+    journal.close()
+    assert list(map(outbox.last_role_step, files.stored(tmp_path))) == [12]
 
 
 def left_by_writers(run, in_file: int, writers: Mapping[str, Mapping[int, float]]) -> outbox.AttemptOnDisk:

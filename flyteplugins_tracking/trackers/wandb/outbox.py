@@ -24,10 +24,12 @@ import glob
 import heapq
 import json
 import logging
+import math
 import os
 import secrets
 import socket
 import time
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -54,13 +56,12 @@ logger = logging.getLogger(__name__)
 
 # The run's attributes that hold its `WandbOutbox`, and what keeps plain rows: see `log_kept`.
 OUTBOX, _PLAIN = "_flyteplugins_tracking_outbox", "_flyteplugins_tracking_plain_rows"
-# In the header of a journal with numbered rows: which numbers its own rows have; and the step of the role's last row
-# before those of this file.
-WRITER, ROLE_STEP = "writer", "role_step"
+# In the header of a journal with numbered rows: which numbers its own rows have.
+WRITER = "writer"
 # How many bits of a row's number are its count. A number has at most 53, as a float of JSON.
 _COUNT_BITS, _RANDOM_BITS = 32, 21
 _OFFLINE = "offline-"
-# The head of an artifact's record in a journal. That of a row has numbers.
+# What an artifact's record in a journal begins with. That of a row begins with numbers.
 _ARTIFACT = b"artifact"
 # A file in a run's directory: a forked child has logged too.
 _FORKED = "flyteplugins-tracking-forked"
@@ -124,7 +125,7 @@ class AttemptOnDisk:
         """The status with which it has ended its run; None if it was killed before."""
         if not self.journals:
             return datastore.exit_code(self.directory)
-        ends = chain.from_iterable([one.header, *one.segments()[-1].lines()] for one in self.journals)
+        ends = chain.from_iterable(chain([one.header], one.lines()) for one in self.journals)
         return next((end["exit_code"] for end in ends if "exit_code" in end), None)
 
     def rows(self, since: int = 0) -> Iterator[Row]:
@@ -150,9 +151,10 @@ class AttemptOnDisk:
     def artifacts(self) -> Iterator[vendor.KeptArtifact]:
         """Yield the artifacts that its processes have logged, and W&B may lack."""
         entries = chain.from_iterable(journal.entries() for journal in self.journals)
-        kept = (entry.data.partition(b"\n") for entry in entries)
+        kept = (entry.data.partition(b" ") for entry in entries)
+        in_journals = (a2b_base64(data) for head, _, data in kept if head == _ARTIFACT)
         in_file = datastore.artifacts(self.directory) if self.is_unsent_file() else ()
-        yield from map(vendor.KeptArtifact.of, chain((data for head, _, data in kept if head == _ARTIFACT), in_file))
+        yield from map(vendor.KeptArtifact.of, chain(in_journals, in_file))
 
     def is_unsent_file(self) -> bool:
         """Whether it was logged offline, and its file is not sent."""
@@ -208,24 +210,31 @@ class AttemptOnDisk:
 
 
 def rows_of(journal: StoredJournal, since: int) -> Iterator[Row]:
-    """Put the rows of a journal together from their parts. Files of which the service has all rows are left out."""
-    segments = journal.segments()
-    while len(segments) > 1 and (step := segments[1].header.get("step")) is not None and step < since:
-        segments.pop(0)
+    """Put the rows of a journal together from their parts. Rows with steps that the service has are left out."""
     row: Row | None = None
-    for entry in chain.from_iterable(segment.entries() for segment in segments):
-        head, _, data = entry.data.partition(b"\n")
-        is_end = not data
-        if is_end or head == _ARTIFACT:
+    for step, is_placed, _, data in _row_records(journal):
+        if 0 <= step < since:
             continue
-        step, is_placed = map(int, head.split())
-        values = json.loads(data) if data.startswith(b"{") else vendor.parse_row(data)
+        values = json.loads(data) if data.startswith(b"{") else vendor.parse_row(a2b_base64(data))
         if row is not None and (step < 0 or step != row.step):
             yield row
             row = None
         row = Row(step, values if row is None else {**row.values, **values}, bool(is_placed))
     if row is not None:
         yield row
+
+
+def last_role_step(journal: StoredJournal) -> int:
+    """Return the last step of a role in its journal; -1 for none."""
+    return max((role_step for _, _, role_step, _ in _row_records(journal)), default=-1)
+
+
+def _row_records(journal: StoredJournal) -> Iterator[tuple[int, int, int, bytes]]:
+    """Yield the parts of what `record_of` has returned: step, whether that was given, the role's step, and the row."""
+    for entry in journal.entries():
+        if not entry.data.startswith((b"{", _ARTIFACT)):  # the run's end, or an artifact
+            step, is_placed, role_step, data = entry.data.split(b" ", 3)
+            yield int(step), int(is_placed), int(role_step), data
 
 
 def attempt_at(directory: Path, place: Place | None = None) -> AttemptOnDisk:
@@ -446,6 +455,7 @@ class WandbOutbox:
     column: str | None = None
     _sent: Left | None = None  # what this run has logged again
     _unkept = 0
+    _role_step = -1  # that of the role's last row
 
     def __init__(self, run: Any, directory: Path, has_one_writer: bool, **more: Any) -> None:
         """Keep what is logged from now on.
@@ -514,15 +524,16 @@ class WandbOutbox:
 
     def keep_since(self, since: int) -> None:
         """Keep a step of the run that it has before the first of its numbered rows, also of those that are sent."""
-        self._journal.header["since"] = min(since, int(self._journal.header["since"]))
+        self._journal.describe(since=min(since, int(self._journal.header["since"])))
 
     def keep_role_step(self, step: Any) -> None:
         """Keep the step of a role's last row, even if its rows are mixed with those of earlier attempts."""
-        self._journal.header[ROLE_STEP] = step
+        self._role_step = int(step) if isinstance(step, (int, float)) and math.isfinite(step) else -1
 
     def add_writer(self) -> None:
         """Note that wandb-core logs rows of TensorBoard too: the steps of this process's rows are not known then."""
-        self.next_step = self._journal.header["step"] = None
+        self.next_step = None
+        self._journal.describe(step=None)
 
     def for_guests(self) -> dict[str, Any]:
         """Return the values with which a rank that logs into this run keeps a journal beside this one."""
@@ -540,15 +551,15 @@ class WandbOutbox:
             if step < self.next_step:
                 return  # wandb-core drops it
             self.next_step = step
-        self._journal.header["step"] = self.next_step
-        self._journal.add(record_of(row, step if self.next_step is None else self.next_step, step is not None))
+        known_step = step if self.next_step is None else self.next_step
+        self._journal.add(record_of(row, known_step, step is not None, self._role_step))
         self._unkept += self._journal.is_closed
         if self.next_step is not None and (commit or (commit is None and step is None)):
             self.next_step += 1
 
     def end(self, exit_code: int) -> None:
         """Keep the status with which the run is ended now: it may not be sent in time."""
-        self._journal.add(encode({"exit_code": exit_code}), is_last=True)
+        self._journal.add(encode({"exit_code": exit_code}))
 
     def _put_artifact(self, data: bytes) -> None:
         self._journal.add(record_of_artifact(data))
@@ -559,7 +570,7 @@ class WandbOutbox:
     @property
     def unkept_rows(self) -> int:
         """How many rows the journal lacks because of a full disk: what W&B has not got of them is lost."""
-        return self._unkept + self._journal.replaced
+        return self._unkept
 
     def mark_forked(self) -> None:
         """Say in the directory that a forked child logs too: this process knows the steps of its rows no more."""
@@ -763,7 +774,7 @@ def plain(data: Mapping[str, Any]) -> bytes:
 
 def record_of_artifact(data: bytes) -> bytes:
     """Return a serialized artifact as a record of a journal."""
-    return _ARTIFACT + b"\n" + data
+    return _ARTIFACT + b" " + b2a_base64(data, newline=False)
 
 
 def keep_artifacts(directory: Path, place: Place, artifacts: Sequence[vendor.KeptArtifact]) -> None:
@@ -775,15 +786,17 @@ def keep_artifacts(directory: Path, place: Place, artifacts: Sequence[vendor.Kep
     journal.close()
 
 
-def record_of(row: bytes, step: int | None = None, is_placed: bool = False) -> bytes:
+def record_of(row: bytes, step: int | None = None, is_placed: bool = False, role_step: int = -1) -> bytes:
     """Return a row as a record of a journal.
 
     Args:
         row: The row: a JSON object, or as W&B's client has serialized it, which takes a tenth of the time.
         step: Its step, if this process knows it.
         is_placed: Whether the function has given the step.
+        role_step: The step of the role's last row.
     """
-    return b"%d %d\n%b" % (-1 if step is None else step, is_placed, row)
+    text = row if row.startswith(b"{") else b2a_base64(row, newline=False)
+    return b"%d %d %d %b" % (-1 if step is None else step, is_placed, role_step, text)
 
 
 # A count that is late

@@ -26,7 +26,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 import os
 import tempfile
 import threading
@@ -380,16 +379,6 @@ def _sources(attempt: AttemptOnDisk) -> Iterator[tuple[Callable[[], Iterator[Row
         yield partial(outbox.rows_of, journal, 0), () if writer is None else (writer,)
 
 
-def _last_step(left: Left, role: str) -> int:
-    """Return the last step of a role's rows; -1 for none. Of each journal, one file is read."""
-    values = []
-    for last in (journal.segments()[-1] for journal in left.journals):
-        values.append(last.header.get(outbox.ROLE_STEP))
-        values += [row.values.get(f"{role}/step") for row in outbox.rows_of(last, 0)]
-    steps = [int(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
-    return max(steps, default=-1)
-
-
 def numbers_at(place: Place, column: str, since: int) -> Iterator[list[int]]:
     """Yield the numbers of a writer's rows that W&B has, in parts: see `NumberedRows.look`.
 
@@ -422,7 +411,7 @@ class LeftRows:
         if not left.attempts:
             self._done.set()
             return -1
-        last_step = _last_step(left, role_of(self._column))
+        last_step = max(map(outbox.last_role_step, left.journals), default=-1)
         threading.Thread(target=self._run, name="flyteplugins_tracking.left", daemon=True).start()
         self._done.wait(timeout_s)
         return last_step
