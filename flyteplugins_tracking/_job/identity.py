@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._job.board import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
+from flyteplugins_tracking._job.starts import slurm_start
 from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.children import has_inherited_group, marked_base_id
 from flyteplugins_tracking._rank.engines import Trial
@@ -119,27 +120,35 @@ def _is_alone(info: DistributedInfo, agreement: bool) -> bool:
 
 
 def _torchelastic(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
-    """Join the run id ("none" for a static rendezvous) and a token, since constant run ids are common.
+    """Return the first id that a rank has offered: the start in a Slurm job, or the run id with a random token.
 
-    Each rank offers a token to these stores in turn. The first token that a store receives stays there:
+    The run id is "none" for a static rendezvous, and constant run ids are common. Each rank offers its id to these
+    stores in turn. The first that a store receives stays there:
 
     1. The store of a c10d rendezvous whose address is known. It stays when rank 0 moves to another node.
-    2. The store that the agents share, if they share one. It receives the token of 1, so that ranks which do not know
+    2. The store that the agents share, if they share one. It receives the id of 1, so that ranks which do not know
        the rendezvous's address agree too. It is on the node of rank 0.
 
     Both stores belong to the agents, so that they outlive a restart of the workers. If there is neither, the token is
     that of the agent: this rank's own if no other node needs it, else rank 0's, through the process group.
     """
     name = info.job_id if info.job_id not in (None, "none") else "torchrun"
+    start = slurm_start(info, env)
+
+    def offered(token: str) -> str:
+        return readable(name, token) if start is None else readable(*start)
+
     rendezvous, agents = rendezvous_store(env), agents_store(env)
-    token = None
+    base_id = None
     if rendezvous is not None:
-        token = _agree(rendezvous, _random_token(), f"{_STORE_KEY}/{env.get('TORCHELASTIC_RUN_ID', '')}")
+        base_id = _agree(rendezvous, offered(_random_token()), f"{_STORE_KEY}/{env.get('TORCHELASTIC_RUN_ID', '')}")
     if agents is not None:
-        token = _agree(agents, token or _random_token())
-    elif token is None:
-        token = _agent_token(env) if _is_alone(info, agreement) else _from_rank_0(info, _agent_token(env))
-    return None if token is None else readable(name, token)
+        return _agree(agents, base_id or offered(_random_token()))
+    if base_id is not None:
+        return base_id
+    token = _agent_token(env) if start is None else ""
+    own = None if token is None else offered(token)
+    return own if _is_alone(info, agreement) else _from_rank_0(info, own)
 
 
 def is_elastic(info: DistributedInfo | None, env: Env) -> bool:

@@ -299,7 +299,7 @@ _TABLE = (
         local_world_size="LOCAL_WORLD_SIZE",
         worker_index=("GROUP_RANK", "NODE_RANK"),
         num_workers="GROUP_WORLD_SIZE",
-        restart_count=("TORCHELASTIC_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"),
+        restart_count=("TORCHELASTIC_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT", "SLURM_RESTART_COUNT"),
         job_id="TORCHELASTIC_RUN_ID",
         function=_torchelastic,
     ),

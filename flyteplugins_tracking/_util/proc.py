@@ -78,6 +78,11 @@ def children(pid: int) -> list[int]:
     return sorted(pids, key=lambda child: (int(start_time(child) or 0), child))
 
 
+def processes() -> list[int]:
+    """Return all processes of this machine that this process can see."""
+    return [int(os.path.basename(path)) for path in glob("/proc/[0-9]*")]
+
+
 def threads(name: str) -> list[int]:
     """Return the threads of this process with this name, of at most 15 characters, also those that are not Python's."""
     tasks = glob("/proc/self/task/*")

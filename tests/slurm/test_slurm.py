@@ -43,6 +43,7 @@ class Place:
             "WANDB_DIR": str(self.directory),
             "WANDB_SILENT": "true",
             "TRAIN_DIR": str(self.directory),
+            "PYTHONPATH": str(EXAMPLES.parent),  # the package of this checkout
         }
 
     @property
@@ -251,16 +252,25 @@ def test_an_interactive_step_is_one_process_and_the_steps_started_in_it_are_not(
     assert not interactive["run_id"].startswith("slurm-")
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_torchrun_in_a_step_tells_the_ranks_not_slurm(place: Place, nodes: int) -> None:
+def torchrun(*options: str, **settings: Any) -> str:
+    """The shell command that runs `train.py` under torchrun, with 2 processes on each node."""
+    module = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *options]
+    return f"{shlex.join(module)} {train(**settings).removeprefix(sys.executable)}"
+
+
+def across_nodes(nodes: int, rdzv_id: str = "job") -> list[str]:
+    """The options of a torchrun that spans several nodes."""
     (port,) = free_ports(1)
-    torchrun = [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=2", "--rdzv-id=job"),
+    return [
+        *(f"--nnodes={nodes}", f"--rdzv-id={rdzv_id}"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
     ]
-    script = train().removeprefix(sys.executable)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_in_a_step_tells_the_ranks_and_slurm_names_the_run(place: Place, nodes: int) -> None:
     job_id, job = place.batch(
-        f"srun {shlex.join(torchrun)} {script}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"
+        f"srun {torchrun(*across_nodes(nodes))}", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"
     )
     assert job.state == "COMPLETED", place.output
     infos = [report["info"] for report in place.reports(job=str(job_id))]
@@ -270,8 +280,83 @@ def test_torchrun_in_a_step_tells_the_ranks_not_slurm(place: Place, nodes: int) 
         (2 * nodes, 2, nodes)
     }
     (run,) = place.runs()
-    assert run.id.startswith("job-")
+    assert run.id == f"slurm-{place.cluster.name}-{job_id}-0"
     assert (run.config["tracking_init"]["launcher"], run.exit_code, len(run.rows)) == ("torchelastic", 0, 3)
+
+
+# Trainings that one job starts, and what their ids end with. The last one hangs in the first attempt.
+SEVERAL = {
+    "one after the other in the batch script": ("{first}\n{last}", ["batch", "batch.2"]),
+    "one after the other in a step": ("srun --ntasks=1 bash -c {both}", ["0", "0.2"]),
+    "a step each": ("srun --ntasks=1 {first}\nsrun --ntasks=1 {last}", ["0", "1"]),
+    "steps beside each other": (
+        "srun --overlap --ntasks=1 {first} &\nsleep 2\nsrun --overlap --ntasks=1 {last}\nwait",
+        ["0", "1"],
+    ),
+    "beside each other in the batch script": (
+        "trap 'kill $(jobs -p)' TERM\n{first} &\nsleep 1\n{last} &\nwait\nwait",
+        ["batch", "batch.2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SEVERAL)
+def test_trainings_that_a_job_starts_with_torchrun_are_the_same_runs_after_a_requeue(place: Place, how: str) -> None:
+    script, names = SEVERAL[how]
+    first = torchrun("--standalone", rows=100, tracking={"config": {"which": "first"}})
+    last = torchrun(
+        "--standalone", rows=1000, tracking={"config": {"which": "last"}}, first_end={"0": "hang", "1": "hang"}
+    )
+    both = shlex.quote(f"{first}; {last}")
+    job_id = place.submit(script.format(first=first, last=last, both=both), "--requeue", "--nodes=1", "--ntasks=2")
+    wait_for(lambda: sorted(bool(run.rows) for run in place.runs()) == [True, True], "stored rows of both", 120)
+    place.cluster.run("scontrol", "requeue", str(job_id))
+    assert place.cluster.wait(job_id, restarts=1, timeout_s=240).state == "COMPLETED", place.output
+    attempts = {"first": 100, "last": 1000}
+    for which, name in zip(attempts, names, strict=True):
+        runs = [run for run in place.runs() if run.config["which"] == which]
+        assert {run.id for run in runs} == {f"slurm-{place.cluster.name}-{job_id}-{name}"}
+        assert sorted(run.config["tracking_init"]["restart_count"] for run in runs) == [0, 1]
+        assert [len(run.rows) for run in runs if run.config["tracking_init"]["restart_count"]] == [attempts[which]]
+
+
+def test_a_torchrun_in_each_task_of_a_step_has_a_run_of_its_own(place: Place) -> None:
+    job_id, job = place.batch(f"srun {torchrun('--standalone')}", "--nodes=1", "--ntasks=2")
+    assert job.state == "COMPLETED", place.output
+    base = f"slurm-{place.cluster.name}-{job_id}-0"
+    assert sorted(run.id for run in place.runs()) == [f"{base}.task0", f"{base}.task1"]
+
+
+def test_each_element_of_a_job_array_has_a_run_of_its_own(place: Place) -> None:
+    place.submit(f"srun {torchrun('--standalone')}", "--array=1-2", "--nodes=1", "--ntasks=1")
+    wait_for(lambda: [run.exit_code for run in place.runs()] == [0, 0], "two runs that have ended", 120)
+    jobs = {report["job"] for report in place.reports()}
+    assert len(jobs) == 2
+    assert {run.id for run in place.runs()} == {f"slurm-{place.cluster.name}-{job}-0" for job in jobs}
+
+
+def test_a_torchrun_over_the_components_of_a_heterogeneous_step_has_one_run(place: Place) -> None:
+    script = f"srun --het-group=0,1 {torchrun(*across_nodes(2))}"
+    path = place.directory / "het.sbatch"
+    path.write_text(
+        f"#!/bin/bash\n#SBATCH --nodes=1 --ntasks=1\n#SBATCH hetjob\n#SBATCH --nodes=1 --ntasks=1\n{script}\n"
+    )
+    options = ["--parsable", f"--chdir={place.directory}", f"--output={place.directory / 'output.txt'}"]
+    job_id = int(place.cluster.run("sbatch", *options, path, env=place.env).strip())
+    assert place.cluster.wait(job_id).state == "COMPLETED", place.output
+    (run,) = place.runs()
+    assert run.id == f"slurm-{place.cluster.name}-{job_id}-0"
+
+
+def test_a_time_limit_and_a_requeue_keep_the_run_of_a_torchrun_over_two_nodes(place: Place) -> None:
+    settings = {"rows": 1000, "first_end": dict.fromkeys("0123", "hang")}
+    options = ["--requeue", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--time=1"]
+    job_id = place.submit(f"srun {torchrun(*across_nodes(2), **settings)}", *options)
+    assert place.cluster.wait(job_id, timeout_s=240).state == "TIMEOUT", place.output
+    place.cluster.run("scontrol", "requeue", str(job_id))
+    wait_for(lambda: place.cluster.job(job_id).restarts == 1, "the requeue", 60)
+    assert place.cluster.wait(job_id, restarts=1, timeout_s=240).state == "COMPLETED", place.output
+    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0"], rows=1000)
 
 
 def test_a_requeued_job_goes_on_with_the_same_runs(place: Place) -> None:
@@ -285,21 +370,16 @@ def test_a_requeued_job_goes_on_with_the_same_runs(place: Place) -> None:
     assert {run.exit_code for run in place.runs() if run.config["tracking_init"]["restart_count"] == 0} <= {None, 143}
 
 
-@pytest.mark.parametrize(("keeps_id", "runs"), [(True, 1), (False, 2)])
-def test_a_requeue_of_the_examples_torchrun_keeps_the_run_by_its_variable(
-    place: Place, keeps_id: bool, runs: int
-) -> None:
-    """A requeue starts torchrun again, which has another id: only WANDB_RUN_ID, made of the job's number, stays."""
+def test_a_requeue_of_the_examples_torchrun_keeps_the_run(place: Place) -> None:
     settings = json.dumps({"rows": 1000, "first_end": dict.fromkeys("0123", "hang")})
     program = Path(__file__).with_name("train.py")
     (place.directory / "train.py").write_text(
         f"import runpy, sys\nsys.argv.append({settings!r})\nrunpy.run_path({str(program)!r}, run_name='__main__')\n"
     )
     script = (EXAMPLES / "slurm" / "torchrun.sbatch").read_text()
-    first_node, variable = "$first_node", 'export WANDB_RUN_ID="slurm-$SLURM_JOB_ID"\n'
-    assert script.count(first_node) == script.count(variable) == 1
-    script = script.replace(first_node, "127.0.0.1").replace(variable, variable if keeps_id else "")
-    (place.directory / "job.sbatch").write_text(script)
+    assert script.count("$first_node") == 1
+    assert "WANDB_RUN_ID" not in script
+    (place.directory / "job.sbatch").write_text(script.replace("$first_node", "127.0.0.1"))
     (port,) = free_ports(1)
     more = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), place.cluster.environment["PATH"]])}
     env = {**place.env, **more, "GPUS_PER_NODE": "2", "MASTER_PORT": str(port)}
@@ -308,10 +388,7 @@ def test_a_requeue_of_the_examples_torchrun_keeps_the_run_by_its_variable(
     wait_for(lambda: [bool(run.rows) for run in place.runs()] == [True], "stored rows", 120)
     place.cluster.run("scontrol", "requeue", str(job_id))
     assert place.cluster.wait(job_id, restarts=1).state == "COMPLETED", place.output
-    assert len({run.id for run in place.runs()}) == runs
-    assert ({run.id for run in place.runs()} == {f"slurm-{job_id}"}) == keeps_id
-    assert [run.config["tracking_init"]["restart_count"] for run in place.runs()] == [0, 0]
-    assert [len(run.rows) for run in place.runs() if run.exit_code == 0] == [1000]
+    assert_two_attempts(place, [f"slurm-{place.cluster.name}-{job_id}-0"], rows=1000)
 
 
 def test_a_job_that_fails_and_is_requeued_goes_on_with_the_same_run(place: Place) -> None:

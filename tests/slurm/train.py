@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -34,7 +35,11 @@ def end(how: str | None) -> None:
     if how == "raise":
         raise ValueError("made to fail")
     if how == "hang":
-        time.sleep(120)
+        launcher, deadline = os.getppid(), time.monotonic() + 120
+        while os.getppid() == launcher and time.monotonic() < deadline:
+            time.sleep(0.1)
+        # Without cgroups, as here, Slurm loses the workers of an agent that it has killed.
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def report(run: Any, info: DistributedInfo | None) -> None:
