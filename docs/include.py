@@ -117,7 +117,15 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # The page that explains an argument, from docs/reference. An argument that is not here has no link.
 _PAGES = {
     ("Trackers", "../trackers.md"): ("tracker",),
-    ("Which ranks log", "../guides/ranks.md"): ("run_mode", "rank_scope", "primary_rank", "id", "group", "rank_prefix"),
+    ("Which ranks log", "../guides/ranks.md"): (
+        "run_mode",
+        "rank_scope",
+        "primary_rank",
+        "id",
+        "run_file",
+        "group",
+        "rank_prefix",
+    ),
     ("Several roles in one run", "../guides/roles.md"): ("roles", "role"),
     ("Move your script", "../guides/move.md"): ("project", "name", "tags", "notes", "config"),
     ("Flyte", "../guides/flyte.md"): ("secret", "download_logs"),

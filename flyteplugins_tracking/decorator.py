@@ -34,6 +34,7 @@ def tracking_init(
     rank_scope: RankScope = "global",
     primary_rank: PrimaryRank = 0,
     id: str | None = None,
+    run_file: str | None = None,
     roles: Sequence[str] | None = None,
     role: str | None = None,
     project: str | None = None,
@@ -77,6 +78,9 @@ def tracking_init(function: Any = None, /, **options: Any) -> Any:
             job.
         id: The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on
             one.
+        run_file: A file in which the job keeps its run's id, for instance beside its checkpoints: a later job that
+            finds it goes on in the run. When the function has returned, the next job has a new run. Only the first rank
+            with a run needs to see the file. Not together with `id` and `role`.
         roles: The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
             `role=` and the same `id`. One that is not listed may join too.
         role: The role under which this job joins the run that a job with `roles=` owns. Its rows have `{role}/` before

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from flyteplugins_tracking._job.failure import Failure
     from flyteplugins_tracking._runs.run import Run
+    from flyteplugins_tracking._runs.run_file import RunFile
     from flyteplugins_tracking._runs.sigterm import SigtermWatcher
     from flyteplugins_tracking._runs.stopping import Stopping
     from flyteplugins_tracking.trackers.base import Tracker
@@ -90,6 +91,7 @@ class Call(PerProcess):
         found: Who this process is; empty if the call has joined another one.
         info: This rank; None outside a distributed job.
         number: The number of this call among those of the tracker in this process, or in this attempt of its task.
+        run_file: The file of `run_file=`, on a rank that opens a run.
         parent_id: The run of the calling task, if this task continues it.
         run: The run that it has joined or opened; None on a rank without a run.
         watcher: Watches for SIGTERM during the call. Each call has its own start and stop.
@@ -102,6 +104,7 @@ class Call(PerProcess):
     found: Detection = Detection()
     info: DistributedInfo | None = None
     number: int = 1
+    run_file: RunFile | None = None
     parent_id: str | None = None
     run: Run | None = None
     watcher: SigtermWatcher | None = None

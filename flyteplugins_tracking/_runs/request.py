@@ -21,6 +21,7 @@ from flyteplugins_tracking._job.identity import (
 from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import RunPlan, needs_shared_id, plan
+from flyteplugins_tracking._runs.run_file import RunFile
 from flyteplugins_tracking._util.checks import check_run_id
 from flyteplugins_tracking._util.plain import plain_config
 from flyteplugins_tracking._util.record import replace
@@ -45,7 +46,11 @@ def plan_of(call: Call) -> RunPlan:
         IdentityError: They cannot agree.
     """
     config = call.config
+    if config.run_file is not None and not (call.context.is_simulated or call.found.is_child):
+        call.run_file = RunFile(call, config.run_file)
     identity = Identity(None) if call.parent_id is not None else _identity(call)
+    if call.run_file is not None:
+        call.run_file.base_id = identity.base_id
     run_plan = plan(
         call.info,
         config.run_mode,
@@ -59,20 +64,10 @@ def plan_of(call: Call) -> RunPlan:
 
 
 def _identity(call: Call) -> Identity:
-    tracker, config, context, found = call.tracker, call.config, call.context, call.found
-    forced_run_id = tracker.forced_run_id()
-    if forced_run_id is not None or config.id is not None:
-        return Identity(forced_run_id or config.id)
-    from_env = from_variables(os.environ, tracker.run_id_variables)
-    if from_env is not None:
-        _check_variable(call, str(from_env.base_id))
-        return from_env if found.parent is None or config.role is not None else _identity_beside(call, from_env)
-    if config.role is not None and not context.is_simulated:
-        variables = "".join(f", or set {name}" for name in tracker.run_id_variables[:1])
-        raise IdentityError(
-            f"role={config.role!r} joins the run of another job, and nothing says which: pass id=..., that of the job "
-            f"with roles=[...]{variables}; or call this task from the task that has roles=[...]"
-        )
+    context, found, config = call.context, call.found, call.config
+    chosen = _chosen_identity(call)
+    if chosen is not None:
+        return chosen
     if context.base_id is not None:
         identity = Identity(context.base_id, context.group)
         if found.is_child and not context.is_simulated:
@@ -89,6 +84,32 @@ def _identity(call: Call) -> Identity:
         return identity
     # The second call in one process gets its own run, so that it cannot hide a failure of the first.
     return Identity(f"{identity.base_id}-{call.number}", identity.group)
+
+
+def _chosen_identity(call: Call) -> Identity | None:
+    """Return what the user has chosen: `id=`, the tracker's variable, or an earlier job with the same `run_file=`.
+
+    Raises:
+        ConfigError: The variable's value cannot be an id.
+        IdentityError: This job has a role, and nothing says in which run.
+    """
+    tracker, config = call.tracker, call.config
+    forced_run_id = tracker.forced_run_id()
+    if forced_run_id is not None or config.id is not None:
+        return Identity(forced_run_id or config.id)
+    from_env = from_variables(os.environ, tracker.run_id_variables)
+    if from_env is not None:
+        _check_variable(call, str(from_env.base_id))
+        is_ranks = call.found.parent is None or config.role is not None
+        return from_env if is_ranks else _identity_beside(call, from_env)
+    if config.role is not None and not call.context.is_simulated:
+        variables = "".join(f", or set {name}" for name in tracker.run_id_variables[:1])
+        raise IdentityError(
+            f"role={config.role!r} joins the run of another job, and nothing says which: pass id=..., that of the job "
+            f"with roles=[...]{variables}; or call this task from the task that has roles=[...]"
+        )
+    kept = None if call.run_file is None else call.run_file.find()
+    return None if kept is None else Identity(kept)
 
 
 def _check_variable(call: Call, run_id: str) -> None:

@@ -67,6 +67,8 @@ def open_run(call: Call) -> Run:
         failures = FailureReader(info, is_alone=is_alone, is_own_run=config.run_mode == "new")
         undo.callback(failures.stop)
         planned = plan_of(call)
+        if call.run_file is not None:
+            undo.callback(call.run_file.release)
         with _opening.lock:
             joined = _join_callers_run(call, planned)
             if joined is not None:
@@ -77,6 +79,8 @@ def open_run(call: Call) -> Run:
             request = request_of(call, planned, run_plan, call.watcher or MAIN_WATCHER, deadline)
             require(tracker)
             handle = _opened(tracker, request)
+            if call.run_file is not None:
+                call.run_file.write(handle.id, has_ended=False)
             run = Run(call, run_plan, handle, failures, undo.pop_all())
             undo.push(run.close_if_unused)
             # Called once a run is open: hooks run in the reverse order of their registration, and the vendor's would
@@ -259,12 +263,19 @@ class Run:
                 with self.warned(f"the run could not be finished with status {exit_code}"):
                     self.handle.finish(exit_code)
                     _print_how_to_view(self)
+                if exit_code == 0 and self.opener.run_file is not None and not self._was_stopped:
+                    self.opener.run_file.write(self.handle.id, has_ended=True)
             if self.opener.context.can_persist:
                 run_with_timeout(self.opener.config.finish_timeout_s, _persist, self)
         finally:
             with state.lock:
                 state.runs[:] = [other for other in state.runs if other is not self]
             self.closed.set()
+
+    @property
+    def _was_stopped(self) -> bool:
+        """Whether `should_stop()` has ended the function: the next job goes on in the run."""
+        return self.opener.stopping is not None and self.opener.stopping.has_stopped
 
     def end_early(self, exit_code: int, failure: Failure | None = None) -> None:
         """End the run while functions may still log: the next row opens it again. Called from any thread."""

@@ -122,6 +122,11 @@ class Stopping:
         if stop.reason == SIGTERM and self._signalled_at is None and self._call.watcher is not None:
             self._call.watcher.signal_self()
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether `should_stop()` has returned True."""
+        return self._ranks.stopped_at is not None
+
     # Called by the call
 
     def before_close(self) -> None:

@@ -65,15 +65,23 @@ class RunLock:
         if sys.platform != "linux":
             return cls()
         digest = hashlib.sha256(f"{machine()}\0{name}".encode()).hexdigest()
-        deadline = time.monotonic() + timeout_s
         try:
-            path = private_directory("locks") / digest
-            while (holder := _hold(path)) is not None:
-                if time.monotonic() > deadline or _is_family(holder):
-                    return None
-                time.sleep(_POLL_S)
+            return cls.of_file(private_directory("locks") / digest, timeout_s)
         except OSError:  # the disk is full, or the file system has no locks
             return cls()
+
+    @classmethod
+    def of_file(cls, path: Path, timeout_s: float = 0) -> RunLock | None:
+        """Acquire the lock of a file of this user's, which is made, and removed at the release. As `acquire`.
+
+        Raises:
+            OSError: The file cannot be locked.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (holder := _hold(path)) is not None:
+            if time.monotonic() > deadline or _is_family(holder):
+                return None
+            time.sleep(_POLL_S)
         return cls(path)
 
     @classmethod

@@ -90,6 +90,11 @@ class TrackingConfig(Record):
     id: str | None = None
     """The base of the run ids: the same on every rank, and another for each job. By default the ranks agree on one."""
 
+    run_file: str | None = None
+    """A file in which the job keeps its run's id, for instance beside its checkpoints: a later job that finds it goes
+    on in the run. When the function has returned, the next job has a new run. Only the first rank with a run needs to
+    see the file. Not together with `id` and `role`."""
+
     roles: Sequence[str] | None = None
     """The roles of other jobs that join the run of this one, which owns and ends it: each calls a function with
     `role=` and the same `id`. One that is not listed may join too."""
@@ -179,6 +184,7 @@ class TrackingConfig(Record):
         self.__dict__["roles"] = check_texts("roles", self.roles)
         if not isinstance(self.config, str):
             self.__dict__["config"] = plain_config(self.config)
+        self._check_run_file()
         self._check_roles()
 
     @classmethod
@@ -202,6 +208,12 @@ class TrackingConfig(Record):
     def arguments(self) -> dict[str, Any]:
         """The arguments from which `from_arguments` makes an equal config."""
         return {**self.options, **{name: getattr(self, name) for name in self.given}}
+
+    def _check_run_file(self) -> None:
+        for name in ("id", "role"):
+            if self.run_file is not None and getattr(self, name) is not None:
+                value = getattr(self, name)
+                raise ConfigError(f"{name}={value!r} names the run, and so does run_file=: pass one of the two")
 
     def _check_roles(self) -> None:
         for name in (*(self.roles or ()), *filter(None, [self.role])):

@@ -1,0 +1,142 @@
+"""`run_file=`: the file in which a job keeps the base id of its run, for a later job that goes on in the run.
+
+One rank of the job reads and writes it: the first primary. The others get the id from that rank, through the job's
+store, or read the file if the job has none. For each tracker, and each call of a process, the file has an entry:
+
+    {"wandb": {"base_id": "9k2m", "project": "llm", "server": "https://api.wandb.ai", "has_ended": false}}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flyteplugins_tracking._job.board import job_board
+from flyteplugins_tracking._rank.plan import needs_shared_id, plan
+from flyteplugins_tracking._util.checks import check_run_id, check_text
+from flyteplugins_tracking._util.files import read_own, replace_whole
+from flyteplugins_tracking._util.lock import RunLock
+from flyteplugins_tracking._util.text import parse_json
+from flyteplugins_tracking.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flyteplugins_tracking._runs.call import Call
+
+logger = logging.getLogger(__name__)
+
+_LONGEST = 1 << 20
+_POLL_S = 0.1
+
+
+class RunFile:
+    """The file of a call, on a rank that opens a run.
+
+    Attributes:
+        base_id: The base id of this job's run, found there or not; None if the tracker makes it.
+    """
+
+    base_id: str | None = None
+
+    def __init__(self, call: Call, path: str) -> None:
+        """Does nothing yet.
+
+        Args:
+            call: The call.
+            path: Where the file is.
+        """
+        config, tracker = call.config, call.tracker
+        self._call = call
+        self._path = Path(os.path.expanduser(path)).absolute()
+        self._key = tracker.name if call.number == 1 else f"{tracker.name}-{call.number}"
+        self._place = {"project": config.project, "server": tracker.page(config, None)}
+        self._lock: RunLock | None = None
+
+    def find(self) -> str | None:
+        """Return the base id of the run that goes on, the same on all ranks; None for a new run."""
+        call, config = self._call, self._call.config
+        is_first = plan(call.info, config.run_mode, config.rank_scope, None, primary_rank=config.primary_rank).first
+        if is_first:
+            self._lock = self._acquire()
+        found = self._read() if self._lock is not None or not is_first else None
+        if call.info is None or not needs_shared_id(call.info, config.run_mode, config.rank_scope):
+            return found
+        board = None
+        with suppress(RuntimeError):  # the store does not answer
+            board = job_board(call.info, os.environ, f"run_file/{self._key}")
+        if board is None:
+            return found
+        if is_first:
+            return board.put_first(str(self._path), found or "-").strip("-") or None
+        deadline = time.monotonic() + config.init_timeout_s
+        while (text := board.get(str(self._path))) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return found if text is None else text.strip("-") or None
+
+    def write(self, run_id: str, *, has_ended: bool) -> None:
+        """Keep the base id of the run, on the first primary: when the run is open, and when its training has ended.
+
+        Args:
+            run_id: The id of this rank's run.
+            has_ended: Whether the next job is a new run.
+        """
+        if self._lock is None:
+            return
+        base_id = self.base_id or run_id
+        entry = {"base_id": base_id, **self._place, "has_ended": has_ended}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_whole(self._path, json.dumps({**self._entries(), self._key: entry}, indent=1))
+        except OSError as error:
+            text = "%s: run_file=%s cannot be written, so that the next job will not go on in run %s: %s"
+            logger.warning(text, self._call.tracker.name, self._path, base_id, error)
+
+    def release(self) -> None:
+        """Let another job use the file."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _acquire(self) -> RunLock | None:
+        name = self._call.tracker.name
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lock = RunLock.of_file(
+                self._path.with_name(f"{self._path.name}.lock"), self._call.config.init_timeout_s / 2
+            )
+        except OSError as error:
+            logger.warning("%s: run_file=%s cannot be used: %s. This is a new run", name, self._path, error)
+            return None
+        if lock is None:
+            logger.warning("%s: run_file=%s is used by another job: this is a new run", name, self._path)
+        return lock
+
+    def _read(self) -> str | None:
+        entry = self._entries().get(self._key)
+        if entry is None or entry["has_ended"]:
+            return None
+        place = {name: entry[name] for name in self._place}
+        if place != self._place:
+            text = "%s: run_file=%s is of another place, %s: this is a new run, in %s"
+            logger.warning(text, self._call.tracker.name, self._path, place, self._place)
+            return None
+        return str(entry["base_id"])
+
+    def _entries(self) -> dict[str, Any]:
+        """Return what the file has; nothing, with a warning, if it is damaged, or not this user's."""
+        try:
+            entries: dict[str, Any] = parse_json(read_own(self._path, _LONGEST).decode())
+            for entry in entries.values():
+                check_text("base_id", entry["base_id"], is_optional=False)
+                check_run_id("base_id", entry["base_id"])
+                _ = entry["project"], entry["server"], entry["has_ended"]
+            return entries
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
+            text = "%s: run_file=%s cannot be read: %s: %s. This is a new run"
+            logger.warning(text, self._call.tracker.name, self._path, type(error).__name__, error)
+        return {}
