@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flyteplugins_tracking._job.board import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
-from flyteplugins_tracking._job.starts import slurm_start
+from flyteplugins_tracking._job.starts import outer_job, stable_name, start_in
 from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.children import has_inherited_group, marked_base_id
 from flyteplugins_tracking._rank.engines import Trial
@@ -120,7 +120,7 @@ def _is_alone(info: DistributedInfo, agreement: bool) -> bool:
 
 
 def _torchelastic(info: DistributedInfo, env: Env, agreement: bool) -> str | None:
-    """Return the first id that a rank has offered: the start in a Slurm job, or the run id with a random token.
+    """Return the first id that a rank has offered: that of its start in an outer job, or a run id with a random token.
 
     The run id is "none" for a static rendezvous, and constant run ids are common. Each rank offers its id to these
     stores in turn. The first that a store receives stays there:
@@ -133,7 +133,7 @@ def _torchelastic(info: DistributedInfo, env: Env, agreement: bool) -> str | Non
     that of the agent: this rank's own if no other node needs it, else rank 0's, through the process group.
     """
     name = info.job_id if info.job_id not in (None, "none") else "torchrun"
-    start = slurm_start(info, env)
+    start = start_in(outer_job(env), info)
 
     def offered(token: str) -> str:
         return readable(name, token) if start is None else readable(*start)
@@ -177,7 +177,7 @@ def _slurm(info: DistributedInfo, env: Env, _: bool) -> str | None:
 def _job_name(info: DistributedInfo, _: Env, agreement: bool) -> str | None:
     launcher = LAUNCHERS.get(info.launcher)
     names_run = launcher is not None and launcher.names_run
-    return readable(info.job_id) if names_run and info.job_id else _without_job_name(info, agreement)
+    return readable(stable_name(info.job_id)) if names_run and info.job_id else _without_job_name(info, agreement)
 
 
 def _openmpi(info: DistributedInfo, _: Env, agreement: bool) -> str | None:
@@ -215,10 +215,16 @@ def _launcher_process(info: DistributedInfo) -> str | None:
     return _digest(proc.machine(), pid, proc.start_time(pid))
 
 
+def _flux(info: DistributedInfo, env: Env, _: bool) -> str | None:
+    """Join the job and the one around it, in which it has its number."""
+    return readable("flux", env.get("FLUX_ENCLOSING_ID"), info.job_id)
+
+
 # The launchers whose job's name is a part of the id. For the others the entry in `LAUNCHERS` is enough.
 _SOURCES: Mapping[str, Callable[[DistributedInfo, Env, bool], str | None]] = {
     "torchelastic": _torchelastic,
     "slurm": _slurm,
+    "flux": _flux,
     "openmpi": _openmpi,
 }
 

@@ -1,8 +1,8 @@
-"""Which start of torchrun this is in its Slurm job: a name that a requeue keeps.
+"""Which start of torchrun this is in the job around it: a name that the job's restart keeps.
 
-Slurm keeps the number of a job that it requeues, and numbers the steps of a script anew. What one step, or one batch
-script, starts one after the other is several training runs: they are numbered in the order of their starts, and a
-requeued script starts them in the same order again.
+A batch system, or a cloud's job, keeps its name when it starts again, and torchrun inside of it has none. What a job's
+script starts one after the other is several training runs: they are numbered in the order of their starts, and the
+script starts them in the same order again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
+from typing import NamedTuple
 
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._util import proc
@@ -19,45 +21,81 @@ from flyteplugins_tracking._util.proc import Env
 
 # What Python runs in torchelastic's agents.
 _AGENTS = {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate"}
-# The variables of a step, and what they are in a batch script.
-_STEP, _TASKS, _TASK = ("SLURM_STEP_ID", "batch"), ("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_PROCID", "0")
-# They are equal in the processes of one task.
-_OF_TASK = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
 
 
-def slurm_start(info: DistributedInfo, env: Env) -> tuple[str, ...] | None:
-    """Return the parts of a base id for torchrun inside a Slurm job; None outside of one, and if they are not known.
+class OuterJob(NamedTuple):
+    """A job in which torchrun may be started.
 
-    The job of a heterogeneous step is that of its first component. A step has one torchrun over all its tasks, or one
-    in each task. If torchrun spans only some of them, which ones may differ after a requeue.
+    Attributes:
+        variable: A variable that all processes of the job have, and the one that starts it has not.
+        parts: The parts of its name, which no other job has, and which its restart keeps.
+        tasks: How many tasks, or nodes, can each start a torchrun.
+        task: The one of them that this process is in.
+    """
+
+    variable: str
+    parts: tuple[str, ...]
+    tasks: str
+    task: str
+
+
+def outer_job(env: Env) -> OuterJob | None:
+    """Return the job that this process runs in; None if it has no name that a restart keeps.
+
+    The job of a heterogeneous Slurm step is that of its first component.
     """
     job = env.get("SLURM_JOB_ID_HET_GROUP_0") or env.get("SLURM_JOB_ID")
-    if not job:
-        return None
-    step, tasks, task = (env.get(name, other) for name, other in (_STEP, _TASKS, _TASK))
-    number = _number_of_start("-".join(("slurm", job, step, task, env.get("SLURM_RESTART_COUNT", "0"))))
-    if info.num_workers == 1 and tasks != "1":
-        step = f"{step}.task{task}"
-    elif "SLURM_STEP_ID" in env and str(info.num_workers) != tasks:
-        return None
-    return ("slurm", env.get("SLURM_CLUSTER_NAME") or "", job, step if number == 1 else f"{step}.{number}")
+    if job:
+        parts = ("slurm", env.get("SLURM_CLUSTER_NAME", ""), job, env.get("SLURM_STEP_ID", "batch"))
+        return OuterJob("SLURM_JOB_ID", parts, env.get("SLURM_STEP_NUM_TASKS", "1"), env.get("SLURM_PROCID", "0"))
+    for variable, nodes, node in (
+        ("KONDUKTOR_JOB_NAME", "NUM_NODES", "RANK"),
+        ("SKYPILOT_TASK_ID", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK"),
+    ):
+        if env.get(variable):
+            return OuterJob(variable, (stable_name(env[variable]),), env.get(nodes, "1"), env.get(node, "0"))
+    if env.get("TRAINING_JOB_NAME"):  # SageMaker's
+        hosts = 1 + env.get("SM_HOSTS", "").count(",")  # a list in JSON
+        return OuterJob("TRAINING_JOB_NAME", (env["TRAINING_JOB_NAME"],), str(hosts), env.get("SM_CURRENT_HOST", ""))
+    return None
 
 
-def _number_of_start(attempt: str) -> int:
+def stable_name(job: str) -> str:
+    """Return the part of SkyPilot's name of a managed job that its recovery keeps: not the time of the launch.
+
+    `sky-managed-2026-09-17-15-26-33-123456_train_3985-0` (https://github.com/autogluon/tabarena/pull/587).
+    """
+    return re.sub(r"^sky-managed-[\d-]+_", "sky-managed-", job)
+
+
+def start_in(outer: OuterJob | None, info: DistributedInfo) -> tuple[str, ...] | None:
+    """Return the parts of a base id for this rank's torchrun in its outer job; None if it has no name there.
+
+    One torchrun spans all tasks, or each task has its own. If it spans only some of them, they may differ next time.
+    """
+    if outer is None or (info.num_workers != 1 and str(info.num_workers) != outer.tasks and outer.parts[-1] != "batch"):
+        return None
+    number = _number_of_start(outer)
+    *parts, last = outer.parts
+    task = f".task{outer.task}" if info.num_workers == 1 and outer.tasks != "1" else ""
+    return (*parts, f"{last}{task}{'' if number == 1 else f'.{number}'}")
+
+
+def _number_of_start(outer: OuterJob) -> int:
     """Return which of the agents that this task has had in this attempt of the job is the one of this rank, from 1.
 
     Each agent with a run here has a file with its number as the name. An older one that lives may open its run later:
     its number stays free. torchelastic gives rank 0 to the host whose name sorts first, so one node has all files.
     """
     agent = proc.nearest_without("TORCHELASTIC_RUN_ID")
-    own = _start_of(agent)
+    own, attempt = _start_of(agent), _start_of(_outermost_with(outer.variable))
     try:
-        directory = private_directory("starts", hashlib.sha256(attempt.encode()).hexdigest())
+        directory = private_directory("starts", hashlib.sha256(repr((outer, attempt)).encode()).hexdigest())
         with locked(directory / "lock"):
             numbers = {own_text(path): int(path.name) for path in directory.iterdir() if path.name.isdecimal()}
             if own in numbers:
                 return numbers[own]
-            beside = {_start_of(pid) for pid in proc.processes() if _is_agent_beside(agent, pid)}
+            beside = {_start_of(pid) for pid in proc.processes() if _is_agent_beside(agent, pid, attempt, outer)}
             free = (number for number in itertools.count(1) if number not in numbers.values())
             number = next(itertools.islice(free, sum(start < own for start in beside - numbers.keys()), None))
             (directory / str(number)).write_text(own)
@@ -66,15 +104,26 @@ def _number_of_start(attempt: str) -> int:
         return 1
 
 
+def _outermost_with(variable: str, pid: int | None = None) -> int:
+    """Return the first process of an attempt of a job: the farthest ancestor with the job's variable."""
+    pid = os.getpid() if pid is None else pid
+    while (above := proc.parent(pid)) > 0 and variable in proc.variables_at_start(above):
+        pid = above
+    return pid
+
+
 def _start_of(pid: int) -> str:
     """Return a text that is different for each process of this machine, and sorts by their starts."""
     return f"{proc.start_time(pid):0>20} {pid:0>10}"
 
 
-def _is_agent_beside(agent: int, pid: int) -> bool:
-    """Whether a process is an agent of torchelastic's in the same task of the same step."""
+def _is_agent_beside(agent: int, pid: int, attempt: str, outer: OuterJob) -> bool:
+    """Whether a process is another agent of torchelastic's in the same attempt of the same task."""
     program, *words = proc.command_line(pid)[:4]
     if not os.path.basename(program).startswith("python") or _AGENTS.isdisjoint(map(os.path.basename, words)):
         return False
-    own, other = proc.variables_at_start(agent), proc.variables_at_start(pid)
-    return "TORCHELASTIC_RUN_ID" not in other and all(own.get(name) == other.get(name) for name in _OF_TASK)
+    return (
+        pid != agent
+        and "TORCHELASTIC_RUN_ID" not in proc.variables_at_start(pid)
+        and _start_of(_outermost_with(outer.variable, pid)) == attempt
+    )

@@ -6,6 +6,7 @@ prevent the bug that every process is rank 0.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -96,6 +97,8 @@ class Launcher(Record):
             field: _integer(env, name) if computed.get(field) is None else computed[field]
             for field, name in variables.items()
         }
+        if values["num_workers"] == 1 and values["local_world_size"] is None:
+            values["local_world_size"] = values["world_size"]
         if values["local_world_size"] is not None and values["local_world_size"] == values["world_size"]:
             # All processes are on this worker.
             values["worker_index"] = values["worker_index"] or 0
@@ -283,6 +286,25 @@ def _one_process_per_node(gpus_per_node: str) -> Callable[[Launcher, Env], Distr
     return detect
 
 
+def _sagemaker(launcher: Launcher, env: Env) -> DistributedInfo | None:
+    """SM_HOSTS is a list, in JSON, and SM_CURRENT_HOST one of its names."""
+    try:
+        hosts = sorted(json.loads(env["SM_HOSTS"]))
+        node = hosts.index(env["SM_CURRENT_HOST"])
+    except (ValueError, TypeError):
+        raise TopologyError(
+            f"SM_CURRENT_HOST={env['SM_CURRENT_HOST']!r} is not in the list SM_HOSTS={env['SM_HOSTS']!r}"
+        ) from None
+    if len(hosts) == 1:
+        return None
+    if (_integer(env, "SM_NUM_GPUS") or 0) > 1:
+        raise _is_a_node(env, "SM_CURRENT_HOST", "SM_NUM_GPUS")
+    size = len(hosts)
+    return launcher.read(
+        env, rank=node, world_size=size, local_rank=0, local_world_size=1, worker_index=node, num_workers=size
+    )
+
+
 # The first that has started the process counts: the variables of an outer launcher describe the agent of an inner one.
 # So an inner launcher comes before an outer one in which it may run, and one that sets the rank of each process before
 # one that sets only the node's.
@@ -360,6 +382,16 @@ _TABLE = (
         job_id="SLURM_JOB_ID",
         function=_slurm,
     ),
+    # A task of `flux run`, also in a batch job.
+    # https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html
+    Launcher(
+        "flux",
+        rank="FLUX_TASK_RANK",
+        world_size="FLUX_JOB_SIZE",
+        local_rank="FLUX_TASK_LOCAL_ID",
+        num_workers="FLUX_JOB_NNODES",
+        job_id="FLUX_JOB_ID",
+    ),
     # A child of Lightning's own launcher has no RANK.
     Launcher(
         "lightning",
@@ -396,6 +428,18 @@ _TABLE = (
         restart_count=("RESTART_ATTEMPT",),
         job_id="SKYPILOT_TASK_ID",
         function=_one_process_per_node("SKYPILOT_NUM_GPUS_PER_NODE"),
+        is_of_node=True,
+        names_run=True,
+    ),
+    # A host of a SageMaker training job, which starts one process.
+    # https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
+    Launcher(
+        "sagemaker",
+        markers=("SM_HOSTS", "SM_CURRENT_HOST"),
+        rank="SM_CURRENT_HOST",
+        world_size="SM_HOSTS",
+        job_id="TRAINING_JOB_NAME",
+        function=_sagemaker,
         is_of_node=True,
         names_run=True,
     ),
@@ -441,6 +485,19 @@ def refuse_leftovers(env: Env) -> None:
                 f"{name}={env[name]} is set and RANK is not: which rank this process is cannot be known. "
                 f"Start the job with torchrun, or unset {name}."
             )
+
+
+# Slurm sets it too, for an MPI that a task may use.
+_NO_RANKS = {"PMI_RANK"}
+
+
+def ranks_of_unknown(env: Env) -> str:
+    """Return the variables that look like a rank of a launcher that is not in the table; empty if there are none."""
+    for rank in sorted(name for name in env if name.endswith("_RANK")):
+        size = f"{rank.removesuffix('_RANK')}_SIZE"
+        if rank not in _NO_RANKS and env[rank].isdecimal() and env.get(size, "").isdecimal() and int(env[size]) > 1:
+            return f"{rank}={env[rank]} and {size}={env[size]}"
+    return ""
 
 
 def _integer(env: Env, name: str) -> int | None:

@@ -6,6 +6,7 @@ mpirun or a PyTorchJob).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,11 +15,20 @@ from typing import NamedTuple
 
 from flyteplugins_tracking._rank.children import is_child_of_rank, is_forked
 from flyteplugins_tracking._rank.info import DistributedInfo
-from flyteplugins_tracking._rank.launchers import LAUNCHERS, refuse_leftovers, refuse_ranks_that_disagree
+from flyteplugins_tracking._rank.launchers import (
+    LAUNCHERS,
+    ranks_of_unknown,
+    refuse_leftovers,
+    refuse_ranks_that_disagree,
+)
 from flyteplugins_tracking._rank.pools import Pool, innermost_pool, is_inherited, is_left_over
 from flyteplugins_tracking._util.proc import Env
 from flyteplugins_tracking._util.record import replace
+from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.errors import TopologyError
+
+logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
 
 # Set by `override_distributed_info`. In a tuple, since the override itself may be None.
 _override: ContextVar[tuple[DistributedInfo | None] | None] = ContextVar("flyteplugins_tracking_topology", default=None)
@@ -116,6 +126,9 @@ def _without_pool(env: Env) -> Detection:
         if info.launcher == "env":
             return Detection()  # a job of one process inside another launcher's job: the outer launcher does not count
     refuse_leftovers(env)
+    if unknown := ranks_of_unknown(env):
+        text = "%s look like a rank of a launcher that is not known: this process is taken for the only one. If it is "
+        _warn_once(unknown, text + "one of several, set RANK, WORLD_SIZE and LOCAL_RANK in each", unknown)
     return Detection()
 
 

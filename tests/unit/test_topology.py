@@ -48,6 +48,14 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
     "SLURM_RESTART_COUNT": "1",
 }
+FLUX = {
+    "FLUX_TASK_RANK": "3",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "FLUX_JOB_NNODES": "2",
+    "FLUX_JOB_ID": "f5A",
+}
+SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "TRAINING_JOB_NAME": "job-1"}
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -213,6 +221,13 @@ def without(env: dict[str, str], *names: str, **changed: str) -> dict[str, str]:
             DistributedInfo(1, 2, 0, 1, 1, 2, 0, "skypilot", "t"),
             id="a SkyPilot task",
         ),
+        pytest.param(FLUX, DistributedInfo(3, 4, 1, None, None, 2, launcher="flux", job_id="f5A"), id="a task of Flux"),
+        pytest.param(
+            {**FLUX, "FLUX_JOB_NNODES": "1"},
+            DistributedInfo(3, 4, 1, None, None, 1, 0, "flux", "f5A"),
+            id="on one node",
+        ),
+        pytest.param(SAGEMAKER, DistributedInfo(1, 2, 0, 1, 1, 2, 0, "sagemaker", "job-1"), id="a host of SageMaker"),
     ],
 )
 def test_each_launcher_is_understood(env, expected):
@@ -223,6 +238,8 @@ def test_each_launcher_is_understood(env, expected):
     "env",
     [
         pytest.param({}, id="nothing"),
+        pytest.param({**FLUX, "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}, id="the only task of a Flux job"),
+        pytest.param({**SAGEMAKER, "SM_HOSTS": '["algo-2"]'}, id="the only host of SageMaker"),
         pytest.param({"WORLD_SIZE": "8", "MASTER_ADDR": "x"}, id="a script's WORLD_SIZE alone"),
         pytest.param({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, id="a world of one"),
         pytest.param(without(SLURM, "SLURM_STEP_ID"), id="an sbatch shell"),
@@ -289,6 +306,9 @@ def test_one_process_is_not_a_distributed_job(env):
             {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
             "contradict horovod, for which this is rank 1 of 2",
         ),
+        ({**SAGEMAKER, "SM_HOSTS": '["algo-1"]'}, "SM_CURRENT_HOST='algo-2' is not in the list SM_HOSTS="),
+        ({**SAGEMAKER, "SM_HOSTS": "algo-2"}, "SM_CURRENT_HOST='algo-2' is not in the list SM_HOSTS='algo-2'"),
+        ({**SAGEMAKER, "SM_NUM_GPUS": "8"}, "SM_CURRENT_HOST=algo-2 is a node, not a process: SM_NUM_GPUS=8"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "PMI_RANK=1 of PMI_SIZE=2 without MPI_LOCALRANKID"),
         (without(SLURM, "SLURM_PROCID"), "SLURM_PROCID is not set"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x"}, "SLURM_STEP_TASKS_PER_NODE='4x' is not of the form"),
@@ -300,6 +320,30 @@ def test_bad_values_are_reported_by_variable_and_value_and_no_process_becomes_ra
     with pytest.raises(TopologyError) as caught:
         detect(env)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4"},
+        {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "2", "MV2_COMM_WORLD_LOCAL_RANK": "0"},
+        {"PMIX_RANK": "3", "PMIX_SIZE": "8"},
+    ],
+)
+def test_a_rank_of_an_unknown_launcher_is_told_once(env, caplog):
+    for _ in range(2):
+        assert detect(env) is None
+    (message,) = caplog.messages
+    (rank, _), (size, _) = sorted(env.items(), key=lambda one: "LOCAL" in one[0])[:2]
+    assert message.startswith(f"{rank}={env[rank]} and {size}={env[size]} look like a rank of a launcher that is not")
+
+
+@pytest.mark.parametrize(
+    "env", [{"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"}, {"A_RANK": "x", "A_SIZE": "2"}, {"A_RANK": "1"}]
+)
+def test_what_is_no_rank_of_several_is_not_told(env, caplog):
+    assert detect(env) is None
+    assert not caplog.messages
 
 
 def test_the_documented_launchers_are_those_that_are_detected():
