@@ -224,8 +224,8 @@ def without(env: dict[str, str], *names: str, **changed: str) -> dict[str, str]:
         pytest.param(FLUX, DistributedInfo(3, 4, 1, None, None, 2, launcher="flux", job_id="f5A"), id="a task of Flux"),
         pytest.param(
             {**FLUX, "FLUX_JOB_NNODES": "1"},
-            DistributedInfo(3, 4, 1, None, None, 1, 0, "flux", "f5A"),
-            id="on one node",
+            DistributedInfo(3, 4, 1, 4, 0, 1, 0, "flux", "f5A"),
+            id="tasks of Flux on one node",
         ),
         pytest.param(SAGEMAKER, DistributedInfo(1, 2, 0, 1, 1, 2, 0, "sagemaker", "job-1"), id="a host of SageMaker"),
     ],
@@ -238,7 +238,10 @@ def test_each_launcher_is_understood(env, expected):
     "env",
     [
         pytest.param({}, id="nothing"),
-        pytest.param({**FLUX, "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0"}, id="the only task of a Flux job"),
+        pytest.param(
+            {**FLUX, "FLUX_JOB_SIZE": "1", "FLUX_TASK_RANK": "0", "FLUX_TASK_LOCAL_ID": "0"},
+            id="the only task of a Flux job",
+        ),
         pytest.param({**SAGEMAKER, "SM_HOSTS": '["algo-2"]'}, id="the only host of SageMaker"),
         pytest.param({"WORLD_SIZE": "8", "MASTER_ADDR": "x"}, id="a script's WORLD_SIZE alone"),
         pytest.param({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, id="a world of one"),
