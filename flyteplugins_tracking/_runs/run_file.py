@@ -16,21 +16,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flyteplugins_tracking._job.board import job_board
+from flyteplugins_tracking._job.board import STORE_TIMEOUT, job_board
 from flyteplugins_tracking._rank.plan import needs_shared_id, plan
 from flyteplugins_tracking._util.checks import check_run_id, check_text
 from flyteplugins_tracking._util.files import read_own, replace_whole
 from flyteplugins_tracking._util.lock import RunLock
 from flyteplugins_tracking._util.text import parse_json
-from flyteplugins_tracking.errors import ConfigError
+from flyteplugins_tracking._util.warn_once import WarnOnce
+from flyteplugins_tracking.errors import ConfigError, IdentityError
 
 if TYPE_CHECKING:
     from flyteplugins_tracking._runs.call import Call
 
 logger = logging.getLogger(__name__)
+_warn_once = WarnOnce(logger)
 
 _LONGEST = 1 << 20
 _POLL_S = 0.1
+# On the job's board: the id of the run that goes on, or that there is none. No id has such a character.
+_KEY, _NEW_RUN = "base_id", "/"
 
 
 class RunFile:
@@ -57,7 +61,11 @@ class RunFile:
         self._lock: RunLock | None = None
 
     def find(self) -> str | None:
-        """Return the base id of the run that goes on, the same on all ranks; None for a new run."""
+        """Return the base id of the run that goes on, the same on all ranks; None for a new run.
+
+        Raises:
+            IdentityError: The first rank with a run does not say which.
+        """
         call, config = self._call, self._call.config
         is_first = plan(call.info, config.run_mode, config.rank_scope, None, primary_rank=config.primary_rank).first
         if is_first:
@@ -71,11 +79,17 @@ class RunFile:
         if board is None:
             return found
         if is_first:
-            return board.put_first(str(self._path), found or "-").strip("-") or None
-        deadline = time.monotonic() + config.init_timeout_s
-        while (text := board.get(str(self._path))) is None and time.monotonic() < deadline:
+            return board.put_first(_KEY, found or _NEW_RUN).removeprefix(_NEW_RUN) or None
+        deadline = time.monotonic() + STORE_TIMEOUT.seconds
+        while (text := board.get(_KEY)) is None:
+            if time.monotonic() > deadline:
+                raise IdentityError(
+                    f"run_file={self._path}: the first rank with a run has not told within {STORE_TIMEOUT.seconds} s which "
+                    "run goes on: call the decorated function on every rank, or pass id=..."
+                )
             time.sleep(_POLL_S)
-        return found if text is None else text.strip("-") or None
+        check_run_id("run_file", text.removeprefix(_NEW_RUN) or None)
+        return text.removeprefix(_NEW_RUN) or None
 
     def write(self, run_id: str, *, has_ended: bool) -> None:
         """Keep the base id of the run, on the first primary: when the run is open, and when its training has ended.
@@ -138,5 +152,5 @@ class RunFile:
             pass
         except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
             text = "%s: run_file=%s cannot be read: %s: %s. This is a new run"
-            logger.warning(text, self._call.tracker.name, self._path, type(error).__name__, error)
+            _warn_once(str(self._path), text, self._call.tracker.name, self._path, type(error).__name__, error)
         return {}

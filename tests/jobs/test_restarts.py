@@ -1,0 +1,353 @@
+"""What starts a job again, without any id: one run, with every row; and what must never be one run."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+from support.backends import BACKENDS, Backend
+
+PROGRAM = jobs.PROGRAMS / "restarted.py"
+ROWS = 20
+TRACKERS = ("wandb", "mlflow", "trackio", "pluto")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a job: a process for each list of words and variables.
+
+    Attributes:
+        processes: The variables of each process that is started beside the others.
+        launcher: The words before the program.
+        settings: What the program gets, beside what it always gets.
+        code: The exit code that each process has; None for any but 0.
+    """
+
+    processes: Sequence[Mapping[str, str]] = ({},)
+    launcher: Sequence[str] = (sys.executable,)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    succeeds: bool = True
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A kind of restart.
+
+    Attributes:
+        attempts: The starts of the job, in their order.
+        tracking: The arguments of the decorator.
+        ids: Where they are known, the ids of the runs.
+        writers: The ranks that log, by the number of their run.
+    """
+
+    attempts: Sequence[Attempt]
+    tracking: Mapping[str, Any] = field(default_factory=dict)
+    ids: Sequence[str] = ()
+    writers: Sequence[Sequence[int]] = ((0,),)
+
+
+# All ranks have logged all rows by then.
+KILLED = {"end": "kill", "before_s": 2}
+
+
+def torchrun(*options: str) -> list[str]:
+    return jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1", *options)
+
+
+def killed_then_again(**more: Any) -> list[Attempt]:
+    """Two starts, of which the first one is killed."""
+    return [Attempt(settings=KILLED, succeeds=False, **more), Attempt(**more)]
+
+
+def in_slurm(job: str, restarts: int, **more: str) -> dict[str, str]:
+    """The variables of a batch script of Slurm, and of its steps."""
+    return {"SLURM_CLUSTER_NAME": "c", "SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restarts), **more}
+
+
+def slurm_tasks(job: str, restarts: int) -> list[dict[str, str]]:
+    return [
+        in_slurm(
+            job,
+            restarts,
+            SLURM_STEP_ID="0",
+            SLURM_PROCID=str(rank),
+            SLURM_LOCALID=str(rank),
+            SLURM_NODEID="0",
+            SLURM_STEP_NUM_TASKS="2",
+            SLURM_STEP_NUM_NODES="1",
+            SLURM_STEP_TASKS_PER_NODE="2",
+        )
+        for rank in range(2)
+    ]
+
+
+def managed(seconds: str, job: str) -> dict[str, str]:
+    """SkyPilot's name of a managed job, which has the time of its launch."""
+    return {"SKYPILOT_TASK_ID": f"sky-managed-2026-09-17-15-26-{seconds}-123456_train_{job}-0"}
+
+
+def pods(**variables: str) -> list[dict[str, str]]:
+    """The variables of two pods with one process each."""
+    return [{name: value.format(node) for name, value in variables.items()} for node in range(2)]
+
+
+def restarts(job: str) -> dict[str, Restart]:
+    """The kinds of restart, of a job with a name that no other test has."""
+    first, second = in_slurm(job, 0), in_slurm(job, 1)
+    sky = pods(SKYPILOT_NODE_RANK="{}", SKYPILOT_NUM_NODES="2", SKYPILOT_TASK_ID=f"sky-managed-{{}}_train_{job}-0")
+    return {
+        "torchrun, its workers after an exception": Restart(
+            [Attempt(launcher=torchrun("--max-restarts=1"), settings={"end": "raise", "raises": 1, "before_s": 2})]
+        ),
+        "torchrun, its workers after SIGKILL of rank 0": Restart(
+            [Attempt(launcher=torchrun("--max-restarts=1"), settings={**KILLED, "kills": [0]})]
+        ),
+        "torchrun in a batch job, a requeue": Restart(
+            [
+                Attempt([first], torchrun(), KILLED, succeeds=False),
+                Attempt([second], torchrun()),
+            ],
+            ids=[f"slurm-c-{job}-batch"],
+        ),
+        "torchrun in a batch job, a requeue, a run for each rank": Restart(
+            [
+                Attempt([first], torchrun(), KILLED, succeeds=False),
+                Attempt([second], torchrun()),
+            ],
+            {"run_mode": "new"},
+            [f"slurm-c-{job}-batch-rank-0", f"slurm-c-{job}-batch-rank-1"],
+            [[0], [1]],
+        ),
+        "srun, a requeue": Restart(
+            [Attempt(slurm_tasks(job, 0), settings=KILLED, succeeds=False), Attempt(slurm_tasks(job, 1))],
+            ids=[f"slurm-c-{job}-0"],
+        ),
+        "torchrun in a managed job of SkyPilot, a recovery": Restart(
+            [
+                Attempt([managed("33", job)], torchrun(), KILLED, succeeds=False),
+                Attempt([managed("59", job)], torchrun()),
+            ],
+            ids=[f"sky-managed-train_{job}-0"],
+        ),
+        "a process on each node of SkyPilot, a recovery": Restart(
+            [
+                Attempt(
+                    [{**one, "SKYPILOT_TASK_ID": managed(at, job)["SKYPILOT_TASK_ID"]} for one in sky],
+                    settings=KILLED if at == "33" else {},
+                    succeeds=at != "33",
+                )
+                for at in ("33", "59")
+            ],
+            ids=[f"sky-managed-train_{job}-0"],
+        ),
+        "a process in each pod of konduktor": Restart(
+            [
+                Attempt(
+                    pods(KONDUKTOR_JOB_NAME=job, RANK="{}", NUM_NODES="2", RESTART_ATTEMPT=attempt),
+                    settings=KILLED if attempt == "0" else {},
+                    succeeds=attempt == "1",
+                )
+                for attempt in ("0", "1")
+            ],
+            ids=[job],
+        ),
+        "a process on each host of SageMaker, after a spot interruption": Restart(
+            killed_then_again(
+                processes=pods(SM_HOSTS='["algo-0", "algo-1"]', SM_CURRENT_HOST="algo-{}", TRAINING_JOB_NAME=job)
+            ),
+            ids=[job],
+        ),
+        "a new process with run_file": Restart(killed_then_again(), {"run_file": "ckpt/run.json"}),
+        "a new torchrun with run_file": Restart(killed_then_again(launcher=torchrun()), {"run_file": "run.json"}),
+        "a new torchrun with run_file, a run for each rank": Restart(
+            killed_then_again(launcher=torchrun()), {"run_file": "run.json", "run_mode": "new"}, writers=[[0], [1]]
+        ),
+        "a new Slurm job with run_file, after a stop with a checkpoint": Restart(
+            [
+                Attempt([in_slurm(job, 0)], torchrun(), {"end": "stop"}),
+                Attempt([in_slurm(f"{job}-next", 0)], torchrun()),
+            ],
+            {"run_file": "run.json"},
+            [f"slurm-c-{job}-batch"],
+        ),
+    }
+
+
+KINDS = sorted(restarts("any"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(one, marks=() if one in ("wandb", "trackio") else pytest.mark.full) for one in TRACKERS],
+)
+def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    with BACKENDS[request.param](tmp_path_factory.mktemp(request.param)) as running:
+        yield running
+
+
+class Job:
+    """Starts of the program in one directory, with one service."""
+
+    def __init__(self, backend: Backend, directory: Path) -> None:
+        self.backend, self.directory = backend, directory
+        self.project = f"restarts-{secrets.token_hex(3)}"
+
+    def run(self, attempt: Attempt, tracking: Mapping[str, Any] = {}, first: int = 0) -> str:
+        settings = {"tracker": self.backend.name, "project": self.project, "tracking": {**tracking}, "rows": ROWS}
+        words = [*attempt.launcher, str(PROGRAM), json.dumps({**settings, "first": first, **attempt.settings})]
+        started = [
+            jobs.start(words, self.directory, {**self.backend.environment(), **variables})
+            for variables in attempt.processes
+        ]
+        ended = [jobs.finish(process, self.directory) for process in started]
+        output = "\n".join(one.output for one in ended)
+        assert all((one.returncode == 0) == attempt.succeeds for one in ended), output
+        return output
+
+    @property
+    def points(self) -> dict[str, Counter[tuple[str, int]]]:
+        """The rows of each run."""
+        return {run.id: run.points for run in self.backend.runs(self.project)}
+
+
+@pytest.fixture
+def job(backend: Backend, tmp_path: Path) -> Job:
+    return Job(backend, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(one, marks=() if "requeue" in one or "run_file" in one else pytest.mark.full) for one in KINDS],
+)
+def test_a_job_that_is_started_again_goes_on_in_its_runs(job: Job, kind: str) -> None:
+    restart = restarts(f"j{secrets.token_hex(4)}")[kind]
+    for number, attempt in enumerate(restart.attempts):
+        job.run(attempt, restart.tracking, number * ROWS)
+    rows = [Counter((f"rank{rank}", n) for rank in ranks for n in range(2 * ROWS)) for ranks in restart.writers]
+    found = job.points
+    assert sorted(map(str, found.values())) == sorted(map(str, rows)) or list(found.values()) == rows, found
+    assert not restart.ids or sorted(found) == sorted(restart.ids)
+
+
+def file_of(run_file: str) -> dict[str, Any]:
+    return {"run_file": run_file}
+
+
+SEVERAL: dict[str, Callable[[str], list[tuple[Attempt, dict[str, Any]]]]] = {
+    "two starts of torchrun in a batch script": lambda job: [
+        (Attempt([in_slurm(job, 0)], ["sh", "-c", '"$@" && "$@" && exit', "batch.sh", *torchrun()]), {})
+    ],
+    "a torchrun in each of two tasks of a step": lambda job: [
+        (
+            Attempt(
+                [in_slurm(job, 0, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="2", SLURM_PROCID=str(n)) for n in range(2)],
+                torchrun(),
+            ),
+            {},
+        )
+    ],
+    "two jobs of Slurm": lambda job: [(Attempt([in_slurm(f"{job}{n}", 0)], torchrun()), {}) for n in range(2)],
+    "two managed jobs of SkyPilot with one name": lambda job: [
+        (Attempt([managed("33", f"{job}{n}")], torchrun()), {}) for n in range(2)
+    ],
+    "two trainings with one run_file": lambda _: [(Attempt(), file_of("run.json"))] * 2,
+    "two files": lambda _: [(Attempt(settings=KILLED, succeeds=False), file_of(f"{n}.json")) for n in range(2)],
+    "two projects with one run_file": lambda _: [
+        (Attempt(settings=KILLED, succeeds=False), {**file_of("run.json"), "notes": "a"}),
+        (Attempt(settings={"project": "another"}), file_of("run.json")),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_trainings_that_are_not_one_have_a_run_each(job: Job, kind: str) -> None:
+    for attempt, tracking in SEVERAL[kind](f"j{secrets.token_hex(4)}"):
+        job.run(attempt, tracking)
+    runs = [*job.points.values(), *(run.points for run in job.backend.runs("another"))]
+    assert len(runs) == 2
+    assert [sum(points.values()) for points in runs if points] == [ROWS] * len([one for one in runs if one])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "run_file=.*/run.json cannot be read: .* This is a new run"),
+        ('{"trackio": {"base_id": "../x", "project": null, "server": null, "has_ended": false}}', "cannot be read"),
+        ('{"trackio": {"base_id": 3}}', "cannot be read"),
+        ("[1]", "cannot be read"),
+        ("x" * (1 << 21), "cannot be read"),
+        ('{"trackio": {"base_id": "x", "project": "p", "server": null, "has_ended": false}}', "is of another place"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, content: str, message: str) -> None:
+    path = job.directory / "run.json"
+    path.write_text(content)
+    output = job.run(Attempt(settings=KILLED, succeeds=False), file_of("run.json"))
+    assert len([line for line in output.splitlines() if "run_file" in line]) == 1, output
+    import re
+
+    assert re.search(message, output)
+    job.run(Attempt(), file_of("run.json"), ROWS)
+    (points,) = job.points.values()
+    assert points == Counter(("rank0", n) for n in range(2 * ROWS))
+    assert json.loads(path.read_text())["trackio"]["has_ended"]
+
+
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_a_file_that_cannot_be_written_costs_a_warning(job: Job) -> None:
+    (job.directory / "a-file").touch()
+    output = job.run(Attempt(), file_of("a-file/run.json"))
+    assert "run_file=" in output
+    assert len(job.points) == 1
+
+
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_a_second_job_with_the_file_has_its_own_run_and_says_so(job: Job) -> None:
+    words = [sys.executable, str(PROGRAM)]
+    settings = {"tracker": "trackio", "project": job.project, "tracking": {**file_of("run.json"), "init_timeout_s": 2}}
+    slow = {**settings, "rows": ROWS, "end": "kill", "before_s": 30}
+    first = jobs.start([*words, json.dumps(slow)], job.directory, job.backend.environment())
+    from support.waiting import wait_until
+
+    wait_until(lambda: (job.directory / "run.json").exists(), first)
+    kept = (job.directory / "run.json").read_text()
+    done = jobs.run(
+        [*words, json.dumps({**settings, "rows": ROWS, "first": 100})], job.directory, job.backend.environment()
+    )
+    assert done.returncode == 0, done.output
+    assert "run_file=" in done.output
+    assert "is used by another job: this is a new run" in done.output
+    assert (job.directory / "run.json").read_text() == kept
+    jobs.kill(first)
+    first.communicate()
+    assert len(job.points) == 2
+
+
+def test_the_other_ranks_need_not_see_the_file(job: Job) -> None:
+    """Each node has its own working directory, and so a file of its own."""
+    for number, settings in enumerate(({**KILLED, "before_s": 8}, {})):
+        endpoint = f"127.0.0.1:{jobs.free_port()}"
+        agent = jobs.torchrun("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+        tracking = {**file_of("run.json"), "run_mode": "new", "rank_scope": "worker"}
+        job_settings = {"tracker": job.backend.name, "project": job.project, "tracking": tracking, "rows": ROWS}
+        words = [*agent, str(PROGRAM), json.dumps({**job_settings, "first": number * ROWS, **settings})]
+        nodes = []
+        for node in range(2):
+            (job.directory / str(node)).mkdir(exist_ok=True)
+            nodes.append(jobs.start(words, job.directory / str(node), job.backend.environment()))
+        ended = [jobs.finish(node, job.directory / str(node)) for node in nodes]
+        assert all((one.returncode == 0) == bool(number) for one in ended), [one.output for one in ended]
+    assert len(list(job.directory.glob("*/run.json"))) == 1
+    assert len(job.points) == 2
+    assert sum(map(Counter, job.points.values()), Counter()) == Counter(
+        (f"rank{rank}", number) for rank in range(2) for number in range(2 * ROWS)
+    )

@@ -1,0 +1,47 @@
+"""A training that is started again: its one argument is a JSON object.
+
+Keys: `tracker`, `project`; `tracking`: the other arguments of the decorator. `first`, `rows`: the number of the first
+row, and how many. `end`: how it ends: "return", "kill" of the ranks in `kills` (or all) or "raise" of the rank
+`raises`, both after `before_s`, or "stop" by `should_stop()`. torchelastic's later attempts return.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+from flyteplugins_tracking import get_distributed_info, get_run, request_stop, should_stop, tracking_init
+
+SETTINGS = json.loads(sys.argv[-1])
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+@tracking_init(tracker=SETTINGS["tracker"], project=SETTINGS["project"], **SETTINGS.get("tracking", {}))
+def train() -> None:
+    run, info = get_run(), get_distributed_info()
+    rank, count = (0 if info is None else info.rank), SETTINGS["rows"]
+    first = SETTINGS.get("first", 0) + ATTEMPT * count
+    for number in range(first, first + count):
+        if run is not None:
+            run.log({f"rank{rank}": number})
+    end("return" if ATTEMPT else SETTINGS.get("end", "return"), rank)
+
+
+def end(how: str, rank: int) -> None:
+    if how == "raise" and rank == SETTINGS.get("raises", 0):
+        time.sleep(SETTINGS.get("before_s", 0))
+        raise ValueError("made to fail")
+    if how == "kill" and rank in SETTINGS.get("kills", [rank]):
+        time.sleep(SETTINGS.get("before_s", 0))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        request_stop("the test")
+        while not should_stop():
+            time.sleep(0.01)
+    if how in ("kill", "raise"):  # the launcher ends it
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    train()
