@@ -84,8 +84,8 @@ class RunFile:
         while (text := board.get(_KEY)) is None:
             if time.monotonic() > deadline:
                 raise IdentityError(
-                    f"run_file={self._path}: the first rank with a run has not told within {STORE_TIMEOUT.seconds} s which "
-                    "run goes on: call the decorated function on every rank, or pass id=..."
+                    f"run_file={self._path}: the first rank with a run has not told within {STORE_TIMEOUT.seconds} s "
+                    "which run goes on: call the decorated function on every rank, or pass id=..."
                 )
             time.sleep(_POLL_S)
         check_run_id("run_file", text.removeprefix(_NEW_RUN) or None)

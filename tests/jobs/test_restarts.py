@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from support import jobs
 from support.backends import BACKENDS, Backend
+from support.waiting import wait_until
 
 PROGRAM = jobs.PROGRAMS / "restarted.py"
 ROWS = 20
@@ -237,6 +239,13 @@ def test_a_job_that_is_started_again_goes_on_in_its_runs(job: Job, kind: str) ->
     assert not restart.ids or sorted(found) == sorted(restart.ids)
 
 
+def test_the_page_lists_each_kind_with_what_is_to_be_set() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "restarts.md").read_text()
+    rows = {cells[1].strip(): cells[3].strip() for line in page.splitlines() if len(cells := line.split("|")) == 5}
+    for kind, restart in restarts("any").items():
+        assert rows[kind] == ("`run_file=`" if "run_file" in restart.tracking else "nothing"), kind
+
+
 def file_of(run_file: str) -> dict[str, Any]:
     return {"run_file": run_file}
 
@@ -293,8 +302,6 @@ def test_a_file_that_cannot_be_used_makes_a_new_run_with_a_warning(job: Job, con
     path.write_text(content)
     output = job.run(Attempt(settings=KILLED, succeeds=False), file_of("run.json"))
     assert len([line for line in output.splitlines() if "run_file" in line]) == 1, output
-    import re
-
     assert re.search(message, output)
     job.run(Attempt(), file_of("run.json"), ROWS)
     (points,) = job.points.values()
@@ -316,8 +323,6 @@ def test_a_second_job_with_the_file_has_its_own_run_and_says_so(job: Job) -> Non
     settings = {"tracker": "trackio", "project": job.project, "tracking": {**file_of("run.json"), "init_timeout_s": 2}}
     slow = {**settings, "rows": ROWS, "end": "kill", "before_s": 30}
     first = jobs.start([*words, json.dumps(slow)], job.directory, job.backend.environment())
-    from support.waiting import wait_until
-
     wait_until(lambda: (job.directory / "run.json").exists(), first)
     kept = (job.directory / "run.json").read_text()
     done = jobs.run(
