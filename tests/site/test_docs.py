@@ -58,6 +58,7 @@ RUNNER = jobs.PROGRAMS / "docs_blocks.py"
 RUNS = {
     "README/train.py": 1,
     "docs/index/train.py": 1,
+    "docs/guides/restarts/restarts.py": 1,
     "docs/guides/move/configured.py": 2,
     "docs/guides/ranks/prefixed.py": 1,
     "docs/guides/ranks/last_rank.py": 1,
