@@ -47,6 +47,7 @@ __all__ = [
     "sweep_agent",
     "tracking_config",
     "tracking_init",
+    "tracking_run",
     "tracking_sweep",
     "tracking_sweep_config",
 ]
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
         tracking_sweep,
         tracking_sweep_config,
     )
+    from flyteplugins_tracking.block import tracking_run
 else:  # without the `else`, a type checker would accept every misspelt name
     _MODULES = {
         "_flyte.tracking_config": ("tracking_config",),
@@ -72,6 +74,7 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "_job.process_group": ("process_group",),
         "_job.progress": ("heartbeat",),
         "_runs.stopping": ("request_stop", "should_stop"),
+        "block": ("tracking_run",),
         "_sweeps.sweep": (
             "get_sweep_id",
             "get_sweep_parameters",

@@ -1,4 +1,4 @@
-"""`python -m flyteplugins_tracking` checks a job before it starts. With `send` it sends local directories."""
+"""`python -m flyteplugins_tracking` checks a job before it starts; `send` sends directories; `run` runs a script."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ def main() -> int:
         from flyteplugins_tracking._commands import send
 
         return send.main(sys.argv[2:])
+    if sys.argv[1:2] == ["run"]:
+        from flyteplugins_tracking._commands import run
+
+        return run.main(sys.argv[2:])
     from flyteplugins_tracking._commands import doctor
 
     return doctor.main()

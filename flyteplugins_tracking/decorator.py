@@ -162,7 +162,7 @@ def tracked_function(
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
-            with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
+            with call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
                 result = await function(*args, **kwargs)
                 call.context.on_return(call)
             published = call.publish_files(is_async=True)
@@ -174,7 +174,7 @@ def tracked_function(
 
     @functools.wraps(function)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
+        with call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
             result = function(*args, **kwargs)
             _refuse_body_to_come(function, result)
             call.context.on_return(call)
@@ -208,7 +208,7 @@ def _refuse_body_to_come(function: Callable[..., Any], result: Any) -> None:
     )
 
 
-def _call_of(config: TrackingConfig, task: Task | None) -> Call:
+def call_of(config: TrackingConfig, task: Task | None) -> Call:
     """Return one call, with the propagated arguments for those that the decorator does not set."""
     context = flyte_context.current_context()
     config = propagated_to(config, context.propagated)

@@ -62,7 +62,12 @@ class Failure:
 
     @classmethod
     def of_error(cls, error: BaseException, rank: int, exit_code: int) -> Failure:
-        """Return the failure of this process, whose function has raised `error`."""
+        """Return the failure of this process, whose function has raised `error`.
+
+        A framework that prints an exception and exits with a number, as Hydra does, has failed of that exception.
+        """
+        if isinstance(error, SystemExit) and isinstance(error.code, int) and isinstance(error.__context__, Exception):
+            error = error.__context__
         stack = "".join(traceback.format_exception(type(error), error, _of_user(error.__traceback__)))
         kind = type(error)
         prefix = "" if kind.__module__ in ("builtins", "__main__", "__mp_main__") else f"{kind.__module__}."

@@ -212,18 +212,25 @@ def moved(name: str) -> list[str]:
     return [str(path)] if path.exists() else [str(EXAMPLES / "tracked.py"), *bare(name)]
 
 
+def under_run(name: str) -> list[str]:
+    """The script as it is, under the command `run`."""
+    return ["-m", "flyteplugins_tracking", "run", *bare(name)]
+
+
 @pytest.mark.parametrize(
-    ("name", "fault"),
+    ("form", "name", "fault"),
     [
-        pytest.param(name, fault, marks=() if fault == script.brief else pytest.mark.full)
+        pytest.param(form, name, fault, marks=() if fault == brief[form] else pytest.mark.full)
         for name, script in SCRIPTS.items()
         for fault in FAULTS
         if fault != "sigterm to all" or script.to_all
+        for brief in [{moved: script.brief, under_run: "exception" if name == "module_level" else ""}]
+        for form in brief
     ],
 )
-def test_a_moved_script_has_one_run_with_all_rows_and_its_true_end(tmp_path, name, fault):
+def test_a_script_has_one_run_with_all_rows_and_its_true_end(tmp_path, form, name, fault):
     script, what = SCRIPTS[name], FAULTS[fault]
-    done, run = train_with_wandb(tmp_path, moved(name), name, fault)
+    done, run = train_with_wandb(tmp_path, form(name), name, fault)
     end = (done.returncode, run.exit_codes, run.state)
     assert end == (what.returncode, list(what.exit_codes), what.state), done.output
     assert script.values(run) in script.expected(fault, passes(tmp_path)), done.output

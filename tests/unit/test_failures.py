@@ -449,3 +449,15 @@ def test_error_files_are_those_of_torchelastic(machine, monkeypatch):
 
 def test_first_cause_of_nothing_is_none():
     assert first_cause([]) is None
+
+
+@pytest.mark.parametrize(("code", "kind"), [(1, "ValueError"), ("the text", "SystemExit")])
+def test_an_exit_with_a_number_in_a_handler_is_the_failure_that_was_handled(code, kind):
+    try:
+        try:
+            raise ValueError("made to fail")
+        except ValueError:
+            raise SystemExit(code)  # noqa: B904 as frameworks do it
+    except SystemExit as error:
+        failure = Failure.of_error(error, 1, 1)
+    assert (failure.type, failure.message) == (kind, "made to fail" if code == 1 else "the text")

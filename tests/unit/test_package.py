@@ -27,6 +27,7 @@ ROOMS = [
     {"_runs"},
     {"_flyte"},
     {"decorator"},
+    {"block"},
     {"_sweeps"},
     {"_commands", "compat", "testing"},
     {"__init__", "__main__"},
@@ -62,6 +63,7 @@ def test_the_public_names_change_on_purpose_only():
         "sweep_agent",
         "tracking_config",
         "tracking_init",
+        "tracking_run",
         "tracking_sweep",
         "tracking_sweep_config",
     ]

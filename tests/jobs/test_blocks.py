@@ -1,0 +1,191 @@
+"""`with tracking_run(...)`: the run of a block that is in no function."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import jobs
+from support.waiting import wait_until
+from wandb_files import StoredRun
+
+from flyteplugins_tracking import ConfigError, get_run, tracking_run
+from flyteplugins_tracking.testing import simulate
+
+PROGRAM = jobs.PROGRAMS / "blocks.py"
+TWO_RANKS = jobs.torchrun("--standalone", "--nproc-per-node=2", "--monitor-interval=0.1")
+
+
+def run(
+    directory: Path, how: str = "with", launcher: tuple[str, ...] = (sys.executable,), **settings: Any
+) -> jobs.Done:
+    return jobs.run([*launcher, PROGRAM, json.dumps({"how": how, **settings})], directory)
+
+
+def rows(run: StoredRun) -> list[tuple[int, int]]:
+    return [(row["attempt"], row["row"]) for row in run.rows]
+
+
+@pytest.mark.parametrize(
+    ("how", "runs"),
+    [
+        ("with", 1),
+        ("in_async", 1),
+        ("in_threads", 2),
+        ("in_a_generator", 1),
+        ("around_a_function", 1),
+        ("in_a_function", 1),
+        ("one_after_the_other", 2),
+    ],
+)
+def test_each_block_has_its_run_with_its_rows_and_status(tmp_path: Path, how: str, runs: int) -> None:
+    done = run(tmp_path, how)
+    assert done.returncode == 0, done.output
+    assert [(one.exit_code, rows(one)) for one in done.runs] == [(0, [(0, row) for row in range(5)])] * runs
+
+
+@pytest.mark.parametrize("how", ["with", "in_async", "in_a_generator", "in_a_function"])
+@pytest.mark.parametrize(("end", "code", "status"), [("raise", 1, 1), ("exit", 5, 5)])
+def test_the_run_has_the_status_of_the_block(tmp_path: Path, how: str, end: str, code: int, status: int) -> None:
+    done = run(tmp_path, how, end={"0": end})
+    (one,) = done.runs
+    assert (done.returncode, one.exit_code, len(one.rows)) == (code, status, 5), done.output
+
+
+def test_a_generator_that_is_left_in_its_block_fails_and_says_so(tmp_path: Path) -> None:
+    done = run(tmp_path, "in_a_generator_that_is_left")
+    (one,) = done.runs
+    assert (done.returncode, one.exit_code, len(one.rows)) == (0, 1, 5)
+    assert "the generator with this block was closed before its end" in done.output
+
+
+def test_a_block_cannot_be_entered_again(tmp_path: Path) -> None:
+    done = run(tmp_path, "again")
+    assert done.returncode == 1
+    assert "this tracking_run(...) has had its block: make another one for the next block" in done.output
+    assert [one.exit_code for one in done.runs] == [0]
+
+
+@pytest.mark.parametrize(
+    ("run_mode", "codes"), [("auto", [1]), pytest.param("shared", [1, 1], marks=pytest.mark.full), ("new", [1])]
+)
+def test_an_exception_on_rank_1_is_told(tmp_path: Path, run_mode: str, codes: list[int]) -> None:
+    done = run(tmp_path, launcher=tuple(TWO_RANKS), end={"1": "raise", "0": "hang"}, tracking={"run_mode": run_mode})
+    assert done.returncode == 1
+    assert {one.exit_code for one in done.runs if one.exit_code is not None} == {1}
+    assert "made to fail" in done.output
+
+
+def test_sigterm_ends_the_block_with_143_and_all_rows(tmp_path: Path) -> None:
+    settings = {"how": "with", "end": {"0": "hang", "1": "hang"}}
+    process = jobs.start([*TWO_RANKS, PROGRAM, json.dumps(settings)], tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("logged-*"))) == 2, process)
+    os.kill(process.pid, signal.SIGTERM)
+    done = jobs.finish(process, tmp_path)
+    (one,) = done.runs
+    assert (one.exit_code, len(one.rows)) == (143, 5), done.output
+
+
+def test_a_restart_after_sigkill_goes_on_in_the_run(tmp_path: Path) -> None:
+    launcher = (*TWO_RANKS, "--max-restarts=1")
+    done = run(tmp_path, launcher=launcher, end={"0": "kill", "1": "hang"})
+    assert done.returncode == 0, done.output
+    assert len({one.id for one in done.runs}) == 1
+    assert sorted(row for one in done.runs for row in rows(one)) == sorted(
+        (n, row) for n in range(2) for row in range(5)
+    )
+    assert done.runs[-1].exit_code == 0
+
+
+def test_a_child_that_imports_the_script_is_told_where_the_block_belongs(tmp_path: Path) -> None:
+    script = tmp_path / "spawning.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "from flyteplugins_tracking import tracking_run\n"
+        "with tracking_run(project='p'):\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "    print('child', process.exitcode)\n"
+    )
+    done = jobs.run([sys.executable, script], tmp_path)
+    assert "below `if __name__ == '__main__':`" in done.output
+    assert "child 1" in done.output
+    assert [one.exit_code for one in done.runs] == [0]
+
+
+def test_it_is_no_decorator() -> None:
+    with pytest.raises(ConfigError, match="is for `with`: put @tracking_init"):
+
+        @tracking_run(project="p")
+        def train() -> None: ...
+
+
+def test_a_misspelt_argument_is_refused_where_the_object_is_made() -> None:
+    with pytest.raises(ConfigError, match="has no argument 'projekt'; did you mean 'project'"):
+        tracking_run(projekt="p")
+
+
+def test_the_test_kit_records_a_block() -> None:
+    def train() -> None:
+        with tracking_run(project="p") as run:
+            assert run is get_run()
+            if run is not None:
+                run.log({"x": 1})
+
+    (run,) = simulate(train, 1, 2).runs
+    assert [row.values["x"] for row in run.rows] == [1]
+
+
+CELLS = """
+import os, sys, time
+from jupyter_client.manager import start_new_kernel
+
+manager, client = start_new_kernel(kernel_name="python3")
+def cell(code, interrupt=False):
+    client.execute(code)
+    if interrupt:
+        time.sleep(3)
+        manager.interrupt_kernel()
+    reply = client.get_shell_msg(timeout=60)["content"]
+    print(reply["status"], reply.get("ename", ""))
+cell("%load_ext autoreload\\n%autoreload 2\\nfrom flyteplugins_tracking import get_run, tracking_run")
+block = "with tracking_run(project='p', name='{}') as run:\\n    run.log({{'x': 1}})\\n    {}"
+cell(block.format("good", "pass"))
+cell(block.format("bad", "1 / 0"))
+cell(block.format("stopped", "import time; time.sleep(60)"), interrupt=True)
+cell("assert get_run() is None")
+cell(block.format("again", "pass"))
+client.stop_channels()
+manager.shutdown_kernel()
+"""
+
+
+def test_cells_of_a_notebook(tmp_path: Path) -> None:
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install ipykernel")
+    (tmp_path / "cells.py").write_text(CELLS)
+    done = subprocess.run(
+        [sys.executable, "cells.py"],
+        cwd=tmp_path,
+        env=jobs.environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    replies = [line.split() for line in done.stdout.splitlines()]
+    assert replies == [
+        ["ok"],
+        ["ok"],
+        ["error", "ZeroDivisionError"],
+        ["error", "KeyboardInterrupt"],
+        ["ok"],
+        ["ok"],
+    ], done
+    codes = {one.name: (one.exit_code, len(one.rows)) for one in jobs.Done(0, "", tmp_path).runs}
+    assert codes == {"good": (0, 1), "bad": (1, 1), "stopped": (130, 1), "again": (0, 1)}

@@ -1,0 +1,125 @@
+"""A script without a function, whose training is in a `with tracking_run(...)`: its last argument is a JSON object.
+
+Keys: `how`: "with", or a way in which `WAYS` enters the block; `tracking`: the arguments. `rows`: how many to log, by
+default 5. `end`: {rank: "raise", "exit", "kill" or "hang"}, in torchelastic's first attempt.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from flyteplugins_tracking import get_distributed_info, get_run, tracking_init, tracking_run
+
+SETTINGS = json.loads(sys.argv[-1])
+ARGUMENTS = {"project": "p", **SETTINGS.get("tracking", {})}
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def body(run):
+    assert run is get_run()
+    info = get_distributed_info()
+    for row in range(SETTINGS.get("rows", 5)):
+        if run is not None:
+            run.log({"row": row, "attempt": ATTEMPT})
+    Path(os.environ["TRAIN_DIR"], f"logged-{info.rank if info else 0}-{ATTEMPT}").touch()
+    how = None if ATTEMPT else SETTINGS.get("end", {}).get(str(info.rank if info else 0))
+    if how == "raise":
+        time.sleep(1)
+        raise ValueError("made to fail")
+    if how == "exit":
+        sys.exit(5)
+    if how == "kill":
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        time.sleep(60)
+
+
+def in_async():
+    async def train():
+        async with tracking_run(**ARGUMENTS) as run:
+            body(run)
+
+    asyncio.run(train())
+
+
+def in_threads():
+    """Two blocks at the same time are two runs."""
+
+    def train(name):
+        with tracking_run(**ARGUMENTS, name=name) as run:
+            barrier.wait()
+            body(run)
+
+    barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=train, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def in_a_generator():
+    @contextlib.contextmanager
+    def trained():
+        with tracking_run(**ARGUMENTS) as run:
+            yield run
+
+    with trained() as run:
+        body(run)
+
+
+def in_a_generator_that_is_left():
+    def rows():
+        with tracking_run(**ARGUMENTS) as run:
+            body(run)
+            yield
+
+    next(rows())
+
+
+def around_a_function():
+    @tracking_init(**ARGUMENTS)
+    def train():
+        body(get_run())
+
+    with tracking_run(**ARGUMENTS) as run:
+        train()
+        assert get_run() is run
+
+
+def in_a_function():
+    @tracking_init(**ARGUMENTS)
+    def train():
+        with tracking_run(**ARGUMENTS) as run:
+            body(run)
+
+    train()
+
+
+def one_after_the_other():
+    for _ in range(2):
+        with tracking_run(**ARGUMENTS) as run:
+            body(run)
+
+
+def again():
+    block = tracking_run(**ARGUMENTS)
+    with block as run:
+        body(run)
+    with block:
+        pass
+
+
+WAYS = {name: value for name, value in globals().items() if callable(value) and not name.startswith("_")}
+if SETTINGS["how"] != "with":
+    WAYS[SETTINGS["how"]]()
+else:
+    with tracking_run(**ARGUMENTS) as the_run:
+        body(the_run)
