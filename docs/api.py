@@ -12,7 +12,10 @@ from flyteplugins_tracking import testing, trackers
 
 # The names of each section, in the order of the page.
 PUBLIC = {
-    "The decorator": ("tracking_init", "get_run", "tracking_config", "heartbeat", "should_stop", "request_stop"),
+    "The decorator": (
+        *("tracking_init", "tracking_run", "get_run", "tracking_config"),
+        *("heartbeat", "should_stop", "request_stop"),
+    ),
     "Ranks and runs": (
         *("get_distributed_info", "DistributedInfo", "override_distributed_info"),
         *("plan", "RunPlan", "RunMode", "RankScope"),

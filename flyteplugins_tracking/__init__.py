@@ -11,7 +11,7 @@ from flyteplugins_tracking._rank.plan import RankScope, RunMode, RunPlan, plan
 from flyteplugins_tracking._rank.topology import get_distributed_info, override_distributed_info
 from flyteplugins_tracking._runs.call import get_run
 from flyteplugins_tracking._util.modules import loaded_on_use
-from flyteplugins_tracking.decorator import tracking_init
+from flyteplugins_tracking.decorator import tracking_init, tracking_run
 from flyteplugins_tracking.errors import (
     ConfigError,
     IdentityError,
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
         tracking_sweep,
         tracking_sweep_config,
     )
-    from flyteplugins_tracking.block import tracking_run
 else:  # without the `else`, a type checker would accept every misspelt name
     _MODULES = {
         "_flyte.tracking_config": ("tracking_config",),
@@ -74,7 +73,6 @@ else:  # without the `else`, a type checker would accept every misspelt name
         "_job.process_group": ("process_group",),
         "_job.progress": ("heartbeat",),
         "_runs.stopping": ("request_stop", "should_stop"),
-        "block": ("tracking_run",),
         "_sweeps.sweep": (
             "get_sweep_id",
             "get_sweep_parameters",

@@ -1,24 +1,30 @@
-"""The decorator `tracking_init`, which gives a training function its tracking run."""
+"""`tracking_init` gives a training function its tracking run, and `tracking_run` gives one to a block."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import sys
 from collections.abc import Callable, Sequence
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
-from typing import Any, TypeVar, overload
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, TracebackType
+from typing import Any, NoReturn, TypeVar, overload
 
 from flyteplugins_tracking._flyte import context as flyte_context
 from flyteplugins_tracking._flyte.target import Decorator
 from flyteplugins_tracking._rank.plan import PrimaryRank, RankScope, RunMode
-from flyteplugins_tracking._runs.call import Call
-from flyteplugins_tracking._runs.context import Task
+from flyteplugins_tracking._runs.call import Call, here
+from flyteplugins_tracking._runs.context import ProcessContext, Task
+from flyteplugins_tracking._util.signals import critical_section
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import Tracker
 from flyteplugins_tracking.trackers.config import IfUnavailable, TrackingConfig
 from flyteplugins_tracking.trackers.registry import check_config, find_tracker, propagated_to
 
+logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
+# How long a signal waits for the run of a block that is being opened or closed.
+_PATIENCE_S = 5.0
 
 
 @overload
@@ -162,7 +168,7 @@ def tracked_function(
 
         @functools.wraps(function)
         async def tracked_async(*args: Any, **kwargs: Any) -> Any:
-            with call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
+            with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
                 result = await function(*args, **kwargs)
                 call.context.on_return(call)
             published = call.publish_files(is_async=True)
@@ -174,7 +180,7 @@ def tracked_function(
 
     @functools.wraps(function)
     def tracked(*args: Any, **kwargs: Any) -> Any:
-        with call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
+        with _call_of(config_of(args, kwargs), task) as call, call.end, call.end, call.end:
             result = function(*args, **kwargs)
             _refuse_body_to_come(function, result)
             call.context.on_return(call)
@@ -182,6 +188,71 @@ def tracked_function(
         return result
 
     return tracked
+
+
+class tracking_run:  # noqa: N801 it is used as a function, like `tracking_init`
+    """Give the block of a `with` its run, on the ranks that should have one: what `tracking_init` does for a function.
+
+    `with tracking_run(...) as run:` gives the tracker's own run object, or None on a rank without a run. The run ends
+    with the block, and with its status: 0, 1 for an exception, the code of a SystemExit, 143 after a SIGTERM. Decorated
+    functions that the block calls, and blocks in it, join the run. `async with` does the same.
+
+    An object stands for one block: make another one for the next block. Not for Flyte tasks, which take the decorator.
+
+    Args:
+        **arguments: Those of `tracking_init`.
+
+    Raises:
+        ConfigError: An argument is invalid; or the block is entered again, in a Flyte task, or by a child process of
+            multiprocessing that imports the script.
+        TrackingError: As `tracking_init`, when the block is entered.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        self._config = TrackingConfig.from_arguments(arguments)
+        check_config(self._config)
+        self._was_entered = False
+
+    @critical_section(_PATIENCE_S)
+    def __enter__(self) -> Any:
+        self._call = _call_of(self._config, None)
+        self._check()
+        self._was_entered = True
+        self._call.__enter__()
+        return None if self._call.run is None else self._call.run.handle.run
+
+    @critical_section(_PATIENCE_S)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is GeneratorExit:
+            text = "%s: the generator with this block was closed before its end, so its run fails: use it in a `with`"
+            logger.warning(text, self._call.tracker.name)
+        self._call.__exit__(kind, error, traceback)
+
+    async def __aenter__(self) -> Any:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, traceback)
+
+    def __call__(self, *_: object) -> NoReturn:
+        """Refuse to be a decorator."""
+        raise ConfigError("tracking_run(...) is for `with`: put @tracking_init(...) on a function")
+
+    def _check(self) -> None:
+        if self._was_entered:
+            raise ConfigError("this tracking_run(...) has had its block: make another one for the next block")
+        if not isinstance(self._call.context, ProcessContext) and not self._call.is_simulated and here() is None:
+            raise ConfigError("tracking_run(...) is not for Flyte tasks: put @tracking_init(...) on the task")
+        process = sys.modules.get("multiprocessing.process")
+        if process is not None and getattr(process.current_process(), "_inheriting", False):
+            raise ConfigError(
+                "multiprocessing imports the script again in a child process, which would open a run too: put the "
+                "block below `if __name__ == '__main__':`"
+            )
 
 
 def _refuse_body_to_come(function: Callable[..., Any], result: Any) -> None:
@@ -208,7 +279,7 @@ def _refuse_body_to_come(function: Callable[..., Any], result: Any) -> None:
     )
 
 
-def call_of(config: TrackingConfig, task: Task | None) -> Call:
+def _call_of(config: TrackingConfig, task: Task | None) -> Call:
     """Return one call, with the propagated arguments for those that the decorator does not set."""
     context = flyte_context.current_context()
     config = propagated_to(config, context.propagated)

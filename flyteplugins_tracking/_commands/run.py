@@ -13,7 +13,7 @@ import sys
 from types import TracebackType
 
 from flyteplugins_tracking._util.modules import is_own
-from flyteplugins_tracking.block import tracking_run
+from flyteplugins_tracking.decorator import tracking_run
 from flyteplugins_tracking.errors import TrackingError
 from flyteplugins_tracking.trackers.config import OWN_ARGUMENTS, TrackingConfig
 

@@ -27,7 +27,6 @@ ROOMS = [
     {"_runs"},
     {"_flyte"},
     {"decorator"},
-    {"block"},
     {"_sweeps"},
     {"_commands", "compat", "testing"},
     {"__init__", "__main__"},
