@@ -132,6 +132,10 @@ class Call(PerProcess):
     def after_fork_in_child(self) -> None:
         self.is_parents = True
 
+    def __repr__(self) -> str:
+        place = "no job" if self.info is None else f"rank {self.info.rank} of {self.info.world_size}"
+        return f"Call({self.tracker.name}, number {self.number}, {place}, {self.run or 'no run'})"
+
     @critical_section(_PATIENCE_S)
     def __enter__(self) -> Call:
         """Open the run. If that fails, or a signal's handler raises, nothing stays open.
@@ -232,6 +236,7 @@ class Call(PerProcess):
         if counts is None:
             counts = counts_of_world(self.info, self.found.pool)
         self.number = state.count(self.tracker.name, counts)
+        logger.debug("%s: this process is %s, by %s", self.tracker.name, self.info or "no rank", self.found.variables)
         children.mark(self.found.variables)
         config, parent_run = self.config, self._run_of_calling_task()
         if parent_run is not None:
@@ -264,6 +269,7 @@ class Call(PerProcess):
         config = self.config
         # A rank without a run needs no id: agreeing on one would cost imports and time.
         if not opens_run(self.info, config.run_mode, config.rank_scope, config.primary_rank):
+            logger.debug("%s: this rank has no run", self.tracker.name)
             restore = self.tracker.on_inactive_rank(config, self.info)
             if restore is not None:
                 undo.callback(restore)
@@ -312,6 +318,7 @@ class Call(PerProcess):
         if error is not None and _may_be_of_sigterm(error):
             self._await_sigterm()
         exit_code = 0 if error is None else self._exit_code_of(error)
+        logger.debug("%r ends with status %d", self, exit_code)
         failure = None if error is None else self._announce(error, exit_code)
         try:
             if self.stopping is not None:

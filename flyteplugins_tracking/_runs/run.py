@@ -76,9 +76,12 @@ def open_run(call: Call) -> Run:
             _warn_of_unused_arguments(call, planned)
             deadline = time.monotonic() + config.init_timeout_s
             run_plan = _lock_run(call, planned, undo)
+            logger.debug("%s: opening %s", tracker.name, run_plan)
             request = request_of(call, planned, run_plan, call.watcher or MAIN_WATCHER, deadline)
             require(tracker)
             handle = _opened(tracker, request)
+            left_s = deadline - time.monotonic()
+            logger.debug("%s: run %s is open, %.1f s before its deadline", tracker.name, handle.id, left_s)
             if call.run_file is not None:
                 call.run_file.write(handle.id, has_ended=False)
             run = Run(call, run_plan, handle, failures, undo.pop_all())
@@ -215,6 +218,10 @@ class Run:
     opener_exit_code: int = 0
     is_closed_early: bool = False
 
+    def __repr__(self) -> str:
+        state = "closed" if self.closed.is_set() else f"{self.users} calls"
+        return f"Run({self.handle.id}, {'primary' if self.plan.primary else 'not primary'}, {state})"
+
     @property
     def tracker(self) -> Tracker:
         """The tracker."""
@@ -260,6 +267,7 @@ class Run:
                 with self.warned("the run does not wait for its other writers"):
                     self.handle.await_writers(exit_code)
                 exit_code = self._verdict(_or_terminated(exit_code), failure)
+                logger.debug("%r is finished with status %d", self, exit_code)
                 with self.warned(f"the run could not be finished with status {exit_code}"):
                     self.handle.finish(exit_code)
                     _print_how_to_view(self)

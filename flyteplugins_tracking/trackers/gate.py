@@ -99,6 +99,9 @@ class Gate(PerProcess):
         """Refuse everything: the run is the parent's, and the locks may be held forever."""
         self.state = "finished"
 
+    def __repr__(self) -> str:
+        return f"Gate({self._run_id}, {self.state}, opened {self.openings} times, {len(self._held)} rows held)"
+
     # What is logged
 
     def refuses(self) -> bool:
