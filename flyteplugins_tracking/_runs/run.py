@@ -8,6 +8,7 @@ run again.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import os
 import sys
@@ -129,16 +130,18 @@ def _lock_run(call: Call, planned: RunPlan, held: ExitStack) -> RunPlan:
     """Lock the run against other processes and threads of this machine: two writers would lose each other's rows.
 
     A child process has the variables of its rank, and the user's id may be in use. If the lock is taken, the run gets
-    another id. An earlier attempt that is still ending is waited for. The owner of a run with roles has a second lock,
-    so that a job which asks for its id is told what the tracker would say once the run is stored.
+    another id. An earlier attempt that is still ending is waited for. Each rank that shares a run locks its own part.
+    The owner of a run with roles has a second lock, so that a job which asks for its id is told what the tracker would
+    say once the run is stored.
 
     Raises:
         ConfigError: The run has roles, and this job is none.
     """
-    if planned.run_id is None or not planned.ends_run or call.is_simulated:
+    is_shared = call.info is not None and call.config.run_mode == "shared" and planned.role is None
+    if planned.run_id is None or not (planned.ends_run or is_shared) or call.is_simulated:
         return planned
     config, name = call.config, call.tracker.name
-    of_run = f"{name}/{config.project}/{planned.run_id}"
+    of_run = f"{name}/{config.project}/{planned.run_id}" + ("" if planned.ends_run else f"/{planned.label}")
     if config.roles is None and config.id is not None and RunLock.is_held(f"{of_run}/roles"):
         raise roles_error(f"{name}: run {planned.run_id}", "its owner runs now")
     lock = RunLock.acquire(of_run, timeout_s=config.init_timeout_s / 2)
@@ -147,9 +150,15 @@ def _lock_run(call: Call, planned: RunPlan, held: ExitStack) -> RunPlan:
         if config.roles is not None and (of_roles := RunLock.acquire(f"{of_run}/roles")) is not None:
             held.callback(of_roles.release)
         return planned
-    new_id = f"{planned.run_id}-{os.urandom(3).hex()}"
+    new_id = f"{planned.run_id}-{_name_of_job() if is_shared else os.urandom(3).hex()}"
     logger.warning("%s: run %s is open in another process or thread: this one is %s", name, planned.run_id, new_id)
     return replace(planned, run_id=new_id)
+
+
+def _name_of_job() -> str:
+    """Return a name that all ranks of this job know, and no other job on this machine has at the same time."""
+    address = [os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")]
+    return hashlib.sha256(repr(address).encode()).hexdigest()[:6]
 
 
 def require(tracker: Tracker) -> None:
