@@ -208,13 +208,6 @@ def _check_directories() -> Iterator[Diagnostic]:
     fix = "cd to another; or export WANDB_DIR=... PLUTO_DIR=... TRACKIO_DIR=..."
     yield from check_directory(os.curdir, "warning", "the working directory, where trackers keep files", fix)
     yield from check_directory("~", "warning", "the home directory, where caches are", "export HOME=/a/directory")
-    from flyteplugins_tracking.trackers.node_group import socket_directory
-
-    try:
-        socket_directory()  # of the sockets by which the ranks of a node share a run: see `trackers.node_group`
-    except OSError as error:
-        text = f"run_mode='shared' needs a directory for temporary files: {error.strerror}"
-        yield Diagnostic("warning", text, "export TMPDIR=/a/directory")
 
 
 def _base_id(info: DistributedInfo | None, trackers: Sequence[str], found: list[Diagnostic]) -> tuple[str | None, str]:

@@ -74,7 +74,7 @@ def _send(paths: Sequence[Path]) -> Iterator[str]:
     others = sorted((path for path in paths if path not in of_wandb), key=_is_of_role)  # the owner makes the run
     for path in [*others, *of_wandb]:
         try:
-            yield wandb_files.send(path) if path in of_wandb else _send_directory(path)
+            yield wandb_files.send(path, of_wandb) if path in of_wandb else _send_directory(path)
         except Exception as error:  # it does not keep the others from being sent
             is_said = isinstance(error, (TrackingError, ValueError))
             failed.append(str(error) if is_said else f"{path} was not sent: {type(error).__name__}: {error}")

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from flyteplugins_tracking._job.board import STORE_TIMEOUT, agent_option, agents_store, rendezvous_store
+from flyteplugins_tracking._job.board import STORE_TIMEOUT, agents_store, rendezvous_store
 from flyteplugins_tracking._job.starts import outer_job, stable_name, start_in
 from flyteplugins_tracking._rank import engines
 from flyteplugins_tracking._rank.children import has_inherited_group, marked_base_id
@@ -149,15 +149,6 @@ def _torchelastic(info: DistributedInfo, env: Env, agreement: bool) -> str | Non
     token = _agent_token(env) if start is None else ""
     own = None if token is None else offered(token)
     return own if _is_alone(info, agreement) else _from_rank_0(info, own)
-
-
-def is_elastic(info: DistributedInfo | None, env: Env) -> bool:
-    """Return whether its command line or its variables allow torchelastic to change the number of nodes."""
-    if info is None or info.launcher != "torchelastic":
-        return False
-    agent = proc.command_line(proc.nearest_without("TORCHELASTIC_RUN_ID"))
-    min_nodes, _, max_nodes = (agent_option(agent, "nnodes") or env.get("PET_NNODES") or "").partition(":")
-    return max_nodes not in ("", min_nodes)
 
 
 def _agent_token(env: Env) -> str | None:

@@ -41,7 +41,7 @@ class RunPlan(Record):
         group: The group that the run belongs to, if any.
         primary: Whether this rank speaks for its job in the run: it passes the config, and says why the job fails. One
             rank of each run is primary.
-        label: This rank's name among the writers of its run, for instance "worker-0". None outside a distributed job.
+        label: This rank's name among the writers of its run, for instance "rank-3". None outside a distributed job.
         writers: How many ranks write to the run; 0 if this rank has no run. None if the launcher does not set it.
         first: Whether this rank prints and shows what concerns the whole job: it is the primary of the job's first
             run.
@@ -183,7 +183,7 @@ def plan(
         run_id=_with_suffix(base_id, suffix),
         group=None if group_suffix is None else _with_suffix(base_id, group_suffix),
         primary=is_primary,
-        label=role or (f"rank-{info.rank}" if info.worker_index is None else f"worker-{info.worker_index}"),
+        label=_label(info, run_mode, role),
         writers=1 if run_mode != "shared" else info.world_size if rank_scope == "global" else info.local_world_size,
         first=info.rank == 0 if run_mode == "new" else is_primary and is_in_first_scope,
         role=role,
@@ -272,6 +272,12 @@ def _suffixes(info: DistributedInfo, run_mode: RunMode, rank_scope: RankScope) -
     if run_mode == "new":
         return (f"{worker}-rank-{info.local_rank}", worker) if rank_scope == "worker" else (f"-rank-{info.rank}", "")
     return (worker, "") if rank_scope == "worker" else ("", None)
+
+
+def _label(info: DistributedInfo, run_mode: RunMode, role: str | None) -> str:
+    if run_mode == "shared":  # the only mode in which the ranks of a worker write to one run
+        return f"{role}-rank-{info.rank}" if role else f"rank-{info.rank}"
+    return role or (f"rank-{info.rank}" if info.worker_index is None else f"worker-{info.worker_index}")
 
 
 def _with_suffix(base_id: str | None, suffix: str) -> str | None:

@@ -16,7 +16,6 @@ from flyteplugins_tracking._job.identity import (
     id_beside,
     identity_of_parent,
     identity_of_trial,
-    is_elastic,
 )
 from flyteplugins_tracking._rank import children
 from flyteplugins_tracking._rank.info import DistributedInfo
@@ -147,14 +146,13 @@ def request_of(call: Call, planned: RunPlan, run_plan: RunPlan, watch: SigtermWa
         deadline: When the run must be open, in seconds of `time.monotonic`.
     """
     config, context, info = call.config, call.context, call.info
-    is_shared, own = config.run_mode == "shared", {**_job_metadata(info), **context.run_metadata}
+    own = {**_job_metadata(info), **context.run_metadata}
     return RunRequest(
         plan=run_plan,
         planned_run_id=planned.run_id,
         config=config,
         info=info,
-        has_other_writers=config.has_roles
-        or (context.has_children if info is None else is_shared and is_elastic(info, os.environ)),
+        has_other_writers=config.has_roles or (context.has_children if info is None else config.run_mode == "shared"),
         run_metadata={**_trial_config(call), **({OWN: own} if own else {})},
         read_secret=functools.partial(_read_secret, config.secret, context),
         may_prompt=may_prompt(info, context),

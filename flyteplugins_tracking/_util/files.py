@@ -27,7 +27,7 @@ _NAME = "flyteplugins_tracking"
 _NAMES = 10
 
 
-def private_directory(*parts: str, longest: int | None = None, on_disk: bool = False) -> Path:
+def private_directory(*parts: str, on_disk: bool = False) -> Path:
     """Return a directory that only this user can enter. Makes it if it is missing.
 
     Processes of this user on this machine that have the same environment get the same one, unless other users have
@@ -35,18 +35,14 @@ def private_directory(*parts: str, longest: int | None = None, on_disk: bool = F
 
     Args:
         *parts: Its path in the user's private directory.
-        longest: The most bytes of its path, for sockets: see unix(7). None for any number.
         on_disk: Whether it may get more than `XDG_RUNTIME_DIR` has room for, which is in memory.
 
     Raises:
         OSError: There is no such directory, and none can be made.
     """
     for top in _candidates(on_disk):
-        path = top.joinpath(*parts)
-        if longest is not None and len(os.fsencode(path)) > longest:
-            continue
         if all(_is_made(level) for level in (top, *(top.joinpath(*parts[: end + 1]) for end in range(len(parts))))):
-            return path
+            return top.joinpath(*parts)
     raise OSError(errno.EACCES, f"{tempfile.gettempdir()}, /tmp and the home directory cannot have a private directory")
 
 

@@ -2,9 +2,9 @@
 
 In the room: the arguments of `tracking_init`, which a tracker gets (`config`), the interface of a tracker (`base`), the
 search for one by its name (`registry`), a base for clients that send rows (`client`, `rows`), whether a run takes rows
-(`gate`), how they reach a service that may be away (`outbox`, over `journal`; `kept`), how the ranks of a node share a
-run (`node_group`), how the rank that ends a run waits for the others (`barrier`), how long an end may last (`ending`),
-the doctor's questions to a service (`diagnostics`), and a folder for each service.
+(`gate`), how they reach a service that may be away (`outbox`, over `journal`; `kept`), how the rank that ends a run
+waits for the others (`barrier`), how long an end may last (`ending`), the doctor's questions to a service
+(`diagnostics`), and a folder for each service.
 May enter: code that speaks to a service, and arguments that do not depend on it. Must not: Flyte, and code that
 concerns no service. A folder of one service does not import another's, and a vendor's package is imported inside
 functions only.

@@ -42,7 +42,7 @@ class WriterBarrier:
         """Does nothing on the board yet.
 
         Args:
-            board: Where the run's writers on all nodes leave their counts; None for none.
+            board: Where the run's writers leave their counts; None for none.
             label: This writer's name. The primary needs none.
             others: The names of the writers that the primary waits for. A writer does not wait for itself.
         """
@@ -177,7 +177,8 @@ class WriterBarrier:
             )
 
     def _missing(self, board: Board) -> list[str]:
-        return [label for label in self._others if not self._has_left(board, label)]
+        self._others = [label for label in self._others if not self._has_left(board, label)]
+        return self._others
 
     def _has_left(self, board: Board, label: str) -> bool:
         try:

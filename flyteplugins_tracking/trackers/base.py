@@ -66,8 +66,8 @@ class RunRequest(Record):
             process has that run open.
         config: The user's arguments.
         info: This rank; None outside a distributed job.
-        has_other_writers: Whether processes besides the job's present ranks may write to the run, now or later: other
-            nodes of an elastic job, jobs with roles, the tasks that a Flyte task calls, or the task that has called it.
+        has_other_writers: Whether other processes may write to the run too, now or later: the ranks of a job that
+            share it, jobs with roles, the tasks that a Flyte task calls, or the task that has called it.
         run_metadata: The values to add to the run's config: the hyperparameters of a trial, and below "tracking_init"
             the job's shape, its restarts, and the Flyte execution.
         read_secret: Returns the API key; None if the user has not passed a secret. A tracker calls it at most once.

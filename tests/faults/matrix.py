@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -394,6 +395,8 @@ STEPS: dict[str, Any] = {**CHOSEN, "with_step": True}
 SIGTERM, SIGINT, SIGKILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
 FAILED, PREEMPTED, FINISHED, RUNNING = "failed", "preempted", "finished", "running"
 
+shared = functools.partial(Case, one_writer=False)  # a run with a client in each rank
+
 CASES = [
     Case("returns", alone("return"), (0,), FINISHED),
     Case("exception", alone("raise"), (1,), FAILED, failures=("0 ValueError",)),
@@ -535,60 +538,59 @@ CASES = [
     Case("1 MB of config", alone("return", config_bytes=1_000_000), (0,), FINISHED),
     Case("NaN and infinity", alone("return", value=float("nan")), (0,), FINISHED),
     Case("rows as fast as it goes, for 10 s", alone("fast", rows=0), (0,), FINISHED),
-    Case(
+    shared(
         "shared: SIGTERM, and rows in `finally`", agent_signalled(SIGTERM, ALL_IN_FINALLY, **GIVEN), (143,), PREEMPTED
     ),
-    Case(
+    shared(
         "shared: SIGTERM, a handler that sets a flag",
         agent_signalled(SIGTERM, ALL_LOOP, handler="flag", **GIVEN),
         (143, 143),
         PREEMPTED,
     ),
-    Case(
+    shared(
         "shared: SIGTERM, a handler with `os._exit`",
         agent_signalled(SIGTERM, ALL_LOOP, handler="os._exit 6", **GIVEN),
         (143,),
         PREEMPTED,
     ),
-    Case("shared: SIGTERM, rank 0 in a collective", agent_signalled(SIGTERM, PEER, **SHARED), (143,), PREEMPTED),
-    Case("shared: SIGINT", agent_signalled(SIGINT, ALL_LOOP, **GIVEN), (130,), FAILED),
-    Case(
+    shared("shared: SIGTERM, rank 0 in a collective", agent_signalled(SIGTERM, PEER, **SHARED), (143,), PREEMPTED),
+    shared("shared: SIGINT", agent_signalled(SIGINT, ALL_LOOP, **GIVEN), (130,), FAILED),
+    shared(
         "shared: SIGKILL of a neighbour",
         rank_signalled(1, SIGKILL, ALL_LOOP, **GIVEN),
         (137,),
         FAILED,
+        kept="killed",
         failures=("1 SIGKILL",),
     ),
-    Case(
+    shared(
         "shared: SIGKILL of the writer, restart",
         rank_signalled(0, SIGKILL, ALL_LOOP, torchrun("--max-restarts=1"), **GIVEN),
         (0,),
         FINISHED,
         restarts=1,
     ),
-    Case(
+    shared(
         "shared: exception on a neighbour, restart",
         together({"0": "sleep", "1": "raise at go"}, "--max-restarts=1", **SHARED),
         (1, 0),
         FINISHED,
         restarts=1,
     ),
-    Case(
+    shared(
         "shared, elastic 1:2, the node of rank 0 dies",
         scale_down(**SHARED),
         (0,),
         FINISHED,
         kept="killed",
-        one_writer=False,
     ),
-    Case(
+    shared(
         "shared, elastic 1:2, rank 0 moves to a node that comes",
         scale_up(**SHARED),
         (143, 0),
         FINISHED,
-        one_writer=False,
     ),
-    Case("shared: server down for 20 s", midway(Fault.refuse(), 20, ranks=2, **GIVEN), (0,), FINISHED, 25),
+    shared("shared: server down for 20 s", midway(Fault.refuse(), 20, ranks=2, **GIVEN), (0,), FINISHED, 25),
 ]
 
 # At least one case of each kind of fault, of each launcher and of each mode.

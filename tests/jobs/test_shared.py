@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from support.waiting import stop
 from support.wandb_server import WandbServer
 from support.wandb_store import RecordedRun
 from wandb_files import read_runs
+
+from flyteplugins_tracking._util.proc import parent
 
 RUNS = jobs.PROGRAMS / "shared_runs.py"
 SHARED = {"run_mode": "shared"}
@@ -57,7 +60,7 @@ def sequences(rows: list[dict[str, Any]]) -> dict[int, list[int]]:
     ],
     ids=str,
 )
-def test_every_row_of_every_rank_arrives_through_one_writer_a_node(tmp_path, nodes, mode):
+def test_every_row_of_every_rank_arrives_through_a_client_of_its_own(tmp_path, nodes, mode):
     """A training of each scope, one after the other."""
     env = {} if mode == "online" else {"WANDB_MODE": "offline"}
     with job(tmp_path) as started:
@@ -71,10 +74,10 @@ def test_every_row_of_every_rank_arrives_through_one_writer_a_node(tmp_path, nod
         cores = started.pids("wandb-core")
         started.go()
         found = started.outcome()
-        assert (found.returncode, found.leaked, len(cores)) == (0, (), len(nodes)), found.output
+        assert (found.returncode, found.leaked, len(cores)) == (0, (), 4), found.output
         assert len(found.logged) >= 4000
         stored = read_runs(tmp_path / "wandb")
-        assert len(stored) == 2 * len(nodes)
+        assert len(stored) == 2 * 4
         kept = started.server.runs if mode == "online" else stored
         assert sorted({run.id for run in kept}) == ["all", *(f"each-worker-{node}" for node in range(len(nodes)))]
         arrived = [sequences(run.rows) for run in kept]
@@ -82,19 +85,19 @@ def test_every_row_of_every_rank_arrives_through_one_writer_a_node(tmp_path, nod
         for by_rank in arrived:
             assert all(numbers == [*range(numbers[0], numbers[0] + len(numbers))] for numbers in by_rank.values())
         if mode == "offline":
-            assert [run.exit_code for run in stored] == [0] * 2 * len(nodes)
+            assert [run.exit_code for run in stored] == [0] * 2 * 4
             return
         assert (set(found.exit_codes), found.state) == ({0}, "finished")
         for run in kept:
-            writers = len(nodes) if run.id == "all" else 1
-            assert len(run.clients) == (writers if writers > 1 else 0)
-            assert (len(run.senders), run.mixed_writers, run.rows_overwritten) == (writers, False, 0)
+            writers = 4 if run.id == "all" else nodes[int(run.id[-1])]
+            assert (len(run.clients), len(run.senders)) == (writers, writers)
+            assert (run.mixed_writers, run.rows_overwritten) == (False, 0)
             assert (run.exit_codes, run.config["tracking_init"]["world_size"]) == ([0], 4)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("task", ["spawn", "fork"])
-def test_the_ranks_of_flytes_elastic_workers_share_one_client(tmp_path, task):
+def test_the_ranks_of_flytes_elastic_workers_have_a_client_each(tmp_path, task):
     with job(tmp_path) as started:
         settings = ends("until go", rows=500, step_s=0.5, with_step=True, tracking=SHARED, task=task)
         started.start(flyte(), PROMPT, **settings)
@@ -104,23 +107,46 @@ def test_the_ranks_of_flytes_elastic_workers_share_one_client(tmp_path, task):
         started.go()
         found = started.outcome()
         assert (found.returncode, found.lost, found.exit_codes, found.leaked) == (0, 0, (0,), ()), found.output
-        assert (len(cores), len(started.server.runs[0].senders)) == (1, 1)
+        assert (len(cores), len(started.server.runs[0].senders)) == (2, 2)
         assert len(sequences(started.server.runs[0].rows)) == 2
 
 
 @pytest.mark.full
-def test_the_printed_command_merges_the_offline_rows_of_the_nodes(tmp_path):
+@pytest.mark.parametrize(
+    ("nodes", "how"), [([3], "to send it: "), ([2, 1], "with the directories of all nodes: ")], ids=str
+)
+def test_the_printed_command_sends_what_all_ranks_have_logged_offline(tmp_path, nodes, how):
     with job(tmp_path) as started:
         settings = ends("return", rows=100, with_step=True, tracking={**GIVEN, "config": {"lr": 0.1}})
-        start(started, [2, 1], {"WANDB_MODE": "offline"}, **settings)
+        start(started, nodes, {"WANDB_MODE": "offline", "WANDB_SILENT": "false"}, **settings)
         found = started.outcome()
-        (command,) = [line.partition("all with: ")[2] for line in found.output.splitlines() if "all with: " in line]
+        (command,) = [line.partition(how)[2] for line in found.output.splitlines() if how in line]
         variables = {**os.environ, **started.server.environment, "HOME": str(tmp_path)}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        subprocess.run(["bash", "-c", command], cwd=tmp_path, env={**variables, "PATH": path}, check=True, timeout=120)
+        for _ in range(2):  # the second time, there is nothing to send
+            more = {"env": {**variables, "PATH": path}, "check": True, "timeout": 120}
+            subprocess.run(["bash", "-c", command], cwd=tmp_path, **more)
         (run,) = started.server.runs
-        assert {(row["pid"], row["n"]) for row in run.rows} == found.logged
-        assert (run.rows_overwritten, run.config["lr"], run.state) == (0, 0.1, "finished")
+        rows = [(row["pid"], row["n"]) for row in run.rows]
+        assert (set(rows), len(rows)) == (found.logged, 300)
+        assert (run.rows_overwritten, run.mixed_writers, len(run.clients)) == (0, False, 3)
+        assert (run.config["lr"], run.state, run.exit_codes) == (0.1, "finished", [0])
+
+
+@pytest.mark.full
+def test_what_a_rank_has_logged_offline_can_be_sent_when_the_run_has_ended(tmp_path):
+    with job(tmp_path) as started:
+        started.start(torchrun(ranks=2), {"WANDB_MODE": "offline"}, **ends("return", rows=20, tracking=GIVEN))
+        found = started.outcome()
+        for directory in sorted((tmp_path / "wandb").glob("offline-run-*"), key=lambda path: "rank" in path.name):
+            done = jobs.run(
+                [sys.executable, "-m", "flyteplugins_tracking", "send", directory], tmp_path, started.server.environment
+            )
+            assert done.returncode == 0, done.output
+        (run,) = started.server.runs
+        rows = [(row["pid"], row["n"]) for row in run.rows]
+        assert (set(rows), len(rows), run.mixed_writers) == (found.logged, 40, False)
+        assert (run.exit_codes, run.state) == ([0], "finished")
 
 
 @pytest.mark.full
@@ -171,9 +197,7 @@ def test_everything_of_the_run_works_on_every_rank(tmp_path):
         for name, value in {"id": run.id, "resumed": False, "is_run": True, "is_global": True}.items():
             assert [report[name] for report in reports] == [value] * 3
         assert [report["url"] for report in reports] == [f"{server.url}/{run.entity}/tests/runs/{run.id}"] * 3
-        assert len({report["directory"] for report in reports}) == 1
-        # A child of a guest would take the service for its own.
-        assert [report["service"] for report in reports][1:] == ["", ""]
+        assert len({report["directory"] for report in reports}) == 3
         changes = ["item", "attribute", "update", "setdefaults", "wandb.config", "update_locked"]
         assert [report["refused"] for report in reports] == [[], changes, changes]
         assert [report["config"]["lr"] for report in reports] == [0.1] * 3
@@ -185,7 +209,7 @@ def test_everything_of_the_run_works_on_every_rank(tmp_path):
             assert f"weights-{rank}" in run.artifacts
             assert run.summary[f"accuracy_{rank}"]["max"] == 3
             assert run.summary[f"best_{rank}"] == rank
-        rows = [{k: v for k, v in row.items() if not k.startswith("_")} for row in run.rows]
+        rows = [{k: v for k, v in row.items() if not k.startswith(("_", "roles/"))} for row in run.rows]
         for rank in range(3):
             assert {"loss": rank + 0.5, "global_step": 10 * rank} in rows
             assert {"kept": 1, "beside": 2, "global_step": 10 * rank} in rows
@@ -212,10 +236,10 @@ def test_metrics_have_the_ranks_prefix(tmp_path):
     with WandbServer() as server:
         features(tmp_path, server, rank_prefix=True, step_metric="step")
         run = shared_run(server)
-        rows = [{k: v for k, v in row.items() if not k.startswith("_")} for row in run.rows]
+        rows = [{k: v for k, v in row.items() if not k.startswith(("_", "roles/"))} for row in run.rows]
         for rank in range(3):
             assert {f"rank_{rank}/loss": rank + 0.5, "step": 10 * rank} in rows
-            # What `watch` hands over goes with the rank's own row, also where another rank logs first.
+            # What `watch` hands over has the prefix too.
             (watched,) = [row for row in run.rows if f"rank_{rank}/watched_{rank}" in row]
             assert watched[f"rank_{rank}/gradients/weight"]["_type"] == "histogram"
 
@@ -228,9 +252,8 @@ def test_a_shared_run_works_without_a_server(tmp_path, mode):
         assert [report["is_run"] for report in reports] == [True] * 3
         assert [report["refused"] != [] for report in reports] == [False, True, True]
         stored = [run for run in read_runs(tmp_path) if not run.id.startswith(("own-", "later-"))]
-        assert (server.runs, len(stored)) == ([], int(mode == "offline"))
-        if mode == "offline":
-            assert sum("after_finish" in row for row in stored[0].rows) == 3
+        assert (server.runs, len(stored)) == ([], 3 if mode == "offline" else 0)
+        assert all(any("after_finish" in row for row in run.rows) for run in stored)
 
 
 def place(rank: int, ranks: int = 2) -> dict[str, str]:
@@ -250,41 +273,28 @@ def by_hand(job: Job, ranks: int, how: str | dict[str, str], **settings: Any) ->
         job.start(python(), {**PROMPT, **place(rank, ranks)}, **ends(how, tracking=GIVEN, **settings))
 
 
-def test_a_follower_without_a_leader_raises(tmp_path):
+def test_a_rank_does_not_wait_for_its_primary(tmp_path):
+    """Which does not come at all."""
     with job(tmp_path) as started:
-        env, settings = rank_alone(1, init_timeout_s=2)
-        began = time.monotonic()
+        env, settings = rank_alone(1)
         started.start(python(), env, **settings)
         found = started.outcome()
-        assert time.monotonic() - began < 7 * jobs.TIME_SCALE  # the vendor would wait 90 s
-        assert found.returncode == 1
-        assert (
-            f"TrackerUnavailableError: W&B: rank 1 waited for run {jobs.RUN_ID}, which local rank 0 of worker 0"
-            in found.output
-        )
-        assert started.server.runs == []
+        assert (found.returncode, found.lost, found.exit_codes, found.state) == (0, 0, (), "running"), found.output
 
 
 @pytest.mark.full
-def test_the_neighbours_of_a_rank_that_cannot_open_the_run_do_not_wait(tmp_path):
-    with job(tmp_path) as started, started.server.failing(Fault.refuse()):
-        for rank in (1, 0):
-            env, settings = rank_alone(rank, init_timeout_s=5 if rank == 0 else 600, if_unavailable="raise")
-            started.start(python(), env, **settings)
-        found = started.outcome()
-        assert "which local rank 0 of worker 0 opens for its node: W&B cannot be used" in found.output
-
-
-@pytest.mark.full
-def test_all_ranks_go_on_offline_together(tmp_path):
-    with job(tmp_path) as started, started.server.failing(Fault.refuse()):
+def test_the_next_attempt_sends_what_ranks_have_logged_offline_in_an_outage(tmp_path):
+    with job(tmp_path) as started:
         tracking = {**GIVEN, "init_timeout_s": 12, "if_unavailable": "degrade"}
-        started.start(torchrun(ranks=3), **ends("return", tracking=tracking, start_together=3))
+        with started.server.failing(Fault.refuse()):
+            jobs.finish(started.start(torchrun(ranks=3), **ends("return", tracking=tracking)), tmp_path)
+        assert started.server.runs == []
+        assert len([run for run in read_runs(tmp_path / "wandb") if run.rows]) == 3
+        started.start(torchrun(ranks=2), **ends("return", tracking=tracking))  # one less: the primary sends its rows
         found = started.outcome()
-        assert (found.returncode, len(found.logged)) == (0, 150), found.output
-        assert found.logged == found.local
-        assert found.output.count("This run is logged offline") == 1
-        assert len([run for run in read_runs(tmp_path / "wandb") if run.rows]) == 1
+        assert (found.returncode, found.lost, found.duplicates, len(found.logged)) == (0, 0, 0, 250), found.output
+        assert found.output.count(f"flyteplugins-tracking send {tmp_path / 'wandb'}\n") == 3
+        assert started.server.runs[0].mixed_writers is False
 
 
 @pytest.mark.full
@@ -306,7 +316,8 @@ def test_each_training_of_a_process_is_a_run_of_its_own(tmp_path):
 
 
 @pytest.mark.full
-def test_the_leader_waits_for_its_followers_and_warns_about_late_ones(tmp_path):
+def test_the_primary_waits_for_the_other_ranks_and_warns_about_late_ones(tmp_path):
+    """Their later rows arrive all the same."""
     with job(tmp_path) as started:
         tracking = {**GIVEN, "kill_after_s": 4}
         how = {"1": "until go", "*": "until all are ready"}
@@ -317,13 +328,8 @@ def test_the_leader_waits_for_its_followers_and_warns_about_late_ones(tmp_path):
         started.go()
         found = started.outcome()
         assert (found.returncode, found.exit_codes, found.state) == (0, (0,), "finished"), found.output
-        assert "What these ranks log from now on is lost: 1." in found.output
-        assert found.output.count("rank 1 cannot log to run") == 1
-        assert found.lost > 0
-        for pid in found.notes:
-            arrived = sorted(n for writer, n in found.arrived if writer == pid)
-            assert arrived == list(range(len(arrived)))
-            assert len(arrived) >= 50
+        assert "these writers have not sent all their rows: rank-1." in found.output
+        assert (found.lost, found.duplicates) == (0, 0)
 
 
 @pytest.mark.full
@@ -336,80 +342,72 @@ def test_a_neighbour_can_log_after_the_writers_function_has_returned(tmp_path):
         assert sorted(row["number"] for row in run.rows) == [0, 1, 2]
 
 
+def send_all(job: Job) -> None:
+    """Send what the ranks of a node have left: all of it, with one command."""
+    command = [sys.executable, "-m", "flyteplugins_tracking", "send", job.directory / "wandb"]
+    done = jobs.run(command, job.directory, job.server.environment)
+    assert done.returncode == 0, done.output
+
+
 @pytest.mark.full
-def test_no_row_is_lost_when_a_neighbour_is_killed_or_exits_at_once(tmp_path):
-    """One is killed, one leaves by `os._exit`, and one logs on."""
+def test_no_row_is_lost_when_ranks_are_killed_or_exit_at_once(tmp_path):
+    """The primary among them. The others go on, and what a killed rank has left is sent by one command."""
     with job(tmp_path) as started:
         how = {"0": "until go", "1": "until go", "2": "os._exit 0", "3": "until go"}
-        by_hand(started, 4, how)
-        for rank in (0, 1, 3):
-            started.wait_for(f"ready {rank} 0")
-        (victim,) = started.wait_for("ready 1 0")
-        os.kill(victim, signal.SIGKILL)
+        by_hand(started, 4, how, step_s=0.05)
+        victims = [started.wait_for(f"ready {rank} 0")[0] for rank in (0, 1)]
+        started.wait_for("ready 3 0")
+        for victim in victims:
+            started.signal(victim, signal.SIGKILL)
         (silent,) = started.wait_for("ready 2 0")
-        started.log_more(rows=20, but_not={victim, silent})
+        started.log_more(rows=20, but_not={*victims, silent})
         started.go()
         found = started.outcome()
-        assert (found.lost, found.exit_codes, found.state) == (0, (0,), "finished"), found.output
+        assert found.slowest_log_s < jobs.TIME_SCALE
+        assert found.leaked == ()
+        own = {pid for pid in found.notes if pid not in (*victims, silent)}
+        assert {pid for pid, _ in found.logged - found.arrived} & own == set()
+        send_all(started)
+        found = started.outcome()
+        assert (found.lost, found.duplicates) == (0, 0), found.output
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("end", ["returns", "returns in a hurry", "is killed", "is killed offline", "is terminated"])
-def test_no_row_is_lost_when_wandb_core_is_slow_to_read_a_neighbours(tmp_path, end):
-    """The neighbour waits for it, if it may. Otherwise its rows are kept."""
+def test_no_row_is_lost_when_a_ranks_wandb_core_is_slow_to_read(tmp_path, end):
+    """The rank waits for it, if it may. Otherwise its rows are kept."""
+    is_offline = end == "is killed offline"
     with job(tmp_path) as started:
         for rank in range(2):
             tracking = {**GIVEN, "kill_after_s": 4 if end == "returns in a hurry" else 30}
-            env = {**PROMPT, **place(rank), **({"WANDB_MODE": "offline"} if end == "is killed offline" else {})}
+            env = {**PROMPT, **place(rank), **({"WANDB_MODE": "offline"} if is_offline else {})}
             started.start(python(), env, **ends("until go", tracking=tracking))
-        writer, neighbour = (started.wait_for(f"ready {rank} 0")[0] for rank in range(2))
-        (core,) = started.pids("wandb-core")
+        primary, other = (started.wait_for(f"ready {rank} 0")[0] for rank in range(2))
+        (core,) = [pid for pid in started.pids("wandb-core") if parent(pid) == other]
         stop(core)
         started.log_more(rows=20)
         if end.startswith("is killed"):
-            os.kill(neighbour, signal.SIGKILL)
+            os.kill(other, signal.SIGKILL)
+            started.log_more(rows=200, but_not={other})  # the primary has seen it
         if end == "is terminated":
-            os.kill(neighbour, signal.SIGTERM)
-            os.kill(writer, signal.SIGTERM)
+            os.kill(other, signal.SIGTERM)
+            os.kill(primary, signal.SIGTERM)
         started.go()
         time.sleep(8)
-        os.kill(core, signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(core, signal.SIGCONT)
         found = started.outcome()
-        (directory,) = (tmp_path / "wandb").glob("*run-*")
-        assert ("flyteplugins-tracking send" in found.output) == (end != "returns"), found.output
         assert "Rows are lost" not in found.output
+        is_told = f"flyteplugins-tracking send {tmp_path / 'wandb'}" in found.output
+        assert is_told == (end == "returns in a hurry"), found.output
         if end != "returns":
-            command = [sys.executable, "-m", "flyteplugins_tracking", "send", directory]
-            sent = jobs.run(command, tmp_path, started.server.environment)
-            assert sent.returncode == 0, sent.output
-        rows = [(row["pid"], row["n"]) for row in shared_run(started.server).rows]
+            send_all(started)
+        (run,) = started.server.runs
+        rows = [(row["pid"], row["n"]) for row in run.rows]
         assert (set(rows), len(rows)) == (found.logged, len(found.logged))
-        assert shared_run(started.server).state == ("preempted" if end == "is terminated" else "finished")
-        assert not list(directory.glob("*.journal.*"))
-
-
-@pytest.mark.full
-def test_when_the_writer_is_killed_its_neighbours_go_on(tmp_path):
-    """The others go on, and say it once."""
-    with job(tmp_path) as started:
-        by_hand(started, 3, "until go", step_s=0.05)
-        for rank in range(3):
-            started.wait_for(f"ready {rank} 0")
-        (writer,) = started.wait_for("ready 0 0")
-        started.wait_until_stored(50)
-        started.signal(writer, signal.SIGKILL)
-        started.log_more(rows=20, but_not={writer})
-        started.go()
-        found = started.outcome()
-        assert sum("returns" in lines for lines in found.notes.values()) == 2
-        for rank in (1, 2):
-            assert found.output.count(f"rank {rank} cannot log to run") == 1
-        assert found.slowest_log_s < jobs.TIME_SCALE
-        for pid, lines in found.notes.items():
-            times = {int(line.split()[1]): float(line.split()[3]) for line in lines if line.startswith("logged ")}
-            lost = [at for n, at in times.items() if (pid, n) not in found.local]
-            assert all(at > started.fault_at - FRESH_S for at in lost)
-        assert found.leaked == ()
+        status = {"is killed": "failed", "is killed offline": "failed", "is terminated": "preempted"}
+        assert run.state == status.get(end, "finished")
+        assert not list((tmp_path / "wandb").glob("*/*.journal.*"))
 
 
 @pytest.mark.full
@@ -418,10 +416,11 @@ def test_a_run_of_several_nodes_ends_with_the_last_one(tmp_path):
         tracking = {**SHARED, "settings": {"x_stats_sampling_interval": 1}}
         start(started, [1, 2], **ends({"0": "return", "*": "until go"}, tracking=tracking))
         started.wait_for("returns")
-        statistics = {"system.cpu/l:worker-0", "system.cpu/l:worker-1"}
+        statistics = {"system.cpu/l:rank-0", "system.cpu/l:rank-1"}  # one rank of each node measures
         started.server.wait_for(
             lambda: statistics <= {key for row in started.server.runs[0].events for key in row}, 240
         )
+        assert not any("rank-2" in key for row in started.server.runs[0].events for key in row)
         (run,) = started.server.runs
         assert not run.completed
         started.go()
@@ -438,7 +437,6 @@ def test_a_restart_resumes_the_run_on_every_rank(tmp_path):
         assert (done.returncode, run.exit_codes, run.state) == (0, [1, 1, 0], "finished"), done.output
         everyone = [(rank, attempt) for attempt in range(3) for rank in range(3)]
         assert sorted((row["rank"], row["attempt"]) for row in run.rows) == sorted(everyone)
-        assert [row["_step"] for row in run.rows] == list(range(9))
         for rank, attempt in everyone:
             assert (tmp_path / f"seen-{rank}-{attempt}").read_text() == f"{run.id} {attempt > 0}"
 
@@ -494,30 +492,26 @@ def test_sigterm_while_the_writer_waits_for_its_neighbours_keeps_their_rows(tmp_
 
 
 @pytest.mark.full
-def test_when_the_writers_core_is_killed_all_ranks_go_on_in_another(tmp_path):
-    """It starts another, and all go on in that one."""
+def test_when_the_core_of_a_rank_is_killed_that_rank_goes_on_in_another(tmp_path):
     with job(tmp_path) as started:
         started.start(torchrun(ranks=3), PROMPT, **ends("until go", with_step=True, tracking=GIVEN))
         for rank in range(3):
             started.wait_for(f"ready {rank} 0")
-        (core,) = started.pids("wandb-core")
-        started.signal(core, signal.SIGKILL)
+        started.signal(started.pids("wandb-core")[0], signal.SIGKILL)
         time.sleep(FRESH_S)
         started.log_more(rows=40)
         started.go()
         found = started.outcome()
         assert (found.returncode, found.exit_codes, found.leaked) == (0, (0,), ()), found.output
-        assert found.logged - found.local <= found.fresh
-        assert len(found.arrived - found.fresh) >= 3 * 40
+        assert (found.lost, found.duplicates) == (0, 0)
         assert found.output.count("wandb-core has died") == 1
-        assert len({pid for pid, _ in found.arrived - found.fresh}) == 3
 
 
 def test_an_uncommitted_row_is_logged_with_its_step(tmp_path):
     with WandbServer() as server:
         done = jobs.run([sys.executable, str(RUNS), "uncommitted"], tmp_path, server.environment)
         (run,) = server.runs
-        rows = [{k: v for k, v in row.items() if not k.startswith("_")} for row in run.rows]
+        rows = [{k: v for k, v in row.items() if not k.startswith(("_", "roles/"))} for row in run.rows]
         assert rows == [
             *({"loss": step, "global_step": step} for step in range(3)),
             {"eval": 1, "global_step": 3},
@@ -526,17 +520,6 @@ def test_an_uncommitted_row_is_logged_with_its_step(tmp_path):
         ]
         assert (done.returncode, run.exit_codes) == (0, [0]), done.output
         assert "values that were logged with commit=False are lost: bad" in done.output
-
-
-@pytest.mark.full
-def test_a_rank_that_cannot_attach_leaves_nothing_behind(tmp_path):
-    with WandbServer() as server:
-        command = [*jobs.torchrun("--standalone", "--nproc-per-node=2"), str(RUNS), "cannot_attach"]
-        done = jobs.run(command, tmp_path, server.environment)
-        (run,) = server.runs
-        told = f"rank 1 could not attach to run {run.id}, which local rank 0 of its node has opened: broken None None"
-        assert told in done.output
-        assert (done.returncode, run.exit_codes, len(run.rows)) == (0, [0], 1)
 
 
 @pytest.mark.full

@@ -38,7 +38,7 @@ def change_config(run: Any, rank: int) -> list[str]:
 @tracking_init(project="tests", **SETTINGS)
 def train() -> Any:
     run, info = get_run(), get_distributed_info()
-    rank, service = info.rank, os.environ.get("WANDB_SERVICE", "")[:1]
+    rank = info.rank
     refused = change_config(run, rank)
     seen = dict(run.config)
     run.log({"loss": rank + 0.5}, step=10 * rank)
@@ -77,7 +77,6 @@ def train() -> Any:
         "config": {key: value for key, value in seen.items() if isinstance(value, (int, float, str))},
         "is_run": isinstance(run, wandb.Run),
         "is_global": wandb.run is run,
-        "service": service,
     }
     Path(DIRECTORY, f"report-{rank}.json").write_text(json.dumps(report))
     return own

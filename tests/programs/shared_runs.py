@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from flyteplugins_tracking import TrackerUnavailableError, get_run, tracking_init
+from flyteplugins_tracking import get_run, tracking_init
 
 RANK = int(os.environ.get("RANK", 0))
 PATIENCE_S, ENDLESS_S = 120, 600
@@ -97,29 +97,6 @@ def uncommitted() -> None:
         run.log({"bad": object()}, commit=False)
 
     train()
-
-
-def cannot_attach() -> None:
-    """W&B's `attach` fails on rank 1 when it has attached."""
-    import wandb
-
-    attach = wandb.attach
-
-    def broken(run_id: str) -> None:
-        attach(run_id)
-        raise RuntimeError("broken")
-
-    if RANK == 1:
-        wandb.attach = broken
-
-    @tracking_init(project="tests", run_mode="shared", id="attach", if_unavailable="raise", init_timeout_s=10)
-    def train() -> None:
-        get_run().log({"n": 1})
-
-    try:
-        train()
-    except TrackerUnavailableError as error:
-        print(error, wandb.run, os.environ.get("WANDB_SERVICE"))
 
 
 if __name__ == "__main__":

@@ -225,7 +225,7 @@ class Job:
 
 def _failure(run: RecordedRun) -> str:
     summary = run.summary
-    if "failure/rank" not in summary:
+    if summary.get("failure/rank", "") == "":
         return "-"
     assert summary["failure/host"] == socket.gethostname()
     return f"{summary['failure/rank']} {summary['failure/type']}"
@@ -236,7 +236,7 @@ def _is_told(run: RecordedRun) -> bool:
     message = str(run.summary.get("failure/message", ""))
     # An attempt that succeeds clears the summary. The text of an earlier one stays as a file.
     *earlier, last = run.exit_codes or [None]
-    has_failed = "failure/rank" in run.summary or (last == 0 and not set(earlier) <= {0, 130, 143})
+    has_failed = run.summary.get("failure/rank", "") != "" or (last == 0 and not set(earlier) <= {0, 130, 143})
     return bool(message in text and bool(text) == has_failed and SECRET not in text + message)
 
 

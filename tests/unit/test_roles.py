@@ -23,6 +23,7 @@ from flyteplugins_tracking.trackers.journal import Journal
 from flyteplugins_tracking.trackers.rows import RowBuffer
 from flyteplugins_tracking.trackers.wandb import outbox
 from flyteplugins_tracking.trackers.wandb.roles import NumberedRows
+from flyteplugins_tracking.trackers.wandb.send import in_order
 
 
 class OneWriter(Tracker):
@@ -72,6 +73,8 @@ def test_a_role_speaks_for_its_job_and_does_not_end_the_run():
     plans = [plan(info, "auto", "global", "b", role="eval") for info in iter_ranks([2, 2])]
     assert [(one.opens, one.primary, one.ends_run) for one in plans] == [(True, True, False)] + [(False,) * 3] * 3
     assert (plans[0].run_id, plans[0].label) == ("b", "eval")
+    plans = [plan(info, "shared", "global", "b", role="eval") for info in iter_ranks([2, 2])]
+    assert [one.label for one in plans] == [f"eval-rank-{rank}" for rank in range(4)]
 
 
 def test_a_role_joins_the_run_of_the_calling_task():
@@ -159,6 +162,16 @@ def test_numbers_of_rows_differ_between_processes_and_are_exact_in_json():
     assert all(int(float(number)) == number and number < 2**53 for number in taken)
 
 
+def test_the_primary_is_sent_behind_the_other_ranks_and_roles_behind_it(tmp_path):
+    names = ["1-r", "2-r-rank-1", "3-r-rank-10", "4-r-eval", "5-r", "6-other"]
+    directories = [tmp_path / f"offline-run-20260101_00000{name}" for name in names]
+    for directory in directories:
+        directory.mkdir()
+        (directory / f"run-{'other' if 'other' in directory.name else 'r'}.wandb").touch()
+    ordered = [path.name.partition("_00000")[2] for path in in_order(reversed(directories))]
+    assert ordered == ["2-r-rank-1", "3-r-rank-10", "1-r", "5-r", "6-other", "4-r-eval"]
+
+
 # Which of the rows that are left have arrived
 
 
@@ -199,11 +212,11 @@ class Disk:
 
         found.look(parts())
         sent = [row.values["roles/a/row"] for row in found.lacking()]
-        return [1000 * outbox.writer_of(number) + number % 2**32 for number in sent]
+        return [1000 * outbox.writer_of(number) + number % 2**outbox._COUNT_BITS for number in sent]
 
 
 def _sent(number: int) -> int:
-    return (number // 1000) * 2**32 + number % 1000
+    return (number // 1000) * 2**outbox._COUNT_BITS + number % 1000
 
 
 @pytest.mark.parametrize("count", [0, 1, 500, 999, 1000])

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -256,34 +255,21 @@ def test_the_last_step_of_a_role_is_known_even_if_rows_of_earlier_attempts_come_
     assert list(map(outbox.last_role_step, files.stored(tmp_path))) == [12]
 
 
-def left_by_writers(run, in_file: int, writers: Mapping[str, Mapping[int, float]]) -> outbox.AttemptOnDisk:
-    """What writers of a run have left, by the times of their numbered rows. Its file has a row each second."""
+def test_rows_of_a_process_whose_children_log_too_follow_those_that_the_file_has(run):
+    """W&B's client gives the steps then. The file has rows of others, at other times."""
     begun(run, has_one_writer=False)
-    for number in range(in_file):
+    for number in range(6):
         run.log({"n": number, "_timestamp": 1.7e9 + number})
     run.finish()
     directory = outbox.run_directory(run)
     ended(directory)
     for journal in files.stored(directory):
         journal.remove()
-    for name, times in writers.items():
-        rows = [({"n": number, "_timestamp": 1.7e9 + at}, None) for number, at in times.items()]
-        journal_in(directory, outbox.Place.of(run), rows, name, step=None)
-    return outbox.attempt_at(directory)
-
-
-def test_rows_of_several_writers_follow_those_that_the_file_has(run):
-    """Each writer's rows are in the file in their order: what is behind its last one is not there."""
-    numbers = {"owner-1": [0, 2, 4, 7], "guest-1": [1, 3, 5, 6, 8], "guest-2": []}
-    attempt = left_by_writers(run, 6, {name: {n: n for n in of_writer} for name, of_writer in numbers.items()})
-    assert [(row.step, row.values["n"]) for row in attempt.rows(4)] == [(n, n) for n in range(4, 9)]
-    assert [row.values["n"] for row in attempt.missing()] == [6, 7, 8]
-
-
-def test_two_writers_may_log_at_one_time(run):
-    """So the time of a row in the file is not enough to tell whose it is."""
-    attempt = left_by_writers(run, 4, {"owner-1": {0: 0, 2: 2, 3: 3}, "guest-1": {1: 1, 4: 3.5, 5: 2, 6: 4}})
-    assert sorted(row.values["n"] for row in attempt.missing()) == [4, 5, 6]
+    rows = [({"n": number, "_timestamp": 1.7e9 + number}, None) for number in (0, 2, 4, 7, 8)]
+    journal_in(directory, outbox.Place.of(run), rows, "owner-1", step=None)
+    attempt = outbox.attempt_at(directory)
+    assert [(row.step, row.values["n"]) for row in attempt.rows(4)] == [(4, 4), (5, 5), (6, 7), (7, 8)]
+    assert [row.values["n"] for row in attempt.missing()] == [7, 8]
 
 
 def test_files_of_rows_are_uploaded_again_and_no_file_from_elsewhere(run, earlier, tmp_path):

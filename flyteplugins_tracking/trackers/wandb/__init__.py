@@ -1,8 +1,8 @@
 """Weights & Biases. `wandb` is imported when a run is opened, and only then.
 
 Here are the tracker, and its rules for ids and addresses. In the room: opening a run (`open`), an open run (`run`), a
-`wandb.init` while it is open (`inner`), rows at a lower step (`late`), the upload at its end (`ending`), a run that
-several ranks share (`shared`), or nodes and jobs too (`roles`), rows that W&B may not have (`outbox`, `send`,
+`wandb.init` while it is open (`inner`), rows at a lower step (`late`), the upload at its end (`ending`), a run with
+several writers (`shared`) and the numbers of their rows (`roles`), rows that W&B may not have (`outbox`, `send`,
 `datastore`), the doctor's half (`diagnose`) and the private parts of `wandb` (`vendor`).
 """
 

@@ -24,7 +24,6 @@ from flyteplugins_tracking.errors import ConfigError, TrackerUnavailableError
 from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import Handle, RunRequest
 from flyteplugins_tracking.trackers.config import OWN
-from flyteplugins_tracking.trackers.node_group import NodePart
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.vendor_parts import known_faults
 from flyteplugins_tracking.trackers.wandb import (
@@ -129,7 +128,7 @@ def _ended_if_interrupted(request: RunRequest) -> AbstractContextManager[None]:
 
 
 def _open_run(request: RunRequest) -> Handle:
-    if request.config.run_mode != "shared" and not NodePart.of(request).has_writers_elsewhere:
+    if request.config.run_mode != "shared" and not request.has_other_writers:
         before = vendor.global_run()
         return WandbHandle(open_in_this_process(request), before, request, reopen)
     # Imported here: most decorated functions have a run of their own.
@@ -163,25 +162,16 @@ def open_degraded(request: RunRequest, unavailable: TrackerUnavailableError) -> 
     """Open the run offline because of this error, or raise it."""
     if not client.degrades(request, unavailable):
         raise unavailable
-    has_one_writer = request.config.run_mode != "shared" and not NodePart.of(request).has_writers_elsewhere
-    is_automatic = has_one_writer or request.config.has_roles
-    run = _init_offline(request, is_automatic)
-    directory = str(outbox.run_directory(run))
+    run = _init_offline(request, is_automatic=True)
     logger.warning(
-        "%s This run is logged offline, in %s.%s%s To send it when W&B is available, run: %s",
+        "%s This run is logged offline, in %s.%s The next attempt that finds it sends it. To send it when W&B is "
+        "available, run: %s",
         unavailable.reason,
-        directory,
+        outbox.run_directory(run),
         client.LOST_WITH_POD if _dies_with_pod(request) else "",
-        " The next attempt that finds it sends it." if is_automatic else "",
-        how_to_send(directory),
+        how_to_send(outbox.directory_to_send(request, run)),
     )
     return run
-
-
-def is_disabled(request: RunRequest) -> bool:
-    """Whether an argument, a setting or a variable disables W&B."""
-    mode = request.config.options.get("mode") or vendor.effective_settings(_given_settings(request)).mode
-    return bool(mode == "disabled")
 
 
 @vendor.without_error_reports()
@@ -219,8 +209,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
     if arguments.get("dir") is not None:
         effective.root_dir = arguments["dir"]
     directory, place = Path(effective.wandb_dir), _place(arguments, effective)
-    has_writers_elsewhere = NodePart.of(request).has_writers_elsewhere
-    found = roles.look_up(request, place, has_writers_elsewhere=has_writers_elsewhere)
+    found = roles.look_up(request, place)
     if found is not None:
         _keep_earlier_console(arguments["settings"], effective)
     if request.config.has_roles and not request.plan.ends_run and found is not None:
@@ -232,7 +221,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         left_s -= viewer_s
         # If the user's settings have a longer timeout than our argument, the difference is added.
         settings.init_timeout = max(1.0, left_s + settings.init_timeout - request.config.init_timeout_s)
-        if place.run_id and not has_writers_elsewhere:
+        if place.run_id and not request.has_other_writers:
             _await_count(request, place, directory)
         elif request.config.has_roles and any(run.id == place.run_id for run in vendor.open_runs()):
             text = "this process has it open, and W&B has one writer of a run in each: start a process for each role"
@@ -243,7 +232,7 @@ def _init_online(request: RunRequest, arguments: dict[str, Any]) -> Any:
         if known is not None:
             after = {key: run.config.get(key) for key in arguments.get("config") or ()}
             client.warn_of_changes("W&B", run.id, known.config, after)
-        if has_writers_elsewhere:
+        if request.has_other_writers:
             roles.leave_summary_to_roles(request, run)
             roles.send_left(request, run, found)
         return run
@@ -374,14 +363,16 @@ def _init_arguments(request: RunRequest, mode: str | None = None) -> dict[str, A
 
 def _adapt_to_part(arguments: dict[str, Any], request: RunRequest) -> None:
     """Change the arguments of a client that is one of several of its run."""
-    part, plan, settings = NodePart.of(request), request.plan, arguments["settings"]
-    if part.has_writers_elsewhere and not plan.ends_run:
-        # Nodes and jobs may share a file system, and start in the same second.
+    plan, settings = request.plan, arguments["settings"]
+    if not request.has_other_writers:
+        return
+    if not plan.ends_run:
+        # Ranks and jobs may share a file system, and start in the same second.
         vendor.set_required(settings, x_sync_dir_suffix=plan.label or "")
         _drop_run_description(arguments)
-    if part.name == "follower" and request.info is not None:  # it could not attach to its leader
-        vendor.set_required(settings, x_sync_dir_suffix=f"rank-{request.info.rank}")
-    if part.has_writers_elsewhere and _is_online(arguments):
+    if request.info is not None and request.config.run_mode == "shared" and not request.measures_node:
+        vendor.set_default(settings, vendor.effective_settings(settings), "x_disable_stats", True)
+    if _is_online(arguments):
         _use_wandbs_shared_mode(arguments, request)
 
 

@@ -8,8 +8,9 @@ logs the rest again before the function's first row, with the steps and times th
 its own journal too, and what it was left is removed. If it is killed before that, the next attempt finds rows in two
 journals: equal steps tell that.
 
-A process that writes a run alone knows the steps of its rows. If there are several, as in a shared run, wandb-core
-gives the steps, and the run's file (`run-ID.wandb`) has them.
+A process that writes a run alone knows the steps of its rows. If its forked children or TensorBoard write too,
+wandb-core gives the steps, and the run's file (`run-ID.wandb`) has them. If other clients write to the run, its rows
+have numbers: see `roles`.
 
 An offline run's file has all its rows, but for the last 0.1 s of an attempt that was killed. The next attempt here logs
 these into its own file, or `send` logs them when it has sent the file. If a run is offline because W&B could not be
@@ -48,7 +49,6 @@ from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.client import RESTART_COUNT, restart_count_of
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.journal import Journal, StoredJournal, encode, stored
-from flyteplugins_tracking.trackers.node_group import NodePart
 from flyteplugins_tracking.trackers.wandb import datastore, vendor
 from flyteplugins_tracking.trackers.wandb.datastore import Row
 
@@ -59,7 +59,7 @@ OUTBOX, _PLAIN = "_flyteplugins_tracking_outbox", "_flyteplugins_tracking_plain_
 # In the header of a journal with numbered rows: which numbers its own rows have.
 WRITER = "writer"
 # How many bits of a row's number are its count. A number has at most 53, as a float of JSON.
-_COUNT_BITS, _RANDOM_BITS = 32, 21
+_COUNT_BITS, _RANDOM_BITS = 28, 25
 _OFFLINE = "offline-"
 # What an artifact's record in a journal begins with. That of a row begins with numbers.
 _ARTIFACT = b"artifact"
@@ -72,7 +72,7 @@ _READ_S = 60.0
 # How long after the last acknowledged rows W&B's count of them may be wrong, and how often it is asked for.
 _LATE_S, _ASK_S = 6.0, 0.5
 # Where wandb-core's log is in a run's directory, and how much of it is read, from its end.
-_LOG = ("logs", "debug-internal.log")
+LOG = ("logs", "debug-internal.log")
 _LOG_BYTES = 65_536
 
 
@@ -136,7 +136,7 @@ class AttemptOnDisk:
             in_order = sorted(self.journals, key=lambda journal: int(journal.header["step"]))
             found = chain.from_iterable(rows_of(journal, since) for journal in in_order)
         else:
-            found = self._rows_of_writers()
+            found = self._rows_among_others()
         return (row for row in found if row.step >= since)
 
     def missing(self) -> Iterator[Row]:
@@ -161,9 +161,9 @@ class AttemptOnDisk:
         return is_offline(self.directory) and not is_synced(self.directory)
 
     @property
-    def node(self) -> str | None:
-        """The node of the process that had a run with numbered rows open; None if the run had one writer there."""
-        return next((one.header["node"] for one in self.journals if one.header.get("node")), None)
+    def label(self) -> str | None:
+        """The name of the rank, among those that share the run; None if they do not."""
+        return next((one.header["label"] for one in self.journals if one.header.get("label")), None)
 
     @property
     def step_metric(self) -> str | None:
@@ -176,26 +176,17 @@ class AttemptOnDisk:
             return row.values
         return {self.step_metric: row.step, RESTART_COUNT: self.journals[0].header[RESTART_COUNT], **row.values}
 
-    def _rows_of_writers(self) -> Iterator[Row]:
-        """Yield the rows of several writers: those of the file, then what it lacks, by time."""
-        step = max(one.header.get("first_step") or 0 for one in self.journals)
-        writers = [list(rows_of(journal, 0)) for journal in self.journals]
-        places = [{row.time: place for place, row in enumerate(rows)} for rows in writers]
-        in_file = [0] * len(writers)  # of each writer, the file has its first rows
-        for row in datastore.rows(self.directory):
-            step = row.step + 1
-            # Two writers may have logged at one time: it is the row of the one that it comes next of.
-            ahead = [(found[row.time] - in_file[n], n) for n, found in enumerate(places) if row.time in found]
-            distance, writer = min(filter(lambda one: one[0] >= 0, ahead), default=(-1, 0))
-            in_file[writer] += distance + 1
-            yield row
-        rest = chain.from_iterable(rows[count:] for rows, count in zip(writers, in_file, strict=True))
-        placed = []
-        for row in sorted(rest, key=lambda row: row.time):
-            # What an attempt has logged again has its step already.
-            placed.append(row if row.step >= 0 else row._replace(step=step))
-            step = max(step, placed[-1].step + 1)
-        yield from sorted(placed, key=lambda row: row.step)
+    def _rows_among_others(self) -> Iterator[Row]:
+        """Yield the rows of the file, which has the steps, then those of the process that it lacks."""
+        in_file = list(datastore.rows(self.directory))
+        times, first = {row.time for row in in_file}, (one.header.get("first_step") or 0 for one in self.journals)
+        step, found = 1 + max((row.step for row in in_file), default=max(first) - 1), in_file
+        for row in chain.from_iterable(rows_of(journal, 0) for journal in self.journals):
+            if row.time not in times:
+                # What an attempt has logged again has its step already.
+                found.append(row if row.step >= 0 else row._replace(step=step))
+                step = max(step, found[-1].step + 1)
+        yield from sorted(found, key=lambda row: row.step)
 
     def clear(self) -> None:
         """Remove what is to be sent: the service has everything, or another journal."""
@@ -349,6 +340,11 @@ def run_id_of(directory: Path) -> str:
     return file.stem.removeprefix("run-") if file is not None else directory.name.partition("run-")[2].partition("-")[2]
 
 
+def label_of(request: RunRequest) -> str | None:
+    """Return the name of a rank that shares its run with others; None for another writer, which is alone in its job."""
+    return request.plan.label if request.config.run_mode == "shared" else None
+
+
 def column_of(role: str | None) -> str:
     """Return the column with the numbers of a role's rows, or of the owner's. See `roles`."""
     return f"roles/{role or OWNER}/row"
@@ -373,6 +369,12 @@ def is_offline(directory: Path) -> bool:
 def run_directory(run: Any) -> Path:
     """The directory of the run's `.wandb` file, which `flyteplugins_tracking send` takes."""
     return Path(str(run.dir)).parent
+
+
+def directory_to_send(request: RunRequest, run: Any) -> str:
+    """The directory that the printed command names: that of the run; if ranks share it, the one that has theirs."""
+    own = run_directory(run)
+    return str(own if label_of(request) is None else own.parent)
 
 
 def is_synced(directory: Path) -> bool:
@@ -474,7 +476,8 @@ class WandbOutbox:
         self.numbers = row_numbers(header)
         self._journal = Journal(directory, f"owner-{secrets.token_hex(3)}", header)
         self.kept_artifacts: set[str] = set()
-        keep_rows(run, self.put)
+        if not vendor.on_rows(run, self.put):  # `log_kept` does it
+            vars(run)[_PLAIN] = self.put
         vendor.on_artifacts(run, self._put_artifact)
 
     def send(self, left: Left) -> int:
@@ -483,7 +486,7 @@ class WandbOutbox:
         self.replace(left)
         if steps:
             # wandb-core reads each process's rows from a connection of its own, and drops one whose step it has passed:
-            # a follower's or a child's new row must not overtake these.
+            # a child's new row must not overtake these.
             vendor.flush(self._run, _READ_S)
             self.first_step = steps[-1] + 1
             text = (
@@ -534,10 +537,6 @@ class WandbOutbox:
         """Note that wandb-core logs rows of TensorBoard too: the steps of this process's rows are not known then."""
         self.next_step = None
         self._journal.describe(step=None)
-
-    def for_guests(self) -> dict[str, Any]:
-        """Return the values with which a rank that logs into this run keeps a journal beside this one."""
-        return {"place": self.place, "directory": str(self.directory), "column": self.column}
 
     def put(self, row: bytes, step: int | None, commit: bool | None) -> None:
         """Keep a row, or a part of one, that wandb-core has got.
@@ -595,8 +594,9 @@ class OfflineOutbox(WandbOutbox):
 
     def end(self, exit_code: int) -> None:
         """Log what the files of earlier attempts lack, so that `wandb sync` sends it, and keep the status."""
-        with contextlib.suppress(OSError):  # they stay as they are
-            self._log_missing()
+        if self.column is None:  # or else each directory is sent by itself
+            with contextlib.suppress(OSError):  # they stay as they are
+                self._log_missing()
         super().end(exit_code)
 
     def clear(self) -> None:
@@ -655,10 +655,6 @@ class NoOutbox(WandbOutbox):
     def __init__(self) -> None:
         self._journal, self.kept_artifacts = Journal.closed(), set()
 
-    def for_guests(self) -> dict[str, Any]:
-        """Have them keep nothing either."""
-        return {"place": None, "directory": None, "column": None}
-
     def clear(self) -> None:
         """Do nothing."""
 
@@ -677,30 +673,26 @@ def open_outbox(request: RunRequest, run: Any, is_automatic: bool = False, found
         is_automatic: Whether the next attempt that is online sends the rows of this one, which is offline.
         found: What W&B had of the run before it was opened.
     """
-    options, has_writers_elsewhere = request.config.options, NodePart.of(request).has_writers_elsewhere
-    is_shared = has_writers_elsewhere or request.config.run_mode == "shared"
-    keeps = run.offline or has_writers_elsewhere or "resume_from" not in options
+    has_others = request.has_other_writers
+    keeps = run.offline or has_others or "resume_from" not in request.config.options
     if OUTBOX in vars(run) or not keeps or run.disabled:  # the first: another function has it open
         return
-    has_one_writer = not (is_shared or vendor.syncs_tensorboard())
     more: dict[str, Any] = {}
-    if has_writers_elsewhere and (not run.offline or request.config.has_roles):
+    if has_others:
         since = 0 if found is None else found.last_step + 1
-        # Of the nodes of a shared run, which may have one disk, each sends what it has left itself.
-        node = request.plan.label if request.config.run_mode == "shared" else None
-        more = {"column": column_of(request.plan.role), "node": node, "since": since}
+        more = {"column": column_of(request.plan.role), "label": label_of(request), "since": since}
     kind = OfflineOutbox if run.offline else WandbOutbox
     made = vars(run)[OUTBOX] = kind(
         run,
         run_directory(run),
-        has_one_writer=has_one_writer,
+        has_one_writer=not (has_others or vendor.syncs_tensorboard()),
         is_automatic=is_automatic,
         host=socket.gethostname(),
         step_metric=request.config.step_metric,
         restart_count=restart_count_of(request),
         **more,
     )
-    if not run.offline and not has_writers_elsewhere:
+    if not run.offline and not has_others:
         send_earlier(made)
 
 
@@ -724,31 +716,6 @@ def of(run: Any) -> WandbOutbox:
     """Return the outbox of an open run."""
     found: WandbOutbox = vars(run).get(OUTBOX, _none)
     return found
-
-
-def guest_journal(of_owner: Mapping[str, Any], rank: int) -> tuple[Journal, Iterator[int]]:
-    """Return a journal for a rank that logs into the run of another process, in that one's directory.
-
-    Args:
-        of_owner: The owner's `WandbOutbox.for_guests()`.
-        rank: The rank.
-
-    Returns:
-        The journal, and the numbers for its rows.
-    """
-    header = {"place": of_owner["place"], "step": None}
-    numbers = row_numbers(header)
-    if of_owner["directory"] is None:
-        return Journal.closed(), numbers
-    return Journal(Path(of_owner["directory"]), f"guest-{rank}-{secrets.token_hex(3)}", header), numbers
-
-
-def keep_rows(run: Any, keep: vendor.KeepRow, is_only: bool = False) -> bool:
-    """Call `keep` with each row: see `vendor.on_rows`. Returns False if `log_kept` does so."""
-    is_done = vendor.on_rows(run, keep, is_only)
-    if not is_done:
-        vars(run)[_PLAIN] = keep
-    return is_done
 
 
 def log_kept(log: Callable[..., Any], run: Any, data: Any, step: Any, commit: Any, **kwargs: Any) -> None:
@@ -814,7 +781,7 @@ def await_count(directory: Path, run_id: str, counts: Callable[[], tuple[int, in
         counts: Asks W&B for the number of rows and the last step; None if it does not say.
         deadline: When to return in any case, in seconds of `time.monotonic`.
     """
-    found = [path.joinpath(*_LOG) for path in directories_of(directory, run_id)]
+    found = [path.joinpath(*LOG) for path in directories_of(directory, run_id)]
     logs = [path for path in found if age_s(path) < _LATE_S]
     lines = max((acknowledged_lines(log) for log in logs), default=0)
     until = min(deadline - _ASK_S, time.monotonic() + _LATE_S - min(map(age_s, logs), default=_LATE_S))
@@ -826,7 +793,7 @@ def await_count(directory: Path, run_id: str, counts: Callable[[], tuple[int, in
 
 def log_of(run: Any) -> Path | None:
     """Return the log of a run's wandb-core; None if the run has no files."""
-    return None if getattr(run, "disabled", False) else run_directory(run).joinpath(*_LOG)
+    return None if getattr(run, "disabled", False) else run_directory(run).joinpath(*LOG)
 
 
 def acknowledged_lines(log: Path) -> int:

@@ -1,10 +1,10 @@
 """W&B runs with several writers: which jobs may write to one, what each tells, and which of its rows have arrived.
 
-All writers of such a run are in W&B's own shared mode. They are the nodes of a job with `run_mode="shared"`, the tasks
+All writers of such a run are in W&B's own shared mode. They are the ranks of a job with `run_mode="shared"`, the tasks
 of a Flyte task, and the jobs with `roles=` and `role=`: one owner, which the run ends with, and its roles.
 
 W&B gives the rows of all writers one step counter, so that a step does not tell a row. So each process numbers its
-rows, in the column `roles/NAME/row` of its role: 21 random bits, then a count. They are kept in journals until the
+rows, in the column `roles/NAME/row` of its role: 25 random bits, then a count. They are kept in journals until the
 process has ended its part of the run. The next attempt of the role asks which of the numbers have arrived, and logs
 the other rows again, with the same numbers.
 
@@ -78,22 +78,22 @@ def role_of(column: str) -> str:
 # Before the run is opened
 
 
-def look_up(request: RunRequest, place: Place, *, has_writers_elsewhere: bool) -> Stored | None:
+def look_up(request: RunRequest, place: Place) -> Stored | None:
     """Return what W&B has of a run that this job may write to; None if that is not known. A role waits for its run.
 
     Raises:
         ConfigError: The run has one writer, and this job is to share it; or it has roles, and this job is none.
         TrackerUnavailableError: A role has waited `init_timeout_s` for its run, or W&B does not take its key.
     """
-    config, role = request.config, request.plan.role
+    config, role, has_others = request.config, request.plan.role, request.has_other_writers
     is_chosen = config.id is not None or ("WANDB_RUN_ID" in os.environ and forced_run_id() is None)
-    if request.plan.run_id is None or not (has_writers_elsewhere or (is_chosen and not any(known_faults("wandb")))):
+    if request.plan.run_id is None or not (has_others or (is_chosen and not any(known_faults("wandb")))):
         return None  # with such a fault, a process with one writer does without `wandb.Api`
     reader, waits = vendor.Reader(place), pauses()
     while True:
         left_s = request.deadline - time.monotonic()
         # The rest of the time is for the opening, and for another look if an answer is lost.
-        part_s = max(_ASK_S, left_s / 2) if has_writers_elsewhere else max(_SHORT_ASK_S, left_s / 3)
+        part_s = max(_ASK_S, left_s / 2) if has_others else max(_SHORT_ASK_S, left_s / 3)
         found, missing = None, missing_run_error(request, "W&B", place.server)
         try:
             found = reader.stored(max(_POLL_S, min(part_s, left_s)))
@@ -114,7 +114,7 @@ def look_up(request: RunRequest, place: Place, *, has_writers_elsewhere: bool) -
 
 
 def config_beside(request: RunRequest, found: Stored, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with which a role or another node opens the run: that of all writers, and its own over it."""
+    """Return the config with which a role or another rank opens the run: that of all writers, and its own over it."""
     if request.plan.role is not None:  # what its earlier attempts have set stays
         config = {name: {**found.config.get(name, {}), **section} for name, section in config.items()}
     return {**found.config, **config}
@@ -306,6 +306,9 @@ class NumberedRows:
         self._writers = [_Writer(column, *source) for attempt in left.attempts for source in _sources(attempt)]
         self._known: set[int] = set()
 
+    def __len__(self) -> int:
+        return len(set[int]().union(*(writer.numbers for writer in self._writers)))
+
     def late_s(self) -> float:
         """Return for how long rows may still come to be found that wandb-core has sent before it ended."""
         logs = itertools.chain.from_iterable(one.directory.rglob("debug-internal.log") for one in self.left.attempts)
@@ -398,9 +401,9 @@ class LeftRows:
         unsent: The directories with rows that W&B may lack.
     """
 
-    def __init__(self, made: WandbOutbox, column: str, node: str | None) -> None:
-        """`made` is the open run's outbox. `node` is the node that the rows are of; None if the job has one writer."""
-        self._made, self._column, self._node = made, column, node
+    def __init__(self, made: WandbOutbox, column: str, request: RunRequest) -> None:
+        """`made` is the open run's outbox. `column` is that of the rows' numbers."""
+        self._made, self._column, self._request, self._label = made, column, request, outbox.label_of(request)
         self.unsent: list[str] = []
         self._count = 0
         self._stopped, self._done = threading.Event(), threading.Event()
@@ -428,21 +431,32 @@ class LeftRows:
         self._done.wait(_POLL_S)
         if self.unsent:
             text = "W&B: run %s: rows that earlier attempts had logged are not sent. To send them, run: %s"
-            logger.warning(text, self._made.place.run_id, how_to_send(self.unsent))
+            own = self._made.directory.parent
+            logger.warning(text, self._made.place.run_id, how_to_send(self.unsent if self._label is None else str(own)))
 
     def _found(self) -> Left:
         def is_to_send(attempt: AttemptOnDisk) -> bool:
-            if not attempt.journals or attempt.node != self._node or column_in(attempt) != self._column:
+            if not attempt.journals or not self._is_own(attempt.label) or column_in(attempt) != self._column:
                 return False
             return not outbox.is_offline(attempt.directory) or outbox.was_automatic(attempt)
 
         return Left(self._made.place, self._made.directory.parent, is_to_send)
 
+    def _is_own(self, label: str | None) -> bool:
+        """Whether this rank sends what a rank has left: its own, and on the primary, of ranks that the job has no more.
+
+        All ranks may have one disk.
+        """
+        info = self._request.info
+        if label is None or info is None or not self._request.plan.primary:
+            return label == self._label
+        return label == self._label or int(label.rpartition("-")[2]) >= info.world_size
+
     def _run(self) -> None:
         made, parent = self._made, self._made.directory.parent
         try:
             # Two processes may have one role, by mistake: only one of them sends what the role has left.
-            with locked(parent / f"{made.place.run_id}.{self._node or role_of(self._column)}.lock"):
+            with locked(parent / f"{made.place.run_id}.{self._label or role_of(self._column)}.lock"):
                 found = NumberedRows(self._found(), self._column)
                 self.unsent = [str(attempt.directory) for attempt in found.left.attempts]
                 if not self.unsent or self._send(found):
@@ -495,10 +509,9 @@ def send_left(request: RunRequest, run: Any, known: Stored | None) -> None:
     """
     column, last_step = outbox.of(run).column, -1
     left_s = max(_POLL_S, request.deadline - time.monotonic())
-    node = request.plan.label if request.config.run_mode == "shared" else None
     # Tasks that continue a run may be several on one disk: what they have left is sent by the task that calls them.
-    if column is not None and not run.offline and (request.plan.primary or node is not None):
-        vars(run)[LEFT] = LeftRows(outbox.of(run), column, node)
+    if column is not None and not run.offline and (request.plan.primary or outbox.label_of(request) is not None):
+        vars(run)[LEFT] = LeftRows(outbox.of(run), column, request)
         last_step = vars(run)[LEFT].start(min(_FIRST_S, left_s))
     if request.plan.role is not None:
         vars(run)[NEXT_STEP] = max(1 + last_step, _next_step(request.plan.role, known, left_s))

@@ -93,7 +93,6 @@ class WandbHandle(Handle):
         )
         self.warn_once = WarnOnce(logger)
         self._timed_out = False
-        self._lacks_rows = False  # whether it may lack rows of other ranks, which their journals have
         self._told_status: int | None = None  # that of the function's own first `finish()`, which ends nothing
         self._abandoned: list[str] = []  # the directories of wandb-cores that have died
         self._definitions: list[Callable[[], Any]] = []  # repeated after the run is opened again
@@ -123,7 +122,7 @@ class WandbHandle(Handle):
         return None if getattr(self.run, "disabled", False) else str(self.run.dir)
 
     def unsent(self) -> Sequence[str]:
-        is_behind = self._timed_out or self._lacks_rows or self._gate.state == "lost" or bool(self.run.offline)
+        is_behind = self._timed_out or self._gate.state == "lost" or bool(self.run.offline)
         own = [str(outbox.run_directory(self.run))] if is_behind and self.files is not None else []
         return [*self._abandoned, *own]
 
@@ -151,8 +150,11 @@ class WandbHandle(Handle):
         if not self.run.offline or self.run.settings.silent or self.files is None:
             return ""
         path = str(outbox.run_directory(self.run))
-        # The viewer of the directory above shows the run's other nodes and ranks too, the newest run first.
-        return f"wandb leet {shlex.quote(os.path.dirname(path))}; to send it: {how_to_send(path)}"
+        # The viewer of the directory above shows the run's other ranks too, the newest run first.
+        info = self._request.info
+        has_nodes = self.is_shared and info is not None and info.num_workers != 1
+        where = ", with the directories of all nodes" if has_nodes else ""
+        return f"wandb leet {shlex.quote(os.path.dirname(path))}; to send it{where}: {self._command}"
 
     def finish(self, exit_code: int) -> None:
         limit_s = self._request.config.finish_timeout_s
@@ -182,9 +184,9 @@ class WandbHandle(Handle):
 
     def log(self, method: Callable[..., Any], data: Any, step: Any = None, commit: Any = None, **kwargs: Any) -> None:
         """Log a row. If the run was ended early, open it again first."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid:  # W&B's client attaches a forked child to the run by itself
             self._outbox.mark_forked()
-            self._use_in_child(method, data, step, commit, **kwargs)
+            method(self.run, data, step, commit, **kwargs)
             return
         self._request.watch.before_row()
         if isinstance(data, dict):  # a copy: the row may be held, and the function may use its dictionary again
@@ -201,7 +203,7 @@ class WandbHandle(Handle):
     def use(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call another one of the run's methods. If the run was ended early, open it again first."""
         if os.getpid() != self._pid:
-            return self._use_in_child(method, *args, **kwargs)
+            return method(self.run, *args, **kwargs)
         self._request.watch.before_row()
         if method.__name__ == "define_metric":
             self._definitions.append(lambda: method(self.run, *args, **kwargs))
@@ -251,10 +253,6 @@ class WandbHandle(Handle):
         result = self.change(lambda run, *given, **named: method(run.summary, *given, **named), *args, **kwargs)
         return () if result is None and method.__name__ == "keys" else result
 
-    def _use_in_child(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method in a forked child, which W&B's client attaches to the run by itself."""
-        return method(self.run, *args, **kwargs)
-
     @property
     def _outbox(self) -> outbox.WandbOutbox:
         return outbox.of(self.run)
@@ -291,21 +289,12 @@ class WandbHandle(Handle):
                 self.run.mark_preempting()
             self._outbox.end(exit_code)
             vendor.finish_while(upload.lasts, self.run, lambda: self._finish_run(exit_code))
-            if self._lacks_rows:
-                self._outbox.close()
-                logger.warning(
-                    "W&B: run %s has ended, and wandb-core may not have read all rows of the other ranks of its node. "
-                    "To send what W&B lacks of those that are kept, run: %s",
-                    self.id,
-                    how_to_send(str(outbox.run_directory(self.run))),
-                )
-            else:
-                self._outbox.clear()
+            self._outbox.clear()
             if (self.run.offline or self._abandoned) and not self._offline:
                 logger.warning(
                     "W&B: run %s has continued offline. To send what W&B has not got, run: %s",
                     self.id,
-                    how_to_send(self.unsent()),
+                    self._command,
                 )
         except TimeoutError:
             self._warn_of_rest(upload, limit.why)
@@ -331,7 +320,7 @@ class WandbHandle(Handle):
             self.id,
             why,
             ". ".join(lost) or "Nothing is lost",
-            how_to_send(str(outbox.run_directory(self.run))),
+            self._command,
         )
 
     def _finish_run(self, exit_code: int) -> None:
@@ -396,7 +385,14 @@ class WandbHandle(Handle):
             logger.warning(text, self.id, exc_info=True)
 
     def _how_to_send_all(self) -> str:
-        return f"To send what it has, run: {how_to_send(self._abandoned or [str(outbox.run_directory(self.run))])}"
+        return f"To send what it has, run: {self._command}"
+
+    @property
+    def _command(self) -> str:
+        """The command that sends what W&B lacks; if ranks share the run, of all of them on this disk."""
+        if outbox.label_of(self._request) is not None:
+            return how_to_send(outbox.directory_to_send(self._request, self.run))
+        return how_to_send(self.unsent() or [str(outbox.run_directory(self.run))])
 
     @property
     def has_definitions(self) -> bool:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from flyteplugins_tracking._job.failure import FAILURE_KEYS
 from flyteplugins_tracking._util.files import own_text
 from flyteplugins_tracking._util.modules import installed_version
+from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking._util.text import listed, without_credentials
 from flyteplugins_tracking.errors import TrackerUnavailableError
 from flyteplugins_tracking.trackers.config import OWNER
@@ -35,15 +38,16 @@ logger = logging.getLogger(__name__)
 
 # How long W&B may take to count the rows that it has got: it counts 2 to 4 s late.
 _CONFIRMED_S, _POLL_S = 30.0, 0.5
-# The first version whose `sync` asks whether to send, unless it gets an option that older ones refuse.
-_ASKS_SINCE = "0.28.1"
+# The first version whose `sync` is done by wandb-core, as one of several writers if it is told so. It asks whether to
+# send, unless it gets an option that older ones refuse.
+_SYNC_OF_CORE_SINCE = "0.28.1"
 # How long ago W&B's client has written a file that it still writes, in seconds: it does so every 15 s.
 _WRITTEN_S = 30.0
 # The most bytes of what `wandb sync` keeps beside a file.
 _LONGEST_STATE = 4096
 # The command `wandb`. Unlike `python -m wandb`, it does not look for its module in the working directory.
 _WANDB = "import runpy, sys; del sys.path[0]; runpy.run_module('wandb', run_name='__main__', alter_sys=True)"
-_STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1}
+_STATES = {"finished": 0, "failed": 1, "crashed": 1, "killed": 1, "preempted": TERMINATED}
 
 
 def is_run_directory(directory: Path) -> bool:
@@ -64,20 +68,34 @@ def may_be_written(directory: Path) -> bool:
 
 
 def in_order(directories: Iterable[Path]) -> list[Path]:
-    """Return directories in the order of their start, in which they are sent.
+    """Return directories in the order in which they are sent: that of their start.
 
-    A run that was online goes on offline behind that. Roles and other nodes follow the process that makes the run.
+    A run that was online goes on offline behind that. Its primary, which ends the run, follows the other ranks. Roles
+    follow the owner, which has made the run.
     """
-    return sorted(directories, key=lambda one: (_joins(one), one.name.removeprefix("offline-")))
+
+    def place_of(directory: Path) -> tuple[bool, bool, str]:
+        label = _label_in(directory)
+        is_rank = re.fullmatch(r"rank-\d+", label) is not None
+        return bool(label) and not is_rank, not label, directory.name.removeprefix("offline-")
+
+    return sorted(directories, key=place_of)
 
 
-def _joins(directory: Path) -> bool:
-    """Whether another process makes and ends the run: this one is of a role, or on another node than the primary."""
-    return f"-{outbox.run_id_of(directory)}-" in directory.name  # a suffix: see `open.py`
+def _label_in(directory: Path) -> str:
+    """Return the name of a writer that does not end the run: of a role, or another rank than the primary. Or else "".
+
+    It is a suffix: see `open.py`.
+    """
+    return directory.name.partition(f"-{outbox.run_id_of(directory)}-")[2]
 
 
-def send(directory: Path) -> str:
+def send(directory: Path, together: Collection[Path] = ()) -> str:
     """Send a directory, with those of other attempts of its run beside it.
+
+    Args:
+        directory: The directory.
+        together: The directories that are sent by the same command.
 
     Returns:
         What W&B has of it now, in words.
@@ -86,51 +104,51 @@ def send(directory: Path) -> str:
         TrackerUnavailableError: It was not sent, or W&B has not confirmed that it has it; or a process is writing it.
     """
     described, attempt = datastore.description(directory), attempt_at(directory)
-    if any(journal.is_open() for journal in attempt.journals):  # also a rank that logs on when its leader was killed
+    if any(journal.is_open() for journal in attempt.journals):
         raise TrackerUnavailableError(f"a process is writing to {directory}: wait for its end")
     if described is None and not any(True for _ in attempt.rows()):
         require_all_sent(directory)
         return f"{directory} has no rows: its process was killed while it opened the run"
     is_offline = outbox.is_offline(directory)
-    place = _place(attempt, described, is_set_up_here=is_offline)
-
-    def is_to_send(other: AttemptOnDisk) -> bool:
-        return other.directory == directory or (bool(other.journals) and not outbox.is_offline(other.directory))
-
     # The journals have the server that was set up where it was logged, which may be another one.
-    left = Left(_place(attempt, described, is_set_up_here=False), directory.parent, is_to_send)
+    place, kept = (_place(attempt, described, is_set_up_here=is_here) for is_here in (is_offline, False))
     if not is_offline:
         require_server(directory, "WANDB_BASE_URL", place.server, vendor.session().settings.base_url)
-    if not is_offline or _has_other_writers(attempt, place):
-        text = _send_rest(place, left, attempt, described)
-        require_all_sent(directory)
-        return text
+    own = Left(kept, directory.parent, lambda other: other.directory == directory)
+    if (column := roles.column_in(attempt)) is not None:
+        text = _Numbered(place, own, column, described).send(together)
+    elif is_offline:
+        text = _send_offline(place, own, attempt, described)
+    else:
+        text = _send_rows(place, _with_online(own), directory, described)
+    require_all_sent(directory)
+    return text
+
+
+def _with_online(own: Left) -> Left:
+    """Return what attempts have left: that one, and those that were online, of which a later one has the rest."""
+    known = own.directories
+    return Left(
+        own.place,
+        own.parent,
+        lambda other: other.directory in known or (bool(other.journals) and not outbox.is_offline(other.directory)),
+    )
+
+
+def _send_offline(place: Place, own: Left, attempt: AttemptOnDisk, described: Any) -> str:
+    """Send what the only writer of a run has logged offline."""
+    directory, left, files = attempt.directory, _with_online(own), _Files(own)
     was_sent = outbox.is_synced(directory)
-    files = _Files(Left(left.place, directory.parent, lambda other: other.directory == directory))
     # An attempt online that was killed may have logged a part of the rows. `wandb sync` would send all of them.
     rows = 0 if described is None or attempt.times() & left.times() else _sync(directory, place)
     missing = sum(1 for _ in (attempt.missing() if outbox.is_synced(directory) else attempt.rows()))
     if missing:
-        _send_rest(place, left, attempt, described)
+        _send_rows(place, left, directory, described)
     attempt.remove_journals()
     files.send_rest(place, directory)
-    require_all_sent(directory)
     if was_sent and not missing:
         return f"{directory} has nothing that is not sent yet"
     return f"sent {directory}: W&B has the {rows + missing} rows"
-
-
-def _has_other_writers(attempt: AttemptOnDisk, place: Place) -> bool:
-    """Whether a run was logged offline to which others write: `wandb sync` would overwrite rows of theirs."""
-    return roles.column_in(attempt) is not None and (_joins(attempt.directory) or vendor.stored_run(place) is not None)
-
-
-def _send_rest(place: Place, left: Left, attempt: AttemptOnDisk, described: Any) -> str:
-    """Send the rows that W&B lacks."""
-    column = roles.column_in(attempt)
-    if column is None:
-        return _send_rows(place, left, attempt.directory, described)
-    return _send_numbered(place, attempt.directory, column, described)
 
 
 def _sync(directory: Path, place: Place) -> int:
@@ -147,10 +165,7 @@ def _sync(directory: Path, place: Place) -> int:
     if _was_sent(directory, steps, before):
         outbox.mark_synced(directory)
     wanted = len(steps) if outbox.is_synced(directory) or before is None else before.rows + len(steps)
-    asks = numbers(installed_version("wandb") or "") >= numbers(_ASKS_SINCE)
-    command = [sys.executable, "-c", _WANDB, "sync", *(["--yes"] if asks else []), str(directory)]
-    if subprocess.run(command, check=False).returncode:  # noqa: S603 our own
-        raise TrackerUnavailableError(f"{directory} was not sent: wandb sync has failed, as it has printed")
+    _run_sync(directory)
     until = time.monotonic() + _CONFIRMED_S
     while (found := vendor.stored_run(place)) is None or found.rows < wanted:
         if time.monotonic() > until:
@@ -163,12 +178,31 @@ def _sync(directory: Path, place: Place) -> int:
         time.sleep(_POLL_S)
     outbox.mark_synced(directory)  # the client does not, if the end of the file is damaged
     exit_code = datastore.exit_code(directory)  # `wandb sync` before 0.28 tells W&B 0 in any case
-    if before is not None and _joins(directory):  # it has ended the run as this node has ended
-        exit_code = _STATES.get(before.state)
     if exit_code is not None and (exit_code == 0) != (found.state == "finished"):
         with _opened(place, {}, exit_code):
             pass
     return len(steps)
+
+
+def _run_sync(directory: Path, **variables: str) -> None:
+    """Run `wandb sync`.
+
+    Raises:
+        TrackerUnavailableError: It has failed. If it succeeds, W&B may still lack rows.
+    """
+    command = [sys.executable, "-c", _WANDB, "sync", *(["--yes"] if _is_sync_of_core() else []), str(directory)]
+    with subprocess.Popen(command, env={**os.environ, **variables}) as process:  # noqa: S603 our own
+        while process.poll() is None:
+            with suppress(OSError):  # by which the next `send` knows that rows may be late, if this one is killed
+                os.utime(directory.joinpath(*outbox.LOG))
+            time.sleep(_POLL_S)
+    if process.returncode:
+        raise TrackerUnavailableError(f"{directory} was not sent: wandb sync has failed, as it has printed")
+
+
+def _is_sync_of_core() -> bool:
+    """Whether wandb-core does what `wandb sync` is to do."""
+    return numbers(installed_version("wandb") or "") >= numbers(_SYNC_OF_CORE_SINCE)
 
 
 def _was_sent(directory: Path, steps: Sequence[int], stored: vendor.Stored | None) -> bool:
@@ -276,53 +310,119 @@ class _Files:
         return sent
 
 
-def _send_numbered(place: Place, directory: Path, column: str, described: Any) -> str:
-    """Log the rows of a directory that W&B lacks of a run with several writers, which may write to it meanwhile.
+class _Numbered:
+    """Sends a directory of a run with several writers, which may write to it meanwhile. It is sent as one of them."""
 
-    Raises:
-        TrackerUnavailableError: Their owner has not made the run yet, or W&B has not confirmed the rows.
-    """
-    role, found, joins = roles.role_of(column), vendor.stored_run(place), _joins(directory)
-    left = Left(place, directory.parent, lambda other: other.directory == directory)
-    rows, files = roles.NumberedRows(left, column), _Files(left)
-    files.ask(found)
-    if found is None and joins:
-        part, other = f"role {role!r}", "job with roles=[...]"
-        if role == OWNER:
-            part, other = "this node", "job's primary rank"
+    def __init__(self, place: Place, left: Left, column: str, described: Any) -> None:
+        """Look at what W&B has of the run.
+
+        Args:
+            place: The run.
+            left: The directory.
+            column: The column with the numbers of its rows.
+            described: The record with which the run was opened, if there is one.
+        """
+        (self._attempt,) = left.attempts
+        self._directory, self._label = self._attempt.directory, _label_in(self._attempt.directory)
+        self._place, self._left, self._column, self._described = place, left, column, described
+        self._role, self._rows, self._files = roles.role_of(column), roles.NumberedRows(left, column), _Files(left)
+        self._found = vendor.stored_run(place)
+        # The status with which the run is to end. Of a rank that comes after the run's end: that with which it has.
+        ended_with = None if self._found is None else _STATES.get(self._found.state)
+        self._is_late = bool(self._label) and ended_with is not None
+        self._exit_code = left.exit_code if not self._label else ended_with if self._role == OWNER else None
+
+    def send(self, together: Collection[Path]) -> str:
+        """Send it, beside other directories, and return what W&B has now, in words.
+
+        Raises:
+            TrackerUnavailableError: The run's primary or owner has not made it yet, or W&B has not confirmed the rows.
+        """
+        self._require_run(together)
+        self._await_late_rows()
+        count = len(set(self._numbers(self._lacking())))
+        is_whole = count == len(self._rows) and self._attempt.is_unsent_file() and self._described is not None
+        if is_whole and not self._is_late:  # W&B would show the run as running again
+            self._sync()
+        self._log_rest()
+        self._left.clear()
+        self._end_again()
+        self._files.require_sent(self._directory)
+        run_id = self._place.run_id
+        return f"sent {count} rows of run {run_id}" if count else f"W&B has all of {self._directory}: run {run_id}"
+
+    def _require_run(self, together: Collection[Path]) -> None:
+        run_id, is_rank = self._place.run_id, self._role == OWNER
+        of_run = [path for path in together if outbox.run_id_of(path) == run_id]
+        if self._found is not None or not self._label or (is_rank and not all(map(_label_in, of_run))):
+            return
+        part, other = "this rank", "job's primary rank"
+        if not is_rank:
+            part, other = f"role {self._role!r}", "job with roles=[...]"
         raise TrackerUnavailableError(
-            f"{directory} was not sent: W&B has no run {place.run_id}, which {part} has joined. Send the directory of "
+            f"{self._directory} was not sent: W&B has no run {run_id}, which {part} has joined. Send the directory of "
             f"the {other} first"
         )
-    late_s = rows.late_s()
-    if late_s:
-        text = "W&B: run %s: waiting %.0f s, as rows that were sent just now may not be found before"
-        logger.warning(text, place.run_id, late_s)
-        time.sleep(late_s)
 
-    def lacking() -> Iterator[Row]:
-        rows.look(() if found is None else roles.numbers_at(place, column, rows.since))
-        return rows.lacking()
+    def _await_late_rows(self) -> None:
+        late_s = self._rows.late_s()
+        if self._found is not None and late_s:
+            text = "W&B: run %s: waiting %.0f s, as rows that were sent just now may not be found before"
+            logger.warning(text, self._place.run_id, late_s)
+            time.sleep(late_s)
 
-    exit_code, count = None if joins else left.exit_code, 0
-    is_open = found is None or (exit_code is not None and found.state == "running")
-    if is_open or files or any(True for _ in lacking()):
-        shared = roles.shared_settings(role, ends_run=exit_code is not None)
-        arguments = datastore.arguments_of(described) if found is None and described is not None else {}
-        with _opened(place, arguments, exit_code or 0, shared, directory) as run:
-            files.send(run)
-            count = len(outbox.log_again(run, type(run), lacking(), None, left.media))
-        found, until = vendor.stored_run(place), time.monotonic() + _CONFIRMED_S
-        while any(True for _ in lacking()):
+    def _sync(self) -> None:
+        """Send the whole file, with its config, summary, console and system metrics, if wandb-core does that."""
+        if not _is_sync_of_core():
+            return
+        flags = dict.fromkeys(("WANDB_X_PRIMARY", "WANDB_X_UPDATE_FINISH_STATE"), str(not self._label))
+        _run_sync(self._directory, WANDB_MODE="shared", WANDB_X_LABEL=self._label or self._role, **flags)
+        self._require(set(self._numbers(datastore.rows(self._directory))))
+
+    def _log_rest(self) -> None:
+        """Log the rows that W&B lacks, send files that it lacks, and end the run if it is not ended."""
+        self._found = found = vendor.stored_run(self._place)
+        self._files.ask(found)
+        is_open = found is None or (self._exit_code is not None and found.state == "running")
+        if not is_open and not self._files and not any(True for _ in self._lacking()):
+            return
+        is_new = found is None and self._described is not None
+        arguments = datastore.arguments_of(self._described) if is_new else {}
+        with self._opened(arguments, ends_run=is_open or not self._label) as run:
+            self._files.send(run)
+            outbox.log_again(run, type(run), self._lacking(), None, self._left.media)
+        self._require(set(self._numbers(self._rows.lacking())))
+
+    def _end_again(self) -> None:
+        """End the run as it had ended, if W&B shows it as running because of what was sent."""
+        if self._role != OWNER:
+            roles.end_again(self._place, self._role)
+        elif self._is_late and (found := vendor.stored_run(self._place)) is not None and found.state == "running":
+            with self._opened({}, ends_run=True):
+                pass
+
+    def _opened(self, arguments: Mapping[str, Any], *, ends_run: bool) -> AbstractContextManager[Any]:
+        shared = roles.shared_settings(self._role, ends_run=ends_run and self._exit_code is not None)
+        return _opened(self._place, arguments, self._exit_code or 0, shared, self._directory)
+
+    def _lacking(self) -> Iterator[Row]:
+        """Yield the rows that W&B lacks."""
+        is_there = self._found is not None
+        self._rows.look(roles.numbers_at(self._place, self._column, self._rows.since) if is_there else ())
+        return self._rows.lacking()
+
+    def _numbers(self, rows: Iterable[Row]) -> Iterator[Any]:
+        return (row.values.get(self._column) for row in rows)
+
+    def _require(self, wanted: Collection[Any]) -> None:
+        """Wait until W&B has the rows with these numbers."""
+        until, self._found = time.monotonic() + _CONFIRMED_S, vendor.stored_run(self._place)
+        while not set(self._numbers(self._lacking())).isdisjoint(wanted):
             if time.monotonic() > until:
-                text = f"W&B has not confirmed all rows of {directory}. Send it again later"
-                raise TrackerUnavailableError(f"{text}: {how_to_send(str(directory))}")
+                text = f"W&B has not confirmed all rows of {self._directory}. Send it again later"
+                raise TrackerUnavailableError(f"{text}: {how_to_send(str(self._directory))}")
             time.sleep(_POLL_S)
-    left.clear()
-    if joins:
-        roles.end_again(place, role)
-    files.require_sent(directory)
-    return f"sent {count} rows of run {place.run_id}" if count else f"W&B has all of {directory}: run {place.run_id}"
+            self._found = self._found or vendor.stored_run(self._place)
 
 
 @contextmanager
@@ -342,6 +442,8 @@ def _opened(
             yield run
             if exit_code == 0 and shared is None:
                 forget(run, FAILURE_KEYS)
+            if exit_code == TERMINATED:
+                run.mark_preempting()
             run.finish(exit_code=exit_code)
         except BaseException:
             wandb.teardown(1)

@@ -254,21 +254,11 @@ def drop_unusable_service() -> None:
 
     Without it, a run cannot be opened after wandb-core has died.
     """
-    if has_service_died(0):
-        restart_service()
     with _optional("a wandb-core that has died is not replaced"):
+        if _exit_code_of(session()._connection, 0) is not None:
+            restart_service()
         if session()._connection is None:
             os.environ.pop("WANDB_SERVICE", None)
-
-
-def has_service_died(timeout_s: float = 1.0) -> bool:
-    """Whether this process's wandb-core has ended. Its connections end a moment before it does.
-
-    Without it, the leader of a node does not replace a wandb-core that its followers cannot reach.
-    """
-    with _optional("a wandb-core that has died is not replaced"):
-        return _exit_code_of(session()._connection, timeout_s) is not None
-    return False
 
 
 def _exit_code_of(connection: Any, timeout_s: float) -> int | None:
@@ -280,45 +270,6 @@ def _exit_code_of(connection: Any, timeout_s: float) -> int | None:
         process.wait(timeout_s)
     code: int | None = process.poll()
     return code
-
-
-def service_address() -> str:
-    """The address of this process's wandb-core."""
-    return os.environ.get("WANDB_SERVICE", "")
-
-
-def in_service(address: str) -> contextlib.AbstractContextManager[None]:
-    """Have the body, and nothing later, use this wandb-core: a child would take it for its own."""
-    return variables({"WANDB_SERVICE": address})
-
-
-def attach(address: str, run_id: str) -> tuple[Any, Any]:
-    """Attach to a run in another process's wandb-core. Required by run_mode='shared'.
-
-    This process's own runs, now and later, have a wandb-core of their own: the other one ends with its process.
-
-    Returns:
-        The run, and the connection to that wandb-core.
-    """
-    current = session()
-    with _required("run_mode='shared'"):
-        wandb: Any = importlib.import_module("wandb")
-        own_connection, current._connection = current._connection, None
-    try:
-        with in_service(address), without_error_reports():
-            run = wandb.attach(run_id)
-    finally:
-        connection, current._connection = current._connection, own_connection
-    return run, connection
-
-
-def detach(run: Any, connection: Any) -> None:
-    """Release what an attached run holds in this process. Without it, that is released when the process ends."""
-    # Errors are dropped: the wandb-core may have died.
-    with contextlib.suppress(Exception), _optional("an attached run keeps its connection until the process ends"):
-        run._is_finished = True
-        _forget(run)
-        session().asyncer.run(connection._client.close)
 
 
 def _forget(run: Any) -> None:
@@ -544,15 +495,9 @@ def share_state(run: Any, other: Any) -> None:
 
 
 def set_resumed(run: Any, is_retry: bool) -> None:
-    """Correct `run.resumed`: W&B calls a run resumed that another node has just created. Without it, that stays."""
-    with _optional("run.resumed may be True for a new run of several nodes"):
+    """Correct `run.resumed`: W&B calls a run resumed that another rank has just created. Without it, that stays."""
+    with _optional("run.resumed may be True for a new run of several ranks"):
         run._settings.resumed = is_retry or (run.resumed and run.starting_step > 0)
-
-
-def update_settings(run: Any, settings: Mapping[str, Any]) -> None:
-    """Set some of the run's settings. Required by run_mode='shared'."""
-    with _required("run_mode='shared'"):
-        run._settings.update_from_dict(dict(settings))
 
 
 def config_changes(method: str, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
@@ -573,33 +518,25 @@ def locked_keys(run: Any) -> Collection[str]:
 
 def set_config(run: Any, config: Any) -> None:
     """Set the values in `run.config` without sending them. Without it, `run.config` lacks them on this rank."""
-    with _optional("run.config is empty on ranks that have not opened the run"):
+    with _optional("run.config lacks the values of another writer"):
         run.config._update(config, allow_val_change=True, ignore_locked=True)
 
 
-def flush(run: Any, timeout_s: float) -> bool:
-    """Return when wandb-core has read what was logged: it answers in the order in which it reads.
-
-    Returns:
-        Whether it has done so in time. Also if it has died: who ends the run notices that.
-    """
-    try:
+def flush(run: Any, timeout_s: float) -> None:
+    """Return when wandb-core has read what was logged: it answers in the order in which it reads."""
+    with contextlib.suppress(Exception):  # it is too slow, or has died: who ends the run notices that
         threads.call_within(timeout_s, lambda: interface_of(run).deliver_get_summary().wait_or(timeout=timeout_s))
-    except Exception as error:
-        return isinstance(error, service_gone(run, error))
-    return True
 
 
 # Rows, and the records of wandb-core's file
 
 
-def on_rows(run: Any, keep: KeepRow, is_only: bool = False) -> bool:
+def on_rows(run: Any, keep: KeepRow) -> bool:
     """Call `keep` with each row as soon as wandb-core has it. Without it, such rows are not sent again.
 
     Args:
         run: The open run.
         keep: Takes a row, serialized, and the step and `commit` that were given.
-        is_only: Whether wandb-core shall not get the row, since it has died.
 
     Returns:
         Whether that is done.
@@ -611,8 +548,7 @@ def on_rows(run: Any, keep: KeepRow, is_only: bool = False) -> bool:
 
         def published(row: Any) -> None:
             with lock:
-                if not is_only:
-                    publish(interface, row)
+                publish(interface, row)
                 commit = row.action.flush if row.HasField("action") else None
                 keep(row.SerializeToString(), row.step.num if row.HasField("step") else None, commit)
 
@@ -914,7 +850,7 @@ def set_default(settings: Any, effective: Any, name: str, value: Any) -> None:
 
 def set_required(settings: Any, **values: Any) -> None:
     """Set undocumented settings. Required by runs with several writers, whose rows or files would mix otherwise."""
-    with _required("runs that several nodes or jobs write to"):
+    with _required("runs that several ranks or jobs write to"):
         for name, value in values.items():
             if not has_setting(name):
                 raise AttributeError(f"no setting {name}")
