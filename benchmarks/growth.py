@@ -17,7 +17,7 @@ from paired import FIGURES, Figures, Found, Quantity, Result, in_turn, median, p
 from shared_node import interpreter, measure
 
 PLOT = FIGURES / "growth.svg"
-KINDS = {"auto": "auto", "attached": "shared", "client per rank": "a client per rank"}
+KINDS = {"auto": "auto", "ours": "shared"}
 ON_A_NODE, ROUNDS = (1, 2, 4, 8), 2
 # Ranks of a node, and nodes.
 NODE, NODES = 8, (8, 128, 1024)
@@ -50,9 +50,7 @@ def simulated(run_mode: Any, rank_scope: Any, nodes: int) -> dict[str, Any]:
     began = time.perf_counter()
     runs = simulate(train, nodes, NODE, threads=False).runs
     seconds = time.perf_counter() - began
-    # A run that is shared has a client for each node, to which the node's ranks attach.
-    of_client = NODE if run_mode == "shared" else 1
-    clients = sum(len({rank // of_client for rank in run.ranks}) for run in runs)
+    clients = sum(len(run.ranks) for run in runs)
     kept = len(runs)
     del runs
     tracemalloc.start()
@@ -111,10 +109,8 @@ PANELS = (
     Panel("connections a rank", "connections_rank", 1),
     Panel("memory a rank (PSS), MiB", "all_pss_rank", None),
 )
-COLOURS = {"auto": "#0072b2", "attached": "#009e73", "client per rank": "#d55e00"}
-MARKS = {"auto": "o", "attached": "s", "client per rank": "^"}
-# What is simulated has the same clients as the job that opens one in each rank.
-MODES = {"auto": "auto", "attached": "shared", "client per rank": "new"}
+COLOURS = {"auto": "#0072b2", "ours": "#d55e00"}
+MARKS = {"auto": "o", "ours": "^"}
 
 
 def plot(by_ranks: Mapping[int, Found], jobs: Sequence[Mapping[str, Any]]) -> None:
@@ -156,7 +152,7 @@ def _line(axis: Any, panel: Panel, kind: str, by_ranks: Mapping[int, Found], job
     many = [
         (job["ranks"], job["clients"] * panel.clients / job["ranks"])
         for job in jobs
-        if (job["mode"], job["scope"]) == (MODES[kind], "global")
+        if (job["mode"], job["scope"]) == (KINDS[kind], "global")
     ]
     axis.plot(
         *zip(measured[-1], *many, strict=True), color=colour, marker=mark, linestyle="--", markerfacecolor="white"
