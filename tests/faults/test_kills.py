@@ -310,6 +310,36 @@ def test_every_row_of_each_nodes_run_arrives_once_when_a_node_is_killed(tmp_path
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_every_row_of_every_rank_arrives_once_whichever_process_of_a_shared_run_is_killed(tmp_path, mode):
+    """First a rank or a wandb-core, and a moment later all the others. Offline, one command sends what is left."""
+    random_moments, env = random.Random(18), {**PROMPT, "WANDB_MODE": mode}
+    settings = {"tracking": {"id": jobs.RUN_ID, "run_mode": "shared"}}
+    with job(tmp_path) as started:
+        for count in range(1, moments(KILLS // 3) + 1):
+            process = started.start(torchrun(ranks=3), env, **ends("loop", attempts=99, **settings))
+            ranks = [started.wait_for(f"ready {rank} 0", count)[-1] for rank in range(3)]
+            time.sleep(random_moments.random() * LONGEST_S)
+            with contextlib.suppress(ProcessLookupError):
+                kill_process(random_moments.choice([*ranks, *started.pids("wandb-core")]))
+            time.sleep(random_moments.random())
+            if process.poll() is None:
+                kill_with_children(process.pid)
+            process.communicate()
+        jobs.finish(started.start(torchrun(ranks=3), env, **ends("return", **settings)), tmp_path)
+        if mode == "offline":
+            command = [sys.executable, "-m", "flyteplugins_tracking", "send", tmp_path / "wandb"]
+            sent = jobs.run(command, tmp_path, started.server.environment)
+            assert sent.returncode == 0, sent.output
+        found, (run,) = started.outcome(), started.server.runs
+    assert_all_arrived(found)
+    assert (found.duplicates, run.mixed_writers, run.rows_overwritten) == (0, False, 0)
+    assert (run.exit_codes[-1], run.state) == (0, "finished")
+    assert_each_writers_order(run.rows)
+    assert not journals_left(tmp_path)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("run_mode", ["shared", "auto"])
 @pytest.mark.parametrize("when", ["it starts", "it opens the run"])
 def test_wandb_cores_that_die_while_a_run_ends_cost_no_row(tmp_path, run_mode, when):
