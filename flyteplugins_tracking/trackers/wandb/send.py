@@ -375,8 +375,13 @@ class _Numbered:
         """Send the whole file, with its config, summary, console and system metrics, if wandb-core does that."""
         if not _is_sync_of_core():
             return
-        flags = dict.fromkeys(("WANDB_X_PRIMARY", "WANDB_X_UPDATE_FINISH_STATE"), str(not self._label))
-        _run_sync(self._directory, WANDB_MODE="shared", WANDB_X_LABEL=self._label or self._role, **flags)
+        _run_sync(
+            self._directory,
+            WANDB_MODE="shared",
+            WANDB_X_LABEL=self._label or self._role,
+            WANDB_X_PRIMARY=str(not self._label),
+            WANDB_X_UPDATE_FINISH_STATE=str(not self._label),
+        )
         self._require(set(self._numbers(datastore.rows(self._directory))))
 
     def _log_rest(self) -> None:
