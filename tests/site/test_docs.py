@@ -514,6 +514,13 @@ def test_the_reference_shows_what_values_are_made_of():
     assert tuple(re.findall(r"^- `(\w+)`: ", section, re.MULTILINE)) == (*RunPlan.__match_args__, "ends_run")
 
 
+def test_each_include_has_a_block():
+    for page in DOCS:
+        text = page.read_text()
+        blocks = [one for one in BLOCKS if one.page == str(page.relative_to(ROOT).with_suffix("")) and one.included]
+        assert text.count("<!-- include: ") == len(blocks), page
+
+
 def test_an_argument_without_a_page_is_in_the_reference_without_a_link(monkeypatch):
     new = include.Argument("limits", "int", "1", "What it is.")
     monkeypatch.setattr(include, "arguments", lambda: iter([new]))

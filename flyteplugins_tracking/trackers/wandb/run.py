@@ -25,6 +25,7 @@ from flyteplugins_tracking.trackers.ending import EndLimit
 from flyteplugins_tracking.trackers.gate import Gate
 from flyteplugins_tracking.trackers.outbox import how_to_send
 from flyteplugins_tracking.trackers.rows import NextRow
+from flyteplugins_tracking.trackers.vendor_parts import client_version, numbers
 from flyteplugins_tracking.trackers.wandb import HOST, outbox, vendor
 from flyteplugins_tracking.trackers.wandb.ending import Upload
 from flyteplugins_tracking.trackers.wandb.late import LateRows
@@ -44,6 +45,8 @@ _CHANGES = {
 # Those that set values; of the config, they raise if a value is changed.
 _SETTING = ("__setitem__", "__setattr__", "update")
 _NOT_SET = object()
+# The first client with the viewer `wandb leet`.
+_FIRST_VIEWER = [0, 28]
 # How long W&B may take to say which files it has when the run is opened again, in seconds.
 _ASK_S = 2.0
 # The run's attribute that holds its handle; and that of its config and summary which holds the run.
@@ -154,7 +157,10 @@ class WandbHandle(Handle):
         info = self._request.info
         has_nodes = self.is_shared and info is not None and info.num_workers != 1
         where = ", with the directories of all nodes" if has_nodes else ""
-        return f"wandb leet {shlex.quote(os.path.dirname(path))}; to send it{where}: {self._command}"
+        # A client before that has no viewer: its files are looked at where they are sent to.
+        has_viewer = numbers(client_version("wandb")) >= _FIRST_VIEWER
+        view = f"wandb leet {shlex.quote(os.path.dirname(path))}; to " if has_viewer else ""
+        return f"{view}send it{where}: {self._command}"
 
     def finish(self, exit_code: int) -> None:
         limit_s = self._request.config.finish_timeout_s
