@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -82,8 +83,10 @@ ROWS = (
         "`log` as fast as it goes, against",
     ),
     Row(
-        "A `log` of 5 keys in a training step of 25 ms, over W&B's own",
-        lambda: _more("training_step", "log_us", "ours, auto", "wandb on rank 0", "µs"),
+        "A training step of 25 ms that logs 5 keys, over one without tracking",
+        lambda: "{:.1%} slower ({:.1%} with W&B's own)".format(
+            *_slower("a training step that logs 5 keys, ours, auto")
+        ),
         "a training step that logs 5 keys, ours, auto",
     ),
     Row(
@@ -167,6 +170,11 @@ def _goal(begin: str) -> Any:
 
 def _found(begin: str) -> str:
     return str(_goal(begin)["found"])
+
+
+def _slower(begin: str) -> list[float]:
+    """What a step takes more with this library, and with the vendor's client, as parts of it."""
+    return [float(number) - 1 for number in re.findall(r"(?:^|: )([\d.]+)x", _found(begin))]
 
 
 def table() -> str:
