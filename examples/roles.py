@@ -3,11 +3,12 @@ import sys
 
 from flyteplugins_tracking import get_run, tracking_init
 
-JOB = {"project": "examples", "id": "grpo-42"}
+RUN = "grpo-42"
 ROLES = ["rollout-0", "eval"]
+WARM = {"temperature": 0.7}
 
 
-@tracking_init(**JOB, roles=ROLES, config={"lr": 1e-5})
+@tracking_init(project="examples", id=RUN, roles=ROLES, config={"lr": 1e-5})
 def train(steps: int) -> None:
     run = get_run()  # None on all ranks but 0, also in the roles
     for step in range(steps):
@@ -15,7 +16,7 @@ def train(steps: int) -> None:
             run.log({"loss": 1 / (step + 1)}, step=step)
 
 
-@tracking_init(**JOB, role="rollout-0", config={"temperature": 0.7})
+@tracking_init(project="examples", id=RUN, role="rollout-0", config=WARM)
 def roll_out(batches: int) -> None:
     run = get_run()
     for batch in range(batches):
@@ -23,7 +24,7 @@ def roll_out(batches: int) -> None:
             run.log({"reward": batch * 0.1})  # as rollout-0/reward
 
 
-@tracking_init(**JOB, role="eval")
+@tracking_init(project="examples", id=RUN, role="eval")
 def evaluate() -> None:
     run = get_run()
     if run is not None:
@@ -31,6 +32,9 @@ def evaluate() -> None:
 
 
 if __name__ == "__main__":
-    jobs = {"trainer": (train, 20), "rollout-0": (roll_out, 10)}
-    function, *numbers = jobs.get(sys.argv[1], (evaluate,))
-    function(*numbers)
+    if sys.argv[1] == "trainer":
+        train(20)
+    elif sys.argv[1] == "rollout-0":
+        roll_out(10)
+    else:
+        evaluate()
