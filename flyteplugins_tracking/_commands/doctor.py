@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Each rank examines its own process and machine. Rank 0 prints all; the others their problems, with their rank before
     each line. With `--json` each rank prints one document, which docs/reference/commands.md describes.
     """
-    parser = argparse.ArgumentParser("flyteplugins-tracking", description=__doc__)
+    parser = argparse.ArgumentParser("flyteplugins-tracking doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     tracker_help = "examine only this tracker; a problem with it is an error"
     parser.add_argument("--tracker", metavar="NAME", choices=names_of_trackers(), help=tracker_help)

@@ -11,6 +11,7 @@ import secrets
 import sys
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -626,3 +627,21 @@ def test_agents_without_a_store_are_an_error_if_nodes_must_agree(ask):
     status, out, _ = ask("--json", "--offline", WANDB_API_KEY=KEY, **LAUNCHERS["torchelastic"])
     assert status == 1
     assert "the agents of 2 nodes share no reachable store" in diagnostics(out, "error")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--help"], "torchrun --nproc-per-node=2 -m flyteplugins_tracking run --project llm train.py"),
+        (["--version"], "flyteplugins-tracking 0."),
+        (["doctor", "--help"], "usage: flyteplugins-tracking doctor"),
+        (["run", "--help"], "example: torchrun --nproc-per-node=8 -m flyteplugins_tracking run"),
+        (["send", "--help"], "usage: flyteplugins-tracking send"),
+    ],
+)
+def test_the_command_line_says_what_there_is(capsys, monkeypatch, arguments, shown):
+    monkeypatch.setattr(sys, "argv", ["flyteplugins-tracking", *arguments])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with suppress(SystemExit):
+        assert commands.main() == 0
+    assert shown in capsys.readouterr().out
