@@ -38,6 +38,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="...", help="the arguments of the script")
     given = vars(parser.parse_args(arguments))
     script, words, is_module = (given.pop(name) for name in ("script", "words", "is_module"))
+    if not is_module and not os.path.exists(script):
+        parser.error(f"there is no {script}")  # before a run is opened
     sys.argv = [script, *words]
     # `python -m` has put the working directory there.
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.abspath(script))
@@ -62,8 +64,7 @@ def _run(script: str, is_module: bool) -> None:
 
 
 def _of_script(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without the frames of this package and of runpy that it begins with."""
-    first = frames
-    while first is not None and (is_own(file := first.tb_frame.f_code.co_filename) or "runpy" in file):
-        first = first.tb_next
-    return first or frames
+    """Return a traceback without the frames of this package and of runpy that it begins with: none of a SyntaxError."""
+    while frames is not None and (is_own(file := frames.tb_frame.f_code.co_filename) or "runpy" in file):
+        frames = frames.tb_next
+    return frames

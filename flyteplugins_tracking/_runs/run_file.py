@@ -118,9 +118,9 @@ class RunFile:
         name = self._call.tracker.name
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            lock = RunLock.of_file(
-                self._path.with_name(f"{self._path.name}.lock"), self._call.config.init_timeout_s / 2
-            )
+            # One for each entry: stacked decorators may have one file.
+            path = self._path.with_name(f"{self._path.name}.{self._key}.lock")
+            lock = RunLock.of_file(path, self._call.config.init_timeout_s / 2)
         except OSError as error:
             logger.warning("%s: run_file=%s cannot be used: %s. This is a new run", name, self._path, error)
             return None

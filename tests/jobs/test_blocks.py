@@ -189,3 +189,59 @@ def test_cells_of_a_notebook(tmp_path: Path) -> None:
     ], done
     codes = {one.name: (one.exit_code, len(one.rows)) for one in jobs.Done(0, "", tmp_path).runs}
     assert codes == {"good": (0, 1), "bad": (1, 1), "stopped": (130, 1), "again": (0, 1)}
+
+
+SCRIPT = """
+import argparse, os, pickle, sys
+import neighbour
+import wandb
+parser = argparse.ArgumentParser()
+parser.add_argument("--project"), parser.add_argument("--end")
+args = parser.parse_args()
+class Model: pass
+if __name__ == "__main__":
+    wandb.init(project=args.project, config=vars(args))
+    wandb.log({"x": 1})
+    assert type(pickle.loads(pickle.dumps(Model()))) is Model
+    print("SAID", sys.argv, os.path.isabs(__file__), neighbour.__name__, flush=True)
+    ends = {"raise": lambda: 1 / 0, "text": lambda: sys.exit("a text"), "code": lambda: sys.exit(7), "none": sys.exit}
+    ends[args.end]()
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("raise", 1), ("text", 1), ("code", 7), ("none", 0)])
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "train"]], ids=["script", "module"])
+def test_a_script_runs_under_the_command_as_without_it(tmp_path: Path, words: list[str], end: str, code: int) -> None:
+    done = {}
+    for name, before in (("plain", []), ("under", ["-m", "flyteplugins_tracking", "run", "--project", "ours"])):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "train.py").write_text(SCRIPT)
+        (directory / "neighbour.py").touch()
+        arguments = ["--project", "of-the-script", "--end", end]
+        # Real interpreters: a warm process differs from one in the `__file__` of its script.
+        process = jobs.start([sys.executable, *before, *words, *arguments], directory, cold=True)
+        done[name] = jobs.finish(process, directory)
+    assert [one.returncode for one in done.values()] == [code, code], done
+    plain, under = (
+        [
+            line.replace(f"{tmp_path / name}/", "")
+            for line in one.output.splitlines()
+            if line.startswith(("SAID", '  File "', "Zero", "a text")) and "<frozen" not in line
+        ]
+        for name, one in done.items()
+    )
+    assert plain == under
+    (run,) = done["under"].runs
+    assert (run.project, run.exit_code, run.config["end"], len(run.rows)) == ("ours", code, end, 1)
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "there is no missing.py"), ("x = (", "SyntaxError")])
+def test_a_script_that_cannot_run_is_told_as_python_tells_it(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "missing.py").write_text(content)
+    done = jobs.run([sys.executable, "-m", "flyteplugins_tracking", "run", "missing.py"], tmp_path)
+    assert done.returncode == (2 if content is None else 1)
+    assert message in done.output
+    assert "runpy" not in done.output
+    assert len(done.runs) == (0 if content is None else 1)

@@ -356,3 +356,26 @@ def test_the_other_ranks_need_not_see_the_file(job: Job) -> None:
     assert sum(map(Counter, job.points.values()), Counter()) == Counter(
         (f"rank{rank}", number) for rank in range(2) for number in range(2 * ROWS)
     )
+
+
+@pytest.mark.parametrize("backend", ["trackio"], indirect=True)
+def test_stacked_trackers_have_an_entry_each(job: Job) -> None:
+    script = job.directory / "stacked.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from flyteplugins_tracking import get_run, tracking_init\n"
+        "given = {'project': sys.argv[1], 'run_file': 'run.json'}\n"
+        "@tracking_init(tracker='wandb', **given)\n"
+        "@tracking_init(tracker='trackio', **given)\n"
+        "def train():\n"
+        "    print('IDS', get_run('wandb').id, get_run('trackio').id, flush=True)\n"
+        "    sys.argv[2] == 'kill' and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "train()\n"
+    )
+    outputs = [
+        jobs.run([sys.executable, script, job.project, how], job.directory, job.backend.environment()).output
+        for how in ("kill", "end", "end")
+    ]
+    killed, again, new = (re.findall("^IDS (.*)$", output, re.MULTILINE) for output in outputs)
+    assert killed == again != new, outputs
+    assert sorted(json.loads((job.directory / "run.json").read_text())) == ["trackio", "wandb"]
