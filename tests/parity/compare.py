@@ -24,8 +24,8 @@ from parity.table import Program, Table
 
 TESTS = Path(__file__).parents[1]
 WAYS = ("bare", "decorated")
-# How long a process of the bare client may take. All programs of a kind take 40 s on a busy machine.
-_EXIT_S = 20 * jobs.TIME_SCALE
+# How long a program of the bare client may take: it takes 20 s on a busy machine.
+_EXIT_S = 12 * jobs.TIME_SCALE
 
 
 @dataclass
@@ -89,27 +89,32 @@ def run_both(sides: Sides, kind: str, name: str = "", **options: Any) -> None:
     """Run the programs of a kind, or the one named, both ways together."""
     processes = [side.start(kind, name, **options) for side in sides]
     for side, process in zip(sides, processes, strict=True):
-        if side.how == "bare":
-            _end_hanging_core(process)
+        has_hung = bool(name) and side.how == "bare" and _end_hanging_core(process)
         done = jobs.finish(process, side.directory)
+        if has_hung:
+            jobs.finish(processes[-1], sides[-1].directory)
+            pytest.skip("W&B's own client waited for its wandb-core without a limit: nothing to compare with")
         side.codes[name] = done.returncode
         assert name or done.returncode == 0, f"{side.how}: {done.output}"
         assert side.faults() == [], done.output
 
 
-def _end_hanging_core(process: jobs.Process) -> None:
-    """Kill the wandb-core of W&B's own client if that does not exit: its teardown waits for wandb-core without a limit.
+def _end_hanging_core(process: jobs.Process) -> bool:
+    """Kill the wandb-core of W&B's own client if that does not exit, and return whether it has.
 
-    On a busy machine that happened once in some thousand processes, when all rows had arrived.
+    The client's teardown waits for wandb-core without a limit. On a busy machine that happened once in some thousand
+    processes.
     """
     deadline = time.monotonic() + _EXIT_S
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    if process.poll() is None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for child in psutil.Process(process.pid).children(recursive=True):
-                if child.name().startswith("wandb-core"):
-                    child.kill()
+    if process.poll() is not None:
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if child.name().startswith("wandb-core"):
+                child.kill()
+    return True
 
 
 def check(sides: Sides, program: Program, by_chance: str = "") -> None:

@@ -86,8 +86,9 @@ def test_modes_has_a_run_of_each_rank(tmp_path):
 
 @pytest.mark.full
 def test_modes_has_one_run_of_all_ranks(tmp_path):
-    (run,) = example(tmp_path, "modes.py", 2, "shared").runs
-    logged = [(key, row["global_step"]) for row in run.rows for key in row if key.endswith("/loss")]
+    runs = example(tmp_path, "modes.py", 2, "shared").runs  # a directory for each rank
+    assert len({run.id for run in runs}) == 1
+    logged = [(key, row["global_step"]) for run in runs for row in run.rows for key in row if key.endswith("/loss")]
     assert sorted(logged) == [(f"rank_{rank}/loss", step) for rank in range(2) for step in range(10)]
 
 
@@ -329,7 +330,7 @@ def test_the_tasks_of_the_slurm_script_have_one_run(tmp_path):
 
 
 @pytest.mark.full
-def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_variable(tmp_path):
+def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_job(tmp_path):
     """`srun` is replaced by two agents. `tests/slurm` requeues the script on a real Slurm."""
     for name, code in {
         "srun": '#!/bin/bash\n"$@" & first=$!\n"$@" && wait $first\n',
@@ -349,7 +350,7 @@ def test_torchrun_on_the_nodes_of_the_slurm_script_has_the_run_of_its_variable(t
     done = jobs.run(["bash", "-eu", EXAMPLES / "slurm" / "torchrun.sbatch"], tmp_path, env)
     assert done.returncode == 0, done.output
     assert_one_run(done, "torchelastic")
-    assert done.runs[0].id == "slurm-7"
+    assert done.runs[0].id == "slurm-7-batch"
 
 
 def test_three_processes_log_to_one_run(tmp_path, server):
