@@ -182,6 +182,11 @@ def ended(directory: Path) -> list[Path]:
     return [path for path in (directory / "wandb").rglob("*.journal.*") if b'"exit_code"' in path.read_bytes()]
 
 
+def is_noted(name: str, directory: Path) -> bool:
+    """Whether W&B's file says that a file of this name was saved."""
+    return any(name.encode() in path.read_bytes() for path in (directory / "wandb").rglob("*.wandb"))
+
+
 def assert_all_is_sent(server: WandbServer, directory: Path, exit_code: int) -> None:
     sent = send(server, directory)
     run = server.run("r")
@@ -240,7 +245,8 @@ def test_send_fails_and_names_what_is_not_on_this_disk_any_more(tmp_path, files,
         with server.failing(Fault.mute(only="upload")) as stops:
             process = start(server, tmp_path, files=files, **BOUNDED)
             server.wait_for(lambda: stops.hits, 60)
-            wait_until(lambda: ended(tmp_path), process)
+            # wandb-core writes which files were saved when the run ends.
+            wait_until(lambda: ended(tmp_path) and is_noted("saved.txt", tmp_path), process)
             process.kill()
             jobs.finish(process, tmp_path)
         shutil.rmtree(tmp_path / ".local" / "share" / "wandb" / "artifacts" / "staging", ignore_errors=True)
