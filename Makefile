@@ -19,7 +19,7 @@ INSTALLED := $(VENV)/.installed
 INSTALL := $(BIN)/pip install -qq --no-compile
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/|/kubernetes/aio/' $(VENV)/lib || true
 
-.PHONY: demo test test-all test-engines test-slurm vendors reliability soak bench drawings pictures includes docs lint wheel clean
+.PHONY: demo test test-all test-wide test-engines test-slurm vendors reliability soak bench drawings pictures includes docs lint wheel clean
 
 demo: $(FOR_DEMO)
 	@echo "Running examples/digits.py: about a minute, most of it for 8 processes that import torch and flytekit."
@@ -27,11 +27,15 @@ demo: $(FOR_DEMO)
 
 # Every subject once, on warm jobs: see CONTRIBUTING.md.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm and not full"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm and not full and not wide"
 
 # Everything. TESTS_COLD=1 starts real interpreters instead of warm jobs; TESTS_COLD=first does once for each program.
 test-all: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "not slurm and not wide"
+
+# What is left out there: the other pairs of a script and a fault, of a tracker and a restart, and the like. Before a release.
+test-wide: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m "wide and not slurm"
 
 # Ray, Dask, mpi4py, loky and others, in an environment of their own. Spark if there is Java, Ray in a real Slurm if there is one:
 # apt-get install default-jre-headless slurmctld slurmd slurm-client munge

@@ -23,6 +23,15 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked as crossed, keep to `make test-wide` what is not the first value of two arguments."""
+    for item in items:
+        indices = item.callspec.indices if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if item.get_closest_marker("crossed") and sum(index > 0 for index in indices.values()) > 1:
+            item.add_marker("wide")
+
+
 @pytest.fixture(autouse=True)
 def no_job_is_left() -> Iterator[None]:
     """Kill what the test has started and not waited for."""

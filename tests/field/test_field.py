@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -217,15 +217,26 @@ def under_run(name: str) -> list[str]:
     return ["-m", "flyteplugins_tracking", "run", *bare(name)]
 
 
+def faults_of(script: Script) -> list[str]:
+    return [fault for fault in FAULTS if fault != "sigterm to all" or script.to_all]
+
+
+def tier_of(form: Callable[[str], list[str]], number: int, name: str, fault: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Each script meets two faults in `make test-all`, and another one under the command `run`; all, in `test-wide`."""
+    script, faults = SCRIPTS[name], faults_of(SCRIPTS[name])
+    if fault == (script.brief if form is moved else "exception" if name == "module_level" else ""):
+        return ()
+    is_next = fault == faults[(number + (form is moved)) % len(faults)]
+    return (pytest.mark.full if is_next else pytest.mark.wide,)
+
+
 @pytest.mark.parametrize(
     ("form", "name", "fault"),
     [
-        pytest.param(form, name, fault, marks=() if fault == brief[form] else pytest.mark.full)
-        for name, script in SCRIPTS.items()
-        for fault in FAULTS
-        if fault != "sigterm to all" or script.to_all
-        for brief in [{moved: script.brief, under_run: "exception" if name == "module_level" else ""}]
-        for form in brief
+        pytest.param(form, name, fault, marks=tier_of(form, number, name, fault))
+        for number, (name, script) in enumerate(SCRIPTS.items())
+        for fault in faults_of(script)
+        for form in (moved, under_run)
     ],
 )
 def test_a_script_has_one_run_with_all_rows_and_its_true_end(tmp_path, form, name, fault):

@@ -68,6 +68,7 @@ def run(etcd: str, directory: Path, backend: str, processes: list[int], *options
 SUFFIXES = {"auto": [""], "new": ["-rank-0", "-rank-1"], "shared": [""]}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("run_mode", SUFFIXES)
 @pytest.mark.parametrize(("backend", "processes"), [("etcd-v2", [2]), ("etcd-v2", [1, 1]), ("etcd", [2])])
 def test_the_ranks_agree_on_an_id_and_keep_it_over_a_restart(

@@ -85,6 +85,7 @@ def test_each_attempt_tells_its_own_failure(tmp_path, run_mode):
 
 
 @pytest.mark.full
+@pytest.mark.crossed
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed: apt-get install openmpi-bin")
 @pytest.mark.parametrize(("how", "expected"), [("raise", (1, 1, "exit")), ("kill", (137, 1, "SIGKILL"))])
 @pytest.mark.parametrize("shell", [True, False], ids=["in a shell", "alone"])

@@ -45,9 +45,9 @@ def alone(process: jobs.Process, _: Path) -> None:
         (4, "fork", False, group),
         (4, "fork", True, workers_first),
         pytest.param(1, "fork", False, workers_first, marks=pytest.mark.full),
-        pytest.param(16, "fork", False, group, marks=pytest.mark.full),
+        pytest.param(16, "fork", False, group, marks=pytest.mark.wide),
         pytest.param(16, "fork", True, workers_first, marks=pytest.mark.full),
-        pytest.param(2, "spawn", True, group, marks=pytest.mark.full),
+        pytest.param(2, "spawn", True, group, marks=pytest.mark.wide),
         pytest.param(4, "fork", False, alone, marks=pytest.mark.full),
     ],
 )
@@ -162,8 +162,8 @@ def is_about_to_be_made(server: WandbServer, fault: Fault) -> bool:
     [
         ("auto", signal.SIGTERM, 143, 143),
         pytest.param("shared", signal.SIGTERM, 143, 143, marks=pytest.mark.full),
-        pytest.param("new", signal.SIGTERM, 143, 143, marks=pytest.mark.full),
-        pytest.param("auto", signal.SIGINT, -2, 130, marks=pytest.mark.full),
+        pytest.param("new", signal.SIGTERM, 143, 143, marks=pytest.mark.wide),
+        pytest.param("auto", signal.SIGINT, -2, 130, marks=pytest.mark.wide),
     ],
 )
 def test_a_slow_opening_that_a_signal_interrupts_is_no_success_at_wandb(tmp_path, run_mode, sent, status, exit_code):
@@ -182,7 +182,9 @@ def test_a_slow_opening_that_a_watchdog_interrupts_is_no_success(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("run_mode", ["auto", "shared", "new"])
+@pytest.mark.parametrize(
+    "run_mode", ["auto", *(pytest.param(one, marks=pytest.mark.wide) for one in ("shared", "new"))]
+)
 def test_a_slow_opening_that_sigterm_interrupts_is_no_success_at_pluto(tmp_path, run_mode):
     with PlutoServer() as server, server.failing(Fault.slow(SLOW_S)) as fault:
         settings = {"tracker": "pluto", "project": "tests", "run_mode": run_mode}

@@ -225,6 +225,7 @@ def job(backend: Backend, tmp_path: Path) -> Job:
     return Job(backend, tmp_path)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(one, marks=() if "requeue" in one or "run_file" in one else pytest.mark.full) for one in KINDS],
@@ -276,6 +277,7 @@ SEVERAL: dict[str, Callable[[str], list[tuple[Attempt, dict[str, Any]]]]] = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_trainings_that_are_not_one_have_a_run_each(job: Job, kind: str) -> None:
     for attempt, tracking in SEVERAL[kind](f"j{secrets.token_hex(4)}"):

@@ -328,7 +328,7 @@ def test_several_roles_that_wait_for_their_run_all_join(of_wandb):
     assert {name: job.stored.config[name] for name in names} == {name: {"of": name} for name in names}
 
 
-@pytest.mark.full
+@pytest.mark.wide
 def test_fifty_roles_that_join_a_live_run_within_a_second_all_do(of_wandb):
     """Each is a process with a wandb-core of its own: together they take about 4 GB."""
     job, names = of_wandb, [f"rollout-{number}" for number in range(50)]

@@ -64,6 +64,7 @@ def away(service: Any, fault: Fault | None) -> Iterator[dict[str, str]]:
         yield {**service.environment(), **addresses}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("status", [403, *(pytest.param(one, marks=pytest.mark.full) for one in (400, 401))])
 def test_a_refusal_is_an_error_by_default(service, tmp_path, status):
     done = opened(service, tmp_path, Fault.status(status))
@@ -76,6 +77,7 @@ def test_a_refusal_is_an_error_by_default(service, tmp_path, status):
 OUTAGES = [*map(Fault.status, (402, 429, 500)), Fault.refuse(), Fault.mute()]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(
     "fault",
     [Fault.status(503), *(pytest.param(fault, marks=pytest.mark.full) for fault in OUTAGES)],
@@ -135,6 +137,7 @@ def failure_shown(service: Any) -> set[str]:
     return {key for key, value in kept.config.items() if key.startswith("failure/") and value is not None}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("away", ["never", pytest.param("first", marks=pytest.mark.full), "second"])
 def test_an_attempt_that_succeeds_shows_no_failure_of_an_earlier_one(service, tmp_path, away):
     """Also if the service has been away at one of them: the rows of that one are sent later."""

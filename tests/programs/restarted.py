@@ -2,7 +2,8 @@
 
 Keys: `tracker`, `project`; `tracking`: the other arguments of the decorator. `first`, `rows`: the number of the first
 row, and how many. `end`: how it ends: "return", "kill" of the ranks in `kills` (or all) or "raise" of the rank
-`raises`, both after `before_s`, or "stop" by `should_stop()`. torchelastic's later attempts return.
+`raises`, both `before_s` after all ranks have logged, or "stop" by `should_stop()`. torchelastic's later attempts
+return.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from flyteplugins_tracking import get_distributed_info, get_run, request_stop, should_stop, tracking_init
 
@@ -25,7 +27,13 @@ def train() -> None:
     for number in range(first, first + count):
         if run is not None:
             run.log({f"rank{rank}": number})
-    end("return" if ATTEMPT else SETTINGS.get("end", "return"), rank)
+    Path(f"logged.{first}.{rank}").touch()
+    how = "return" if ATTEMPT else SETTINGS.get("end", "return")
+    if how in ("kill", "raise"):
+        # A rank without a run is here while another one still opens its run.
+        while not all(Path(f"logged.{first}.{one}").exists() for one in range(1 if info is None else info.world_size)):
+            time.sleep(0.01)
+    end(how, rank)
 
 
 def end(how: str, rank: int) -> None:

@@ -116,8 +116,8 @@ def give_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
     ("handler", "status", "is_moved", "stride"),
     [
         (signal.SIG_DFL, 143, False, 10),
-        pytest.param(signal.SIG_DFL, 143, False, 1, marks=pytest.mark.full),
-        pytest.param(exit_with_5, 5, True, 1, marks=pytest.mark.full),
+        pytest.param(signal.SIG_DFL, 143, False, 1, marks=pytest.mark.wide),
+        pytest.param(exit_with_5, 5, True, 1, marks=pytest.mark.wide),
     ],
     ids=["no handler, every tenth point", "no handler", "a handler that raises, modules moved"],
 )
@@ -201,8 +201,8 @@ class Handlers:
     [
         ((signal.SIGCHLD,), 10),
         pytest.param((signal.SIGCHLD,), 1, marks=pytest.mark.full),
-        pytest.param((signal.SIGUSR1,), 3, marks=pytest.mark.full),
-        pytest.param(Handlers.signals, 1, marks=pytest.mark.full),
+        pytest.param((signal.SIGUSR1,), 3, marks=pytest.mark.wide),
+        pytest.param(Handlers.signals, 1, marks=pytest.mark.wide),
     ],
     ids=lambda value: "+".join(number.name for number in value) if isinstance(value, tuple) else f"each {value}",
 )
