@@ -32,7 +32,7 @@ from support.waiting import wait_for_file, wait_until
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking.trackers.journal import exit_code_in, stored
 from flyteplugins_tracking.trackers.mlflow.run import Metrics, MlflowSink
-from flyteplugins_tracking.trackers.mlflow.vendor import Service
+from flyteplugins_tracking.trackers.mlflow.vendor import Service, UnavailableError
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 SCRIPT = jobs.PROGRAMS / "mlflow_runs.py"
@@ -421,6 +421,32 @@ def test_a_directory_does_not_get_points_twice_that_a_killed_process_has_sent(tm
     stored_points = [(point.step, point.value) for point in history(run_id, "a")]
     assert repr(stored_points) == repr([(0, 0.5), (1, math.nan), (2, 2.0), (3, 2.0)])
     assert len(history(run_id, "b")) == 3
+
+
+def test_a_call_that_is_given_up_and_succeeds_later_makes_no_point_twice(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(uri)
+    run_id = client.create_run("0").info.run_id
+    log_batch, is_given_up, is_late = MlflowClient.log_batch, threading.Event(), threading.Event()
+
+    def late_once(self, *args, **kwargs):
+        monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+        is_given_up.wait()
+        log_batch(self, *args, **kwargs)
+        is_late.set()
+
+    monkeypatch.setattr(MlflowClient, "log_batch", late_once)
+    values = MetricSanitizer("MLflow")
+    sink = MlflowSink(Service(uri), run_id, "name", Metrics(values), Steps(values))
+    lines = [{"row": {"a": 0.5}, "step": 0, "time": 1_700_000_000.0}]
+    with pytest.raises(UnavailableError, match="does not answer"):
+        sink.send(lines, 0.5)
+    sink.send(lines, None)
+    is_given_up.set()
+    assert is_late.wait(60)
+    assert len(client.get_metric_history(run_id, "a")) == 1
 
 
 @pytest.mark.full

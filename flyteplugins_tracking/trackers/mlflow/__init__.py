@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from flyteplugins_tracking._rank.info import DistributedInfo
 from flyteplugins_tracking._rank.plan import Page, has_primary, primary_rank_of
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ID_TAG = "flyteplugins_tracking.run_id"
 GROUP_TAG = "flyteplugins_tracking.group"
 _TEXTS = ("tracking_uri", "experiment_name", "link_host")
+# https://mlflow.org/docs/latest/ml/tracking/#tracking-uri
+SERVERS = ("http", "https", "databricks", "databricks-uc")
 # These characters would end the text in a condition of MLflow's search.
 _NOT_IN_AN_ID = "'\"`\\%"
 
@@ -154,6 +156,11 @@ def _check_experiment(options: Mapping[str, Any]) -> None:
 def _check_id(run_id: str | None) -> None:
     if run_id is not None and any(character in run_id for character in _NOT_IN_AN_ID):
         raise ConfigError(f"the id {run_id!r} must not contain any of {_NOT_IN_AN_ID}: it is a tag of the MLflow run")
+
+
+def kind_of(uri: str) -> str:
+    """Return what a tracking URI is of: one of `SERVERS`, "file" for a directory, or a database's name."""
+    return urlsplit(uri).scheme.partition("+")[0] or (uri if uri in SERVERS else "file")
 
 
 def run_page(config: TrackingConfig, uri: str, experiment_id: str, run_id: str) -> str | None:

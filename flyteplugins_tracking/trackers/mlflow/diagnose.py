@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
-from urllib.parse import urlsplit
 
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking.trackers import diagnostics
 from flyteplugins_tracking.trackers.diagnostics import Diagnosis, Diagnostic
+from flyteplugins_tracking.trackers.mlflow import SERVERS, kind_of
 
 # https://mlflow.org/docs/latest/ml/tracking/backend-stores; since 3.0, it is not a directory anymore.
 _DEFAULT = "sqlite:///mlflow.db"
 # https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/store/db_types/__init__.py
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-_SERVERS = ("http", "https", "databricks", "databricks-uc")
 _SERVE = "mlflow server --host 0.0.0.0, then export MLFLOW_TRACKING_URI=http://HOST:5000"
 # https://github.com/mlflow/mlflow/blob/v3.17.0/mlflow/server/__init__.py
 _VERSION = r"40[13] |200 \s*\d+\.\d+\S*\s*$"
@@ -45,7 +44,7 @@ def diagnose() -> Diagnosis:
 
 def _of_place(uri: str, place: str, setting: str) -> Iterator[Diagnostic]:
     """Yield what is wrong with an address."""
-    kind = urlsplit(uri).scheme.partition("+")[0] or (uri if uri in _SERVERS else "file")
+    kind = kind_of(uri)
     if kind in _DATABASES and find_spec("sqlalchemy") is None:
         text, fix = "which mlflow-skinny alone cannot open", f"pip install mlflow; or {_SERVE}"
         yield Diagnostic("error", f"{setting}, {text}", fix)
@@ -55,7 +54,7 @@ def _of_place(uri: str, place: str, setting: str) -> Iterator[Diagnostic]:
     elif kind == "file":
         text = "MLflow does not develop runs in files any further, and new versions refuse them"
         yield Diagnostic("warning", f"{setting}: {text}", _SERVE)
-    elif kind not in (*_DATABASES, *_SERVERS):
+    elif kind not in (*_DATABASES, *SERVERS):
         text = f"MLflow itself does not support addresses that begin with {kind}:"
         fix = "export MLFLOW_TRACKING_URI=http://HOST:PORT, unless a plugin of MLflow's does"
         yield Diagnostic("warning", f"{setting}: {text}", fix)

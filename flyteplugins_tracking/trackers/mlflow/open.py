@@ -70,7 +70,6 @@ def open_run(request: RunRequest, service: Service, run_id: str) -> Opened:
         TrackerUnavailableError: The rank that creates the run has not created it in time.
         ConfigError: The experiment or the run cannot be logged to.
     """
-    service.await_server()
     run = _chosen(request, service)
     experiment_id = run.info.experiment_id if run is not None else _experiment_id(request, service)
     with ended_if_interrupted(request, functools.partial(_end_interrupted, request, service, experiment_id, run_id)):

@@ -24,7 +24,7 @@ from flyteplugins_tracking.trackers.base import RunRequest, Tracker
 from flyteplugins_tracking.trackers.client import Run, prefix_of, warn_of_changes, warn_of_placed
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
-from flyteplugins_tracking.trackers.mlflow import run_page, vendor
+from flyteplugins_tracking.trackers.mlflow import kind_of, run_page, vendor
 from flyteplugins_tracking.trackers.mlflow.open import (
     LONGEST_PARAM,
     LONGEST_TAG,
@@ -33,13 +33,15 @@ from flyteplugins_tracking.trackers.mlflow.open import (
     end_run,
     params_of,
 )
-from flyteplugins_tracking.trackers.mlflow.vendor import Point, RejectedError, Service
+from flyteplugins_tracking.trackers.mlflow.vendor import RejectedError, Service
 from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
 
 logger = logging.getLogger(__name__)
 
 # The part of a run's end that is kept for sending the status of a run that could not be made active, in seconds.
 _STATUS_S = 3.0
+# How many points are sent in one call, which has the time limit of one request.
+_MOST_POINTS = 1000
 # The longest name of a metric.
 _LONGEST_NAME = 250
 # The longest wait for the monitor's last sample, in seconds.
@@ -248,12 +250,13 @@ class MlflowSink:
         """`run_id` is MLflow's id of the run, and `label` its id in messages."""
         self._service, self._run_id, self._label = service, run_id, label
         self._metrics, self._steps = metrics, steps
+        self._present: dict[str, set[Any]] = {}  # the points that a directory has, by their keys
 
     def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
         self._service.deadline = None if timeout_s is None else time.monotonic() + timeout_s
         points = [point for line in lines if "row" in line for point in self._points_of(line)]
-        for first in range(0, len(points), vendor.MOST_METRICS):
-            self._service.log(self._run_id, points[first : first + vendor.MOST_METRICS])
+        for first in range(0, len(points), _MOST_POINTS):
+            self._log_points(points[first : first + _MOST_POINTS])
         for line in lines:
             if "event" in line:
                 self._change_tags(event_values(line))
@@ -263,9 +266,31 @@ class MlflowSink:
                 text = "MLflow: run %s: the kept call of %s() is lost: a run of MLflow's does not have it"
                 _warn_once((self._label, line["call"]), text, self._label, line["call"])
 
-    def _points_of(self, line: Line) -> list[Point]:
+    def _points_of(self, line: Line) -> list[Any]:
+        from mlflow.entities import Metric
+
         step, time_ms = self._steps.take(line["step"]), round(line["time"] * 1000)
-        return [Point(key, value, time_ms, step) for key, value in self._metrics.of(line["row"]).items()]
+        return [Metric(key, value, time_ms, step) for key, value in self._metrics.of(line["row"]).items()]
+
+    def _log_points(self, points: Sequence[Any]) -> None:
+        def log(client: Any) -> None:
+            missing = self._missing(client, points) if kind_of(self._service.uri) == "file" else points
+            client.log_batch(self._run_id, missing, synchronous=True)
+
+        try:
+            self._service.ask(log)
+        except Exception:
+            self._present.clear()  # a part may have been written
+            raise
+
+    def _missing(self, client: Any, points: Sequence[Any]) -> Sequence[Any]:
+        """Return the points that are not in the run's directory yet. It would keep both of two equal ones.
+
+        A process that was killed while it sent them may have written a part. A database keeps one of two equal points.
+        """
+        for key in {point.key for point in points}.difference(self._present):
+            self._present[key] = set(map(_comparable, client.get_metric_history(self._run_id, key)))
+        return [point for point in points if _comparable(point) not in self._present[point.key]]
 
     def _change_tags(self, values: Mapping[str, Any]) -> None:
         if new := {key: str(value)[-LONGEST_TAG:] for key, value in values.items() if value is not None}:
@@ -280,19 +305,23 @@ class MlflowSink:
 
     def _set(self, kind: str, values: Mapping[str, str]) -> None:
         """Set params or tags. If the server rejects some, it gets them one by one: it takes all of them or none."""
-        items = list(values.items())
-        for first in range(0, len(items), vendor.MOST_PARAMS):
-            chunk = dict(items[first : first + vendor.MOST_PARAMS])
-            try:
-                self._service.log(self._run_id, (), **{kind: chunk})
-            except RejectedError as error:
-                if len(chunk) > 1:
-                    for key, value in chunk.items():
-                        self._set(kind, {key: value})
-                else:
-                    text = "MLflow: run %s: the server rejects the %s %r: %s"
-                    (key,) = chunk
-                    _warn_once((self._label, kind, key), text, self._label, kind[:-1], key, error)
+        from mlflow.entities import Param, RunTag
+
+        pairs = [(Param if kind == "params" else RunTag)(*pair) for pair in values.items()]
+        try:
+            self._service.ask(lambda client: client.log_batch(self._run_id, synchronous=True, **{kind: pairs}))
+        except RejectedError as error:
+            if len(pairs) > 1:
+                for key, value in values.items():
+                    self._set(kind, {key: value})
+            else:
+                text = "MLflow: run %s: the server rejects the %s %r: %s"
+                _warn_once((self._label, kind, *values), text, self._label, kind[:-1], *values, error)
+
+
+def _comparable(point: Any) -> tuple[int, int, str]:
+    """Return what makes two points of a metric equal. NaN is equal to NaN here."""
+    return point.step, point.timestamp, repr(float(point.value))
 
 
 def _values_of(line: Line) -> dict[str, str]:

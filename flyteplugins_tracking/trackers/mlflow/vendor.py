@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
-from urllib.parse import quote, urlsplit
+from contextvars import ContextVar
+from typing import Any, TypeVar
+from urllib.parse import quote
 
+from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.text import first_line, without_credentials
 from flyteplugins_tracking._util.threads import call_within, run_while
 from flyteplugins_tracking.trackers import outbox
@@ -37,11 +37,9 @@ def require() -> None:
 
 # The runs behind a tracking URI.
 
-# https://mlflow.org/docs/latest/rest-api.html
-_API = "/api/2.0/mlflow"
-# How many values one request may have: https://mlflow.org/docs/latest/rest-api.html#request-limits
-MOST_METRICS, MOST_PARAMS = 1000, 100
-# The longest time for a request for which nobody waits, in seconds. The end of a run waits longer for its rows.
+# https://mlflow.org/docs/latest/rest-api.html. The client's other requests, such as for the server's version, may fail.
+_API = "/api/2.0/mlflow/"
+# The longest time for a call for which nobody waits, in seconds. The end of a run waits longer for its rows.
 _CALL_S = 20.0
 _SHORTEST_S = 0.5
 # MLflow's error codes for credentials, and those that no other try can change.
@@ -83,20 +81,12 @@ class RejectedError(outbox.RejectedError):
         self.code = code
 
 
-class Point(NamedTuple):
-    """A value of a metric. Of two equal ones, MLflow keeps one."""
-
-    key: str
-    value: float
-    timestamp: int
-    step: int
-
-
 class Service:
     """The runs behind one tracking URI: on a server, or in a database or directory of this machine.
 
-    A run is found and created with MLflow's client, and logged to with the REST API of the server, if there is one: the
-    client would try for minutes.
+    All calls go through MLflow's client, in a thread, with a time limit. By itself the client tries each request for
+    minutes; and a request that nobody waits for any more could then change a tag back that has a newer value by now.
+    So it tries those of this class once.
 
     Attributes:
         uri: The tracking URI.
@@ -111,8 +101,7 @@ class Service:
         self.is_known = is_known
         self.creates = False
         self.deadline = deadline
-        self._opened: tuple[Any, Callable[[], Any] | None] | None = None
-        self._present: dict[str, set[Any]] = {}  # the points that a directory has, by their keys
+        self._client: Any = None
 
     def ask(self, function: Callable[[Any], T]) -> T:
         """Return what a function does with MLflow's client, in time.
@@ -121,9 +110,13 @@ class Service:
             UnavailableError: The call may succeed later.
             RejectedError: The call will never succeed.
         """
+
+        def call() -> T:
+            _asking.set(self)  # in the context of its thread
+            return function(self._open())
+
         try:
-            # Not in this thread: the client tries again for minutes if the server goes away now.
-            return call_within(self.timeout_s(), lambda: function(self._open()[0]))
+            return call_within(self.timeout_s(), call)
         except Exception as error:
             raise self._translated(error) from None
 
@@ -136,31 +129,6 @@ class Service:
         """As `outbox.until` with this deadline; once if there is none."""
         return outbox.until(self.deadline or 0.0, action)
 
-    def await_server(self) -> None:
-        """Wait until the server answers, if there is one. The client would not say in time why it does not."""
-
-        def answers() -> bool:
-            try:
-                self._change("GET", "experiments/get", experiment_id="0")
-            except RejectedError as error:
-                if not error.code:  # not of MLflow
-                    raise
-            return True
-
-        self.until(answers)
-
-    def log(self, run_id: str, points: Sequence[Point] = (), **values: Mapping[str, str]) -> None:
-        """Log points, `params` and `tags`, once.
-
-        Raises:
-            UnavailableError: The call may succeed later.
-            RejectedError: The call will never succeed.
-        """
-        pairs = {kind: [{"key": key, "value": value} for key, value in of.items()] for kind, of in values.items()}
-        metrics = [{**point._asdict(), "value": _number(point.value)} for point in points]
-        if not self._change("POST", "runs/log-batch", run_id=run_id, metrics=metrics, **pairs):
-            self.ask(lambda client: self._log_to_files(client, run_id, points, values))
-
     def set_status(self, run_id: str, status: str) -> None:
         """End a run now, again until that succeeds, at most until the deadline.
 
@@ -168,14 +136,12 @@ class Service:
             UnavailableError: It has not succeeded before the deadline.
             RejectedError: It will never succeed.
         """
-        end_ms = time.time_ns() // 1_000_000
+        from mlflow.entities import RunStatus
+        from mlflow.tracking._tracking_service.utils import _get_store
 
-        def once() -> bool:
-            if not self._change("POST", "runs/update", run_id=run_id, status=status, end_time=end_ms):
-                self.ask(lambda client: _set_terminated(client)(client, run_id, status, end_ms))
-            return True
-
-        self.until(once)
+        values = (RunStatus.from_string(status), time.time_ns() // 1_000_000, None)
+        # Not by the client's own `set_terminated`, which first asks for the run and prints its address.
+        self.persist(lambda _: _get_store(self.uri).update_run_info(run_id, *values))
 
     def timeout_s(self) -> float:
         """Return the longest time for the next call."""
@@ -184,57 +150,42 @@ class Service:
             longest_s if self.deadline is None else max(_SHORTEST_S, min(longest_s, self.deadline - time.monotonic()))
         )
 
-    def _open(self) -> tuple[Any, Callable[[], Any] | None]:
-        """Return MLflow's client, and what gives the credentials for the server; None without a server."""
+    def _open(self) -> Any:
         from mlflow import MlflowClient
-        from mlflow.tracking._tracking_service.utils import _get_store
 
-        if self._opened is None:
+        if self._client is None:
+            _try_once()
             with alone_with(self.uri, self.deadline):
-                self._opened = MlflowClient(self.uri), getattr(_get_store(self.uri), "get_host_creds", None)
-        return self._opened
+                self._client = MlflowClient(self.uri)
+        return self._client
 
-    def _change(self, method: str, path: str, **values: Any) -> bool:
-        """Send a request to the server, once. Returns False if there is none."""
+    def request(self, send: Callable[[], Any]) -> Any:
+        """Send a request of the client's. Returns the answer, if it is one of an MLflow server."""
         from mlflow.exceptions import InvalidUrlException, MlflowException
-        from mlflow.utils.rest_utils import http_request
 
         try:
-            json.dumps(values, ensure_ascii=False).encode()  # a server may answer HTTP 500 to half of a surrogate
-            _, host_creds = self._open()
-            if host_creds is None:
-                return False
-            how: dict[str, Any] = {"params" if method == "GET" else "json": values, "timeout": self.timeout_s()}
-            response = http_request(host_creds(), f"{_API}/{path}", method, max_retries=0, raise_on_status=False, **how)
+            response = send()
         except InvalidUrlException:
             text = f"{self.host} is not an address of a server: it must begin with https:// or http://"
             raise RejectedError(text) from None
         except MlflowException as error:  # its text has the address, and perhaps a password
             cause = type(error.__cause__ or error.__context__ or error).__name__
             # If nothing takes connections, the address is probably wrong: half of the time is enough.
-            raise UnavailableError(
-                f"{self.host} does not answer ({cause})", 0.5 if cause == "ConnectionError" else 1.0
-            ) from None
-        except Exception as error:
-            raise self._translated(error) from None
-        self._check(response)
-        return True
-
-    def _check(self, response: Any) -> None:
+            patience = 0.5 if cause == "ConnectionError" else 1.0
+            raise UnavailableError(f"{self.host} does not answer ({cause})", patience) from None
         status = response.status_code
         if status in (401, 403):
             raise UnauthorizedError(f"{self.host} does not take the credentials (HTTP {status})")
         if outbox.may_pass(status):
             raise UnavailableError(f"{self.host} answers with HTTP {status}")
         try:
-            answer = response.json()
+            is_mlflows = isinstance(answer := response.json(), dict) and (status == 200 or "error_code" in answer)
         except ValueError:
-            answer = None
-        if not isinstance(answer, Mapping) or (status != 200 and "error_code" not in answer):
+            is_mlflows = False
+        if not is_mlflows:
             kind = UnavailableError if self.is_known else RejectedError
             raise kind(f"{self.host} answers with HTTP {status}, but not as an MLflow server does: check the address")
-        if status != 200:
-            raise RejectedError(_first_line(str(answer.get("message"))), str(answer.get("error_code")))
+        return response
 
     def _translated(self, error: Exception) -> Exception:
         """Return what to raise for an error of MLflow's client."""
@@ -253,33 +204,27 @@ class Service:
         # Values that cannot be put into a request; or a database that is locked, or whose tables are being created.
         return RejectedError(text) if isinstance(error, ValueError) else UnavailableError(text)
 
-    def _log_to_files(
-        self, client: Any, run_id: str, points: Sequence[Point], values: Mapping[str, Mapping[str, str]]
-    ) -> None:
-        from mlflow.entities import Metric, Param
 
-        try:
-            client.log_batch(
-                run_id,
-                [Metric(*point) for point in self._missing(client, run_id, points)],
-                [Param(*param) for param in values.get("params", {}).items()],
-                run_tags(values.get("tags", {})),
-                synchronous=True,
-            )
-        except Exception:
-            self._present.clear()  # a part may have been written
-            raise
+# The service whose call this is; None for calls of the function's and of frameworks.
+_asking: ContextVar[Service | None] = ContextVar("flyteplugins_tracking.mlflow", default=None)
 
-    def _missing(self, client: Any, run_id: str, points: Sequence[Point]) -> Sequence[Point]:
-        """Return the points that are not there yet. A directory would keep both of two equal ones.
 
-        A process that was killed while it sent them may have written a part. A database keeps one of two equal points.
-        """
-        if urlsplit(self.uri).scheme not in ("", "file"):
-            return points
-        for key in {point.key for point in points}.difference(self._present):
-            self._present[key] = set(map(_comparable, client.get_metric_history(run_id, key)))
-        return [point for point in points if _comparable(point) not in self._present[point.key]]
+@functools.lru_cache(maxsize=1)
+def _try_once() -> None:
+    """Have MLflow's client send each request of a `Service` once, within its time."""
+    from mlflow.utils import rest_utils
+
+    original = rest_utils.http_request
+
+    @functools.wraps(original)
+    def http_request(*args: Any, **kwargs: Any) -> Any:
+        service = _asking.get()
+        if service is None or not str(kwargs.get("endpoint")).startswith(_API):
+            return original(*args, **kwargs)
+        once = {**kwargs, "max_retries": 0, "raise_on_status": False, "timeout": service.timeout_s()}
+        return service.request(lambda: original(*args, **once))
+
+    replace_function(original, http_request)
 
 
 def run_tags(tags: Mapping[str, str]) -> list[Any]:
@@ -295,18 +240,6 @@ def last_step(run: Any, prefix: str = "") -> int:
         metrics = run.data._metric_objs
         return max((metric.step for metric in metrics if metric.key.startswith(prefix)), default=-1)
     return -1
-
-
-def _number(value: float) -> float | str:
-    """Return a number as JSON has it: https://protobuf.dev/programming-guides/json."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _comparable(point: Any) -> tuple[int, int, str]:
-    """Return what makes two points of a metric equal. NaN is equal to NaN here."""
-    return point.step, point.timestamp, repr(float(point.value))
 
 
 def _first_line(text: str) -> str:
@@ -440,12 +373,6 @@ def active_runs() -> list[Any]:
     return []
 
 
-def _set_terminated(client: Any) -> Any:
-    """Return the client's own method, in spite of `leave_end_to_us`."""
-    method = type(client).set_terminated
-    return getattr(method, "__wrapped__", method)
-
-
 @functools.lru_cache(maxsize=1)
 def leave_end_to_us(is_ours: Callable[[str, str], bool]) -> None:
     """Have MLflow's client leave the status of the library's open runs: frameworks and `mlflow.end_run` set it."""
@@ -475,8 +402,9 @@ def replace_params(accepted: Callable[[str, Mapping[str, Any]], Mapping[str, Any
 
     @functools.wraps(log_batch)
     def batch(self: Any, run_id: str, metrics: Any = (), params: Any = (), *args: Any, **kwargs: Any) -> Any:
-        taken = accepted(run_id, {param.key: param.value for param in params}) if params else {}
-        params = [type(param)(param.key, taken[param.key]) for param in params]
+        if params and _asking.get() is None:
+            taken = accepted(run_id, {param.key: param.value for param in params})
+            params = [type(param)(param.key, taken[param.key]) for param in params]
         return log_batch(self, run_id, metrics, params, *args, **kwargs)
 
     MlflowClient.log_param, MlflowClient.log_batch = one, batch
