@@ -5,6 +5,8 @@ A tracker implements three methods, `write`, `end` and `resume`. This module dec
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import secrets
 import sys
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
 from flyteplugins_tracking._util.checks import is_given
+from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.plain import flat, plain_config
 from flyteplugins_tracking._util.proc import INTERRUPTED, TERMINATED
 from flyteplugins_tracking._util.secrets import is_secret_name, masked
@@ -39,6 +42,9 @@ _PASSED_S = 6.0
 
 # How much of a change of the config a message shows: values, and characters of each.
 _MOST_CHANGES, _LONGEST_VALUE = 10, 60
+
+# The functions that `join_calls` has put in the place of a client's.
+_joining: set[Callable[..., Any]] = set()
 
 Status = Literal["finished", "failed", "killed"]
 
@@ -305,6 +311,24 @@ def run_config(request: RunRequest) -> dict[str, Any]:
     if own:
         values[OWN] = own
     return values if role is None else {role: values}
+
+
+def join_calls(original: Callable[..., Any], join: Callable[[Mapping[str, Any]], Any]) -> None:
+    """Have a client's function return the run with which `join` answers to its arguments, if that is not None.
+
+    Such a function opens a run, and a script calls it in a decorated function. It is replaced once.
+    """
+    if original in _joining:
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def joining(*args: Any, **kwargs: Any) -> Any:
+        run = join(signature.bind(*args, **kwargs).arguments)
+        return original(*args, **kwargs) if run is None else run
+
+    _joining.add(joining)
+    replace_function(original, joining)
 
 
 def warn_of_placed(warn_once: WarnOnce, title: str, call: str, run_id: str | None, kept: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 import posixpath
@@ -14,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.proc import TERMINATED, set_variables
 from flyteplugins_tracking._util.record import replace
 from flyteplugins_tracking._util.text import has_credentials, without_credentials
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import Run, prefix_of, warn_of_changes, warn_of_placed
+from flyteplugins_tracking.trackers.client import Run, join_calls, prefix_of, warn_of_changes
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import OutboxHandle
 from flyteplugins_tracking.trackers.mlflow import kind_of, run_page, vendor
@@ -92,9 +90,7 @@ class MlflowHandle(OutboxHandle):
             activate(self.run, uri, opened.run.info.experiment_id, self.undo)
             if request.plan.primary:
                 self.set_params(params_of(request))
-            self._monitor = start_monitor(
-                request, run_id, request.config.options.get("log_system_metrics"), self.is_resumed
-            )
+            self._monitor = self._start_monitor(request.config.options.get("log_system_metrics"))
         except BaseException:
             self.undo.close()
             self._send_end(1, _STATUS_S)
@@ -164,30 +160,32 @@ class MlflowHandle(OutboxHandle):
 
     def join(self, given: Mapping[str, Any]) -> None:
         """Add what a `mlflow.start_run` of the function says, and the decorator does not."""
-        config, plan, info, kept = self.request.config, self.request.plan, self.opened.run.info, []
-        if not plan.primary:  # that rank's call describes the run
-            return
-        tags = dict(given.get("tags") or {})
+        config, plan, info = self.request.config, self.request.plan, self.opened.run.info
+        placed, tags = {"run_id": info.run_id, "experiment_id": info.experiment_id}, dict(given.get("tags") or {})
         for name, own, tag in (("run_name", config.name, _NAME_TAG), ("description", config.notes, _NOTE_TAG)):
-            if given.get(name) and own is None and plan.ends_run:
+            if own is not None or not plan.ends_run:
+                placed[name] = own
+            elif given.get(name):
                 tags[tag] = given[name]
-            elif given.get(name) not in (None, "", own):
-                kept.append(name)
+        self.describe("mlflow.start_run", given, placed)
+        if not plan.primary:
+            return
         if tags:
             self.run.set_tags(tags)
-        if (
-            self._monitor is None
-            and given.get("log_system_metrics")
-            and config.options.get("log_system_metrics") is None
-        ):
-            self._monitor = start_monitor(self.request, info.run_id, True, self.is_resumed)
-        kept += [
-            name
-            for name in ("run_id", "experiment_id")
-            if str(given.get(name, getattr(info, name))) != getattr(info, name)
-        ]
-        arguments = [f"{name}={given[name]!r}" for name in kept]
-        warn_of_placed(self._warn_once, self._title, "mlflow.start_run", self.id, arguments)
+        if self._monitor is None and config.options.get("log_system_metrics") is None:
+            self._monitor = self._start_monitor(bool(given.get("log_system_metrics")))
+
+    def _start_monitor(self, is_on: bool | None) -> Any:
+        """Start the monitor of this node, if `is_on` and this rank runs it. Returns None if not."""
+        from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
+
+        info, plan = self.request.info, self.request.plan
+        if is_on is None:
+            is_on = MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get()
+        if not is_on or not self.request.measures_node:
+            return None
+        worker = None if info is None or info.worker_index is None else f"worker-{info.worker_index}"
+        return vendor.start_monitor(self.run.run_id, plan.role or worker, is_resumed=self.is_resumed)
 
     def end(self, exit_code: int) -> None:
         limit = self.end_limit()
@@ -420,9 +418,11 @@ def run_class() -> Any:
 
 def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
     """Make `run` the active run of this thread, with its server and experiment. `undo` gets what undoes that."""
+    import mlflow
+
     vendor.leave_end_to_us(_is_open)
     vendor.replace_params(_accepted_params)
-    join_calls()
+    join_calls(mlflow.start_run, _join)
     _use_server(uri, undo)
     undo.callback(vendor.use_experiment(experiment_id))
     undo.callback(set_variables({"MLFLOW_RUN_ID": None}))  # mlflow.start_run(nested=True) would resume that run
@@ -438,24 +438,13 @@ def activate(run: Any, uri: str, experiment_id: str, undo: ExitStack) -> None:
     undo.callback(deactivate)
 
 
-@functools.lru_cache(maxsize=1)
-def join_calls() -> None:
-    """Have `mlflow.start_run` return the run of the decorated function, if it is the active one: MLflow raises then."""
-    import mlflow
-
-    original = mlflow.start_run
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def start_run(*args: Any, **kwargs: Any) -> Any:
-        given = {name: value for name, value in signature.bind(*args, **kwargs).arguments.items() if value is not None}
-        run = next(reversed(vendor.active_runs()), None)
-        if not isinstance(run, Logging) or given.get("nested"):
-            return original(*args, **kwargs)
-        run._handle.join(given)
-        return run
-
-    replace_function(original, start_run)
+def _join(given: Mapping[str, Any]) -> Any:
+    """Return the run of the decorated function for a `mlflow.start_run`, if it is active: MLflow raises then."""
+    run = next(reversed(vendor.active_runs()), None)
+    if not isinstance(run, Logging) or given.get("nested"):
+        return None
+    run._handle.join(given)
+    return run
 
 
 def _is_open(run_id: str, status: str) -> bool:
@@ -506,17 +495,3 @@ def use_credentials(key: str | None) -> Callable[[], object]:
     names = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
     values = (user, password, None) if colon else (None, None, user)
     return set_variables(dict(zip(names, values, strict=True)))
-
-
-def start_monitor(request: RunRequest, run_id: str, is_on: bool | None, is_resumed: bool) -> Any:
-    """Start the monitor of this node, if `is_on` and this rank runs it. Returns None if not."""
-    from mlflow.environment_variables import MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING
-
-    info = request.info
-    if is_on is None:
-        is_on = MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING.get()
-    if not is_on or not request.measures_node:
-        return None
-    worker = None if info is None or info.worker_index is None else f"worker-{info.worker_index}"
-    worker = request.plan.role or worker
-    return vendor.start_monitor(run_id, worker, is_resumed=is_resumed)

@@ -13,7 +13,7 @@ from flyteplugins_tracking._util.fork import PerProcess, register
 from flyteplugins_tracking._util.threads import run_with_timeout
 from flyteplugins_tracking.errors import ConfigError
 from flyteplugins_tracking.trackers.base import RunRequest, Tracker
-from flyteplugins_tracking.trackers.client import Status, prefix_of, run_config, status_of
+from flyteplugins_tracking.trackers.client import Status, join_calls, prefix_of, run_config, status_of
 from flyteplugins_tracking.trackers.config import OWNER
 from flyteplugins_tracking.trackers.journal import StoredJournal
 from flyteplugins_tracking.trackers.kept import OutboxHandle
@@ -106,7 +106,7 @@ class PlutoHandle(OutboxHandle):
             self._continue_steps(request)
         self.run.log = self._log
         self.run.finish, self.run.close = self._finish, _do_nothing
-        vendor.join_calls(_join)
+        join_calls(pluto.init, _join)
         _open.handles.append(self)
         self.undo.callback(lambda: _open.handles.remove(self))
         if not request.plan.ends_run:

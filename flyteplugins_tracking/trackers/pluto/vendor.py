@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from flyteplugins_tracking._util.files import is_own_directory
-from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.plain import finite
 from flyteplugins_tracking._util.proc import TERMINATED
 from flyteplugins_tracking.trackers.journal import Line
@@ -125,26 +124,10 @@ def clean(name: str) -> str:
 
 
 def init(**arguments: Any) -> Any:
-    """Call the client's own `pluto.init`, in spite of `join_calls`."""
+    """Call the client's own `pluto.init`, in spite of `client.join_calls`."""
     import pluto
 
     return inspect.unwrap(pluto.init)(**arguments)
-
-
-@functools.cache
-def join_calls(join: Callable[[Mapping[str, Any]], Any]) -> None:
-    """Have `pluto.init` return the run with which `join` answers to its arguments, if that is not None."""
-    import pluto
-
-    original = pluto.init
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def joining(*args: Any, **kwargs: Any) -> Any:
-        run = join(signature.bind(*args, **kwargs).arguments)
-        return original(*args, **kwargs) if run is None else run
-
-    replace_function(original, joining)
 
 
 def status_of_end(code: Any = None) -> int:

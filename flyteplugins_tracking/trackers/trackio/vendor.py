@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flyteplugins_tracking._util.modules import replace_function
 from flyteplugins_tracking._util.threads import call_within
 from flyteplugins_tracking.errors import ConfigError
-from flyteplugins_tracking.trackers.client import refuse_to_pickle
+from flyteplugins_tracking.trackers.client import join_calls, refuse_to_pickle
 from flyteplugins_tracking.trackers.vendor_parts import VendorParts
 
 PARTS = VendorParts("Trackio", "trackio", "trackio==0.43.0")
@@ -88,7 +86,8 @@ def make_current(run: Any) -> Callable[[], None]:
     import trackio
     from trackio import context_vars as variables
 
-    _join_frameworks_runs()
+    join_calls(trackio.init, _join)
+    join_calls(trackio.finish, _current)  # ours ends when the function does
     values = {variables.current_run: run}
     with PARTS.optional("trackio.save() does not use the run's project"):
         values[variables.current_project] = run.project
@@ -108,30 +107,20 @@ def make_current(run: Any) -> Callable[[], None]:
     return restore
 
 
-@functools.cache
-def _join_frameworks_runs() -> None:
-    """Have `trackio.init` and `trackio.finish` of frameworks use our run, if one is current."""
-    import trackio
+def _current(_: Mapping[str, Any]) -> Any:
+    """Return the current run if it is one of ours."""
     from trackio.context_vars import current_run
 
-    init, finish, own_class = trackio.init, trackio.finish, run_class()
-    signature = inspect.signature(init)
+    run = current_run.get()
+    return run if isinstance(run, run_class()) else None
 
-    @functools.wraps(init)
-    def join(*args: Any, **kwargs: Any) -> Any:
-        run = current_run.get()
-        if not isinstance(run, own_class):
-            return init(*args, **kwargs)
-        run.tracking.join(signature.bind(*args, **kwargs).arguments)
-        return run
 
-    @functools.wraps(finish)
-    def leave() -> None:
-        if not isinstance(current_run.get(), own_class):
-            finish()
-
-    replace_function(init, join)
-    replace_function(finish, leave)
+def _join(given: Mapping[str, Any]) -> Any:
+    """Return the run of the decorated function for a `trackio.init`; None if it is not the current one."""
+    run = _current(given)
+    if run is not None:
+        run.tracking.join(given)
+    return run
 
 
 # The run.
