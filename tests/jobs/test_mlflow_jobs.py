@@ -31,9 +31,9 @@ from support.waiting import wait_for_file, wait_until
 
 from flyteplugins_tracking import get_run, tracking_init
 from flyteplugins_tracking.trackers.journal import exit_code_in, stored
-from flyteplugins_tracking.trackers.mlflow.run import Metrics, MlflowSink
+from flyteplugins_tracking.trackers.mlflow.run import MlflowSanitizer, MlflowSink
 from flyteplugins_tracking.trackers.mlflow.vendor import Service, UnavailableError
-from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
+from flyteplugins_tracking.trackers.rows import Steps
 
 SCRIPT = jobs.PROGRAMS / "mlflow_runs.py"
 
@@ -413,8 +413,8 @@ def test_a_directory_does_not_get_points_twice_that_a_killed_process_has_sent(tm
         {"row": {"a": value, "b": 1.0}, "step": step, "time": 1_700_000_000.0} for step, value in enumerate(numbers)
     ]
     for _ in range(2):  # the second time, as the next attempt does
-        values = MetricSanitizer("MLflow")
-        sink = MlflowSink(Service(uri), run_id, "name", Metrics(values), Steps(values))
+        values = MlflowSanitizer("MLflow")
+        sink = MlflowSink(Service(uri), run_id, "name", values, Steps(values))
         sink.send(lines, None)
     sink.send([{"row": {"a": 2.0}, "step": 3, "time": 1_700_000_000.0}], None)
     history = client.get_metric_history
@@ -438,8 +438,8 @@ def test_a_call_that_is_given_up_and_succeeds_later_makes_no_point_twice(tmp_pat
         is_late.set()
 
     monkeypatch.setattr(MlflowClient, "log_batch", late_once)
-    values = MetricSanitizer("MLflow")
-    sink = MlflowSink(Service(uri), run_id, "name", Metrics(values), Steps(values))
+    values = MlflowSanitizer("MLflow")
+    sink = MlflowSink(Service(uri), run_id, "name", values, Steps(values))
     lines = [{"row": {"a": 0.5}, "step": 0, "time": 1_700_000_000.0}]
     with pytest.raises(UnavailableError, match="does not answer"):
         sink.send(lines, 0.5)

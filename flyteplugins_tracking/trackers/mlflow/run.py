@@ -69,15 +69,12 @@ class MlflowHandle(OutboxHandle):
             opened: The run on the server.
             undo: Undoes what was done to the process. The handle takes it over, and closes it when the run has ended.
         """
-        values = MetricSanitizer(
-            tracker.title, prefix_of(request), "not shown in charts: MLflow keeps NaN, and keeps an infinity as 1.8e308"
-        )
+        values = MlflowSanitizer(tracker.title, prefix_of(request))
         self.uri, self.opened = uri, opened
         run_id, steps = opened.run.info.run_id, Steps(values)
-        self._metrics = Metrics(values)
         self._first_params: Mapping[str, str] = opened.run.data.params if opened.is_resumed else {}
         self._other_params: dict[str, str] = {}
-        sink = MlflowSink(Service(uri, is_known=True), run_id, str(request.plan.run_id), self._metrics, steps)
+        sink = MlflowSink(Service(uri, is_known=True), run_id, str(request.plan.run_id), values, steps)
         super().__init__(request, tracker, sink, values, steps)
         # The run that another rank finds may be an earlier attempt's, or one that the primary has just made.
         is_retry = self._barrier is not None and self._barrier.is_retry and not request.plan.primary
@@ -119,9 +116,9 @@ class MlflowHandle(OutboxHandle):
         return self.url or f"mlflow ui --backend-store-uri {shlex.quote(self.place)}"
 
     def write(self, row: Mapping[str, Any], step: Any, **_: Any) -> None:
-        at, values = self.steps.take(step), self._metrics.of(row)
-        if values:
-            self.put_row(values, at)
+        at = self.steps.take(step)
+        if row:
+            self.put_row(row, at)
 
     def tell_role(self, values: Mapping[str, Any]) -> None:
         self.set_values("set_tags", values)
@@ -206,15 +203,19 @@ class MlflowHandle(OutboxHandle):
             end_run(Service(self.uri, time.monotonic() + timeout_s, is_known=True), self.opened, exit_code)
 
 
-class Metrics:
-    """Makes metrics of rows, as MLflow takes them."""
+class MlflowSanitizer(MetricSanitizer):
+    """Makes rows of what a rank logs: numbers by the names that MLflow takes."""
 
-    def __init__(self, values: MetricSanitizer) -> None:
-        self._values = values
+    def __init__(self, title: str, prefix: str = "") -> None:
+        odd = "not shown in charts: MLflow keeps NaN, and keeps an infinity as 1.8e308"
+        super().__init__(title, prefix, odd_floats=odd)
         self._names: dict[str, str] = {}  # the names that MLflow takes, by key
 
-    def of(self, row: Mapping[str, Any]) -> dict[str, float]:
-        """Return the numbers of a row by the names that MLflow takes."""
+    def clean(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        return self.metrics_of(super().clean(data))
+
+    def metrics_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the metrics of a row, which another process may have kept."""
         return {self._name(key): float(value) for key, value in row.items() if self._is_number(key, value)}
 
     def _is_number(self, key: str, value: Any) -> bool:
@@ -223,7 +224,7 @@ class Metrics:
         try:
             float(value)
         except (TypeError, ValueError, OverflowError):
-            self._values.warn_once(
+            self.warn_once(
                 key,
                 f"a {type(value).__name__} is left out: metrics are numbers. Use log_params, set_tags or "
                 "mlflow.log_figure",
@@ -237,17 +238,17 @@ class Metrics:
             name = posixpath.normpath(re.sub(r"[^/\w.\- :]", "_", key)).lstrip("/").replace("../", "")
             name = self._names[key] = (name if name not in ("", ".", "..") else "_")[:_LONGEST_NAME]
             if name != key:
-                self._values.warn_once(key, f"MLflow does not take this name of a metric: it is logged as {name!r}")
+                self.warn_once(key, f"MLflow does not take this name of a metric: it is logged as {name!r}")
         return name
 
 
 class MlflowSink:
     """Sends lines to a run. They can be sent twice: of two equal points, MLflow keeps one."""
 
-    def __init__(self, service: Service, run_id: str, label: str, metrics: Metrics, steps: Steps) -> None:
+    def __init__(self, service: Service, run_id: str, label: str, values: MlflowSanitizer, steps: Steps) -> None:
         """`run_id` is MLflow's id of the run, and `label` its id in messages."""
         self._service, self._run_id, self._label = service, run_id, label
-        self._metrics, self._steps = metrics, steps
+        self._values, self._steps = values, steps
         self._present: dict[str, set[Any]] = {}  # the points that a directory has, by their keys
 
     def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
@@ -268,7 +269,7 @@ class MlflowSink:
         from mlflow.entities import Metric
 
         step, time_ms = self._steps.take(line["step"]), round(line["time"] * 1000)
-        return [Metric(key, value, time_ms, step) for key, value in self._metrics.of(line["row"]).items()]
+        return [Metric(key, value, time_ms, step) for key, value in self._values.metrics_of(line["row"]).items()]
 
     def _log_points(self, points: Sequence[Any]) -> None:
         def log(client: Any) -> None:
