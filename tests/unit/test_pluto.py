@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import pickle
@@ -17,6 +18,7 @@ from support.pluto_server import KEY
 
 from flyteplugins_tracking import ConfigError, tracking_init
 from flyteplugins_tracking.trackers.config import TrackingConfig
+from flyteplugins_tracking.trackers.outbox import AwayError, RejectedError
 from flyteplugins_tracking.trackers.pluto import TRACKER, vendor
 
 
@@ -75,6 +77,44 @@ def test_a_journal_posts_nothing_but_what_describes_its_own_run(monkeypatch):
     posts = [["status/update", {"status": "FAILED"}], ["../../x", {}], ["tags/update", {"tags": ["a"], "runId": 1}]]
     sink.send([{"call": "pluto/post", "args": args, "kwargs": {}, "id": "x"} for args in posts], None)
     assert posted == [("/api/runs/tags/update", {"tags": ["a"], "runId": 7})]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "bad", "error"),
+    [
+        ([1, 2, 3], [2], RejectedError),
+        ([1, 2, 3], [1, 2], RejectedError),
+        ([1], [1], AwayError),  # the service has taken no row yet: it may be in trouble
+        ([1, 2, 3], [1, 2, 3], AwayError),
+        ([0, 1], [1], RejectedError),
+    ],
+)
+def test_rows_are_rejected_if_the_service_takes_others_and_else_it_is_away(monkeypatch, numbers, bad, error):
+    """The service has the same answer to what it cannot read and to its own troubles."""
+    pytest.importorskip("httpx")
+    from flyteplugins_tracking.trackers.pluto.sink import PlutoSink
+    from flyteplugins_tracking.trackers.rows import MetricSanitizer, Steps
+
+    settings = SimpleNamespace(http_proxy=None, https_proxy=None, insecure_disable_ssl=False)
+    sink, taken = PlutoSink(SimpleNamespace(id=7, settings=settings), "x", Steps(MetricSanitizer("Pluto"))), []
+
+    def takes(path: str, content: str) -> bool:
+        if path != "/ingest/metrics":
+            return True
+        values = [json.loads(line)["data"]["a"] for line in content.splitlines()]
+        if any(value in bad for value in values):
+            return False
+        taken.extend(values)
+        return True
+
+    monkeypatch.setattr(sink, "_takes", takes)
+    lines = [{"row": {"a": number}, "step": number, "time": 1.0, "id": "x"} for number in numbers]
+    with pytest.raises(error):
+        sink.send(lines, None)
+    for line in lines:  # as the outbox does if they are rejected
+        with contextlib.suppress(RejectedError, AwayError):
+            sink.send([line], None)
+    assert set(taken) == set(numbers) - set(bad)
 
 
 def test_while_a_file_is_uploaded_the_service_is_asked_whether_it_answers(monkeypatch, tmp_path):

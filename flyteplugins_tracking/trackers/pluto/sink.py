@@ -16,7 +16,7 @@ from flyteplugins_tracking._util.handlers import HANDLERS
 from flyteplugins_tracking._util.warn_once import WarnOnce
 from flyteplugins_tracking.trackers.journal import Line, event_values
 from flyteplugins_tracking.trackers.kept import repeat_call
-from flyteplugins_tracking.trackers.outbox import THREAD, AwayError
+from flyteplugins_tracking.trackers.outbox import THREAD, AwayError, RejectedError
 from flyteplugins_tracking.trackers.pluto import vendor
 from flyteplugins_tracking.trackers.pluto.vendor import ENTRIES, FILE, POST, POSTS
 from flyteplugins_tracking.trackers.rows import Steps
@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 # The service answers 422 to a row that it cannot read, and when it has troubles of its own.
 _REJECTIONS = (400, 413, 422)
-# How many rows the service may reject one by one, with none that it takes: then it is in trouble.
-_MOST_REJECTED = 8
 # The longest time for one request, in seconds. The client's own limit of 32 s is longer than a run's end waits.
 REQUEST_S = 10.0
 _SHORTEST_S = 0.1
@@ -103,11 +101,12 @@ class PlutoSink:
                     self._post(path, body)
             elif line.get("call", FILE) not in (ENTRIES, FILE):
                 repeat_call(self._op, self._label, line)
-        for kind, of_kind in entries.items():
-            self._ingest(kind, [json.dumps(entry) for entry in of_kind])
+        rejected = self._ingest(entries)
         for line in lines:
             if line.get("call") == FILE:
                 self._upload(*line["args"])
+        if rejected:
+            raise RejectedError(f"the service cannot read its {' and '.join(rejected)}")
 
     def answers(self) -> bool:
         """Whether a file is being uploaded, and the service answers meanwhile."""
@@ -167,31 +166,28 @@ class PlutoSink:
         if not self._takes(f"/api/runs/{path}", content):
             self._warn_once(path, "Pluto: run %s: the service rejects %s, which is lost", self._label, path)
 
-    def _ingest(self, kind: str, rows: Sequence[str]) -> None:
-        """Send rows. If the service rejects them, send them in halves: a bad row must not take others with it."""
-        path, waiting, taken = f"/ingest/{kind}", [rows] if rows else [], 0
-        rejected: list[str] = []
-        while waiting:
-            part = waiting.pop()
-            if self._takes(path, "\n".join(part) + "\n"):
-                taken += len(part)
-                self._good = part[-1] if kind == "metrics" else self._good
-            elif len(part) == 1:
-                rejected += part
-            else:
-                waiting += [part[len(part) // 2 :], part[: len(part) // 2]]
-            if rejected and not taken and (len(rejected) > _MOST_REJECTED or not waiting):
-                if kind != "metrics":
-                    rejected, waiting = list(rows), []
-                elif not self._is_well():
-                    raise AwayError("the service rejects all rows")
-        if rejected:
-            text = "Pluto: run %s: the service rejects %d rows, which are lost: %.200s"
-            logger.error(text, self._label, len(rejected), rejected[0])
+    def _ingest(self, entries: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+        """Send entries of all kinds. Returns the kinds of which the service cannot read one, though it is well.
 
-    def _is_well(self) -> bool:
-        """Whether the service takes a row that it has taken before."""
-        return bool(self._good) and self._takes("/ingest/metrics", self._good + "\n")
+        Raises:
+            AwayError: The service does not answer, or has troubles.
+        """
+        texts = {kind: [json.dumps(entry) for entry in of_kind] for kind, of_kind in entries.items() if of_kind}
+        rejected = [kind for kind, rows in texts.items() if not self._takes(f"/ingest/{kind}", "\n".join(rows) + "\n")]
+        if metrics := texts.get("metrics"):
+            if "metrics" not in rejected:
+                self._good = metrics[-1]
+            elif not self._is_well(metrics):
+                raise AwayError("the service rejects all rows")
+        return rejected
+
+    def _is_well(self, metrics: Sequence[str]) -> bool:
+        """Whether the service takes a row that it has taken before, or the first or the last one of these."""
+        for row in filter(None, (self._good, metrics[0], metrics[-1])):
+            if self._takes("/ingest/metrics", row + "\n"):
+                self._good = row
+                return True
+        return False
 
     def _takes(self, path: str, content: str) -> bool:
         """Post once. Returns False if the service says that it cannot read this.
