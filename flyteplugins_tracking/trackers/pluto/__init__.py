@@ -84,16 +84,9 @@ class PlutoTracker(Tracker):
         return {"id": run.run_id, "project": run.settings.project}
 
     def diagnose(self) -> Diagnosis:
-        import base64  # few ranks need it
-
         servers = {name: _variable(f"URL_{name}") for name in ("APP", "API", "INGEST", "PY")}
         address, folder = without_credentials(servers["API"] or _API), _variable("DIR") or os.curdir
-        data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
-        file = os.path.join(data, "python_keyring", "keyring_pass.cfg")  # of `pluto login` on Linux
-        stored = ""
-        with suppress(ValueError):
-            stored = base64.decodebytes(diagnostics.settings_of(file, "pluto").get("pluto", "").encode()).decode()
-        key = diagnostics.find_key("PLUTO_API_KEY", "MLOP_API_TOKEN", elsewhere={file: stored or None})
+        key = diagnostics.find_key("PLUTO_API_KEY", "MLOP_API_TOKEN", elsewhere=dict([stored_key()]))
         text, fix = f"Pluto keeps its files in {folder}", "export PLUTO_DIR=/a/directory"
         problems = list(diagnostics.check_directory(folder, "error", text, fix))
         if key is None:
@@ -129,6 +122,18 @@ class PlutoTracker(Tracker):
                 return PlutoHandle(request, self, op, queue)
 
         return open_or_keep(request, self, open_run)
+
+
+def stored_key() -> tuple[str, str | None]:
+    """Return the file in which `pluto login` stores a key on Linux, and the key."""
+    import base64  # few ranks need it
+
+    data = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
+    file = os.path.join(data, "python_keyring", "keyring_pass.cfg")
+    with suppress(ValueError):
+        key = base64.decodebytes(diagnostics.settings_of(file, "pluto").get("pluto", "").encode()).decode()
+        return file, key or None
+    return file, None
 
 
 def _app(config: TrackingConfig) -> str:

@@ -23,7 +23,7 @@ from flyteplugins_tracking.trackers import client
 from flyteplugins_tracking.trackers.base import RunRequest
 from flyteplugins_tracking.trackers.config import ROLES, own_values
 from flyteplugins_tracking.trackers.outbox import AwayError, may_pass, until
-from flyteplugins_tracking.trackers.pluto import vendor
+from flyteplugins_tracking.trackers.pluto import stored_key, vendor
 from flyteplugins_tracking.trackers.pluto.sink import REQUEST_S, Service
 from flyteplugins_tracking.trackers.pluto.vendor import Queue
 
@@ -137,17 +137,13 @@ def _key(settings: Any, request: RunRequest) -> str | None:
 
 def _stored_key() -> str | None:
     """Return the key that `pluto login` has stored."""
-    try:
-        if sys.platform == "darwin":
-            import keyring
+    if sys.platform != "darwin":
+        return stored_key()[1]
+    import keyring
 
-            return keyring.get_password("pluto", "pluto")
-        from keyrings.alt.file import PlaintextKeyring
-
-        key: str | None = PlaintextKeyring().get_password("pluto", "pluto")
-    except Exception:  # no backend, or an unreadable file: there is no key
-        return None
-    return key
+    with contextlib.suppress(Exception):  # no backend
+        return keyring.get_password("pluto", "pluto")
+    return None
 
 
 def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
@@ -205,61 +201,45 @@ def _check_status(status: int, limit: str) -> None:
 
 
 def _init_in_time(request: RunRequest, settings: Any) -> Any:
-    """Call `_init`. A run that opens after the deadline is closed again.
+    """Call `_init` in a thread. A run that opens after the deadline is ended again.
 
     Raises:
         UnavailableError: The run was not open before the deadline.
     """
-    opening = _Opening(request, settings)
+    outcome: Future[Any] = Future()
+
+    def open_run() -> None:
+        try:
+            outcome.set_result(_init(request, settings))
+        except BaseException as error:  # for the thread that waits
+            outcome.set_exception(error)
+
+    opening = Thread(target=open_run, name="flyteplugins_tracking.pluto", daemon=True)
+
+    def end(exit_code: int | None, limit_s: float) -> None:
+        """End the run, now or when it is open: nobody waits for it."""
+        outcome.add_done_callback(lambda _: _end_unwanted(outcome, request, settings, exit_code))
+        opening.join(limit_s)
+
     opening.start()
-    with client.ended_if_interrupted(request, opening.end):
-        wait([opening.outcome], max(0.0, request.deadline - time.monotonic()))
-        if opening.outcome.cancel():
+    with client.ended_if_interrupted(request, end):
+        if not wait([outcome], max(0.0, request.deadline - time.monotonic())).done:
+            end(1 if request.config.if_unavailable == "raise" else None, 0.0)
             limit = f"init_timeout_s={request.config.init_timeout_s:g}"
             raise UnavailableError(f"{settings.url_api} has not answered within {limit}")
-        error = opening.outcome.exception()
+        error = outcome.exception()
         # The client has RuntimeErrors for the service's answers.
         if isinstance(error, (RuntimeError, ConnectionError, json.JSONDecodeError)):
             status = vendor.status_of_error(error)
             is_away = status is None or may_pass(status)
             raise (UnavailableError if is_away else RefusedError)(first_line(error)) from error
-        return opening.outcome.result()
+        return outcome.result()
 
 
-class _Opening(Thread):
-    """Calls `_init`. When nobody waits for the run any more, it ends the run.
-
-    Attributes:
-        outcome: The client's run object. It is cancelled if nobody waits.
-    """
-
-    def __init__(self, request: RunRequest, settings: Any) -> None:
-        """Does not start."""
-        super().__init__(name="flyteplugins_tracking.pluto", daemon=True)
-        self.outcome: Future[Any] = Future()
-        self._request, self._settings = request, settings
-        self._late_code = 1 if request.config.if_unavailable == "raise" else None
-
-    def run(self) -> None:
-        try:
-            op = _init(self._request, self._settings)
-        except BaseException as error:  # for the thread that waits
-            if self.outcome.set_running_or_notify_cancel():
-                self.outcome.set_exception(error)
-            return
-        if self.outcome.set_running_or_notify_cancel():
-            self.outcome.set_result(op)
-        else:
-            end_op(op, self._request, self._late_code)
-            remove_directory(self._settings.dir)
-
-    def end(self, exit_code: int, limit_s: float) -> None:
-        """End the run, now or when it is open: nobody waits for it."""
-        self._late_code = exit_code
-        if self.outcome.cancel():
-            self.join(limit_s)
-        elif self.outcome.exception() is None:
-            end_op(self.outcome.result(), self._request, exit_code)
+def _end_unwanted(outcome: Future[Any], request: RunRequest, settings: Any, exit_code: int | None) -> None:
+    if outcome.exception() is None:
+        end_op(outcome.result(), request, exit_code)
+        remove_directory(settings.dir)
 
 
 def end_op(op: Any, request: RunRequest, exit_code: int | None) -> None:
