@@ -23,8 +23,8 @@ from flyteplugins_tracking.trackers.trackio.store import Database, Store, Stored
 
 # How often the end looks whether the client's threads have ended, in seconds.
 _POLL_S = 0.25
-# The HTTP status codes by which a server refuses a client, and not what it sends.
-_PASSING = (401, 403, 408, 429)
+# The HTTP statuses by which a server refuses a client, and not what it sends: a token may be renewed.
+_UNAUTHORIZED = (401, 403)
 
 
 class TrackioHandle(OutboxHandle):
@@ -179,7 +179,8 @@ class TrackioSink:
             self._store.log([{**entries[0], "config": config}, *entries[1:]])
         except Exception as error:
             status = getattr(getattr(error, "response", None), "status_code", 500)
-            if isinstance(error, (TypeError, ValueError, OverflowError)) or (status < 500 and status not in _PASSING):
+            is_refusal = not may_pass(status) and status not in _UNAUTHORIZED
+            if is_refusal or isinstance(error, (TypeError, ValueError, OverflowError)):
                 raise RejectedError(str(error)) from None
             raise AwayError(f"{self._store.place} cannot be written to at present: {error}") from None
 
