@@ -156,12 +156,13 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
         TrackerUnavailableError: A role has not found its run.
         UnavailableError: The service does not answer, or refuses the key.
     """
-    service, limit = Service(settings), f"at {settings.url_api} within init_timeout_s={request.config.init_timeout_s:g}"
+    service = Service(settings, request.deadline)
+    limit = f"at {settings.url_api} within init_timeout_s={request.config.init_timeout_s:g}"
     body = json.dumps({"externalId": request.plan.run_id, "projectName": settings.project})
 
     def is_there() -> bool:
         try:
-            answer = service.post("/api/runs/resume", body, request.deadline - time.monotonic())
+            answer = service.post("/api/runs/resume", body)
             status = answer.status_code
         except Exception as error:
             HANDLERS.raise_errors()
@@ -173,7 +174,7 @@ def _await_service(settings: Any, request: RunRequest, queue: Queue) -> None:
                 return False
             raise UnavailableError(f"the primary rank has not created the run, {limit}")
         if status < 300:
-            found = service.config_of(_number_in(answer, limit), request.deadline - time.monotonic())
+            found = service.config_of(_number_in(answer, limit))
             if found is not None:
                 client.check_roles(request, "Pluto", own_values(found).get(ROLES), found)
                 queue.found = found

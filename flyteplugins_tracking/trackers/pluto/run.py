@@ -88,11 +88,10 @@ class PlutoHandle(OutboxHandle):
             return
         of_owner = self._queue.found.get(_OWNERS_CODE) if self.request.plan.role is not None else None
         if isinstance(of_owner, int):  # a role that has attached after the owner's end has made the run active again
-            self._sink.post_status(_ENDS[status_of(of_owner)], timeout_s)
+            self._sink.post_end(_ENDS[status_of(of_owner)], {}, timeout_s)
         elif self.ends_run:
-            if self.request.config.roles is not None:
-                self._sink.post_config({_OWNERS_CODE: exit_code}, timeout_s)
-            self._sink.post_status(_ENDS[status_of(exit_code)], timeout_s)
+            config = {} if self.request.config.roles is None else {_OWNERS_CODE: exit_code}
+            self._sink.post_end(_ENDS[status_of(exit_code)], config, timeout_s)
 
     def resume(self) -> None:
         super().resume()  # the client stays closed: only media need it
@@ -122,9 +121,8 @@ class PlutoHandle(OutboxHandle):
     def _continue_steps(self, request: RunRequest) -> None:
         """Ask for the last step of a run that exists: rows with its steps would replace its rows in charts."""
         try:
-            answer = Service(self.run.settings).post(
-                "/step", "", min(REQUEST_S / 2, request.deadline - time.monotonic())
-            )
+            until = min(time.monotonic() + REQUEST_S / 2, request.deadline)
+            answer = Service(self.run.settings, until).post("/step", "")
             self.steps.last = max(self.steps.last, int(answer.json()["step"]))
         except Exception as error:
             logger.warning(

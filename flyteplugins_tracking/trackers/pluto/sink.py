@@ -32,35 +32,42 @@ _NDJSON, _JSON = "application/x-ndjson", "application/json"
 
 
 class Service:
-    """The service of a client's settings, with the user's proxy and certificates."""
+    """The service of a client's settings, with the user's proxy and certificates.
 
-    def __init__(self, settings: Any) -> None:
+    Attributes:
+        deadline: When requests must have ended, in seconds of `time.monotonic`; None if each has its own limit.
+    """
+
+    def __init__(self, settings: Any, deadline: float | None = None) -> None:
         import httpx
 
         _quiet_requests()
-        self._settings = settings
+        self._settings, self.deadline = settings, deadline
         proxy = settings.http_proxy or settings.https_proxy or None
         self._client = httpx.Client(verify=not settings.insecure_disable_ssl, proxy=proxy)
 
-    def post(self, path: str, content: str, timeout_s: float = REQUEST_S) -> Any:
+    def post(self, path: str, content: str) -> Any:
         """Post to a path of the API, or of the ingest server. Returns the answer. Raises what `httpx` raises."""
         is_ingest = path.startswith("/ingest/")
         server = self._settings.url_ingest if is_ingest or path == "/step" else self._settings.url_api
         headers = {**vendor.request_headers(self._settings), "Content-Type": _NDJSON if is_ingest else _JSON}
-        limit_s = max(_SHORTEST_S, min(REQUEST_S, timeout_s))
-        return self._client.post(f"{server}{path}", content=content.encode(), headers=headers, timeout=limit_s)
+        return self._client.post(f"{server}{path}", content=content.encode(), headers=headers, timeout=self._limit_s())
 
-    def config_of(self, number: int, timeout_s: float = REQUEST_S) -> Mapping[str, Any] | None:
+    def config_of(self, number: int) -> Mapping[str, Any] | None:
         """Return the config of the run with this number at the service; None if the service does not say."""
         address, project = f"{self._settings.url_api}/api/runs/details/{number}", self._settings.project
-        limit_s = max(_SHORTEST_S, min(REQUEST_S, timeout_s))
         try:
             headers, query = vendor.request_headers(self._settings), {"projectName": project}
-            config = self._client.get(address, params=query, headers=headers, timeout=limit_s).json().get("config")
+            answer = self._client.get(address, params=query, headers=headers, timeout=self._limit_s())
+            config = answer.json().get("config")
             return dict(json.loads(config) if isinstance(config, str) else config or {})
         except Exception:
             HANDLERS.raise_errors()
         return None
+
+    def _limit_s(self) -> float:
+        left_s = REQUEST_S if self.deadline is None else self.deadline - time.monotonic()
+        return max(_SHORTEST_S, min(REQUEST_S, left_s))
 
 
 @functools.cache
@@ -84,12 +91,11 @@ class PlutoSink:
         self._service = Service(op.settings)
         self._known: dict[str, set[str]] = defaultdict(set)  # the keys that the service knows, by their type
         self._good = ""  # a row that the service has taken
-        self._until: float | None = None
         self.has_files = False
         self._warn_once = WarnOnce(logger)
 
     def send(self, lines: Sequence[Line], timeout_s: float | None) -> None:
-        self._until = None if timeout_s is None else time.monotonic() + timeout_s
+        self._service.deadline = None if timeout_s is None else time.monotonic() + timeout_s
         entries = self._entries(lines)
         self._register(entries)
         for line in lines:
@@ -112,23 +118,16 @@ class PlutoSink:
         """Whether a file is being uploaded, and the service answers meanwhile."""
         return self._is_uploading and self._service.config_of(self._op.id) is not None
 
-    def post_status(self, status: str, timeout_s: float) -> None:
-        """Send the run's end.
+    def post_end(self, status: str, config: Mapping[str, Any], timeout_s: float) -> None:
+        """Change these keys of the run's config, and send the run's end.
 
         Raises:
             AwayError: The service has not taken it in time.
         """
-        self._until = time.monotonic() + timeout_s
+        self._service.deadline = time.monotonic() + timeout_s
+        if config:
+            self._post("config/update", {"config": json.dumps(config)})
         self._post("status/update", {"status": status, "statusMetadata": None})
-
-    def post_config(self, values: Mapping[str, Any], timeout_s: float) -> None:
-        """Change these keys of the run's config.
-
-        Raises:
-            AwayError: The service has not taken it in time.
-        """
-        self._until = time.monotonic() + timeout_s
-        self._post("config/update", {"config": json.dumps(values)})
 
     def _entries(self, lines: Sequence[Line]) -> dict[str, list[dict[str, Any]]]:
         """Return what goes to the ingest server, by its kind. Rows come last: they would go again if others failed."""
@@ -195,9 +194,8 @@ class PlutoSink:
         Raises:
             AwayError: The service does not answer, or has troubles.
         """
-        timeout_s = REQUEST_S if self._until is None else self._until - time.monotonic()
         try:
-            answer = self._service.post(path, content, timeout_s)
+            answer = self._service.post(path, content)
         except Exception as error:
             raise AwayError(f"the service does not answer ({type(error).__name__})") from None
         if answer.status_code >= 300 and answer.status_code not in _REJECTIONS:
