@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -119,6 +118,8 @@ class MlflowTracker(Tracker):
             return open_or_keep(to_be_sent(request, place), self, lambda: self._open(request, uri, undo))
 
     def _open(self, request: RunRequest, uri: str, undo: ExitStack) -> Any:
+        from functools import partial
+
         from flyteplugins_tracking.trackers.client import ended_if_interrupted, new_id
         from flyteplugins_tracking.trackers.mlflow.open import end_run, open_run
         from flyteplugins_tracking.trackers.mlflow.run import MlflowHandle
@@ -127,12 +128,7 @@ class MlflowTracker(Tracker):
         run_id = request.plan.run_id or new_id()
         opened = open_run(request, Service(uri, request.deadline), run_id)
         request = replace(request, plan=replace(request.plan, run_id=run_id))
-
-        def end(exit_code: int, limit_s: float) -> None:
-            if request.plan.ends_run:
-                end_run(Service(uri, time.monotonic() + limit_s, is_known=True), opened, exit_code)
-
-        with ended_if_interrupted(request, end):
+        with ended_if_interrupted(request, partial(end_run, request, uri, opened)):
             return MlflowHandle(request, self, uri, opened, undo)
 
 

@@ -115,13 +115,16 @@ def _end_interrupted(
         ending.set_status(run.info.run_id, status_of(exit_code).upper())
 
 
-def end_run(service: Service, opened: Opened, exit_code: int) -> None:
-    """Send a run's status to the server. If it is the last run of its group, send the group's too.
+def end_run(request: RunRequest, uri: str, opened: Opened, exit_code: int, limit_s: float) -> None:
+    """Send a run's status to the server, if this rank does. If it is the last run of its group, send the group's too.
 
     Raises:
         UnavailableError: The server does not answer in time.
         RejectedError: The run does not exist anymore.
     """
+    if not request.plan.ends_run:
+        return
+    service = Service(uri, time.monotonic() + limit_s, is_known=True)
     service.set_status(opened.run.info.run_id, status_of(exit_code).upper())
     if opened.parent_id is not None:
         _end_parent(service, opened.parent_id, opened.run.info.experiment_id)

@@ -199,8 +199,7 @@ class MlflowHandle(OutboxHandle):
         return bool(service.ask(lambda client: client.get_run(self.opened.run.info.run_id)))
 
     def end_run(self, exit_code: int, timeout_s: float) -> None:
-        if self.request.plan.ends_run:
-            end_run(Service(self.uri, time.monotonic() + timeout_s, is_known=True), self.opened, exit_code)
+        end_run(self.request, self.uri, self.opened, exit_code, timeout_s)
 
 
 class MlflowSanitizer(MetricSanitizer):
