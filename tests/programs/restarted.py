@@ -3,7 +3,7 @@
 Keys: `tracker`, `project`; `tracking`: the other arguments of the decorator. `first`, `rows`: the number of the first
 row, and how many. `end`: how it ends: "return", "kill" of the ranks in `kills` (or all) or "raise" of the rank
 `raises`, both `before_s` after all ranks have logged, or "stop" by `should_stop()`. torchelastic's later attempts
-return.
+return. `marks`: the directory in which each rank says that it has logged; by default its own.
 """
 
 import json
@@ -27,11 +27,15 @@ def train() -> None:
     for number in range(first, first + count):
         if run is not None:
             run.log({f"rank{rank}": number})
-    Path(f"logged.{first}.{rank}").touch()
+    marks = [
+        Path(SETTINGS.get("marks", ""), f"logged.{first}.{one}")
+        for one in range(1 if info is None else info.world_size)
+    ]
+    marks[rank].touch()
     how = "return" if ATTEMPT else SETTINGS.get("end", "return")
     if how in ("kill", "raise"):
         # A rank without a run is here while another one still opens its run.
-        while not all(Path(f"logged.{first}.{one}").exists() for one in range(1 if info is None else info.world_size)):
+        while not all(mark.exists() for mark in marks):
             time.sleep(0.01)
     end(how, rank)
 
