@@ -120,7 +120,7 @@ class WandbServer(LoopbackServer):
                 connection.add(key)
                 run.connections += 1
                 run.open_connections += 1
-                run.senders |= _wandb_cores_at(port)
+                run.senders |= _wandb_cores_at(port, self.port)
             run.stream(posted, client)
             return {"exitcode": None, "limits": {}, **({"stopped": True} if run.stop_requested else {})}
 
@@ -252,13 +252,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def _wandb_cores_at(port: int) -> frozenset[int]:
-    """The process that has a connection from this port of the machine; none if it has just been killed."""
+def _wandb_cores_at(port: int, server: int) -> frozenset[int]:
+    """The process with the connection from a port to the server's; none if it has just been killed.
+
+    Another process may use the same port of the machine for a connection to another server.
+    """
     cores = [one for one in psutil.process_iter(["name"]) if str(one.info["name"]).startswith("wandb-core")]
     found = set()
     for core in cores:
         with suppress(psutil.Error):
-            found |= {core.pid for one in core.net_connections("tcp") if one.laddr.port == port}
+            connections = core.net_connections("tcp")
+            found |= {
+                core.pid for one in connections if one.raddr and (one.laddr.port, one.raddr.port) == (port, server)
+            }
     return frozenset(found)
 
 
